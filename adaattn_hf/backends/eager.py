@@ -1,0 +1,70 @@
+"""Plain attention: scores, softmax and product as three operations, in at least fp32 for the softmax."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..request import AttentionRequest, AttentionResult, CallSpec
+
+__all__ = ["EagerBackend", "attention_weights"]
+
+
+def _weights_and_lse(request: AttentionRequest) -> tuple[Tensor, Tensor]:
+    """Weights `[batch, heads, q_len, kv_len]` in the softmax's dtype, without dropout, and the row's log-sum-exp."""
+    query, key = request.query, request.key
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1], key.shape[2]
+    # Autocast would demote these products, and a finite mask value of fp32 overflows in bf16.
+    with torch.autocast(query.device.type, enabled=False):
+        grouped = query.reshape(batch, kv_heads, heads // kv_heads * q_len, head_dim)
+        scores = torch.matmul(grouped, key.transpose(2, 3)).view(batch, heads, q_len, kv_len)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * request.scaling
+        if request.softcap is not None:
+            scores = request.softcap * torch.tanh(scores / request.softcap)
+        if request.bias is not None:
+            scores = scores + request.bias.to(scores.dtype)
+        scores = scores.masked_fill(~request.structure.visible(device=query.device), float("-inf"))
+        top = scores.amax(dim=3, keepdim=True)
+        if request.sink_logits is not None:
+            sink = request.sink_logits.to(scores.dtype).reshape(1, -1, 1, 1)
+            top = torch.maximum(top, sink)
+        top = top.masked_fill(torch.isinf(top), 0.0).detach()
+        weights = torch.exp(scores - top)
+        total = weights.sum(dim=3, keepdim=True)
+        if request.sink_logits is not None:
+            total = total + torch.exp(sink - top)
+        lse = (top + torch.log(total)).squeeze(3)
+        return weights / total.masked_fill(total == 0, 1.0), lse
+
+
+def attention_weights(request: AttentionRequest) -> Tensor:
+    """The softmax weights `[batch, heads, q_len, kv_len]` in the query's dtype, before dropout."""
+    return _weights_and_lse(request)[0].to(request.query.dtype)
+
+
+class EagerBackend:
+    """Serves everything, at the price of the full score matrix."""
+
+    name = "eager"
+
+    def missing(self) -> tuple[str, ...]:
+        """Needs torch alone."""
+        return ()
+
+    def refusals(self, spec: CallSpec) -> tuple[str, ...]:
+        """Refuses nothing."""
+        return ()
+
+    def attend(self, request: AttentionRequest) -> AttentionResult:
+        """Attention with the score matrix in memory; dropout falls on the normalised weights."""
+        weights, lse = _weights_and_lse(request)
+        value = request.value
+        weights = F.dropout(weights.to(value.dtype), request.dropout) if request.dropout else weights.to(value.dtype)
+        batch, heads, q_len, kv_len = weights.shape
+        kv_heads = value.shape[1]
+        with torch.autocast(value.device.type, enabled=False):
+            grouped = weights.reshape(batch, kv_heads, heads // kv_heads * q_len, kv_len)
+            out = torch.matmul(grouped, value).view(batch, heads, q_len, value.shape[3])
+        return AttentionResult(out.transpose(1, 2), lse if request.need_lse else None)

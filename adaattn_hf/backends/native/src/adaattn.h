@@ -1,0 +1,64 @@
+// The C interface of the library. Every field is eight bytes wide, so that a caller can lay the structure out with a
+// plain array of 64-bit words. Strides count elements, not bytes. Nothing here refers to any Python or torch type.
+#pragma once
+#include <stdint.h>
+
+#define ADA_ABI_VERSION 1
+
+enum ada_dtype { ADA_F32 = 0, ADA_BF16 = 1, ADA_F16 = 2, ADA_I8 = 3 };
+enum ada_compute { ADA_EXACT = 0, ADA_COMPUTE_BF16 = 1, ADA_COMPUTE_I8 = 2 };
+enum ada_level { ADA_PORTABLE = 0, ADA_AVX2 = 1, ADA_AVX512 = 2, ADA_AVX512_BF16 = 3, ADA_NEON = 4 };
+
+// Runs fn(data) on several threads and returns when all of them are done: the signature of GOMP_parallel, which
+// libgomp, libomp and libiomp5 all export.
+typedef void (*ada_parallel_fn)(void (*fn)(void *), void *data, unsigned threads, unsigned flags);
+
+struct ada_args {
+  // [batch, heads, len, dim] by strides; key/value may be int8 with one scale per token and head
+  const void *q, *k, *v;
+  void *out;
+  float *lse;  // contiguous [batch, q_heads, q_len], natural logarithm, may be null
+  int64_t q_dtype, kv_dtype, compute;
+  int64_t batch, q_heads, kv_heads, q_len, kv_len, dim, dim_v;
+  int64_t qs[4], ks[4], vs[4], os[4];
+  // rows of (batch_row, q_start, q_len, k_start, k_len, offset); null: every batch row is one segment with `offset`
+  const int64_t *segments;
+  int64_t n_segments, offset;
+  int64_t causal, window, sinks;             // window < 0: none
+  const int64_t *head_windows, *head_sinks;  // per key/value head, null: `window` and `sinks` for all
+  double scaling, softcap;                   // softcap 0: none
+  const float *sink_logits;                  // per query head, null: none
+  const void *bias;                          // added to the scaled (and capped) scores
+  int64_t bias_dtype, bs[4];
+  const uint8_t *mask;  // 0 = invisible
+  int64_t ms[4];
+  const float *k_scale, *v_scale;  // [batch, kv_heads, kv_len] by strides, for int8 key/value
+  int64_t kss[3], vss[3];
+  const int64_t *block_ptr;    // [kv_heads * block_tiles + 1], null: none
+  const int64_t *block_index;  // ascending key blocks of 64 inside a segment
+  int64_t block_q, block_tiles;
+  int64_t threads, level;  // level < 0: the best that this machine has
+  // backward only
+  const void *dout;
+  int64_t gs[4];
+  void *dq, *dk, *dv;
+  int64_t dqs[4], dks[4], dvs[4];
+  float *dsink;  // [q_heads]
+  float *dbias;  // [batch, q_heads, q_len, kv_len] by strides, float32
+  int64_t dbs[4];
+};
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+int64_t ada_abi_version(void);
+int64_t ada_args_size(void);
+int64_t ada_best_level(void);
+int64_t ada_has_level(int64_t level);
+void ada_set_parallel(ada_parallel_fn fn);
+// 0, or a negative number: -1 bad arguments, -2 out of memory, -3 level not available
+int64_t ada_forward(const struct ada_args *args);
+int64_t ada_backward(const struct ada_args *args);
+#ifdef __cplusplus
+}
+#endif

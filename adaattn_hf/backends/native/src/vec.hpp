@@ -1,0 +1,159 @@
+// Vectors of one instruction set, on GCC/Clang vector extensions. ADA_NS names the instruction set's namespace.
+#pragma once
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+#include "plan.hpp"
+
+#define ADA_INLINE static inline __attribute__((always_inline))
+
+namespace ADA_NS {
+
+#if defined(__AVX512F__)
+constexpr int W = 16, NV = 2, MR = 6;
+#elif defined(__AVX2__)
+constexpr int W = 8, NV = 2, MR = 6;
+#elif defined(__aarch64__)
+constexpr int W = 4, NV = 4, MR = 6;
+#else
+constexpr int W = 4, NV = 2, MR = 4;
+#endif
+constexpr int NR = W * NV;
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define ADA_HAS_BF16 1
+#endif
+
+typedef float vf __attribute__((vector_size(W * 4), may_alias));
+typedef int32_t vi __attribute__((vector_size(W * 4), may_alias));
+typedef float vfu __attribute__((vector_size(W * 4), aligned(4), may_alias));
+
+template <class T> ADA_INLINE T lesser(T a, T b) { return a < b ? a : b; }
+template <class T> ADA_INLINE T greater(T a, T b) { return a > b ? a : b; }
+ADA_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+ADA_INLINE vf load(const float *p) { return *(const vfu *)p; }
+ADA_INLINE void store(float *p, vf x) { *(vfu *)p = x; }
+ADA_INLINE vf splat(float x) { return x - vf{}; }
+ADA_INLINE vi splat_i(int32_t x) { return x - vi{}; }
+
+ADA_INLINE vf vmax(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+ADA_INLINE float hmax(vf x) {
+  float m = x[0];
+  for (int i = 1; i < W; ++i) m = greater(m, x[i]);
+  return m;
+}
+
+ADA_INLINE float hsum(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float s = 0;
+  for (int i = 0; i < W; ++i) s += x[i];
+  return s;
+#endif
+}
+
+// 2^x for x <= 0 or so; -inf gives exactly 0. DEGREE 5 is good to 2e-7 relative, 4 to 4e-6 (enough before a rounding
+// to bfloat16). Coefficients: minimax fits of 2^r on r in [-1/2, 1/2].
+template <int DEGREE> ADA_INLINE vf exp2_neg(vf x) {
+#if defined(__AVX512F__)
+  __m512 r = _mm512_reduce_ps((__m512)x, 0x08);  // x - nearest integer; 0 for -inf
+#else
+  x = vmax(x, splat(-127.0f));
+  const vf magic = splat(12582912.0f);
+  vf t = x + magic;
+  vf r = x - (t - magic);
+#endif
+  vf p;
+  if constexpr (DEGREE == 4) {
+    p = splat(9.6180e-3f);
+    p = p * (vf)r + splat(5.5504e-2f);
+  } else {
+    p = splat(1.3400e-3f);
+    p = p * (vf)r + splat(9.6180e-3f);
+    p = p * (vf)r + splat(5.5504e-2f);
+  }
+  p = p * (vf)r + splat(2.40226e-1f);
+  p = p * (vf)r + splat(6.93147e-1f);
+  p = p * (vf)r + splat(1.0f);
+#if defined(__AVX512F__)
+  __m512 n = _mm512_sub_ps((__m512)x, r);
+  return (vf)_mm512_scalef_ps((__m512)p, n);
+#else
+  vi e = ((vi)t << 23) + splat_i(127 << 23);  // n = -127 gives a zero exponent and so exactly 0
+  return p * (vf)e;
+#endif
+}
+
+ADA_INLINE float from_bf16(uint16_t x) {
+  uint32_t u = (uint32_t)x << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+ADA_INLINE uint16_t to_bf16(float f) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  uint32_t nan = (u & 0x7fffffffu) > 0x7f800000u;
+  uint32_t r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return (uint16_t)(nan ? 0x7fc0u : r);
+}
+ADA_INLINE float from_f16(uint16_t h) {
+  // exponent re-bias by multiplication keeps subnormals right; infinities and NaN are patched
+  uint32_t sign = (uint32_t)(h & 0x8000u) << 16, em = (uint32_t)(h & 0x7fffu) << 13;
+  float f;
+  memcpy(&f, &em, 4);
+  f *= 5.192296858534828e33f;  // 2^112
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  u = (h & 0x7c00u) == 0x7c00u ? (em | 0x7f800000u) : u;
+  u |= sign;
+  memcpy(&f, &u, 4);
+  return f;
+}
+ADA_INLINE uint16_t to_f16(float f) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  uint32_t sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+  if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
+  if (a >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+  if (a < 0x38800000u) {  // subnormal in half precision: let float addition round at the right place
+    float m, magic = 0.5f;
+    memcpy(&m, &a, 4);
+    m += magic;
+    uint32_t mu, gu;
+    memcpy(&mu, &m, 4);
+    memcpy(&gu, &magic, 4);
+    return (uint16_t)(sign | (mu - gu));
+  }
+  uint32_t odd = (a >> 13) & 1u;
+  return (uint16_t)(sign | ((a - 0x38000000u + 0xfffu + odd) >> 13));
+}
+
+ADA_INLINE float load_any(const void *p, int64_t dtype, int64_t i) {
+  if (dtype == ADA_F32) return ((const float *)p)[i];
+  if (dtype == ADA_BF16) return from_bf16(((const uint16_t *)p)[i]);
+  if (dtype == ADA_F16) return from_f16(((const uint16_t *)p)[i]);
+  return (float)((const int8_t *)p)[i];
+}
+ADA_INLINE void store_any(void *p, int64_t dtype, int64_t i, float x) {
+  if (dtype == ADA_F32) ((float *)p)[i] = x;
+  else if (dtype == ADA_BF16) ((uint16_t *)p)[i] = to_bf16(x);
+  else ((uint16_t *)p)[i] = to_f16(x);
+}
+
+}  // namespace ADA_NS

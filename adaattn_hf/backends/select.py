@@ -1,0 +1,92 @@
+"""Which backend serves a call: decided once per kind of call, never by trying.
+
+`auto` takes the first backend of the device's order that refuses nothing. A backend that the user names is taken or
+raises with its refusals.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+
+from ..request import CallSpec
+from .base import Backend
+from .eager import EagerBackend
+from .flash import FlashBackend
+from .sdpa import SdpaBackend
+
+__all__ = ["BACKENDS", "BackendRefusal", "choose", "order", "refusals_of"]
+
+logger = logging.getLogger("adaattn_hf")
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (FlashBackend("fa3"), FlashBackend("fa2"), SdpaBackend(), EagerBackend())
+}
+
+_ORDER = {"cuda": ("fa3", "fa2", "sdpa", "eager"), "cpu": ("sdpa", "eager")}
+_chosen: dict[tuple[CallSpec, str | None], Backend] = {}
+_said: set[tuple[str, str, str]] = set()
+
+
+class BackendRefusal(RuntimeError):
+    """A backend that was asked for by name cannot serve the call."""
+
+
+def order(device: str) -> tuple[str, ...]:
+    """Names of the backends that `auto` tries on a device, best first."""
+    return _ORDER.get(device, ("sdpa", "eager"))
+
+
+def by_name(name: str) -> Backend:
+    """The backend of that name.
+
+    Raises:
+        ValueError: Unknown name; lists the known ones and the nearest.
+    """
+    if name not in BACKENDS:
+        near = difflib.get_close_matches(name, BACKENDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"backend: got {name!r}, expected one of {', '.join(sorted(BACKENDS))}.{hint}")
+    return BACKENDS[name]
+
+
+def refusals_of(name: str, spec: CallSpec) -> tuple[str, ...]:
+    """All the reasons why a backend cannot serve a call: what is missing here, then what the call asks for."""
+    backend = by_name(name)
+    missing = backend.missing()
+    return missing or backend.refusals(spec)
+
+
+def choose(spec: CallSpec, forced: str | None = None) -> Backend:
+    """The backend for calls of this kind; remembered.
+
+    Raises:
+        BackendRefusal: `forced` cannot serve the call.
+    """
+    known = _chosen.get((spec, forced))
+    if known is not None:
+        return known
+    names = (forced,) if forced is not None else order(spec.device)
+    passed: list[str] = []
+    for name in names:
+        reasons = refusals_of(name, spec)
+        if not reasons:
+            backend = BACKENDS[name]
+            _chosen[(spec, forced)] = backend
+            _say(spec, name, passed)
+            return backend
+        passed.append(f"{name}: {'; '.join(reasons)}")
+    raise BackendRefusal(
+        f"backend {forced!r} cannot serve this call ({spec}): {' | '.join(passed)}. "
+        'Use attn_implementation="adaattn" to let a backend be chosen.'
+    )
+
+
+def _say(spec: CallSpec, name: str, passed: list[str]) -> None:
+    """One log line for each new pair of device and backend."""
+    key = (spec.device, str(spec.dtype), name)
+    if key not in _said:
+        _said.add(key)
+        why = f" (passed over: {' | '.join(passed)})" if passed else ""
+        logger.info("adaattn: %s serves %s %s%s", name, spec.device, str(spec.dtype).removeprefix("torch."), why)

@@ -1,0 +1,72 @@
+"""What is known of model families: data, not code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["FAMILIES", "Family", "family_of", "needs_dense_mask", "queries_are_keys"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts of one `config.model_type`.
+
+    Attributes:
+        model_type: As in the configuration.
+        encoder_only: Every bidirectional mask of the family is self-attention over its own tokens, so that padding
+            tokens are padding as queries too (a cross-attention mask looks the same but pads keys only).
+        dense_mask: The model slices or combines the prepared mask and must get a tensor.
+        rotary: A rotary embedding stands between the projections and the scores.
+        projections: Attribute names of the query and key projections in the attention module; equal names mean one
+            fused matrix.
+    """
+
+    model_type: str
+    encoder_only: bool = False
+    dense_mask: bool = False
+    rotary: bool = True
+    projections: tuple[str, str] = ("q_proj", "k_proj")
+
+
+_ENCODERS = (
+    "albert bert camembert convbert data2vec-text distilbert electra ernie esm eurobert flaubert ibert jina_embeddings_v3 "
+    "mobilebert modernbert mpnet nomic_bert roberta roberta-prelayernorm roc_bert roformer splinter xlm-roberta "
+    "xlm-roberta-xl xmod"
+).split()
+_DENSE = (
+    "axk2 deepseek_v32 deepseek_v4 dots3_note glm_moe_dsa granite_speech5 hy_v4 mistral_large4 nemotron_asr_streaming "
+    "parakeet pix2struct qwen4_exp sam3 sam3_lite_text swin beit gpt_bigcode granite4_vision siglip2 gemma4 "
+    "gemma4_unified diffusion_gemma"
+).split()
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family("gpt2", rotary=False, projections=("c_attn", "c_attn")),
+    "bert": Family("bert", encoder_only=True, rotary=False, projections=("query", "key")),
+    "llama": Family("llama"),
+    **{
+        name: Family(name, encoder_only=True, rotary=name in ("modernbert", "eurobert", "nomic_bert", "esm"))
+        for name in _ENCODERS
+        if name != "bert"
+    },
+    **{name: Family(name, dense_mask=True) for name in _DENSE},
+}
+
+
+def family_of(config: Any) -> Family | None:
+    """The record of a configuration's family, if there is one."""
+    return FAMILIES.get(getattr(config, "model_type", "").removesuffix("_text"))
+
+
+def needs_dense_mask(config: Any) -> bool:
+    """The family's code computes with the prepared mask."""
+    family = family_of(config)
+    return family is not None and family.dense_mask
+
+
+def queries_are_keys(config: Any) -> bool:
+    """A square bidirectional mask of this model is over its own tokens for certain."""
+    family = family_of(config)
+    if family is None or not family.encoder_only:
+        return False
+    return not getattr(config, "is_decoder", False) and not getattr(config, "add_cross_attention", False)

@@ -1,0 +1,166 @@
+"""The attention function that Transformers calls, once per layer and forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import output_capturing
+
+from ..backends.eager import attention_weights
+from ..backends.select import choose
+from ..request import AttentionRequest, CallSpec
+from ..structure import CallStructure
+from .carrier import StructuredMask
+from .packing import with_documents
+from .recorder import active_recorder
+
+__all__ = ["AttentionFunction", "attention_function"]
+
+AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
+
+# Keywords that select keys inside models of sparse attention: leaving them out would compute something else.
+_UNSERVED = ("indices", "block_indices", "block_table", "cache")
+
+
+def attention_function(backend: str | None = None) -> AttentionFunction:
+    """The function to register under a name.
+
+    Args:
+        backend: Name of the backend to use for every call, or None to choose one per kind of call.
+    """
+
+    def adaattn(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        sinks: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention `[batch, q_len, heads, head_dim_v]` and, where asked for, weights `[batch, heads, q_len, kv_len]`.
+
+        The keywords are those of Transformers' own implementations. `sliding_window` is not read: the mask carries
+        the window, and where no mask was made stock attention has none either.
+        """
+        for name in _UNSERVED:
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name}: {type(module).__name__} selects its keys by this keyword, which adaattn does not serve; "
+                    "load the model with attn_implementation='eager'"
+                )
+        out_dtype = query.dtype
+        query, key, value = _one_dtype(module, query, key, value)
+        structure, bias = _read_mask(module, query, key, attention_mask, is_causal)
+        if kwargs.get("cu_seq_lens_q") is not None:
+            structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
+        if position_bias is not None:
+            position_bias = position_bias[..., : structure.q_len, : structure.kv_len]
+            bias = position_bias if bias is None else bias + position_bias
+        request = AttentionRequest(
+            query=query,
+            key=key,
+            value=value,
+            structure=structure,
+            scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
+            dropout=dropout,
+            softcap=softcap,
+            sink_logits=s_aux if s_aux is not None else sinks,
+            bias=bias,
+        )
+        spec = CallSpec.of(request)
+        if not spec.compiling and (recorder := active_recorder()) is not None:
+            recorder.record(module, spec, backend)
+            if recorder.dry:
+                return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
+        out = choose(spec, backend).attend(request).out
+        # Autocast defines the output's dtype, as it does for stock attention; nothing else may change it.
+        if out.dtype != out_dtype and not torch.is_autocast_enabled(query.device.type):
+            out = out.to(out_dtype)
+        weights = attention_weights(request) if _wants_weights(kwargs, spec.compiling) else None
+        return out, weights
+
+    return adaattn
+
+
+def _one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value in one dtype: autocast's where it is on, else the widest that came.
+
+    Rotary embeddings leave queries and keys in fp32 under autocast while values are half; GPT-2 may ask for fp32.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    elif query.dtype == key.dtype == value.dtype:
+        dtype = query.dtype
+    else:
+        dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    if getattr(module, "reorder_and_upcast_attn", False):
+        dtype = torch.promote_types(dtype, torch.float32)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _read_mask(
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Any, is_causal: bool | None
+) -> tuple[CallStructure, Tensor | None]:
+    """Structure and additive bias of what arrived as `attention_mask`.
+
+    Raises:
+        TypeError: Something that is neither a mask of ours nor a tensor.
+        ValueError: A mask for other lengths.
+    """
+    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    # learned queries come once for the whole batch
+    batch = max(batch, key.shape[0])
+    if isinstance(attention_mask, StructuredMask):
+        structure = attention_mask.structure.expanded(batch)
+        if structure.q_len != q_len or structure.kv_len != kv_len:
+            raise ValueError(
+                f"attention_mask: made for {structure.q_len} queries and {structure.kv_len} keys, got {q_len} queries and "
+                f"{kv_len} keys in {type(module).__name__}; load the model with attn_implementation='sdpa' and report it"
+            )
+        return structure, None
+    if attention_mask is None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
+        # Without a mask stock attention aligns causality to the first key and lets a single query see everything.
+        return CallStructure(batch, q_len, kv_len, causal=bool(causal) and q_len > 1), None
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(
+            f"attention_mask: got {type(attention_mask).__name__}, expected a tensor [batch, 1 or heads, q_len, kv_len] "
+            "(boolean, True = attend, or added to the scores) or [batch, kv_len]"
+        )
+    if attention_mask.ndim == 2:
+        return CallStructure(batch, q_len, kv_len, key_padding=attention_mask.bool()[:, -kv_len:]), None
+    mask = attention_mask[..., :kv_len]
+    if mask.ndim != 4 or mask.shape[-2] not in (1, q_len) or mask.shape[-1] not in (1, kv_len):
+        raise ValueError(
+            f"attention_mask: got shape {tuple(attention_mask.shape)}, expected one that broadcasts to "
+            f"{(batch, query.shape[1], q_len, kv_len)}"
+        )
+    if mask.dtype.is_floating_point:
+        return CallStructure(batch, q_len, kv_len), mask
+    return CallStructure(batch, q_len, kv_len, mask=mask.bool()), None
+
+
+def _wants_weights(kwargs: dict[str, Any], compiling: bool) -> bool:
+    """Whether the caller will look at the weights.
+
+    GPT-2 keeps the keyword for itself, so the collector that will pick the weights up is asked, too.
+    """
+    if kwargs.get("output_attentions"):
+        return True
+    if compiling:
+        return False
+    collector = output_capturing._active_collector.get()
+    return collector is not None and "attentions" in collector

@@ -1,0 +1,169 @@
+"""The mask function that Transformers calls once per forward pass and kind of mask."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from ..structure import CallStructure
+from .carrier import StructuredMask
+from .family import needs_dense_mask, queries_are_keys
+from .mask_pattern import MaskPattern, read_pattern
+
+__all__ = ["adaattn_mask"]
+
+
+def adaattn_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Any = None,
+    use_vmap: bool = False,
+    config: Any = None,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> StructuredMask | Tensor:
+    """The structure of a mask, or the dense boolean mask where a model composes one that has no structure.
+
+    Never None: whether a call is causal is a fact of the mask, not of the module.
+
+    Raises:
+        ValueError: The model does not route its attention through Transformers' attention interface, so that the
+            name `adaattn` would run something else in silence.
+    """
+    if isinstance(attention_mask, StructuredMask):
+        # generate prepares the mask and the model's forward asks again
+        return attention_mask
+    if config is not None and not uses_interface(type(config)):
+        raise ValueError(
+            f"attn_implementation: got 'adaattn' for {type(config).__name__}, whose model does not route its attention "
+            "through Transformers' attention interface, so no implementation can be chosen by name; load it with "
+            "attn_implementation='eager' or 'sdpa'"
+        )
+
+    def stock(padding: Tensor | None) -> Tensor:
+        dense: Tensor = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=padding,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        return dense
+
+    if config is not None and needs_dense_mask(config):
+        return stock(attention_mask)
+    pattern = None if use_vmap else read_pattern(mask_function)
+    if pattern is not None and (pattern.causal is None or pattern.padding is not None):
+        pattern = None
+    if pattern is not None and pattern.documents is not None and q_length != kv_length:
+        pattern = None
+    # A preallocated cache's offset is the very tensor that its update increments in place.
+    offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
+    padding = _padding_of_keys(attention_mask, kv_length, kv_offset)
+    if pattern is None:
+        structure = CallStructure(
+            batch_size, q_length, kv_length, q_offset=offset - kv_offset, mask=stock(attention_mask)
+        )
+    else:
+        structure = _structure(pattern, batch_size, q_length, kv_length, offset, kv_offset, padding, config)
+    return StructuredMask(_settled(structure, device), torch.device(device))
+
+
+def _structure(
+    pattern: MaskPattern,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    padding: Tensor | None,
+    config: Any,
+) -> CallStructure:
+    """A read pattern in the coordinates of this call's keys."""
+    spans = pattern.spans
+    if spans is not None:
+        missing = kv_len + kv_offset - spans.shape[1]
+        spans = (F.pad(spans, (0, missing), value=-1) if missing > 0 else spans)[:, kv_offset : kv_offset + kv_len]
+    chunk_start = None
+    if pattern.left_padding is not None:
+        chunk_start = pattern.left_padding - kv_offset
+    causal = bool(pattern.causal)
+    return CallStructure(
+        batch=batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        causal=causal,
+        q_offset=q_offset - kv_offset,
+        window=pattern.window,
+        chunk=pattern.chunk,
+        chunk_start=chunk_start,
+        key_padding=padding,
+        pads_queries=padding is not None and (causal or (q_len == kv_len and queries_are_keys(config))),
+        q_segments=pattern.documents,
+        k_segments=pattern.documents,
+        spans=spans,
+    )
+
+
+def _settled(structure: CallStructure, device: Any) -> CallStructure:
+    """Drop padding that hides nothing; while a graph is traced, fix the dense mask once for all layers instead."""
+    if torch.compiler.is_compiling():
+        if structure.plain and not structure.windowed:
+            return structure
+        return CallStructure(
+            structure.batch,
+            structure.q_len,
+            structure.kv_len,
+            q_offset=structure.q_offset,
+            mask=structure.visible(device=device),
+        )
+    return structure
+
+
+def _padding_of_keys(attention_mask: Tensor | None, kv_len: int, kv_offset: int) -> Tensor | None:
+    """`[batch, kv_len]`: the part of the 2-D mask that belongs to this call's keys; what is not covered is hidden."""
+    if attention_mask is None:
+        return None
+    missing = kv_len + kv_offset - attention_mask.shape[1]
+    padded = F.pad(attention_mask, (0, missing), value=False) if missing > 0 else attention_mask
+    return padded[:, kv_offset : kv_offset + kv_len].bool()
+
+
+@torch.compiler.assume_constant_result
+def uses_interface(config_class: type) -> bool:
+    """Whether the modeling file beside a configuration class asks the attention interface for its function.
+
+    Remote code that keeps its classes elsewhere is taken at its word.
+    """
+    return _uses_interface(config_class)
+
+
+@functools.cache
+def _uses_interface(config_class: type) -> bool:
+    module_name = config_class.__module__.replace("configuration_", "modeling_")
+    if module_name == config_class.__module__:
+        return True
+    try:
+        module = importlib.import_module(module_name)
+        source = inspect.getsource(module)
+    except (ImportError, OSError):
+        return True
+    return "ALL_ATTENTION_FUNCTIONS" in source

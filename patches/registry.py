@@ -1,0 +1,32 @@
+"""Our names in Transformers' registries. Nothing of Transformers is replaced."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from ..backends.select import BACKENDS
+from .interface import attention_function
+from .masks import adaattn_mask
+
+__all__ = ["NAMES", "register", "unregister"]
+
+NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
+"""`attn_implementation` -> backend that the name forces, None where one is chosen."""
+
+
+def register() -> None:
+    """Make the names known to Transformers, in this process. Harmless when repeated."""
+    for name, backend in NAMES.items():
+        AttentionInterface.register(name, attention_function(backend))
+        # without a mask function of the same name Transformers drops padding in silence
+        AttentionMaskInterface.register(name, adaattn_mask)
+
+
+def unregister() -> None:
+    """Take the names out again; models that carry them can no longer run."""
+    for name in NAMES:
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
