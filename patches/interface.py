@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
+from .. import execute
+from ..attach import program_of
 from ..backends.eager import attention_weights
 from ..backends.select import choose
 from ..request import AttentionRequest, CallSpec
 from ..structure import CallStructure
+from ..tap import active_tap
 from .carrier import StructuredMask
 from .packing import with_documents
 from .recorder import active_recorder
@@ -84,12 +87,19 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             recorder.record(module, spec, backend)
             if recorder.dry:
                 return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
-        out = choose(spec, backend).attend(request).out
+        program = program_of(module, spec.compiling)
+        if not spec.compiling and (tap := active_tap()) is not None:
+            out = tap(module, request)
+        elif program is not None:
+            out = execute.attend(program, request, backend).out
+        else:
+            out = choose(spec, backend).attend(request).out
         # Autocast defines the output's dtype, as it does for stock attention; nothing else may change it.
         if out.dtype != out_dtype and not torch.is_autocast_enabled(query.device.type):
             out = out.to(out_dtype)
-        weights = attention_weights(request) if _wants_weights(kwargs, spec.compiling) else None
-        return out, weights
+        if not _wants_weights(kwargs, spec.compiling):
+            return out, None
+        return out, attention_weights(request) if program is None else execute.weights(program, request)
 
     return adaattn
 

@@ -1,0 +1,153 @@
+"""The multiple-choice knapsack: the cheapest choice per unit whose risks fit the budget of every length bin.
+
+minimise    sum_u price[u, x_u] + sum over (layer, launch) in use of the launch constant
+subject to  sum_u risk[b, u, x_u] <= budget[b]   for every length bin b
+
+Solved as a mixed-integer linear programme by HiGHS through `scipy.optimize.milp`, to a proven gap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Fixed costs: a launch is paid once per layer as soon as one unit of the layer uses it.
+
+    Attributes:
+        layer: `[units]`, the layer of each unit.
+        launch: `[choices]`, the launch group of each choice.
+        constant: `[groups]`, seconds of each launch group.
+    """
+
+    layer: NDArray[np.int64]
+    launch: NDArray[np.int64]
+    constant: Array
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A solved knapsack.
+
+    Attributes:
+        picks: `[units]`, the chosen choice of each unit.
+        price: Total price, launches counted.
+        risk: `[bins]`, total risk of each bin.
+    """
+
+    picks: NDArray[np.int64]
+    price: float
+    risk: Array
+
+
+def evaluate(picks: NDArray[np.int64], prices: Array, risks: Array, launches: Launches | None = None) -> Allocation:
+    """Returns the price and risks of given picks."""
+    units = np.arange(len(picks))
+    price = float(prices[units, picks].sum())
+    if launches is not None:
+        used = {(int(launches.layer[u]), int(launches.launch[c])) for u, c in zip(units, picks, strict=True)}
+        price += float(sum(launches.constant[group] for _, group in used))
+    return Allocation(picks, price, risks[:, units, picks].sum(axis=1))
+
+
+def allocate(
+    prices: Array, risks: Array, budget: Array, launches: Launches | None = None, gap: float = 1e-4
+) -> Allocation:
+    """Returns the cheapest allocation inside the budget.
+
+    Args:
+        prices: `[units, choices]`; infinite forbids a choice.
+        risks: `[bins, units, choices]`, nats/token; infinite forbids a choice. Some choice of every unit must be
+            without risk (the exact one).
+        budget: `[bins]`, nats/token.
+        launches: Fixed costs of launches.
+        gap: Relative optimality gap at which the solver may stop.
+
+    Raises:
+        ValueError: If shapes disagree, a budget is negative, or a unit has no riskless choice.
+    """
+    units, choices = prices.shape
+    if risks.shape != (len(budget), units, choices):
+        raise ValueError(f"risks has shape {risks.shape}, expected {(len(budget), units, choices)}")
+    if (budget < 0).any():
+        raise ValueError(f"budget is {budget.tolist()}, expected nothing negative")
+    allowed = np.isfinite(prices) & np.isfinite(risks).all(axis=0)
+    riskless = allowed & (np.where(np.isfinite(risks), risks, 1.0) == 0.0).all(axis=0)
+    if not riskless.any(axis=1).all():
+        raise ValueError("a unit has no choice of zero risk; the exact choice must be among the choices")
+    items = units * choices
+    pairs: list[tuple[int, int]] = []
+    if launches is not None and (launches.constant > 0).any():
+        pairs = sorted({(int(layer), int(group)) for layer in launches.layer for group in launches.launch})
+    scale = float(prices[allowed].max()) or 1.0
+    cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, np.zeros(len(pairs))])
+    rows, cols, data, low, high = [], [], [], [], []
+    count = 0
+    for unit in range(units):
+        rows += [count] * choices
+        cols += list(range(unit * choices, (unit + 1) * choices))
+        data += [1.0] * choices
+        low.append(1.0)
+        high.append(1.0)
+        count += 1
+    for place, limit in enumerate(budget):
+        # Risks are of the order 1e-6: in units of the budget they stay clear of the solver's tolerances.
+        unit_of_risk = limit if limit > 0 else 1.0
+        risk = np.where(allowed, np.where(np.isfinite(risks[place]), risks[place], 0.0), 0.0).ravel() / unit_of_risk
+        rows += [count] * items
+        cols += list(range(items))
+        data += risk.tolist()
+        low.append(-np.inf)
+        high.append(limit / unit_of_risk)
+        count += 1
+    for offset, (layer, group) in enumerate(pairs):
+        assert launches is not None
+        cost[items + offset] = launches.constant[group] / scale
+        members = np.flatnonzero(launches.layer == layer)
+        served = np.flatnonzero(launches.launch == group)
+        for unit in members:
+            rows += [count] * (len(served) + 1)
+            cols += [int(unit) * choices + int(choice) for choice in served] + [items + offset]
+            data += [1.0] * len(served) + [-1.0]
+            low.append(-np.inf)
+            high.append(0.0)
+            count += 1
+    matrix = coo_array((data, (rows, cols)), shape=(count, items + len(pairs))).tocsr()
+    upper = np.concatenate([allowed.ravel().astype(float), np.ones(len(pairs))])
+    answer = milp(
+        cost,
+        integrality=np.ones_like(cost),
+        bounds=Bounds(np.zeros_like(cost), upper),
+        constraints=LinearConstraint(matrix, np.array(low), np.array(high)),
+        options={"mip_rel_gap": gap, "node_limit": 20000},
+    )
+    if answer.x is None:
+        raise ValueError(f"the solver found no allocation: {answer.message}")
+    picks = answer.x[:items].reshape(units, choices).argmax(axis=1).astype(np.int64)
+    return repair(picks, prices, risks, budget, launches)
+
+
+def repair(
+    picks: NDArray[np.int64], prices: Array, risks: Array, budget: Array, launches: Launches | None = None
+) -> Allocation:
+    """Returns the picks with the riskiest units made exact until no budget is exceeded by the solver's tolerance."""
+    picks = picks.copy()
+    safe = np.where((np.where(np.isfinite(risks), risks, 1.0) == 0.0).all(axis=0), prices, np.inf).argmin(axis=1)
+    units = np.arange(len(picks))
+    while True:
+        over = risks[:, units, picks].sum(axis=1) - budget
+        if (over <= 0).all():
+            return evaluate(picks, prices, risks, launches)
+        worst = int(np.argmax(over))
+        chosen = risks[worst, units, picks]
+        enough = np.flatnonzero(chosen >= over[worst])
+        unit = int(enough[np.argmin(chosen[enough])]) if len(enough) else int(np.argmax(chosen))
+        picks[unit] = safe[unit]

@@ -1,0 +1,123 @@
+"""Prices: measured seconds of the launches a plan makes, interpolated between measured lengths and head counts.
+
+A launch serves all heads of one layer that share a launch group. Its time is taken as constant + slope * heads, both
+measured on this machine at a few lengths; between lengths it is interpolated linearly in the logarithms.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of one launch: `constant + slope * heads`.
+
+    Attributes:
+        constant: Seconds of a launch whatever its heads.
+        slope: Seconds per key/value head.
+    """
+
+    constant: float
+    slope: float
+
+    def seconds(self, heads: int) -> float:
+        """Returns the time of a launch of that many key/value heads, 0 for none."""
+        return self.constant + self.slope * heads if heads else 0.0
+
+
+def fit_price(heads: Sequence[int], seconds: Sequence[float]) -> Price:
+    """Returns the least-squares line through measured launches, neither coefficient below zero.
+
+    Raises:
+        ValueError: If nothing was measured, or lengths differ.
+    """
+    if not heads or len(heads) != len(seconds):
+        raise ValueError(f"heads has {len(heads)} and seconds {len(seconds)} entries, expected as many and at least one")
+    mean_heads = sum(heads) / len(heads)
+    mean_seconds = sum(seconds) / len(seconds)
+    spread = sum((count - mean_heads) ** 2 for count in heads)
+    if spread == 0.0:
+        return Price(0.0, mean_seconds / mean_heads)
+    slope = sum((c - mean_heads) * (s - mean_seconds) for c, s in zip(heads, seconds, strict=True)) / spread
+    constant = mean_seconds - slope * mean_heads
+    if constant < 0.0:
+        return Price(0.0, sum(c * s for c, s in zip(heads, seconds, strict=True)) / sum(c * c for c in heads))
+    return Price(constant, slope) if slope > 0.0 else Price(mean_seconds, 0.0)
+
+
+@dataclass(frozen=True)
+class PriceTable:
+    """Measured prices by phase, length and launch.
+
+    Attributes:
+        machine: What was measured on, in words.
+        prices: `prices[phase][length][launch]`; phases are `prefill` and `decode`, launches are choice labels.
+    """
+
+    machine: str
+    prices: Mapping[str, Mapping[int, Mapping[str, Price]]]
+
+    def price(self, phase: str, length: int, launch: str) -> Price:
+        """Returns the price at a length, interpolated; beyond the measured lengths the last slope continues.
+
+        Raises:
+            KeyError: If the phase or the launch was never measured.
+        """
+        lengths = sorted(size for size, row in self.prices[phase].items() if launch in row)
+        if not lengths:
+            raise KeyError(f"launch {launch!r} has no {phase} price; measured: {sorted(self.launches(phase))}")
+        points = [(size, self.prices[phase][size][launch]) for size in lengths]
+        if len(points) == 1:
+            return points[0][1]
+        upper = next((i for i, (size, _) in enumerate(points) if size >= length), len(points) - 1)
+        upper = max(upper, 1)
+        (n0, low), (n1, high) = points[upper - 1], points[upper]
+        share = (math.log(length) - math.log(n0)) / (math.log(n1) - math.log(n0))
+        return Price(_between(low.constant, high.constant, share), _between(low.slope, high.slope, share))
+
+    def launches(self, phase: str) -> set[str]:
+        """Returns the launches measured in a phase."""
+        return {launch for row in self.prices[phase].values() for launch in row}
+
+    def to_json(self) -> str:
+        """Returns the table as JSON."""
+        prices = {
+            phase: {
+                str(length): {launch: [p.constant, p.slope] for launch, p in sorted(row.items())}
+                for length, row in sorted(table.items())
+            }
+            for phase, table in sorted(self.prices.items())
+        }
+        return json.dumps({"machine": self.machine, "prices": prices}, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> PriceTable:
+        """Returns the table written by `to_json`.
+
+        Raises:
+            ValueError: If the text is not such a table.
+        """
+        data: Any = json.loads(text)
+        if not isinstance(data, dict) or set(data) != {"machine", "prices"}:
+            raise ValueError("the prices file is not a table of prices; expected the keys 'machine' and 'prices'")
+        return cls(
+            data["machine"],
+            {
+                phase: {
+                    int(length): {launch: Price(float(pair[0]), float(pair[1])) for launch, pair in row.items()}
+                    for length, row in table.items()
+                }
+                for phase, table in data["prices"].items()
+            },
+        )
+
+
+def _between(low: float, high: float, share: float) -> float:
+    if low > 0.0 and high > 0.0:
+        return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+    return max(low + min(max(share, 0.0), 1.0) * (high - low), 0.0)

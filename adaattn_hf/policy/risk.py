@@ -1,0 +1,92 @@
+"""Risk bookkeeping: predicted loss in nats/token of every (unit, choice), accumulated over a stream of samples.
+
+For small perturbations the mean loss difference equals the mean KL, and with labels drawn from the model itself
+E[KL] = 1/2 E[(g . do)^2], where g is the gradient of the sampled log-likelihood with respect to the attention output and
+do the change of that output (a diagonal Fisher form). Risks of units add up; a measured joint KL re-scales the sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass
+class RiskTable:
+    """Running sums of risk per unit and choice of one length bin.
+
+    Attributes:
+        units: Number of (layer, key/value head) pairs.
+        choices: Number of choices.
+        total: `[units, choices]`, sum of 1/2 (g . do)^2 over sampled rows.
+        squares: `[units, choices]`, sum over sequences of the squared mean, for the standard error.
+        means: `[units, choices]`, sum over sequences of the mean.
+        rows: Sampled rows summed.
+        sequences: Sequences summed.
+    """
+
+    units: int
+    choices: int
+    total: Array = field(init=False)
+    squares: Array = field(init=False)
+    means: Array = field(init=False)
+    rows: int = 0
+    sequences: int = 0
+
+    def __post_init__(self) -> None:
+        shape = (self.units, self.choices)
+        self.total, self.squares, self.means = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+
+    def add(self, summed: Array, rows: int) -> None:
+        """Adds the sums `[units, choices]` of one sequence over `rows` sampled rows.
+
+        Raises:
+            ValueError: If the shape is another, a sum is negative or not finite, or no row was sampled.
+        """
+        if summed.shape != self.total.shape:
+            raise ValueError(f"summed has shape {summed.shape}, expected {self.total.shape}")
+        if rows < 1:
+            raise ValueError(f"rows is {rows}, expected at least 1")
+        if not np.isfinite(summed).all() or (summed < 0).any():
+            raise ValueError("summed holds a negative or non-finite risk; the model's gradients are not finite")
+        self.total += summed
+        self.means += summed / rows
+        self.squares += (summed / rows) ** 2
+        self.rows += rows
+        self.sequences += 1
+
+    def mean(self) -> Array:
+        """Returns the risk `[units, choices]` in nats/token.
+
+        Raises:
+            ValueError: If nothing was added.
+        """
+        if self.rows == 0:
+            raise ValueError("the risk table is empty; expected at least one calibrated sequence")
+        return np.asarray(self.total / self.rows)
+
+    def standard_error(self) -> Array:
+        """Returns the standard error over sequences `[units, choices]`, infinite with fewer than two."""
+        if self.sequences < 2:
+            return np.full_like(self.total, np.inf)
+        mean = self.means / self.sequences
+        variance = np.maximum(self.squares / self.sequences - mean**2, 0.0)
+        return np.asarray(np.sqrt(variance / (self.sequences - 1)))
+
+
+def rescale(alpha: float, predicted: float, measured: float, damping: float = 1.0) -> float:
+    """Returns the new factor of risk given a predicted and a measured joint KL of one plan.
+
+    Args:
+        alpha: The present factor; predicted is already multiplied by it.
+        predicted: Sum of the re-scaled risks, nats/token.
+        measured: Joint KL of the plan, nats/token.
+        damping: Exponent in (0, 1]; 1 trusts the measurement fully.
+    """
+    if predicted <= 0.0 or measured <= 0.0:
+        return alpha
+    return float(alpha * (measured / predicted) ** damping)

@@ -1,0 +1,89 @@
+"""Which query rows a statistic looks at, and the logits of those rows.
+
+Every statistic of this package costs O(n * s): s sampled query rows against all n keys. The rows are chosen by position
+alone, stratified over the sequence, so that neither the first rows (short, peaked) nor the last ones stand for all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NEVER = float("-inf")
+
+
+def stratified_rows(length: int, count: int, generator: torch.Generator | None = None, first: int = 0) -> Tensor:
+    """Returns `[min(count, length - first)]` sorted positions, one drawn from each of `count` equal strata.
+
+    Args:
+        length: Number of query positions.
+        count: Number of rows wanted; all rows are returned when there are not more.
+        generator: Draws the place inside each stratum; without one the middle of each stratum is taken.
+        first: Positions before this one are left out.
+
+    Raises:
+        ValueError: If `count` is below one, or `first` is not inside the sequence.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}, expected at least 1 row")
+    if not 0 <= first < length:
+        raise ValueError(f"first is {first}, expected a position inside a sequence of length {length}")
+    room = length - first
+    if count >= room:
+        return torch.arange(first, length)
+    edges = torch.linspace(0, room, count + 1, dtype=torch.float64)
+    if generator is None:
+        place = torch.full((count,), 0.5, dtype=torch.float64)
+    else:
+        place = torch.rand(count, generator=generator, dtype=torch.float64)
+    rows = (edges[:-1] + place * (edges[1:] - edges[:-1])).floor().long()
+    return rows.clamp_(max=room - 1) + first
+
+
+def causal_visible(rows: Tensor, kv_len: int, q_offset: int = 0, window: int | None = None, sinks: int = 0) -> Tensor:
+    """Returns the boolean `[rows, kv_len]` visibility of causal attention, True where a row may attend.
+
+    Args:
+        rows: `[rows]` query positions, counted from the first query.
+        kv_len: Number of keys.
+        q_offset: Position of the first query among the keys.
+        window: Keys kept before the query, the query itself counted; `None` keeps all.
+        sinks: First keys that stay visible beyond the window.
+    """
+    position = (rows + q_offset)[:, None]
+    keys = torch.arange(kv_len, device=rows.device)[None]
+    visible = keys <= position
+    if window is not None:
+        visible &= (keys > position - window) | (keys < sinks)
+    return visible
+
+
+def grouped_logits(query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
+    """Returns `scaling * query @ key^T` as `[batch, heads, q_len, kv_len]`, keys shared inside each group of heads.
+
+    Args:
+        query: `[batch, heads, q_len, head_dim]`.
+        key: `[batch, num_kv_heads, kv_len, head_dim]`; `heads` is a multiple of `num_kv_heads`.
+        scaling: Factor on the products.
+        softcap: `c` of `c * tanh(logit / c)`, applied after scaling.
+    """
+    batch, heads, rows, width = query.shape
+    groups = key.shape[1]
+    folded = query.reshape(batch, groups, heads // groups * rows, width)
+    logits = (folded @ key.transpose(-1, -2) * scaling).view(batch, heads, rows, key.shape[2])
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def masked(logits: Tensor, visible: Tensor | None) -> Tensor:
+    """Returns `logits` with minus infinity where `visible` (broadcastable, True = attend) is False."""
+    return logits if visible is None else logits.masked_fill(~visible, NEVER)
+
+
+def safe_lse(logits: Tensor) -> Tensor:
+    """Returns the log-sum-exp over the last axis, minus infinity (never NaN) for a row with no visible key."""
+    return torch.logsumexp(logits, dim=-1)
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """Returns softmax over the last axis, a row of zeros where every logit is minus infinity."""
+    return torch.nan_to_num(torch.softmax(logits, dim=-1), nan=0.0)

@@ -1,0 +1,122 @@
+"""The spectrum of Q K^T from head_dim x head_dim Gram matrices, and the best factors of a given score rank.
+
+sigma(Q K^T) = sigma(A^(1/2) B^(1/2)) with A = Q^T Q and B = K^T K: exact, O(n d^2 + d^3), no n x n matrix, and Grams of
+pieces add up. Centre the keys first: what is constant over keys shifts every logit of a row alike, and softmax does not
+see it. The best rank-r scores in the Frobenius norm are Q (A^(-1/2) U_r) (U_r^T A^(1/2)) K^T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Gram:
+    """Second moments of queries and keys of one key/value head, mergeable by addition, all fp64.
+
+    Attributes:
+        query: `[…, head_dim, head_dim]`, Q^T Q.
+        key: `[…, head_dim, head_dim]`, K^T K.
+        key_sum: `[…, head_dim]`, sum of keys.
+        count: Number of keys summed.
+    """
+
+    query: Tensor
+    key: Tensor
+    key_sum: Tensor
+    count: int
+
+    def __add__(self, other: Gram) -> Gram:
+        """Returns the moments of both samples together."""
+        return Gram(
+            self.query + other.query, self.key + other.key, self.key_sum + other.key_sum, self.count + other.count
+        )
+
+    @property
+    def key_mean(self) -> Tensor:
+        """Mean key `[…, head_dim]`."""
+        return self.key_sum / max(self.count, 1)
+
+    def centred(self) -> Gram:
+        """Returns the moments with the keys measured from their mean."""
+        outer = self.key_sum[..., :, None] * self.key_sum[..., None, :] / max(self.count, 1)
+        return Gram(self.query, self.key - outer, torch.zeros_like(self.key_sum), self.count)
+
+
+def gram(query: Tensor, key: Tensor) -> Gram:
+    """Returns the moments per key/value head, `[num_kv_heads, head_dim, head_dim]`, summed over batch and positions.
+
+    The Gram of the queries stacks all query heads that share the key/value head, because one basis of the keys must
+    serve them all.
+
+    Args:
+        query: `[batch, heads, q_len, head_dim]`.
+        key: `[batch, num_kv_heads, kv_len, head_dim]`.
+    """
+    groups, width = key.shape[1], query.shape[-1]
+    rows = query.double().transpose(0, 1).reshape(groups, -1, width)
+    keys = key.double().transpose(0, 1).reshape(groups, -1, width)
+    return Gram(rows.mT @ rows, keys.mT @ keys, keys.sum(1), keys.shape[1])
+
+
+def _root(matrix: Tensor, inverse: bool = False) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    floor = values.amax(-1, keepdim=True) * torch.finfo(matrix.dtype).eps * matrix.shape[-1]
+    kept = values > floor
+    powers = torch.where(kept, values.clamp(min=1e-300).pow(-0.5 if inverse else 0.5), torch.zeros_like(values))
+    return (vectors * powers[..., None, :]) @ vectors.mT
+
+
+def score_spectrum(moments: Gram) -> Tensor:
+    """Returns the singular values of Q K^T, `[…, head_dim]` descending, exact up to rounding."""
+    return torch.linalg.svdvals(_root(moments.query) @ _root(moments.key))
+
+
+def score_factors(moments: Gram, rank: int) -> tuple[Tensor, Tensor]:
+    """Returns the projections `(query_basis, key_basis)`, each `[…, head_dim, rank]`, of the best rank-r scores.
+
+    (Q @ query_basis) @ (K @ key_basis)^T is the best approximation of Q K^T of that rank in the Frobenius norm, over the
+    data that the moments were measured on.
+
+    Raises:
+        ValueError: If `rank` is not in 1 … head_dim.
+    """
+    width = moments.query.shape[-1]
+    if not 1 <= rank <= width:
+        raise ValueError(f"rank is {rank}, expected 1 … head_dim = {width}")
+    root = _root(moments.query)
+    left, _, _ = torch.linalg.svd(root @ _root(moments.key))
+    basis = left[..., :rank]
+    return _root(moments.query, inverse=True) @ basis, root @ basis
+
+
+def relative_residual(spectrum: Tensor, rank: int) -> Tensor:
+    """Returns the relative Frobenius error of the best rank-r approximation, `sqrt(sum_{i>r} s_i^2 / sum s_i^2)`."""
+    energy = spectrum.square()
+    return (energy[..., rank:].sum(-1) / energy.sum(-1).clamp(min=1e-300)).sqrt()
+
+
+def stable_rank(spectrum: Tensor) -> Tensor:
+    """Returns `||S||_F^2 / ||S||_2^2`, at most the rank."""
+    return spectrum.square().sum(-1) / spectrum[..., 0].square().clamp(min=1e-300)
+
+
+def effective_rank(spectrum: Tensor) -> Tensor:
+    """Returns the exponential of the entropy of the normalised singular values (Roy and Vetterli, 2007)."""
+    share = spectrum / spectrum.sum(-1, keepdim=True).clamp(min=1e-300)
+    return (-torch.xlogy(share, share).sum(-1)).exp()
+
+
+def energy_rank(spectrum: Tensor, energy: float) -> Tensor:
+    """Returns the smallest rank that keeps a share `energy` of the squared singular values.
+
+    Raises:
+        ValueError: If `energy` is not in (0, 1].
+    """
+    if not 0.0 < energy <= 1.0:
+        raise ValueError(f"energy is {energy}, expected a share in (0, 1]")
+    running = spectrum.square().cumsum(-1)
+    return (running < energy * running[..., -1:] * (1 - 1e-12)).sum(-1) + 1
