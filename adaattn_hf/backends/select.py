@@ -74,7 +74,8 @@ def choose(spec: CallSpec, forced: str | None = None) -> Backend:
         if not reasons:
             backend = BACKENDS[name]
             _chosen[(spec, forced)] = backend
-            _say(spec, name, passed)
+            if not spec.compiling:  # a traced graph cannot log
+                _say(spec, name, passed)
             return backend
         passed.append(f"{name}: {'; '.join(reasons)}")
     raise BackendRefusal(
