@@ -1,0 +1,68 @@
+"""What every test starts from: offline, one thread, one seed; and the reasons why a test may be skipped."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+# before anything imports the libraries that read them
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The same examples every time, so that a red suite is red again. `--hypothesis-profile=search` looks for new ones.
+settings.register_profile(
+    "suite",
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile("search", max_examples=1000, deadline=None, print_blob=True)
+settings.load_profile("suite")
+
+# Tests run side by side in processes, and almost all tensors here are tiny.
+torch.set_num_threads(1)
+
+
+def assets_directory() -> Path:
+    """Real models and texts: named by `ADAATTN_ASSETS`, else `shared/assets` beside the checkout."""
+    named = os.environ.get("ADAATTN_ASSETS")
+    return Path(named) if named else ROOT.parent / "shared" / "assets"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what this machine cannot run, each with its reason."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("network") and os.environ.get("ADAATTN_NETWORK") != "1":
+        pytest.skip("needs a network connection; set ADAATTN_NETWORK=1 to run it")
+    if item.get_closest_marker("assets") and not assets_directory().is_dir():
+        pytest.skip(f"needs real models and texts in {assets_directory()}; name the directory by ADAATTN_ASSETS")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def assets() -> Path:
+    """Directory of real models and texts; for tests that are marked `assets`."""
+    return assets_directory()
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """The root of the checkout."""
+    return ROOT
