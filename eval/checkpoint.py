@@ -1,0 +1,221 @@
+"""Models to be evaluated: how they are loaded, and how one set of weights becomes several arms."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from adaattn_hf.eval.errors import ModelUnavailable, UsageError, unknown
+
+Objective = Literal["causal", "masked"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+_HASHED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model with its tokenizer.
+
+    Attributes:
+        name: what the user called it, a directory reduced to its last part.
+        model: in evaluation mode, on its device.
+        tokenizer: Transformers' tokenizer.
+        objective: `causal` or `masked`.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    objective: Objective
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> str:
+        """The weights' dtype, as `float32`."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest input that the configuration speaks of, in tokens."""
+        config = self.model.config.get_text_config()
+        for name in ("n_positions", "max_position_embeddings", "n_ctx"):
+            value = getattr(config, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+        return None
+
+    def prefix_token(self) -> int:
+        """The token before a document: BOS, else EOS (as lm-evaluation-harness has it)."""
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        raise UsageError(
+            f"windows: got 'rolling', which puts a prefix token before each document, but the tokenizer of {self.name} "
+            "has neither BOS nor EOS; pass --prefix-token ID, --tokenizer with one that has, or --windows strided"
+        )
+
+    def special_tokens(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before and after a text."""
+        whole = self.tokenizer.encode("a", verbose=False)
+        body = self.tokenizer.encode("a", add_special_tokens=False, verbose=False)
+        for at in range(len(whole) - len(body) + 1):
+            if whole[at : at + len(body)] == body:
+                return whole[:at], whole[at + len(body) :]
+        raise ModelUnavailable(f"tokenizer: {self.name}'s gives {whole} for 'a', expected {body} within it")
+
+    def fingerprint(self) -> str:
+        """sha256 over name, shape, dtype and the first MiB of every weight: another checkpoint shows, quickly."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            flat = tensor.detach().reshape(-1)[: _HASHED_BYTES // max(tensor.element_size(), 1)]
+            digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def resolve_dtype(name: str) -> torch.dtype | str:
+    """The dtype of a name; `auto` is the checkpoint's own."""
+    if name == "auto":
+        return "auto"
+    if name not in DTYPES:
+        raise UsageError(unknown("dtype", name, [*DTYPES, "auto"]))
+    return DTYPES[name]
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """The device of a name; by default CUDA where there is one, else the CPU."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"device: got {name!r}, expected cpu, cuda, cuda:1, …: {error}") from error
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise UsageError(
+            f"device: got {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; pass --device cpu"
+        )
+    return device
+
+
+def _objective(config: Any, asked: str, name: str) -> Objective:
+    if asked == "causal" or asked == "masked":
+        return asked
+    if asked != "auto":
+        raise UsageError(unknown("objective", asked, ("auto", "causal", "masked")))
+    architectures = config.architectures or []
+    if any(a.endswith("ForMaskedLM") for a in architectures):
+        return "masked"
+    if any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
+        return "causal"
+    raise ModelUnavailable(
+        f"model: got {name}, saved as {', '.join(architectures) or 'nothing that its config names'}, expected a model "
+        "with a language-model head (…ForCausalLM, …LMHeadModel, …ForMaskedLM): without one there is no nll. Give "
+        "a checkpoint that was saved with its head, or say --objective causal|masked if the weights are there"
+    )
+
+
+def load(
+    model: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+    objective: str = "auto",
+    trust_remote_code: bool = False,
+) -> Checkpoint:
+    """A checkpoint from the hub or a directory.
+
+    Raises:
+        ModelUnavailable: there is no such model or tokenizer, or it has no language-model head.
+        UsageError: an unknown dtype, device or objective.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+    name = Path(model).resolve().name if Path(model).exists() else str(model)
+    torch_dtype, where = resolve_dtype(dtype), resolve_device(device)
+    common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    common = {key: value for key, value in common.items() if value}
+    source = {**common, "gguf_file": gguf_file} if gguf_file else common
+    try:
+        config = AutoConfig.from_pretrained(model, **source)
+        kind = _objective(config, objective, name)
+        auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
+        loaded, report = auto.from_pretrained(model, dtype=torch_dtype, output_loading_info=True, **source)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelUnavailable(
+            f"model: cannot load {str(model)!r}: {_first_line(error)}. Expected a hub id that can be reached or is "
+            "cached, or a directory that save_pretrained wrote (a GGUF file needs --gguf-file)"
+        ) from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ModelUnavailable(
+            f"model: {name} lacks {len(missing)} weights ({', '.join(missing[:3])}, …), which would be random; "
+            "give a checkpoint that was saved with its language-model head"
+        )
+    try:
+        tokens = AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelUnavailable(
+            f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; pass --tokenizer NAME_OR_PATH"
+        ) from error
+    return Checkpoint(name, loaded.eval().to(where), tokens, kind)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def known_implementations() -> list[str]:
+    """Every attention implementation that Transformers knows by now, `eager` included."""
+    from transformers import AttentionInterface
+
+    import adaattn_hf  # noqa: F401  (its import registers the names)
+
+    return sorted({"eager", *AttentionInterface().valid_keys()})
+
+
+def arms(checkpoint: Checkpoint, implementations: Sequence[str]) -> list[Any]:
+    """One model per implementation, all over the same weights in memory.
+
+    Each arm has its own modules, configuration and buffers, so that nothing that one attention keeps can reach
+    another; parameters are shared, so that the weights are the same by construction and held once.
+
+    Raises:
+        ModelUnavailable: an implementation is unknown or the model refuses it.
+    """
+    known = known_implementations()
+    models = []
+    for implementation in implementations:
+        if implementation not in known and "/" not in implementation:
+            raise ModelUnavailable(unknown("attention implementation", implementation, known))
+        shared = {id(p): p for p in checkpoint.model.parameters()}
+        arm = copy.deepcopy(checkpoint.model, shared)
+        try:
+            arm.set_attn_implementation(implementation)
+        except (ValueError, ImportError, NotImplementedError) as error:
+            raise ModelUnavailable(
+                f"attention implementation: {checkpoint.name} refuses {implementation!r}: {_first_line(error)}"
+            ) from error
+        models.append(arm.eval())
+    return models

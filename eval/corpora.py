@@ -1,0 +1,263 @@
+"""Where the text comes from: WikiText, LAMBADA or a user's files, local or through `datasets`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from adaattn_hf.eval import wikitext
+from adaattn_hf.eval.errors import DataUnavailable, UsageError
+
+Kind = Literal["pages", "lastword"]
+
+HUB: dict[str, tuple[tuple[str, str | None], ...]] = {
+    "wikitext": (("Salesforce/wikitext", "wikitext-2-raw-v1"), ("wikitext", "wikitext-2-raw-v1")),
+    "lambada": (("EleutherAI/lambada_openai", "default"), ("EleutherAI/lambada_openai", None)),
+}
+"""Known corpora and the (repository, configuration) pairs that are tried for each, in order."""
+
+TEXT_SUFFIXES = (".txt", ".md", ".raw", ".tokens", ".text")
+ROW_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text. `source` is what words and bytes are counted in, `text` what the model reads."""
+
+    name: str
+    text: str
+    source: str
+
+    @property
+    def words(self) -> int:
+        """Words of `source` by lm-evaluation-harness's rule."""
+        return wikitext.count_words(self.source)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of `source` in UTF-8."""
+        return len(self.source.encode("utf-8"))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents, the way in which they are scored, and where they came from.
+
+    Attributes:
+        name: short name for tables.
+        kind: `pages` (perplexity of whole documents) or `lastword` (LAMBADA's task).
+        documents: the texts, in order.
+        origin: a repository or the names of files, for the record.
+        sha256: of all names, sources and texts, so that two runs can be told to have read the same.
+    """
+
+    name: str
+    kind: Kind
+    documents: tuple[Document, ...]
+    origin: str
+    sha256: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.documents:
+            raise DataUnavailable(f"data: got {self.origin}, which holds no text, expected at least one document")
+        digest = hashlib.sha256()
+        for document in self.documents:
+            for part in (document.source, document.text):
+                raw = part.encode("utf-8")
+                digest.update(len(raw).to_bytes(8, "little") + raw)
+        object.__setattr__(self, "sha256", digest.hexdigest())
+
+    def head(self, documents: int | None) -> Corpus:
+        """The first so many documents (all with `None`)."""
+        if documents is None or documents >= len(self.documents):
+            return self
+        return Corpus(self.name, self.kind, self.documents[:documents], self.origin)
+
+
+def wikitext_corpus(pages: Iterable[str], origin: str, name: str = "wikitext") -> Corpus:
+    """A corpus of pages that are counted and detokenised by WikiText's rules."""
+    documents = tuple(
+        Document(f"page {i}", wikitext.detokenize(page), page) for i, page in enumerate(pages)
+    )
+    return Corpus(name, "pages", documents, origin)
+
+
+def lastword_corpus(passages: Iterable[str], origin: str, name: str = "lambada") -> Corpus:
+    """A corpus of passages whose last word is to be said (LAMBADA, OpenAI's processing)."""
+    documents = []
+    for i, passage in enumerate(passages):
+        if " " not in passage.strip():
+            raise DataUnavailable(
+                f"data: got passage {i} of {origin}, {passage!r}, expected at least two words: "
+                "the last one is predicted from the others"
+            )
+        documents.append(Document(f"passage {i}", passage, passage))
+    return Corpus(name, "lastword", tuple(documents), origin)
+
+
+def text_corpus(texts: Iterable[tuple[str, str]], origin: str, name: str) -> Corpus:
+    """A corpus of plain (name, text) pairs, read as they are."""
+    return Corpus(name, "pages", tuple(Document(n, t, t) for n, t in texts if t.strip()), origin)
+
+
+def load(spec: str, *, split: str = "test", separator: str | None = None) -> Corpus:
+    """The corpus that one `--data` argument names.
+
+    Args:
+        spec: `wikitext`, `lambada` (hub or local cache of `datasets`); `wikitext:PATH`, `lambada:PATH` (a file, or a
+            directory of files, in that corpus's form); or the path of a text or rows file, or of a directory of them.
+        split: which split a hub dataset or a saved dataset gives.
+        separator: string between the documents of a plain text file; each is stripped of white space. Without it a
+            plain text file is one document, read as it is.
+
+    Raises:
+        DataUnavailable: the corpus is neither local nor cached nor to be had.
+        UsageError: `spec` names no known corpus and no file.
+    """
+    known, colon, where = spec.partition(":")
+    if known in HUB and colon:
+        return _from_path(known, Path(where), split)
+    if spec in HUB:
+        return _from_hub(spec, split)
+    path = Path(spec)
+    if not path.exists():
+        raise DataUnavailable(
+            f"data: got {spec!r}, which is no file or directory here, expected {', '.join(HUB)}, a path, or "
+            f"wikitext:PATH or lambada:PATH. Give the path of a text file, or of a .jsonl with a field 'text'"
+        )
+    if separator is not None and not separator:
+        raise UsageError("document_separator: got an empty string, expected the text that stands between documents")
+    return text_corpus(_texts(path, separator, split), _origin(path), path.stem)
+
+
+def _origin(path: Path) -> str:
+    """The file's name alone: a report speaks of data, not of one machine's directories."""
+    return path.name
+
+
+def _from_path(known: str, path: Path, split: str) -> Corpus:
+    if not path.exists():
+        raise DataUnavailable(
+            f"data: got {known}:{path}, which does not exist, expected a file or directory; correct the path, or "
+            f"pass --data {known} to have it through the package datasets"
+        )
+    if known == "lambada":
+        return lastword_corpus((t for _, t in _texts(path, None, split, lines=True)), _origin(path))
+    files = _files(path)
+    if all(f.suffix in TEXT_SUFFIXES for f in files):
+        return wikitext_corpus((p for f in files for p in wikitext.split_pages(_read(f))), _origin(path))
+    return wikitext_corpus(_pages(_rows(path, split), str(path)), _origin(path))
+
+
+def _from_hub(known: str, split: str) -> Corpus:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataUnavailable(
+            f"data: {known} comes through the package datasets, which is not installed; "
+            f"pip install 'adaattn-hf[eval]', or name a local file: --data {known}:PATH"
+        ) from error
+    reasons = []
+    for repository, configuration in HUB[known]:
+        try:
+            rows = datasets.load_dataset(repository, configuration, split=split)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            reasons.append(f"{repository}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            continue
+        origin = f"{repository} ({configuration}) {split}"
+        if known == "lambada":
+            return lastword_corpus((row["text"] for row in rows), origin)
+        return wikitext_corpus(_pages(rows, repository), origin)
+    raise DataUnavailable(
+        f"data: {known} is neither in the local cache of datasets nor to be downloaded "
+        f"({'; '.join(reasons)}). Connect to the hub once, or name a local file: --data {known}:PATH"
+    )
+
+
+def _pages(rows: Iterable[dict[str, Any]], where: str) -> Iterator[str]:
+    """WikiText pages of rows that hold pages (`page`) or lines (`text`)."""
+    listed = list(rows)
+    if listed and "page" in listed[0]:
+        yield from (row["page"] for row in listed)
+    elif listed and "text" in listed[0]:
+        yield from wikitext.split_pages(wikitext.join_rows(row["text"] for row in listed))
+    elif listed:
+        raise DataUnavailable(f"data: {where} has the fields {sorted(listed[0])}, expected 'page' or 'text'")
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    files = sorted(f for f in path.rglob("*") if f.suffix in TEXT_SUFFIXES + ROW_SUFFIXES and f.is_file())
+    if not files:
+        raise DataUnavailable(
+            f"data: got the directory {path} without a readable file, expected "
+            f"{', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}"
+        )
+    return files
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataUnavailable(f"data: cannot read {path} as UTF-8 text: {error}") from error
+
+
+def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -> Iterator[tuple[str, str]]:
+    """(name, text) of each document; with `lines`, each line of a plain text file is one."""
+    if path.is_dir() and (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        yield from ((f"row {i}", _field(row, path)) for i, row in enumerate(_rows(path, split)))
+        return
+    for file in _files(path):
+        if file.suffix in ROW_SUFFIXES:
+            yield from ((f"{file.name} {i}", _field(row, file)) for i, row in enumerate(_rows(file, split)))
+        elif lines:
+            yield from ((f"{file.name} {i}", t) for i, t in enumerate(_read(file).splitlines()) if t.strip())
+        elif separator is not None:
+            parts = (part.strip() for part in _read(file).split(separator))
+            yield from ((f"{file.name} {i}", part) for i, part in enumerate(p for p in parts if p))
+        else:
+            yield file.name, _read(file)
+
+
+def _field(row: Any, where: Path) -> str:
+    if not isinstance(row, dict) or not isinstance(row.get("text", row.get("page")), str):
+        shown = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise DataUnavailable(f"data: a row of {where} has {shown}, expected an object with the text field 'text'")
+    return str(row.get("text", row.get("page")))
+
+
+def _rows(path: Path, split: str) -> Iterator[Any]:
+    """Rows of a .jsonl/.json file, or of anything else that `datasets` reads, or of a directory it saved."""
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(_read(path).splitlines(), 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataUnavailable(f"data: line {number} of {path} is not JSON: {error}") from error
+        return
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataUnavailable(f"data: {path} is read by the package datasets: pip install datasets") from error
+    try:
+        if path.is_dir() and any((path / f).exists() for f in ("dataset_info.json", "dataset_dict.json")):
+            loaded = datasets.load_from_disk(str(path))
+            yield from loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            return
+        for file in _files(path):
+            if file.suffix == ".jsonl":
+                yield from _rows(file, split)
+            else:
+                builder = {".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}.get(file.suffix)
+                if builder is None:
+                    raise DataUnavailable(f"data: got {file}, expected one of {', '.join(ROW_SUFFIXES)} beside it")
+                yield from datasets.load_dataset(builder, data_files=str(file), split="train")
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise DataUnavailable(f"data: datasets cannot read {path}: {type(error).__name__}: {error}") from error

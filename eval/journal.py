@@ -1,0 +1,178 @@
+"""The record of a run on disk: one line per finished batch, so that an interrupted run goes on where it stood.
+
+The first line names what is measured (the *fingerprint*: weights, data, settings). Every later line is a batch with
+its numbers and a checksum. A line is written in one piece and synced; a torn last line, from a machine that died in the
+middle of it, fails its checksum and is measured again. Numbers per token are kept as raw little-endian bytes, so that
+a report of a resumed run is the report of an uninterrupted one to the last bit.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from adaattn_hf.eval.cost import Elapsed
+from adaattn_hf.eval.errors import JournalMismatch
+from adaattn_hf.eval.scoring import TokenScores
+
+VERSION = 1
+NAME = "journal.jsonl"
+
+
+@dataclass(frozen=True)
+class BatchRecord:
+    """What is kept of one batch: its scores and, for each arm, what it took."""
+
+    scores: TokenScores
+    elapsed: tuple[Elapsed, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON values."""
+        arrays = {"nll": "<f8", "kl": "<f8", "hit": "?", "agree": "?"}
+        packed = {key: _pack(getattr(self.scores, key), kind) for key, kind in arrays.items()}
+        return {**packed, "wall": [e.wall for e in self.elapsed], "process": [e.process for e in self.elapsed]}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> BatchRecord:
+        """The record of JSON values."""
+        scores = TokenScores(
+            nll=_unpack(value["nll"], "<f8"),
+            kl=_unpack(value["kl"], "<f8"),
+            hit=_unpack(value["hit"], "?"),
+            agree=_unpack(value["agree"], "?"),
+        )
+        elapsed = tuple(Elapsed(w, p) for w, p in zip(value["wall"], value["process"], strict=True))
+        return cls(scores, elapsed)
+
+
+def _pack(array: Any, kind: str) -> list[Any]:
+    return [list(array.shape), base64.b64encode(np.ascontiguousarray(array, dtype=kind).tobytes()).decode("ascii")]
+
+
+def _unpack(value: list[Any], kind: str) -> Any:
+    shape, text = value
+    return np.frombuffer(base64.b64decode(text), dtype=kind).reshape(shape)
+
+
+class Journal:
+    """Append-only file of batch records; a context manager that holds the file open."""
+
+    def __init__(self, directory: Path, fingerprint: Mapping[str, Any], *, resume: bool) -> None:
+        """Open or begin the journal of a directory.
+
+        Args:
+            directory: made where it is missing.
+            fingerprint: flat mapping of what is measured.
+            resume: go on with a journal that is there; otherwise its presence is an error.
+
+        Raises:
+            JournalMismatch: the directory holds another run, or one that was not asked to be continued.
+        """
+        self.path = directory / NAME
+        self.fingerprint = json.loads(json.dumps(dict(fingerprint)))
+        self.records: dict[int, BatchRecord] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and self.path.stat().st_size:
+            if not resume:
+                raise JournalMismatch(
+                    f"output: {self.path} is already there; pass --resume to go on with it, --overwrite to begin "
+                    "again, or another --output"
+                )
+            self._read()
+        else:
+            self.path.write_bytes(_line({"version": VERSION, "fingerprint": self.fingerprint}))
+        self._file = self.path.open("ab")
+
+    def _read(self) -> None:
+        good = 0
+        with self.path.open("rb") as file:
+            for number, raw in enumerate(file):
+                value = _parse(raw)
+                if value is None:
+                    break
+                if number == 0:
+                    self._compare(value)
+                else:
+                    self.records[value["batch"]] = BatchRecord.from_json(value)
+                good += len(raw)
+        if good == 0:
+            raise JournalMismatch(f"output: {self.path} is no journal of this program; pass another --output")
+        if good < self.path.stat().st_size:
+            os.truncate(self.path, good)
+
+    def _compare(self, value: Mapping[str, Any]) -> None:
+        theirs = value.get("fingerprint", {})
+        differing = sorted(
+            key for key in {*theirs, *self.fingerprint} if theirs.get(key) != self.fingerprint.get(key)
+        )
+        if value.get("version") != VERSION:
+            differing.insert(0, "version")
+        if differing:
+            shown = "; ".join(
+                f"{key}: there {theirs.get(key)!r}, now {self.fingerprint.get(key)!r}" for key in differing[:4]
+            )
+            raise JournalMismatch(
+                f"output: {self.path} belongs to another run ({shown}). Its numbers cannot be mixed with this one's; "
+                "pass another --output, or --overwrite to begin again"
+            )
+
+    def append(self, batch: int, record: BatchRecord) -> None:
+        """Keep one finished batch: it is on disk when this returns."""
+        self._file.write(_line({"batch": batch, **record.to_json()}))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.records[batch] = record
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+class Memory:
+    """A journal that forgets: for runs that are too short to be interrupted."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, BatchRecord] = {}
+
+    def append(self, batch: int, record: BatchRecord) -> None:
+        """Keep one finished batch until the process ends."""
+        self.records[batch] = record
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    body = json.dumps(value, separators=(",", ":"), sort_keys=True).encode("utf-8")
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def _parse(raw: bytes) -> dict[str, Any] | None:
+    """The value of a line, or None where it is torn."""
+    head, _, body = raw.rstrip(b"\n").partition(b" ")
+    if not raw.endswith(b"\n"):
+        return None
+    try:
+        if int(head, 16) != zlib.crc32(body):
+            return None
+        value = json.loads(body)
+    except (ValueError, binascii.Error):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,119 @@
+"""Tables of reports, for the terminal and in Markdown. Every figure in them is read from the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+Report = Mapping[str, Any]
+Rows = list[tuple[str, list[str]]]
+
+ABSENT = "–"
+
+
+def _number(value: Any, form: str = ".6g") -> str:
+    return ABSENT if value is None else format(value, form)
+
+
+def _limits(entry: Mapping[str, Any]) -> str:
+    if entry["low"] is None:
+        return f"{entry['mean']:+.3e} (one cluster: no interval)"
+    return f"{entry['mean']:+.3e} [{entry['low']:+.3e}, {entry['high']:+.3e}]"
+
+
+def _spread(entry: Mapping[str, Any]) -> str:
+    return f"{entry['median']:.3f} [{entry['quartile_25']:.3f}, {entry['quartile_75']:.3f}]"
+
+
+def rows(report: Report) -> tuple[list[str], Rows]:
+    """(column heads, rows) of one report: a column per arm, a row per quantity."""
+    arms = report["quality"]["arms"]
+    comparisons = [None, *report["quality"]["comparisons"]]
+    speeds, memory = report["cost"]["speed"], report["cost"]["memory"]
+    heads = [f"{a['implementation']} ({a['role']})" for a in arms]
+    table: Rows = []
+
+    def per_arm(label: str, key: str, form: str = ".6g") -> None:
+        if any(a.get(key) is not None for a in arms):
+            table.append((label, [_number(a.get(key), form) for a in arms]))
+
+    def compared(label: str, show: Callable[[Mapping[str, Any]], str]) -> None:
+        table.append((label, [ABSENT if c is None else show(c) for c in comparisons]))
+
+    if report["data"]["kind"] == "lastword":
+        per_arm("items", "items", "d")
+        per_arm("accuracy, last word", "accuracy", ".4f")
+        per_arm("perplexity, last word", "last_word_perplexity", ".6f")
+        compared("Δnll per word, 95 % CI (nats)", lambda c: _limits(c["delta_nll_per_word"]))
+        compared(
+            "flips: lost / won, McNemar p",
+            lambda c: f"{c['flips']['lost']} / {c['flips']['won']}, {c['flips']['mcnemar_p']:.3g}",
+        )
+    per_arm("tokens scored", "tokens", "d")
+    per_arm("nll (nats/token)", "nll_per_token", ".8f")
+    per_arm("perplexity per token", "perplexity", ".6f")
+    if report["data"]["kind"] == "pages":
+        per_arm("perplexity per word", "word_perplexity", ".6f")
+        per_arm("perplexity per byte", "byte_perplexity", ".6f")
+        per_arm("bits per byte", "bits_per_byte", ".6f")
+    compared("Δnll, 95 % CI (nats/token)", lambda c: _limits(c["delta_nll"]))
+    compared("Δnll, one-sided 95 % bound", lambda c: _number(c["delta_nll"]["upper"], "+.3e"))
+    compared("perplexity ratio - 1", lambda c: f"{c['perplexity_ratio']['value'] - 1:+.3e}")
+    compared("mean |Δnll| per token", lambda c: f"{c['abs_delta_nll_mean']:.3e}")
+    compared("KL, mean (nats/token)", lambda c: f"{c['kl_mean']:.3e}")
+    compared("KL, 99.9th percentile", lambda c: f"{c['kl_p999']:.3e}")
+    compared("top-1 agreement", lambda c: f"{c['top1_agreement']:.5f}")
+    table.append(("activation rate", [_number(a["rate"], ".4f") for a in report["activation"]]))
+    for clock, key in (("wall", "speed_ratio_wall"), ("process", "speed_ratio_process")):
+        shown = [ABSENT if key not in s else _spread(s[key]) for s in speeds]
+        table.append((f"speed ratio, {clock}: median [quartiles]", shown))
+    table.append(("model tokens per second", [f"{s['tokens_per_s']:.1f}" for s in speeds]))
+    table.append(("peak memory (MiB)", [f"{m['peak_bytes'] / 2**20:.1f}" for m in memory]))
+    return heads, table
+
+
+def title(report: Report) -> str:
+    """One line: model, data, dtype."""
+    model, data = report["model"], report["data"]
+    return f"{model['name']} on {data['name']} ({data['documents']} documents), {model['dtype']}"
+
+
+def terminal_table(report: Report) -> Table:
+    """The report as a rich table."""
+    heads, table = rows(report)
+    shown = Table(title=title(report), caption=report["protocol"])
+    shown.add_column("")
+    for head in heads:
+        shown.add_column(head, justify="right", overflow="fold")
+    for label, values in table:
+        shown.add_row(label, *values)
+    return shown
+
+
+def markdown(reports: Sequence[Report]) -> str:
+    """The reports as Markdown sections."""
+    return "\n".join(_section(report) for report in reports)
+
+
+def _section(report: Report) -> str:
+    heads, table = rows(report)
+    source, data = report["provenance"], report["data"]
+    versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
+    lines = [f"## {title(report)}", "", "| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    lines += [f"| {label} | " + " | ".join(values) + " |" for label, values in table]
+    lines += [
+        "",
+        f"* Protocol: {report['protocol']}. Batch size {report['settings']['batch_size']}.",
+        f"* Data: {data['origin']}, sha256 of the documents `{data['sha256'][:16]}…`; "
+        f"weights `{report['model']['weights_sha256'][:16]}…`.",
+        f"* Confidence: clusters are {report['quality']['comparisons'][0]['clusters_are']}, "
+        f"{report['quality']['comparisons'][0]['delta_nll']['clusters']} of them.",
+        f"* Machine: {source['cpu']}, {source['threads']} threads, device {source['device']}; python "
+        f"{source['python']}, {versions}; commit {source['commit'] or 'none'}.",
+    ]
+    reasons = {a["implementation"]: a["reason"] for a in report["activation"] if a["reason"]}
+    lines += [f"* Activation rate of {name}: none, because {reason}." for name, reason in reasons.items()]
+    lines += [f"* Bound {b['name']}: asked {b['asked']:g}, {b['sentence']}." for b in report.get("bounds", [])]
+    return "\n".join(lines) + "\n"

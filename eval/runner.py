@@ -1,0 +1,189 @@
+"""One evaluation from end to end: windows, arms, journal, report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from adaattn_hf.eval import activation, cost, scoring, summary, tasks
+from adaattn_hf.eval.checkpoint import Checkpoint, arms
+from adaattn_hf.eval.corpora import Corpus
+from adaattn_hf.eval.journal import NAME as JOURNAL
+from adaattn_hf.eval.journal import BatchRecord, Journal, Memory
+from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.eval.settings import Settings
+
+FORMAT = 1
+REPORT = "report.json"
+Progress = Callable[[int, int], None]
+"""Called with (scored tokens done, scored tokens in all) at the start and after each batch."""
+
+
+def _quiet(done: int, total: int) -> None:
+    """No progress display."""
+
+
+def evaluate(
+    checkpoint: Checkpoint,
+    corpus: Corpus,
+    settings: Settings,
+    *,
+    output: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress = _quiet,
+) -> dict[str, Any]:
+    """Measure an attention implementation against stock, on the same tokens in the same batches.
+
+    Args:
+        checkpoint: model and tokenizer.
+        corpus: the text.
+        settings: the rest.
+        output: directory for the journal and `report.json`; without it nothing is written.
+        resume: go on with the journal that is there.
+        overwrite: begin again where a journal is there.
+        progress: told how far the run is.
+
+    Returns:
+        The report (JSON values; see `adaattn_hf.eval.report` for tables of it).
+
+    Raises:
+        UsageError, DataUnavailable, ModelUnavailable, JournalMismatch: as their names say.
+        KeyboardInterrupt: passed on; finished batches are in the journal.
+    """
+    corpus = corpus.head(settings.limit_docs)
+    task = tasks.build(checkpoint, corpus, settings)
+    batches = scoring.plan_batches(task.windows, settings.batch_size)
+    roles = [("stock", settings.against), ("tested", settings.impl)]
+    roles += [("anchor", settings.anchor)] if settings.anchor else []
+    models = arms(checkpoint, settings.implementations)
+    fingerprint = _fingerprint(checkpoint, corpus, settings, task)
+    if output is not None and overwrite:
+        (output / JOURNAL).unlink(missing_ok=True)
+    meters = [activation.Meter(m, name) for m, (_, name) in zip(models, roles, strict=True)]
+    journal: AbstractContextManager[Journal | Memory] = (
+        Memory() if output is None else Journal(output, fingerprint, resume=resume)
+    )
+    with journal as records:
+        memory = _memory(models, task, batches, checkpoint.device)
+        _measure(models, task, batches, records, checkpoint.device, progress)
+        kept = dict(records.records)
+    tokens = summary.gather(task, batches, kept)
+    read = sum(len(w.input_ids) for w in task.windows)
+    report = {
+        "format": FORMAT,
+        "model": _model_entry(checkpoint, fingerprint["weights"]),
+        "data": {
+            "name": corpus.name,
+            "kind": corpus.kind,
+            "origin": corpus.origin,
+            "documents": len({w.document for w in task.windows}),
+            "sha256": corpus.sha256,
+        },
+        "settings": {**settings.as_dict(), "context": task.context},
+        "protocol": task.protocol,
+        "quality": summary.quality(task, tokens, roles, corpus.kind),
+        "activation": [
+            {"role": role, "implementation": name, **meter.read().as_dict()}
+            for (role, name), meter in zip(roles, meters, strict=True)
+        ],
+        "cost": {
+            "speed": summary.speed([kept[i] for i in range(len(batches))], roles, read),
+            "memory": [{"role": r, "implementation": n, **m} for (r, n), m in zip(roles, memory, strict=True)],
+        },
+        "provenance": provenance(checkpoint.device),
+    }
+    if output is not None:
+        write_json(output / REPORT, report)
+    return report
+
+
+def _measure(
+    models: Sequence[Any],
+    task: tasks.Task,
+    batches: Sequence[Sequence[int]],
+    records: Journal | Memory,
+    device: torch.device,
+    progress: Progress,
+) -> None:
+    """Run every batch that is not yet recorded through all arms, and record it."""
+    sizes = [sum(len(task.windows[w].targets) for w in batch) for batch in batches]
+    done, total = sum(sizes[i] for i in records.records), sum(sizes)
+    progress(done, total)
+    for index, batch in enumerate(batches):
+        if index in records.records:
+            continue
+        windows = [task.windows[w] for w in batch]
+        input_ids = scoring.stack(windows, device)
+        logits: list[Any] = [None] * len(models)
+        elapsed: list[Any] = [None] * len(models)
+        for arm in cost.turn(len(models), index):
+            logits[arm], elapsed[arm] = cost.timed(partial(scoring.forward, models[arm], input_ids), device)
+        records.append(index, BatchRecord(scoring.score(logits, windows), tuple(elapsed)))
+        done += sizes[index]
+        progress(done, total)
+
+
+def _memory(
+    models: Sequence[Any], task: tasks.Task, batches: Sequence[Sequence[int]], device: torch.device
+) -> list[dict[str, Any]]:
+    """Peak bytes of each arm on the largest batch; these runs are also the arms' warm-up."""
+    largest = max(batches, key=lambda b: len(b) * len(task.windows[b[0]].input_ids))
+    input_ids = scoring.stack([task.windows[w] for w in largest], device)
+    entries = []
+    for model in models:
+        peak, how = cost.peak_bytes(partial(scoring.forward, model, input_ids), device)
+        entries.append({"peak_bytes": peak, "counted": how, "batch_shape": list(input_ids.shape)})
+    return entries
+
+
+def _model_entry(checkpoint: Checkpoint, weights: str) -> dict[str, Any]:
+    return {
+        "name": checkpoint.name,
+        "type": checkpoint.model.config.model_type,
+        "objective": checkpoint.objective,
+        "parameters": sum(p.numel() for p in checkpoint.model.parameters()),
+        "dtype": checkpoint.dtype,
+        "weights_sha256": weights,
+    }
+
+
+def _fingerprint(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, task: tasks.Task) -> dict[str, Any]:
+    """What must be the same for two runs' batches to be mixed."""
+    windows = hashlib.sha256()
+    for window in task.windows:
+        for part in (window.input_ids, window.positions, window.targets):
+            windows.update(np.asarray(part, "<i8").tobytes())
+    return {
+        "model": checkpoint.name,
+        "weights": checkpoint.fingerprint(),
+        "dtype": checkpoint.dtype,
+        "device": checkpoint.device.type,
+        "data": corpus.sha256,
+        "windows": windows.hexdigest(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        **{f"settings.{key}": value for key, value in settings.as_dict().items()},
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON in one step: a reader sees the old file or the new one, never half of it."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

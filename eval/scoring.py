@@ -1,0 +1,121 @@
+"""Windows into batches, batches through every arm, logits into numbers per scored token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from adaattn_hf.eval.windows import Window
+
+_ROWS = 64
+"""Rows of logits that are taken to float64 at a time: 64 x 50k x 8 bytes = 26 MB per arm."""
+_CHUNK_BATCHES = 16
+
+Float = npt.NDArray[np.float64]
+Flag = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Numbers per scored token of one batch; arm 0 is the stock arm.
+
+    Attributes:
+        nll: `[arms, tokens]`, -log p(target), nats.
+        kl: `[arms - 1, tokens]`, KL(stock || arm) over the full vocabulary, nats.
+        hit: `[arms, tokens]`, whether the arm's most probable token is the target.
+        agree: `[arms - 1, tokens]`, whether the arm's most probable token is the stock arm's.
+    """
+
+    nll: Float
+    kl: Float
+    hit: Flag
+    agree: Flag
+
+
+def plan_batches(windows: Sequence[Window], batch_size: int) -> list[list[int]]:
+    """Indices of the windows of each batch: equal lengths only, so nothing is padded and nothing is masked.
+
+    The plan depends on the windows and the batch size alone, never on where a run was interrupted; a batch holds
+    windows that are near each other, so documents are finished in order.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
+    chunk = batch_size * _CHUNK_BATCHES
+    batches = []
+    for begin in range(0, len(windows), chunk):
+        order = sorted(range(begin, min(begin + chunk, len(windows))), key=lambda i: (-len(windows[i].input_ids), i))
+        for _, same in groupby(order, key=lambda i: len(windows[i].input_ids)):
+            indices = list(same)
+            batches += [indices[i : i + batch_size] for i in range(0, len(indices), batch_size)]
+    return batches
+
+
+def stack(windows: Sequence[Window], device: torch.device) -> torch.Tensor:
+    """The input `[batch, length]` of windows of one length."""
+    return torch.from_numpy(np.stack([w.input_ids for w in windows])).to(device)
+
+
+def forward(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits `[batch, length, vocab]` without a cache and without gradients."""
+    keywords = {} if getattr(model.config, "is_encoder_decoder", False) else {"use_cache": False}
+    if not model.can_generate():
+        keywords = {}
+    with torch.inference_mode():
+        return model(input_ids=input_ids, **keywords).logits  # type: ignore[no-any-return]
+
+
+def score(logits: Sequence[torch.Tensor], windows: Sequence[Window]) -> TokenScores:
+    """Scores of one batch. `logits` holds `[batch, length, vocab]` for each arm, the stock arm first.
+
+    Log-probabilities are computed in float64 from the logits as they are, so that the comparison of two arms has no
+    rounding of its own: equal logits give a difference, and a divergence, of exactly 0.
+    """
+    rows = np.concatenate([np.full(len(w.positions), i) for i, w in enumerate(windows)])
+    columns = np.concatenate([w.positions for w in windows])
+    targets = torch.from_numpy(np.concatenate([w.targets for w in windows]))
+    row, column = torch.from_numpy(rows), torch.from_numpy(columns)
+    parts = [_score_rows(logits, row[s], column[s], targets[s]) for s in _slices(len(rows))]
+    return TokenScores(
+        nll=np.concatenate([p.nll for p in parts], axis=1),
+        kl=np.concatenate([p.kl for p in parts], axis=1),
+        hit=np.concatenate([p.hit for p in parts], axis=1),
+        agree=np.concatenate([p.agree for p in parts], axis=1),
+    )
+
+
+def _slices(count: int) -> Iterator[slice]:
+    yield from (slice(i, i + _ROWS) for i in range(0, count, _ROWS))
+
+
+def _score_rows(
+    logits: Sequence[torch.Tensor], row: torch.Tensor, column: torch.Tensor, targets: torch.Tensor
+) -> TokenScores:
+    device = logits[0].device
+    row, column, targets = row.to(device), column.to(device), targets.to(device)
+    stock = torch.log_softmax(logits[0][row, column].double(), dim=-1)
+    probability = stock.exp()
+    stock_top = stock.argmax(dim=-1)
+    nll, hit = [-stock.gather(1, targets[:, None])[:, 0]], [stock_top == targets]
+    kl, agree = [], []
+    for other in logits[1:]:
+        log_p = torch.log_softmax(other[row, column].double(), dim=-1)
+        top = log_p.argmax(dim=-1)
+        nll.append(-log_p.gather(1, targets[:, None])[:, 0])
+        hit.append(top == targets)
+        agree.append(top == stock_top)
+        # A divergence is not negative; the sum's last bit may be. A probability of 0 weighs nothing.
+        terms = torch.where(probability > 0, probability * (stock - log_p), 0.0)
+        kl.append(terms.sum(dim=-1).clamp_min(0.0))
+    empty = torch.empty(0, len(targets), device=device)
+    return TokenScores(
+        nll=torch.stack(nll).cpu().numpy(),
+        kl=(torch.stack(kl) if kl else empty.double()).cpu().numpy(),
+        hit=torch.stack(hit).cpu().numpy(),
+        agree=(torch.stack(agree) if agree else empty.bool()).cpu().numpy(),
+    )

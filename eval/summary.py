@@ -1,0 +1,129 @@
+"""Records of all batches into the report's numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adaattn_hf.eval import compare
+from adaattn_hf.eval.cost import ratio_summary
+from adaattn_hf.eval.journal import BatchRecord
+from adaattn_hf.eval.perplexity import Totals
+from adaattn_hf.eval.scoring import Flag, Float, TokenScores
+from adaattn_hf.eval.tasks import Task
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All scored tokens of a run, in the order of the documents, whatever the order of the batches was.
+
+    Attributes:
+        scores: numbers per token.
+        document: `[tokens]`, index of each token's document.
+        window: `[tokens]`, index of each token's window.
+    """
+
+    scores: TokenScores
+    document: npt.NDArray[np.int64]
+    window: npt.NDArray[np.int64]
+
+
+def gather(task: Task, batches: Sequence[Sequence[int]], records: Mapping[int, BatchRecord]) -> Tokens:
+    """The tokens of all batches, sorted by window."""
+    of_window = np.concatenate(
+        [np.full(len(task.windows[w].targets), w, dtype=np.int64) for batch in batches for w in batch]
+    )
+    parts = [records[i].scores for i in range(len(batches))]
+    order = np.argsort(of_window, kind="stable")
+    scores = TokenScores(
+        nll=np.concatenate([p.nll for p in parts], axis=1)[:, order],
+        kl=np.concatenate([p.kl for p in parts], axis=1)[:, order],
+        hit=np.concatenate([p.hit for p in parts], axis=1)[:, order],
+        agree=np.concatenate([p.agree for p in parts], axis=1)[:, order],
+    )
+    window = of_window[order]
+    document = np.asarray([task.windows[w].document for w in window], dtype=np.int64)
+    return Tokens(scores, document, window)
+
+
+def quality(task: Task, tokens: Tokens, roles: Sequence[tuple[str, str]], kind: str) -> dict[str, Any]:
+    """The quality part of a report: one entry per arm, and per arm after the first its comparison with stock.
+
+    Args:
+        task: what was scored.
+        tokens: its scores.
+        roles: (role, implementation) of each arm, stock first.
+        kind: `pages` or `lastword`.
+    """
+    clusters, unit = tokens.document, "documents"
+    if kind == "pages" and len(np.unique(tokens.document)) == 1:
+        clusters, unit = tokens.window, "windows (there is one document only)"
+    arms, comparisons = [], []
+    for arm, (role, implementation) in enumerate(roles):
+        entry = {"role": role, "implementation": implementation}
+        nll, hit = tokens.scores.nll[arm], tokens.scores.hit[arm]
+        totals = Totals(float(math.fsum(nll)), len(nll), task.words, task.bytes)
+        arms.append({**entry, **totals.as_dict(), **(_last_word(nll, hit, tokens) if kind == "lastword" else {})})
+        if arm:
+            comparisons.append({**entry, **_comparison(tokens, arm, clusters, kind), "clusters_are": unit})
+    return {"arms": arms, "comparisons": comparisons}
+
+
+def _last_word(nll: Float, hit: Flag, tokens: Tokens) -> dict[str, Any]:
+    right = compare.group_all(hit, tokens.document)
+    words = compare.group_sums(nll, tokens.document)
+    return {"items": len(right), "accuracy": float(right.mean()), "last_word_perplexity": math.exp(words.mean())}
+
+
+def _comparison(tokens: Tokens, arm: int, clusters: npt.NDArray[np.int64], kind: str) -> dict[str, Any]:
+    scores = tokens.scores
+    delta = scores.nll[arm] - scores.nll[0]
+    sums, counts = compare.group_sums(delta, clusters), compare.group_counts(clusters)
+    difference = compare.paired_difference(sums, counts)
+    result: dict[str, Any] = {
+        "delta_nll": difference,
+        "perplexity_ratio": _ratio(difference),
+        "abs_delta_nll_mean": float(np.abs(delta).mean()),
+        **compare.divergence(scores.kl[arm - 1], scores.agree[arm - 1]),
+    }
+    if kind == "lastword":
+        per_word = compare.paired_difference(sums, np.ones_like(counts))
+        right = [compare.group_all(scores.hit[a], tokens.document) for a in (0, arm)]
+        result |= {
+            "delta_nll_per_word": per_word,
+            "last_word_perplexity_ratio": _ratio(per_word),
+            "flips": compare.flips(right[0], right[1]),
+        }
+    return result
+
+
+def _ratio(difference: Mapping[str, Any]) -> dict[str, float | None]:
+    """exp of a difference and of its limits."""
+    keys = {"value": "mean", "low": "low", "high": "high", "upper": "upper"}
+    found = {name: difference[key] for name, key in keys.items()}
+    return {name: None if value is None else math.exp(value) for name, value in found.items()}
+
+
+def speed(records: Sequence[BatchRecord], roles: Sequence[tuple[str, str]], tokens: int) -> list[dict[str, Any]]:
+    """Speed of each arm: model tokens per second, and how many times stock's speed (by the clock, and of the processor)."""
+    wall = np.asarray([[e.wall for e in r.elapsed] for r in records])
+    process = np.asarray([[e.process for e in r.elapsed] for r in records])
+    entries = []
+    for arm, (role, implementation) in enumerate(roles):
+        entry: dict[str, Any] = {
+            "role": role,
+            "implementation": implementation,
+            "wall_s": float(wall[:, arm].sum()),
+            "process_s": float(process[:, arm].sum()),
+            "tokens_per_s": tokens / float(wall[:, arm].sum()),
+        }
+        if arm:
+            entry["speed_ratio_wall"] = ratio_summary(wall[:, 0].tolist(), wall[:, arm].tolist())
+            entry["speed_ratio_process"] = ratio_summary(process[:, 0].tolist(), process[:, arm].tolist())
+        entries.append(entry)
+    return entries

@@ -1,0 +1,158 @@
+"""A corpus and a model into windows: what exactly is scored, and the sentence that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from adaattn_hf.eval import lambada, windows
+from adaattn_hf.eval.checkpoint import Checkpoint
+from adaattn_hf.eval.corpora import Corpus
+from adaattn_hf.eval.errors import ModelUnavailable, UsageError
+from adaattn_hf.eval.settings import Settings
+from adaattn_hf.eval.windows import Window
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is scored.
+
+    Attributes:
+        windows: model inputs, in the order of the documents.
+        protocol: how they were made, in words.
+        words: words of the original documents, None where one was cut short or only sampled.
+        bytes: their bytes, likewise.
+        context: tokens of a window at most.
+    """
+
+    windows: tuple[Window, ...]
+    protocol: str
+    words: int | None
+    bytes: int | None
+    context: int
+
+
+def build(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> Task:
+    """The windows of a corpus for a model.
+
+    Raises:
+        UsageError: settings that do not fit the model or the text.
+    """
+    corpus = corpus.head(settings.limit_docs)
+    context = _context(checkpoint, settings)
+    if checkpoint.objective == "masked" and checkpoint.tokenizer.mask_token_id is None:
+        raise ModelUnavailable(f"tokenizer: {checkpoint.name}'s has no mask token, which a masked LM is scored with")
+    if corpus.kind == "lastword":
+        return _last_words(checkpoint, corpus, settings, context)
+    return _pages(checkpoint, corpus, settings, context)
+
+
+def _context(checkpoint: Checkpoint, settings: Settings) -> int:
+    longest = checkpoint.max_length
+    if settings.context is None:
+        if longest is None:
+            raise UsageError(f"context: the config of {checkpoint.name} names no maximum; pass --context 1024, say")
+        return longest
+    if longest is not None and settings.context > longest:
+        raise UsageError(
+            f"context: got {settings.context}, expected at most the {longest} tokens that {checkpoint.name} was made for"
+        )
+    return settings.context
+
+
+def _encoded(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> tuple[list[list[int]], bool]:
+    """Tokens of each document within the budget of `limit_tokens`, and whether one was cut short."""
+    special = settings.add_bos if checkpoint.objective == "causal" else False
+    keywords = {} if special is None else {"add_special_tokens": special}
+    left, encoded = settings.limit_tokens, []
+    for document in corpus.documents:
+        if left is not None and left <= 0:
+            return encoded, False
+        # One character gives at most a few tokens less than one: 32 characters a token are more than enough.
+        text = document.text if left is None else document.text[: 32 * left + 64]
+        tokens = checkpoint.tokenizer.encode(text, verbose=False, **keywords)
+        if left is not None and (len(tokens) > left or len(text) < len(document.text)):
+            return [*encoded, tokens[:left]], True
+        encoded.append(tokens)
+        left = None if left is None else left - len(tokens)
+    return encoded, False
+
+
+def _pages(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: int) -> Task:
+    encoded, cut = _encoded(checkpoint, corpus, settings)
+    stride = settings.stride or context
+    if checkpoint.objective == "masked":
+        if settings.stride is not None:
+            raise UsageError("stride: a masked LM's pieces are disjoint; leave --stride out")
+        made = list(_masked_pages(checkpoint, encoded, settings, context))
+        sample = (
+            "every token of the text"
+            if settings.mask_fraction == 1
+            else f"a random {settings.mask_fraction:g} of the tokens of each piece (seed {settings.seed})"
+        )
+        protocol = (
+            f"masked-LM pseudo-perplexity: disjoint pieces of at most {context} tokens with the tokenizer's special "
+            f"tokens around them; {sample} scored, one forward pass with one mask per scored token"
+        )
+        cut = cut or settings.mask_fraction < 1
+    elif settings.windows == "rolling":
+        prefix = checkpoint.prefix_token() if settings.prefix_token is None else settings.prefix_token
+        made = [w for i, t in enumerate(encoded) for w in windows.rolling(t, context, stride, prefix, i)]
+        protocol = (
+            f"rolling windows (lm-evaluation-harness): context {context}, stride {stride}, prefix token {prefix} "
+            "before each document; every token scored once"
+        )
+    else:
+        made = [w for i, t in enumerate(encoded) for w in windows.strided(t, context, stride, i)]
+        protocol = (
+            f"strided windows (Transformers' documentation): context {context}, stride {stride}, no prefix; every "
+            + ("token scored once but the first of each window" if stride == context else "token but the first once")
+        )
+    if not made:
+        raise UsageError(f"data: {corpus.origin} gives this tokenizer no token to score; give a longer text")
+    used = corpus.documents[: len(encoded)]
+    words = None if cut else sum(d.words for d in used)
+    size = None if cut else sum(d.bytes for d in used)
+    return Task(tuple(made), protocol + _special(checkpoint, settings), words, size, context)
+
+
+def _special(checkpoint: Checkpoint, settings: Settings) -> str:
+    if checkpoint.objective == "masked":
+        return ""
+    first, last = checkpoint.special_tokens()
+    if settings.add_bos is False or not (first or last):
+        return "; the tokenizer adds no special tokens"
+    return f"; the tokenizer adds {first} before and {last} after each document, which count as its tokens"
+
+
+def _masked_pages(
+    checkpoint: Checkpoint, encoded: Sequence[Sequence[int]], settings: Settings, context: int
+) -> Iterator[Window]:
+    first, last = checkpoint.special_tokens()
+    mask = checkpoint.tokenizer.mask_token_id
+    for i, tokens in enumerate(encoded):
+        yield from windows.masked(
+            tokens, context, mask, first, last, fraction=settings.mask_fraction, seed=settings.seed, document=i
+        )
+
+
+def _last_words(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: int) -> Task:
+    if settings.limit_tokens is not None:
+        raise UsageError("limit_tokens: last-word items are not cut; pass --limit-docs instead")
+    tokenizer = checkpoint.tokenizer
+    texts = [d.text for d in corpus.documents]
+    if checkpoint.objective == "masked":
+        first, last = checkpoint.special_tokens()
+        made = [lambada.masked_window(tokenizer, text, context, i, first, last) for i, text in enumerate(texts)]
+        how = "all tokens of the last word masked at once"
+    else:
+        prefix = settings.prefix_token
+        made = [
+            lambada.causal_window(tokenizer, text, context, i, prefix, settings.add_bos) for i, text in enumerate(texts)
+        ]
+        how = "the passage without its last word is the prompt, a space and the last word the target"
+    protocol = (
+        f"last word of each passage (lambada_openai): {how}; right where the most probable tokens are all the "
+        f"target's; perplexity over whole words; context {context}"
+    )
+    return Task(tuple(made), protocol, len(made), None, context)

@@ -1,0 +1,91 @@
+"""WikiText by lm-evaluation-harness's rules: pages, the words and bytes that are counted, and the text that is read.
+
+Three rules decide the figures. A page is an article. Its words and bytes are counted in the page *as it came*, before
+detokenisation: `len(re.split(r"\\s+", page))` words (which counts the empty strings at both ends) and the length of
+its UTF-8. The model reads the detokenised page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+_HEADING = re.compile(r"^ ?= (?!=)(.*[^=]) = ?$")
+_REPLACEMENTS_BEFORE = (
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    (" : ", ": "),
+    (" ; ", "; "),
+    (" . ", ". "),
+    (" ! ", "! "),
+    (" ? ", "? "),
+    (" , ", ", "),
+)
+_TIGHTEN = (
+    (re.compile(r"\(\s*([^\)]*?)\s*\)"), r"(\1)"),
+    (re.compile(r"\[\s*([^\]]*?)\s*\]"), r"[\1]"),
+    (re.compile(r"{\s*([^}]*?)\s*}"), r"{\1}"),
+    (re.compile(r"\"\s*([^\"]*?)\s*\""), r'"\1"'),
+    (re.compile(r"'\s*([^']*?)\s*'"), r"'\1'"),
+)
+_REPLACEMENTS_AFTER = (
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+
+
+def detokenize(page: str) -> str:
+    """The page as running text: WikiText's spaces around punctuation and its @-marks undone.
+
+    The order of the replacements is part of the definition: it is that of lm-evaluation-harness's
+    `wikitext_detokenizer` (its rule for `/' [0-9]/`, which matches those very characters only, included).
+    """
+    text = page.replace("s '", "s'")
+    text = re.sub(r"/' [0-9]/", r"/'[0-9]/", text)
+    for old, new in _REPLACEMENTS_BEFORE:
+        text = text.replace(old, new)
+    for pattern, replacement in _TIGHTEN:
+        text = pattern.sub(replacement, text)
+    for old, new in _REPLACEMENTS_AFTER:
+        text = text.replace(old, new)
+    return text
+
+
+def count_words(page: str) -> int:
+    """Words of a page by lm-evaluation-harness's rule (before detokenisation)."""
+    return len(re.split(r"\s+", page))
+
+
+def is_title(line: str) -> bool:
+    """Whether a line is an article's title, ` = Title = `, and not a section's, ` = = Section = = `."""
+    return _HEADING.match(line.rstrip("\n")) is not None
+
+
+def split_pages(text: str) -> Iterator[str]:
+    """The articles of a WikiText file, each from its title to the line before the next title.
+
+    What stands before the first title, if it is more than white space, is a page of its own.
+    """
+    page: list[str] = []
+    for line in text.split("\n"):
+        if is_title(line):
+            whole = "\n".join(page)
+            if whole.strip():
+                yield whole
+            page = []
+        page.append(line)
+    whole = "\n".join(page)
+    if whole.strip():
+        yield whole
+
+
+def join_rows(rows: Iterable[str]) -> str:
+    """The file that the rows of the `datasets` version came from: it stores blank lines as empty strings."""
+    return "".join(row or " \n" for row in rows)
