@@ -5,9 +5,24 @@ Importing the package registers the names and does nothing else.
 
 from __future__ import annotations
 
-from .patches import register, unregister
+from .config import AdaAttnConfig, ConfigError
+from .patches import NAMES, Explanation, configure, explain, register, resolve, unregister
+from .presets import load_preset, preset_names
 
-__all__ = ["__version__", "register", "unregister"]
+__all__ = [
+    "NAMES",
+    "AdaAttnConfig",
+    "ConfigError",
+    "Explanation",
+    "__version__",
+    "configure",
+    "explain",
+    "load_preset",
+    "preset_names",
+    "register",
+    "resolve",
+    "unregister",
+]
 
 __version__ = "0.1.0"
 

@@ -61,6 +61,7 @@ class CallSpec(NamedTuple):
     head_dim_v: int
     groups: int
     kind: str
+    window_sinks: bool
     decode: bool
     needs_grad: bool
     dropout: bool
@@ -84,6 +85,7 @@ class CallSpec(NamedTuple):
             head_dim_v=v.shape[3],
             groups=q.shape[1] // k.shape[1],
             kind=request.structure.kind,
+            window_sinks=request.structure.sinks > 0,
             decode=q.shape[2] == 1,
             needs_grad=grad,
             dropout=request.dropout > 0,

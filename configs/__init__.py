@@ -1,1 +1,1 @@
-"""."""
+"""Presets and grids as data: `*.yaml`."""

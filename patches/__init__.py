@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from .registry import NAMES, register, unregister
+from .explain import Explanation, explain
+from .registry import NAMES, register, resolve, unregister
+from .settings import configure
 
-__all__ = ["NAMES", "register", "unregister"]
+__all__ = ["NAMES", "Explanation", "configure", "explain", "register", "resolve", "unregister"]

@@ -13,6 +13,7 @@ from .. import execute
 from ..attach import program_of
 from ..backends.eager import attention_weights
 from ..backends.select import choose
+from ..config import settings_in
 from ..request import AttentionRequest, CallSpec
 from ..structure import CallStructure
 from ..tap import active_tap
@@ -83,8 +84,9 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             bias=bias,
         )
         spec = CallSpec.of(request)
+        forced = backend if backend is not None else settings_in(getattr(module, "config", None)).backend
         if not spec.compiling and (recorder := active_recorder()) is not None:
-            recorder.record(module, spec, backend)
+            recorder.record(module, spec, forced)
             if recorder.dry:
                 return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
         program = program_of(module, spec.compiling)
@@ -93,9 +95,9 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         elif program is not None:
             out = execute.attend(program, request, backend).out
         else:
-            out = choose(spec, backend).attend(request).out
+            out = choose(spec, forced).attend(request).out
         # Autocast defines the output's dtype, as it does for stock attention; nothing else may change it.
-        if out.dtype != out_dtype and not torch.is_autocast_enabled(query.device.type):
+        if out.dtype != out_dtype and not _autocasts(query.device.type):
             out = out.to(out_dtype)
         if not _wants_weights(kwargs, spec.compiling):
             return out, None
@@ -104,13 +106,18 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
     return adaattn
 
 
+def _autocasts(device: str) -> bool:
+    """Whether autocast is on; the meta device, on which `explain` runs models, has none."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def _one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value in one dtype: autocast's where it is on, else the widest that came.
 
     Rotary embeddings leave queries and keys in fp32 under autocast while values are half; GPT-2 may ask for fp32.
     """
     device = query.device.type
-    if torch.is_autocast_enabled(device):
+    if _autocasts(device):
         dtype = torch.get_autocast_dtype(device)
     elif query.dtype == key.dtype == value.dtype:
         dtype = query.dtype

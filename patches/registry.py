@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from types import MappingProxyType
 
 from transformers import AttentionInterface
@@ -11,10 +12,23 @@ from ..backends.select import BACKENDS
 from .interface import attention_function
 from .masks import adaattn_mask
 
-__all__ = ["NAMES", "register", "unregister"]
+__all__ = ["NAMES", "register", "resolve", "unregister"]
 
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
 """`attn_implementation` -> backend that the name forces, None where one is chosen."""
+
+
+def resolve(name: str) -> str | None:
+    """The backend that an `attn_implementation` of ours forces, None where one is chosen.
+
+    Raises:
+        ValueError: No name of ours; lists them and the nearest.
+    """
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"attn_implementation: got {name!r}, AdaAttn's names are {', '.join(NAMES)}.{hint}")
+    return NAMES[name]
 
 
 def register() -> None:

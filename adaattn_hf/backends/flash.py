@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..request import AttentionRequest, AttentionResult, CallSpec
+from ..structure import CallStructure, Segment
 
 __all__ = ["FlashBackend"]
 
 _MODULES = {"fa2": "flash_attn", "fa3": "flash_attn_interface"}
 _PACKAGES = {"fa2": "flash-attn", "fa3": "flash-attn 3 (the module flash_attn_interface)"}
+
+
+class _Packing(NamedTuple):
+    """Where the tokens of the segments lie, for the variable-length kernels."""
+
+    q_index: Tensor  # [tokens] rows of the flattened queries
+    k_index: Tensor
+    cu_q: Tensor  # [segments + 1] int32
+    cu_k: Tensor
+    max_q: int
+    max_k: int
 
 
 class FlashBackend:
@@ -25,7 +39,7 @@ class FlashBackend:
         self._module: Any = None
 
     def missing(self) -> tuple[str, ...]:
-        """The package is found without being imported."""
+        """The package is looked for without being imported."""
         if importlib.util.find_spec(_MODULES[self.name]) is None:
             return (f"{_PACKAGES[self.name]} is not installed",)
         return ()
@@ -38,7 +52,9 @@ class FlashBackend:
         if spec.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"flash-attn computes in float16 or bfloat16, got {spec.dtype}")
         if max(spec.head_dim, spec.head_dim_v) > 256:
-            reasons.append(f"flash-attn serves head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}")
+            reasons.append(
+                f"flash-attn serves head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
+            )
         if spec.head_dim % 8 or spec.head_dim_v % 8:
             reasons.append(f"flash-attn wants head sizes that are multiples of 8, got {spec.head_dim}")
         if spec.head_dim != spec.head_dim_v and self.name == "fa2":
@@ -47,14 +63,123 @@ class FlashBackend:
             reasons.append("flash-attn takes no additive bias")
         if spec.sink_logits:
             reasons.append("flash-attn takes no learned sinks")
+        if spec.window_sinks and spec.kind != "full":
+            reasons.append("flash-attn has no sink tokens beside a window")
         if spec.kind == "irregular":
             reasons.append("flash-attn takes no dense mask")
         if spec.dropout and self.name == "fa3":
             reasons.append("flash-attn 3 has no dropout")
+        if spec.need_lse and spec.kind == "ragged":
+            reasons.append("the log-sum-exp of packed segments is not put back in place")
         if spec.compiling and spec.kind == "ragged":
             reasons.append("the segments of a padded batch cannot be read while a graph is traced")
         return tuple(reasons)
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """One dense call, or one variable-length call over the segments."""
-        raise NotImplementedError
+        if self._module is None:
+            self._module = importlib.import_module(_MODULES[self.name])
+        structure = request.structure
+        if structure.kind == "ragged":
+            return AttentionResult(self._packed(request))
+        kv_len = structure.kv_len
+        if structure.causal:
+            # the kernels align causality to the last key: cut the keys behind the last query
+            kv_len = min(kv_len, structure.offset() + structure.q_len)
+        out = self._module.flash_attn_func(
+            request.query.transpose(1, 2),
+            request.key[:, :, :kv_len].transpose(1, 2),
+            request.value[:, :, :kv_len].transpose(1, 2),
+            **self._arguments(request),
+        )
+        if isinstance(out, tuple):
+            return AttentionResult(out[0], out[1] if request.need_lse else None)
+        return AttentionResult(out)
+
+    def _arguments(self, request: AttentionRequest) -> dict[str, Any]:
+        """Keywords that both kernels share."""
+        structure = request.structure
+        window = (-1, -1)
+        if structure.window is not None:
+            window = (structure.window - 1, 0 if structure.causal else structure.window - 1)
+        arguments: dict[str, Any] = {
+            "softmax_scale": request.scaling,
+            "causal": structure.causal,
+            "window_size": window,
+            "softcap": request.softcap or 0.0,
+        }
+        if self.name == "fa2":
+            arguments["dropout_p"] = request.dropout
+            arguments["return_attn_probs"] = request.need_lse
+        return arguments
+
+    def _packed(self, request: AttentionRequest) -> Tensor:
+        """Gather the real tokens, attend within segments, scatter back; rows of no segment are zero."""
+        structure = request.structure
+        batch, heads, q_len, _ = request.query.shape
+        segments = structure.segments()
+        if segments is None:
+            raise ValueError(
+                "attention_mask: the padding has holes, which flash-attn cannot serve; pad on one side, or use "
+                'attn_implementation="adaattn_sdpa"'
+            )
+        value_dim = request.value.shape[3]
+        flat = request.query.new_zeros((batch * q_len, heads, value_dim))
+        if not segments:
+            return flat.view(batch, q_len, heads, value_dim)
+        packing = _packing(structure, segments, request.query.device)
+
+        def tokens(tensor: Tensor, index: Tensor) -> Tensor:
+            return tensor.transpose(1, 2).flatten(0, 1).index_select(0, index)
+
+        out = self._module.flash_attn_varlen_func(
+            tokens(request.query, packing.q_index),
+            tokens(request.key, packing.k_index),
+            tokens(request.value, packing.k_index),
+            cu_seqlens_q=packing.cu_q,
+            cu_seqlens_k=packing.cu_k,
+            max_seqlen_q=packing.max_q,
+            max_seqlen_k=packing.max_k,
+            **self._arguments(request),
+        )
+        out = out[0] if isinstance(out, tuple) else out
+        return flat.index_copy(0, packing.q_index, out).view(batch, q_len, heads, value_dim)
+
+
+def _packing(structure: CallStructure, segments: Sequence[Segment], device: torch.device) -> _Packing:
+    """Token indices and running lengths of the segments; made once per forward pass.
+
+    Raises:
+        ValueError: Causal queries that stand behind their segment's last key, which the kernels' alignment cannot say.
+    """
+    memo = structure._memo
+    if "flash_packing" not in memo:
+        for s in segments:
+            if (structure.causal or structure.window is not None) and s.offset + s.q_len != s.k_len:
+                raise ValueError(
+                    f"attention_mask: queries {s.q_start}…{s.q_start + s.q_len} of row {s.row} do not end with their last "
+                    'key, which flash-attn cannot serve; use attn_implementation="adaattn_sdpa"'
+                )
+        q_runs = [
+            torch.arange(s.row * structure.q_len + s.q_start, s.row * structure.q_len + s.q_start + s.q_len)
+            for s in segments
+        ]
+        k_runs = [
+            torch.arange(s.row * structure.kv_len + s.k_start, s.row * structure.kv_len + s.k_start + s.k_len)
+            for s in segments
+        ]
+
+        def running(runs: list[Tensor]) -> Tensor:
+            lengths = torch.tensor([0, *(len(run) for run in runs)], dtype=torch.int32)
+            return lengths.cumsum(0, dtype=torch.int32).to(device)
+
+        memo["flash_packing"] = _Packing(
+            torch.cat(q_runs).to(device),
+            torch.cat(k_runs).to(device),
+            running(q_runs),
+            running(k_runs),
+            max(s.q_len for s in segments),
+            max(s.k_len for s in segments),
+        )
+    packing: _Packing = memo["flash_packing"]
+    return packing

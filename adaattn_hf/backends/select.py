@@ -54,8 +54,7 @@ def by_name(name: str) -> Backend:
 def refusals_of(name: str, spec: CallSpec) -> tuple[str, ...]:
     """All the reasons why a backend cannot serve a call: what is missing here, then what the call asks for."""
     backend = by_name(name)
-    missing = backend.missing()
-    return missing or backend.refusals(spec)
+    return (*backend.missing(), *backend.refusals(spec))
 
 
 def choose(spec: CallSpec, forced: str | None = None) -> Backend:

@@ -1,0 +1,162 @@
+"""Which backend runs in which layer, and why not the others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..backends.select import BACKENDS, choose, order, refusals_of
+from ..request import CallSpec
+from .recorder import Recorder, recording
+
+__all__ = ["Explanation", "LayerChoice", "explain"]
+
+_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What runs in one layer, in one phase.
+
+    Attributes:
+        layer: Name of the attention module in the model.
+        phase: `prefill`, `padded` (a batch with padding) or `decode`.
+        spec: The facts of the call.
+        backend: Name of the backend that serves it.
+        refused: Per other backend, all its reasons against the call; no reason means that it stands behind in order.
+    """
+
+    layer: str
+    phase: str
+    spec: CallSpec
+    backend: str
+    refused: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Per layer and phase, what runs."""
+
+    model: str
+    implementation: str
+    layers: tuple[LayerChoice, ...]
+
+    def __str__(self) -> str:
+        """One line per group of layers of like choice, then the refusals."""
+        lines = [f"{self.model}, attn_implementation={self.implementation!r}"]
+        groups: dict[tuple[str, str, CallSpec], list[str]] = {}
+        why: dict[tuple[str, str, CallSpec], LayerChoice] = {}
+        for choice in self.layers:
+            key = (choice.phase, choice.backend, choice.spec)
+            groups.setdefault(key, []).append(choice.layer)
+            why[key] = choice
+        for key, names in groups.items():
+            phase, backend, spec = key
+            span = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
+            dtype = str(spec.dtype).removeprefix("torch.")
+            lines.append(
+                f"  {phase:8} {span}: {backend}  [{spec.kind}, {dtype}, head_dim {spec.head_dim}, "
+                f"{spec.groups} query heads per key/value head, {spec.device}]"
+            )
+            for name, reasons in why[key].refused.items():
+                lines.append(f"           not {name}: {'; '.join(reasons) or 'serves it too, but stands behind'}")
+        if not self.layers:
+            lines.append("  no attention layer of this model called the attention interface")
+        return "\n".join(lines)
+
+
+def explain(
+    model: PreTrainedModel,
+    *,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Explanation:
+    """What each attention layer of a model runs on, found by a dry pass over a copy without weights.
+
+    Args:
+        model: A model whose implementation is one of ours.
+        inputs: Keywords of the model's forward, for models that read neither token ids nor pixels.
+        device, dtype: Explain for these instead of the model's own.
+
+    Raises:
+        ValueError: The model's implementation is none of ours, or its inputs cannot be guessed.
+        BackendRefusal: A backend that was asked for by name cannot serve a layer.
+    """
+    implementation = model.config._attn_implementation
+    names = {implementation} if isinstance(implementation, str) else set(implementation.values())
+    towers = {getattr(m.config, "_attn_implementation", None) for m in model.modules() if hasattr(m, "config")}
+    if not any(str(name).startswith("adaattn") for name in names | towers):
+        raise ValueError(
+            f"model: its attention implementation is {implementation!r}, none of AdaAttn's; load it with "
+            'attn_implementation="adaattn" or call model.set_attn_implementation("adaattn")'
+        )
+    device = device or model.device.type
+    dtype = dtype or model.dtype
+    with torch.device("meta"):
+        ghost = type(model)(copy.deepcopy(model.config))
+    ghost = ghost.to(dtype).eval()
+    layer_names = {module: name for name, module in ghost.named_modules()}
+    choices: list[LayerChoice] = []
+    seen: set[tuple[str, str, CallSpec]] = set()
+    for phase, calls in _phases(ghost, inputs):
+        for module, spec, forced in calls:
+            spec = spec._replace(device=device)
+            key = (layer_names.get(module, type(module).__name__), phase, spec)
+            if key in seen:
+                continue
+            seen.add(key)
+            backend = choose(spec, forced).name
+            others = [n for n in (*order(device), *BACKENDS) if n != backend]
+            refused = {name: refusals_of(name, spec) for name in dict.fromkeys(others)}
+            choices.append(LayerChoice(key[0], phase, spec, backend, refused))
+    return Explanation(type(model).__name__, str(implementation), tuple(choices))
+
+
+def _phases(
+    ghost: PreTrainedModel, given: Mapping[str, torch.Tensor] | None
+) -> Iterator[tuple[str, list[tuple[nn.Module, CallSpec, str | None]]]]:
+    """Calls of a prompt, of a padded batch and, for models that generate with a cache, of one decode step."""
+    inputs = _inputs(ghost) if given is None else {name: value.to("meta") for name, value in given.items()}
+    cached = ghost.can_generate() and not ghost.config.is_encoder_decoder
+    first = Recorder(dry=True)
+    with torch.no_grad(), recording(first):
+        # with a cache, Transformers does not look for packed documents, which needs data
+        out = ghost(**inputs, **({"use_cache": True} if cached else {}))
+    yield "prefill", first.calls
+    if "input_ids" in inputs:
+        padded = Recorder(dry=True)
+        mask = torch.ones_like(inputs["input_ids"])
+        with torch.no_grad(), recording(padded):
+            ghost(**inputs, attention_mask=mask)
+        yield "padded", padded.calls
+    if cached and getattr(out, "past_key_values", None) is not None:
+        step = Recorder(dry=True)
+        with torch.no_grad(), recording(step):
+            ghost(
+                input_ids=inputs["input_ids"][:, :1], past_key_values=out.past_key_values, use_cache=True
+            )
+        yield "decode", step.calls
+
+
+def _inputs(ghost: PreTrainedModel) -> dict[str, Any]:
+    """Small inputs on the meta device."""
+    config = ghost.config
+    if ghost.main_input_name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        size = vision.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return {"pixel_values": torch.zeros((1, vision.num_channels, height, width), device="meta")}
+    if ghost.main_input_name != "input_ids":
+        raise ValueError(
+            f"inputs: {type(ghost).__name__} reads {ghost.main_input_name!r}, which cannot be guessed; pass "
+            "explain(model, inputs={...}) with the keywords of its forward"
+        )
+    ids = torch.zeros((1, _LENGTH), dtype=torch.long, device="meta")
+    return {"input_ids": ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {"input_ids": ids}
