@@ -87,7 +87,7 @@ ADA_INLINE void strip(int64_t rows, const typename T::elem *a, int64_t lda, cons
     case 2: return tile<2, INIT>(T{}, a, lda, b, steps, c, ldc, alpha);
     case 3: return tile<3, INIT>(T{}, a, lda, b, steps, c, ldc, alpha);
     case 4: return tile<4, INIT>(T{}, a, lda, b, steps, c, ldc, alpha);
-#if !defined(ADA_SMALL_TILE)
+#if defined(__AVX2__) || defined(__aarch64__)
     case 5: return tile<5, INIT>(T{}, a, lda, b, steps, c, ldc, alpha);
     default: return tile<6, INIT>(T{}, a, lda, b, steps, c, ldc, alpha);
 #endif

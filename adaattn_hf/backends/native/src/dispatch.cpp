@@ -1,0 +1,260 @@
+// The C interface: checks, the table of units (segment x key/value head), threads, and the choice of instruction set.
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#include "plan.hpp"
+
+namespace {
+
+ada_parallel_fn g_parallel = nullptr;
+
+const AdaKernels *kernels(int64_t level) {
+  switch (level) {
+    case ADA_PORTABLE: return ada_kernels_portable();
+#if defined(__x86_64__)
+    case ADA_AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? ada_kernels_avx2() : nullptr;
+    case ADA_AVX512:
+      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
+                 ? ada_kernels_avx512()
+                 : nullptr;
+    case ADA_AVX512_BF16:
+      return kernels(ADA_AVX512) && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")
+                 ? ada_kernels_avx512_bf16()
+                 : nullptr;
+#endif
+#if defined(__aarch64__)
+    case ADA_NEON: return ada_kernels_neon();
+#endif
+    default: return nullptr;
+  }
+}
+
+int64_t best_level() {
+  static const int64_t best = [] {
+    constexpr int64_t order[] = {ADA_AVX512_BF16, ADA_AVX512, ADA_AVX2, ADA_NEON};
+    for (int64_t l : order)
+      if (kernels(l)) return l;
+    return (int64_t)ADA_PORTABLE;
+  }();
+  return best;
+}
+
+constexpr size_t KEEP = size_t(48) << 20;  // a thread keeps at most this much memory between calls
+
+// Memory that grows and is kept: page faults of a fresh allocation would cost more than a small call.
+struct Buffer {
+  char *data = nullptr;
+  size_t size = 0;
+  ~Buffer() { std::free(data); }
+  char *get(size_t bytes) {
+    if (bytes > size) {
+      std::free(data);
+      size = (bytes + 4095) / 4096 * 4096;
+      data = static_cast<char *>(std::aligned_alloc(4096, size));
+      if (!data) size = 0;
+    }
+    return data;
+  }
+  void trim() {
+    if (size > KEEP) {
+      std::free(data);
+      data = nullptr;
+      size = 0;
+    }
+  }
+};
+thread_local Buffer t_scratch, t_pack, t_units;
+
+struct Job {
+  const ada_args *a;
+  const AdaKernels *k;
+  AdaShape shape;
+  AdaUnit *units;
+  int64_t n_units;
+  int64_t pack_tasks, tasks;
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> *packed;  // tiles done, per unit
+  std::atomic<bool> failed{false};
+};
+
+// The last unit whose first task is not after `task`.
+const AdaUnit &unit_of(const AdaUnit *units, int64_t n, int64_t task) {
+  int64_t lo = 0, hi = n;
+  while (hi - lo > 1) {
+    int64_t mid = (lo + hi) / 2;
+    (units[mid].first_task <= task ? lo : hi) = mid;
+  }
+  return units[lo];
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+// One thread's share. Tasks are drawn from one counter, packing first: whoever waits for a packed unit waits only for
+// threads that are at work on it, so it cannot wait for ever. Who computes a task does not change its result.
+void work(void *data) {
+  Job &job = *static_cast<Job *>(data);
+  char *scratch = t_scratch.get(static_cast<size_t>(job.shape.scratch));
+  if (!scratch) {
+    job.failed = true;
+    return;
+  }
+  int64_t task;
+  while ((task = job.next.fetch_add(1, std::memory_order_relaxed)) < job.pack_tasks) {
+    int64_t u = 0, first = 0;  // packing tasks are as many as key tiles, in the order of the units
+    while (task >= first + job.units[u].tiles) first += job.units[u++].tiles;
+    job.k->pack(*job.a, job.shape, job.units[u], task - first, scratch);
+    job.packed[u].fetch_add(1, std::memory_order_release);
+  }
+  for (; task < job.pack_tasks + job.tasks; task = job.next.fetch_add(1, std::memory_order_relaxed)) {
+    const AdaUnit &u = unit_of(job.units, job.n_units, task - job.pack_tasks);
+    for (int64_t spin = 0; job.packed[&u - job.units].load(std::memory_order_acquire) < u.tiles; ++spin) relax();
+    job.k->forward(*job.a, job.shape, u, task - job.pack_tasks - u.first_task, scratch);
+  }
+}
+
+void run(Job &job, void (*fn)(void *), int64_t tasks, double flops) {
+  int64_t threads = job.a->threads < tasks ? job.a->threads : tasks;
+  if (g_parallel && threads > 1 && flops > 2e6) g_parallel(fn, &job, static_cast<unsigned>(threads), 0);
+  else fn(&job);
+}
+
+int64_t segment_field(const ada_args &a, int64_t s, int f) {
+  if (a.segments) return a.segments[s * 6 + f];
+  const int64_t trivial[6] = {s, 0, a.q_len, 0, a.kv_len, a.offset};
+  return trivial[f];
+}
+
+int64_t check(const ada_args &a) {
+  if (a.batch < 0 || a.q_heads < 1 || a.kv_heads < 1 || a.q_heads % a.kv_heads || a.q_len < 0 || a.kv_len < 0) return -1;
+  if (a.dim < 1 || a.dim_v < 1 || a.threads < 1 || a.n_segments < 0) return -1;
+  if (a.q_dtype < ADA_F32 || a.q_dtype > ADA_F16 || a.kv_dtype < ADA_F32 || a.kv_dtype > ADA_I8) return -1;
+  if (a.block_ptr && (a.block_q < 1 || a.block_tiles < 1)) return -1;
+  for (int64_t s = 0; a.segments && s < a.n_segments; ++s) {
+    const int64_t *g = a.segments + s * 6;
+    if (g[0] < 0 || g[0] >= a.batch || g[1] < 0 || g[2] < 0 || g[1] > a.q_len - g[2]) return -1;
+    if (g[3] < 0 || g[4] < 0 || g[3] > a.kv_len - g[4]) return -1;
+  }
+  return 0;
+}
+
+// Query rows that belong to no segment: zero output, lse -inf (or the learned sink's).
+void clear(const ada_args &a) {
+  const size_t size = a.q_dtype == ADA_F32 ? 4 : 2;
+  if (a.lse)
+    for (int64_t i = 0, n = a.batch * a.q_heads * a.q_len; i < n; ++i)
+      a.lse[i] = a.sink_logits ? a.sink_logits[i / a.q_len % a.q_heads] : -__builtin_inff();
+  if (!a.out) return;
+  for (int64_t b = 0; b < a.batch; ++b)
+    for (int64_t h = 0; h < a.q_heads; ++h)
+      for (int64_t i = 0; i < a.q_len; ++i) {
+        char *o = static_cast<char *>(a.out) + static_cast<size_t>(b * a.os[0] + h * a.os[1] + i * a.os[2]) * size;
+        if (a.os[3] == 1) std::memset(o, 0, static_cast<size_t>(a.dim_v) * size);
+        else
+          for (int64_t d = 0; d < a.dim_v; ++d) std::memset(o + static_cast<size_t>(d * a.os[3]) * size, 0, size);
+      }
+}
+
+void fill_unit(const ada_args &a, const AdaShape &sh, AdaUnit &u, int64_t s, int64_t h) {
+  std::memset(&u, 0, sizeof u);
+  u.row = segment_field(a, s, 0);
+  u.head = h;
+  u.q0 = segment_field(a, s, 1);
+  u.qn = segment_field(a, s, 2);
+  u.k0 = segment_field(a, s, 3);
+  u.kn = segment_field(a, s, 4);
+  u.offset = segment_field(a, s, 5);
+  u.window = a.head_windows ? a.head_windows[h] : a.window;
+  u.sinks = a.head_sinks ? a.head_sinks[h] : a.sinks;
+  if (a.causal) {  // keys after the last query are never seen
+    int64_t last = u.qn + u.offset;
+    u.kn = last < u.kn ? (last > 0 ? last : 0) : u.kn;
+  }
+  u.tiles = (u.kn + ADA_KEYS - 1) / ADA_KEYS;
+  int64_t per = 1;
+  if (a.block_ptr) {
+    int64_t inside = (a.block_q + sh.rows - 1) / sh.rows;
+    u.row_tiles = (u.qn + a.block_q - 1) / a.block_q * inside;
+  } else {
+    u.row_tiles = (u.qn + sh.rows - 1) / sh.rows;
+    if (u.qn > 0 && u.qn * 2 <= sh.rows) per = sh.rows / u.qn;
+  }
+  u.heads_per = per < sh.group ? per : sh.group;
+  u.tasks = u.row_tiles * ((sh.group + u.heads_per - 1) / u.heads_per);
+}
+
+}  // namespace
+
+#define ADA_EXPORT extern "C" __attribute__((visibility("default")))
+
+ADA_EXPORT int64_t ada_abi_version(void) { return ADA_ABI_VERSION; }
+ADA_EXPORT int64_t ada_args_size(void) { return static_cast<int64_t>(sizeof(ada_args)); }
+ADA_EXPORT int64_t ada_best_level(void) { return best_level(); }
+ADA_EXPORT int64_t ada_has_level(int64_t level) { return kernels(level) != nullptr; }
+ADA_EXPORT void ada_set_parallel(ada_parallel_fn fn) { g_parallel = fn; }
+
+ADA_EXPORT int64_t ada_forward(const ada_args *args) {
+  const ada_args &a = *args;
+  if (check(a)) return -1;
+  Job job;
+  job.a = &a;
+  job.k = kernels(a.level < 0 ? best_level() : a.level);
+  if (!job.k) return -3;
+  job.shape.compute = a.compute == ADA_COMPUTE_BF16 || (a.q_dtype == ADA_BF16 && a.kv_dtype == ADA_BF16) ? ADA_BF16
+                                                                                                        : ADA_F32;
+  job.k->shape(a, job.shape);
+  const int64_t segments = a.segments ? a.n_segments : a.batch;
+  int64_t covered = 0;
+  for (int64_t s = 0; s < segments; ++s) covered += segment_field(a, s, 2);
+  if (covered < a.batch * a.q_len) clear(a);
+  // Units go through in waves, so that the packed copy stays within bounds however long the context is.
+  const int64_t total = segments * a.kv_heads;
+  int64_t at = 0;
+  while (at < total) {
+    int64_t count = 0, bytes = 0;
+    for (int64_t i = at; i < total; ++i, ++count) {
+      AdaUnit u;
+      fill_unit(a, job.shape, u, i / a.kv_heads, i % a.kv_heads);
+      if (count && bytes + u.tiles * job.shape.tile_bytes > static_cast<int64_t>(KEEP)) break;
+      bytes += u.tiles * job.shape.tile_bytes;
+    }
+    char *table = t_units.get(static_cast<size_t>(count) * (sizeof(AdaUnit) + sizeof(std::atomic<int64_t>)) + 64);
+    char *pack = t_pack.get(static_cast<size_t>(bytes) + 64);
+    if (!table || !pack) return -2;
+    job.units = reinterpret_cast<AdaUnit *>(table);
+    job.packed = reinterpret_cast<std::atomic<int64_t> *>(table + static_cast<size_t>(count) * sizeof(AdaUnit));
+    job.n_units = count;
+    job.tasks = job.pack_tasks = 0;
+    job.next = 0;
+    double flops = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      AdaUnit &u = job.units[i];
+      fill_unit(a, job.shape, u, (at + i) / a.kv_heads, (at + i) % a.kv_heads);
+      u.pack = pack;
+      pack += u.tiles * job.shape.tile_bytes;
+      u.first_task = job.tasks;
+      job.tasks += u.tasks;
+      job.pack_tasks += u.tiles;
+      new (&job.packed[i]) std::atomic<int64_t>(0);
+      flops += 2.0 * static_cast<double>(u.qn * job.shape.group) * static_cast<double>(u.kn) *
+               static_cast<double>(a.dim + a.dim_v);
+    }
+    run(job, work, job.tasks + job.pack_tasks, flops);
+    if (job.failed) return -2;
+    at += count;
+  }
+  t_pack.trim();
+  t_scratch.trim();
+  return 0;
+}
+ADA_EXPORT int64_t ada_backward(const ada_args *) { return -3; }

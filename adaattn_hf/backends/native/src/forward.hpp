@@ -1,0 +1,350 @@
+// One tile of query rows against all the keys that it can see: scores, online softmax, output.
+#pragma once
+#include "pack.hpp"
+
+namespace ADA_NS {
+
+constexpr int64_t KEYS = ADA_KEYS;
+constexpr int64_t LDS = KEYS + 16;  // not a power of two: rows of a tile must not fall on the same cache sets
+constexpr int64_t LDP = KEYS + 32;
+constexpr int64_t ROWS = 48;
+constexpr float LOG2E = 1.44269504088896340736f, LN2 = 0.69314718055994530942f;
+
+struct Row {
+  int64_t head, i;       // query head, local query index
+  int64_t lo, hi, sink;  // visible keys: [lo, hi) and [0, sink)
+};
+
+struct Strip {
+  int64_t r0, rows, lo, hi, sink;
+  uint64_t panels;  // panels of the present key tile that some row of the strip sees
+};
+
+// The working memory of one thread, laid out anew for every tile.
+template <class T> struct Work {
+  typename T::elem *q, *p, *stage;
+  float *s, *o, *m, *l, *alpha;
+  Row *rows;
+  Strip *strips;
+};
+
+ADA_INLINE char *take(char *&at, int64_t bytes) {
+  char *p = at;
+  at += round_up(bytes, 64);
+  return p;
+}
+
+template <class T> static int64_t layout(Work<T> &w, char *base, int64_t dk, int64_t dv) {
+  char *at = base;
+  w.q = (typename T::elem *)take(at, ROWS * dk * (int64_t)sizeof(typename T::elem));
+  w.s = (float *)take(at, ROWS * LDS * 4);
+  w.p = T::STEP == 1 ? (typename T::elem *)w.s
+                     : (typename T::elem *)take(at, ROWS * LDP * (int64_t)sizeof(typename T::elem));
+  w.o = (float *)take(at, ROWS * dv * 4);
+  w.m = (float *)take(at, ROWS * 4);
+  w.l = (float *)take(at, ROWS * 4);
+  w.alpha = (float *)take(at, ROWS * 4);
+  w.rows = (Row *)take(at, ROWS * (int64_t)sizeof(Row));
+  w.strips = (Strip *)take(at, ROWS * (int64_t)sizeof(Strip));
+  w.stage = (typename T::elem *)take(at, NR * greater(dk, dv) * 4);
+  return at - base;
+}
+
+ADA_INLINE void visible(const ada_args &a, const AdaUnit &u, int64_t i, Row &r) {
+  const int64_t p = i + u.offset;
+  r.lo = 0;
+  r.hi = a.causal ? lesser(u.kn, p + 1) : u.kn;
+  r.hi = greater(r.hi, (int64_t)0);
+  r.sink = 0;
+  if (u.window >= 0) {
+    r.sink = lesser(u.sinks, r.hi);
+    r.lo = greater((int64_t)0, p - u.window + 1);
+    if (!a.causal) r.hi = lesser(r.hi, p + u.window);
+    if (r.lo >= r.hi) r.lo = r.hi = 0;
+  }
+}
+
+// Bits of the panels of tile [t0, t0 + KEYS) that [lo, hi) touches.
+ADA_INLINE uint64_t panel_bits(int64_t lo, int64_t hi, int64_t t0) {
+  lo = greater(lo - t0, (int64_t)0);
+  hi = lesser(hi - t0, KEYS);
+  if (lo >= hi) return 0;
+  int64_t a = lo / NR, b = (hi + NR - 1) / NR;
+  uint64_t upto_b = b >= 64 ? ~0ull : (1ull << b) - 1;
+  return upto_b & ~((1ull << a) - 1);
+}
+
+ADA_INLINE bool next_run(uint64_t &bits, int64_t &c0, int64_t &c1) {
+  if (!bits) return false;
+  int a = __builtin_ctzll(bits);
+  uint64_t rest = ~(bits >> a);
+  int n = rest ? __builtin_ctzll(rest) : 64;
+  if (a + n >= 64) n = 64 - a, bits = 0;
+  else bits &= ~(((1ull << n) - 1) << a);
+  c0 = a * NR;
+  c1 = (a + n) * NR;
+  return true;
+}
+
+// Softcap, bias and mask: whatever cannot be said by intervals. Turns raw dot products into natural-log scores.
+static void adjust(const ada_args &a, const AdaUnit &u, const Row &row, float *s, int64_t c0, int64_t c1, int64_t t0) {
+  const float scale = (float)a.scaling;
+  if (a.softcap > 0) {
+    const float cap = (float)a.softcap, f = scale / cap;
+    for (int64_t c = c0; c < c1; ++c) s[c] = cap * tanhf(s[c] * f);
+  } else {
+    for (int64_t c = c0; c < c1; ++c) s[c] *= scale;
+  }
+  const int64_t end = lesser(c1, u.kn - t0), key = u.k0 + t0;
+  if (a.bias) {
+    int64_t at = u.row * a.bs[0] + row.head * a.bs[1] + (u.q0 + row.i) * a.bs[2] + key * a.bs[3];
+    if (a.bias_dtype == ADA_F32 && a.bs[3] == 1) {
+      const float *b = (const float *)a.bias + at;
+      for (int64_t c = c0; c < end; ++c) s[c] += b[c];
+    } else {
+      for (int64_t c = c0; c < end; ++c) s[c] += load_any(a.bias, a.bias_dtype, at + c * a.bs[3]);
+    }
+  }
+  if (a.mask) {
+    const uint8_t *b = a.mask + u.row * a.ms[0] + row.head * a.ms[1] + (u.q0 + row.i) * a.ms[2] + key * a.ms[3];
+    for (int64_t c = c0; c < end; ++c)
+      if (!b[c * a.ms[3]]) s[c] = -INFINITY;
+  }
+}
+
+// Columns of [c0, c1) outside the row's visible keys become -inf.
+static void hide(const Row &row, float *s, int64_t c0, int64_t c1, int64_t t0) {
+  const int64_t lo = row.lo - t0, hi = row.hi - t0, sink = row.sink - t0;
+  if (sink <= c0 || sink >= c1) {
+    if (sink >= c1) return;
+    const int64_t a = lesser(greater(lo, c0), c1), b = greater(lesser(hi, c1), a);
+    for (int64_t c = c0; c < a; ++c) s[c] = -INFINITY;
+    for (int64_t c = b; c < c1; ++c) s[c] = -INFINITY;
+    return;
+  }
+  for (int64_t c = sink; c < c1; ++c)
+    if (c < lo || c >= hi) s[c] = -INFINITY;
+}
+
+ADA_INLINE void store_p(F32, float *p, vf x, vf y) {
+  store(p, x);
+  store(p + W, y);
+}
+#ifdef ADA_HAS_BF16
+ADA_INLINE void store_p(BF16, uint16_t *p, vf x, vf y) {
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
+}
+#endif
+
+// The online softmax of one row over the panels in `panels`; c = factor from s to log2 scores.
+template <class T>
+ADA_INLINE void softmax_row(float *s, typename T::elem *p, uint64_t panels, float c, float &m, float &l, float &alpha) {
+  int64_t c0, c1;
+  vf top0 = splat(-INFINITY), top1 = top0;
+  for (uint64_t bits = panels; next_run(bits, c0, c1);)
+    for (int64_t i = c0; i < c1; i += 2 * W) {
+      top0 = vmax(top0, load(s + i));
+      top1 = vmax(top1, load(s + i + W));
+    }
+  float top = hmax(vmax(top0, top1)) * c;  // c >= 0
+  float next = greater(m, top);
+  if (!(next > -INFINITY)) {
+    alpha = 1;
+    for (uint64_t bits = panels; next_run(bits, c0, c1);)
+      memset(p + c0, 0, (size_t)(c1 - c0) * sizeof(typename T::elem));
+    return;
+  }
+  alpha = m > -INFINITY ? exp2f(m - next) : 0.0f;
+  vf sum0 = vf{}, sum1 = vf{};
+  const vf cc = splat(c), mm = splat(next);
+  for (uint64_t bits = panels; next_run(bits, c0, c1);)
+    for (int64_t i = c0; i < c1; i += 2 * W) {
+      vf x = exp2_neg<T::EXP_DEGREE>(load(s + i) * cc - mm);
+      vf y = exp2_neg<T::EXP_DEGREE>(load(s + i + W) * cc - mm);
+      sum0 += x;
+      sum1 += y;
+      store_p(T{}, p + i, x, y);
+    }
+  l = l * alpha + hsum(sum0 + sum1);
+  m = next;
+}
+
+static void finish_row(const ada_args &a, const AdaUnit &u, const Row &row, const float *o, float m, float l,
+                       int64_t dv) {
+  float inv = 0, lse = -INFINITY;
+  if (!(l > 0) && a.sink_logits) lse = a.sink_logits[row.head];  // the sink alone carries the row, without a value
+  if (l > 0) {
+    if (a.sink_logits) {
+      const float sink = a.sink_logits[row.head] * LOG2E, next = greater(m, sink);
+      const float f = exp2f(m - next);
+      inv = f / (l * f + exp2f(sink - next));
+      lse = LN2 * next + logf(l * f + exp2f(sink - next));
+    } else {
+      inv = 1.0f / l;
+      lse = LN2 * m + logf(l);
+    }
+  }
+  const int64_t i = u.q0 + row.i;
+  if (a.lse) a.lse[(u.row * a.q_heads + row.head) * a.q_len + i] = lse;
+  if (!a.out) return;
+  const int64_t at = u.row * a.os[0] + row.head * a.os[1] + i * a.os[2];
+  if (inv == 0) {
+    for (int64_t d = 0; d < dv; ++d) store_any(a.out, a.q_dtype, at + d * a.os[3], 0.0f);
+  } else if (a.q_dtype == ADA_F32 && a.os[3] == 1) {
+    float *y = (float *)a.out + at;
+    for (int64_t d = 0; d < dv; ++d) y[d] = o[d] * inv;
+  } else if (a.q_dtype == ADA_BF16 && a.os[3] == 1) {
+    uint16_t *y = (uint16_t *)a.out + at;
+    for (int64_t d = 0; d < dv; ++d) y[d] = to_bf16(o[d] * inv);
+  } else {
+    for (int64_t d = 0; d < dv; ++d) store_any(a.out, a.q_dtype, at + d * a.os[3], o[d] * inv);
+  }
+}
+
+// Which query rows task `task` of a unit covers. Late rows come first: under a causal mask they have the most keys.
+static int64_t task_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t task, Row *rows,
+                         int64_t &q_block) {
+  const int64_t groups = (sh.group + u.heads_per - 1) / u.heads_per;
+  const int64_t g0 = task % groups * u.heads_per, tile = u.row_tiles - 1 - task / groups;
+  const int64_t heads = lesser(u.heads_per, sh.group - g0);
+  int64_t i0 = tile * sh.rows, i1 = lesser(u.qn, i0 + sh.rows);
+  q_block = 0;
+  if (a.block_ptr) {  // a tile must not reach over the edge of a query block
+    const int64_t per = (a.block_q + sh.rows - 1) / sh.rows, size = (a.block_q + per - 1) / per;
+    q_block = tile / per;
+    const int64_t end = lesser((q_block + 1) * a.block_q, u.qn);
+    i0 = q_block * a.block_q + tile % per * size;
+    i1 = lesser(i0 + size, end);
+  }
+  int64_t n = 0;
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t i = i0; i < i1; ++i, ++n) {
+      rows[n].head = u.head * sh.group + g0 + h;
+      rows[n].i = i;
+      visible(a, u, i, rows[n]);
+    }
+  return n;
+}
+
+template <class T>
+static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t task, char *scratch) {
+  typedef typename T::elem elem;
+  constexpr int64_t ldp = T::STEP == 1 ? LDS : LDP;
+  Work<T> w;
+  layout<T>(w, scratch, sh.dk, sh.dv);
+  int64_t q_block;
+  const int64_t n = task_rows(a, sh, u, task, w.rows, q_block);
+  const bool special = a.softcap > 0 || a.bias || a.mask;
+  const float c = special ? LOG2E : (float)(a.scaling * 1.4426950408889634);
+  int64_t strips = 0;
+  for (int64_t r0 = 0; r0 < n; r0 += MR, ++strips) {
+    Strip &st = w.strips[strips];
+    st = {r0, lesser((int64_t)MR, n - r0), INT64_MAX, 0, 0, 0};
+    for (int64_t r = r0; r < r0 + st.rows; ++r) {
+      if (w.rows[r].lo < w.rows[r].hi) {
+        st.lo = lesser(st.lo, w.rows[r].lo);
+        st.hi = greater(st.hi, w.rows[r].hi);
+      }
+      st.sink = greater(st.sink, w.rows[r].sink);
+    }
+  }
+  for (int64_t r = 0; r < n; ++r) {
+    convert_row<T>(w.q + r * sh.dk, a.q, a.q_dtype,
+                   u.row * a.qs[0] + w.rows[r].head * a.qs[1] + (u.q0 + w.rows[r].i) * a.qs[2], a.qs[3], a.dim, sh.dk);
+    w.m[r] = -INFINITY;
+    w.l[r] = 0;
+  }
+  memset(w.o, 0, (size_t)(n * sh.dv) * 4);
+  const int64_t *block = nullptr, *block_end = nullptr;
+  if (a.block_ptr) {
+    const int64_t at = u.head * a.block_tiles + q_block;
+    block = a.block_index + a.block_ptr[at];
+    block_end = a.block_index + a.block_ptr[at + 1];
+  }
+  for (int64_t t = 0; t < u.tiles; ++t) {
+    const int64_t t0 = t * KEYS;
+    uint64_t listed = ~0ull, any = 0;
+    if (a.block_ptr) {
+      listed = 0;
+      for (; block < block_end && *block * ADA_BLOCK < t0 + KEYS; ++block)
+        listed |= panel_bits(*block * ADA_BLOCK, (*block + 1) * ADA_BLOCK, t0);
+    }
+    for (int64_t i = 0; i < strips; ++i) {
+      Strip &st = w.strips[i];
+      st.panels = listed & (panel_bits(st.lo, st.hi, t0) | panel_bits(0, st.sink, t0));
+      any |= st.panels;
+    }
+    if (!any) continue;
+    const elem *kp = (const elem *)(u.pack + t * sh.tile_bytes);
+    const elem *vp = (const elem *)(u.pack + t * sh.tile_bytes + sh.k_bytes);
+    for (int64_t j = 0; j < KEYS / NR; ++j) {
+      if (!(any >> j & 1)) continue;
+      for (int64_t i = 0; i < strips; ++i) {
+        const Strip &st = w.strips[i];
+        if (st.panels >> j & 1)
+          strip<T, ZERO>(st.rows, w.q + st.r0 * sh.dk, sh.dk, kp + j * NR * sh.dk, sh.dk / T::STEP,
+                         w.s + st.r0 * LDS + j * NR, LDS, nullptr);
+      }
+    }
+    for (int64_t i = 0; i < strips; ++i) {
+      const Strip &st = w.strips[i];
+      for (int64_t r = st.r0; r < st.r0 + st.rows; ++r) {
+        const Row &row = w.rows[r];
+        float *s = w.s + r * LDS;
+        int64_t c0, c1;
+        for (uint64_t bits = st.panels; next_run(bits, c0, c1);) {
+          if (special) adjust(a, u, row, s, c0, c1, t0);
+          if (t0 + c0 < row.lo || t0 + c1 > row.hi) hide(row, s, c0, c1, t0);
+        }
+        softmax_row<T>(s, w.p + r * ldp, st.panels, c, w.m[r], w.l[r], w.alpha[r]);
+      }
+    }
+    if (!a.out) continue;
+    for (int64_t d = 0; d < sh.dv; d += NR)
+      for (int64_t i = 0; i < strips; ++i) {
+        const Strip &st = w.strips[i];
+        int64_t c0, c1;
+        bool first = true;
+        for (uint64_t bits = st.panels; next_run(bits, c0, c1); first = false) {
+          const elem *p = w.p + st.r0 * ldp + c0, *v = vp + d * KEYS + c0 * NR;
+          float *o = w.o + st.r0 * sh.dv + d;
+          const int64_t steps = (c1 - c0) / T::STEP;
+          if (first) strip<T, SCALE>(st.rows, p, ldp, v, steps, o, sh.dv, w.alpha + st.r0);
+          else strip<T, ADD>(st.rows, p, ldp, v, steps, o, sh.dv, nullptr);
+        }
+      }
+  }
+  for (int64_t r = 0; r < n; ++r)
+    finish_row(a, u, w.rows[r], w.o + r * sh.dv, w.m[r], w.l[r], a.dim_v);
+}
+
+template <class T>
+static void pack_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t t, char *scratch) {
+  typedef typename T::elem elem;
+  Work<T> w;
+  layout<T>(w, scratch, sh.dk, sh.dv);
+  elem *kp = (elem *)(u.pack + t * sh.tile_bytes), *vp = (elem *)(u.pack + t * sh.tile_bytes + sh.k_bytes);
+  const int64_t key = u.k0 + t * KEYS, n = lesser(KEYS, u.kn - t * KEYS);
+  for (int64_t j = 0; j < round_up(n, NR); j += NR)
+    pack_transposed<T>(kp + j * sh.dk, a.k, a.kv_dtype, u.row * a.ks[0] + u.head * a.ks[1] + (key + j) * a.ks[2],
+                       a.ks[2], a.ks[3], n - j, a.dim, sh.dk, w.stage);
+  if (!a.out) return;
+  pack_rows<T>(vp, KEYS, a.v, a.kv_dtype, u.row * a.vs[0] + u.head * a.vs[1] + key * a.vs[2], a.vs[2], a.vs[3], n,
+               a.dim_v, sh.dv, w.stage);
+  const int64_t done = round_up(n, T::STEP), padded = round_up(n, NR);  // a run of panels may end past the last key
+  for (int64_t d = 0; d < sh.dv; d += NR)
+    memset(vp + d * KEYS + done * NR, 0, (size_t)((padded - done) * NR) * sizeof(elem));
+}
+
+template <class T> static void shape_of(const ada_args &a, AdaShape &sh) {
+  sh.group = a.q_heads / a.kv_heads;
+  sh.dk = round_up(a.dim, T::STEP);
+  sh.dv = round_up(a.dim_v, NR);
+  sh.k_bytes = round_up(KEYS * sh.dk * (int64_t)sizeof(typename T::elem), 64);
+  sh.tile_bytes = sh.k_bytes + KEYS * sh.dv * (int64_t)sizeof(typename T::elem);
+  sh.rows = ROWS;
+  Work<T> w;
+  sh.scratch = layout<T>(w, nullptr, sh.dk, sh.dv);
+}
+
+}  // namespace ADA_NS

@@ -1,0 +1,60 @@
+"""The build step that pyproject.toml cannot say: the optional native library goes into wheels and editable installs."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+from setuptools import Command, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+PLACE = Path("adaattn_hf") / "backends" / "native"
+native = runpy.run_path(str(Path(__file__).parent / PLACE / "build.py"))
+built: list[bool] = []
+
+
+def build_native(target: Path) -> None:
+    report = native["build"](target)
+    built.append(bool(report["built"]))
+    levels = ", ".join(report["levels"])
+    print(f"native library: {levels}" if report["built"] else f"native library: not built: {report['reason']}")
+
+
+class BuildNative(Command):
+    """`python setup.py build_native`: compile in place."""
+
+    description = "compile the native library in place"
+    user_options = []
+
+    def initialize_options(self) -> None:
+        pass
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        build_native(Path(__file__).parent / PLACE)
+
+
+class BuildPy(build_py):
+    """Copies the Python files, then compiles; in an editable install the library lands beside its sources."""
+
+    def run(self) -> None:
+        super().run()
+        build_native(Path(__file__).parent / PLACE if self.editable_mode else Path(self.build_lib) / PLACE)
+
+
+class Wheel(bdist_wheel):
+    """The library depends on the platform and not on the version of Python; without it the wheel is for any platform."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        platform = super().get_tag()[2]
+        return ("py3", "none", platform) if any(built) else ("py3", "none", "any")
+
+
+setup(cmdclass={"build_native": BuildNative, "build_py": BuildPy, "bdist_wheel": Wheel})

@@ -1,0 +1,62 @@
+"""The backend against the oracle, over structures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adaattn_hf import reference
+from adaattn_hf.backends.native.backend import NativeBackend
+from adaattn_hf.backends.native.library import missing
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.structure import CallStructure
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
+SEGMENTS = torch.tensor([[0] * 30 + [1] * 41 + [2] * 29, [0] * 99 + [1]])
+PADDED = torch.arange(100)[None] >= torch.tensor([[17], [0]])
+TWO = 2
+STRUCTURES = {
+    "full": CallStructure(TWO, 100, 100),
+    "causal": CallStructure(TWO, 100, 100, causal=True),
+    "suffix": CallStructure(TWO, 40, 100, causal=True, q_offset=60),
+    "behind": CallStructure(TWO, 40, 100, causal=True, q_offset=-20),
+    "window": CallStructure(TWO, 100, 100, causal=True, window=13, sinks=3),
+    "both ways": CallStructure(TWO, 100, 100, window=13, sinks=3),
+    "left padding": CallStructure(TWO, 100, 100, causal=True, key_padding=PADDED, pads_queries=True),
+    "right padding": CallStructure(TWO, 100, 100, key_padding=PADDED.flip(1), pads_queries=True),
+    "padded window": CallStructure(TWO, 100, 100, causal=True, window=9, sinks=2, key_padding=PADDED),
+    "packed": CallStructure(TWO, 100, 100, causal=True, q_segments=SEGMENTS, k_segments=SEGMENTS),
+    "chunked": CallStructure(TWO, 100, 100, causal=True, chunk=32, chunk_start=torch.tensor([3, 0])),
+    "chunked with sinks": CallStructure(TWO, 100, 100, causal=True, window=9, sinks=4, chunk=32),
+    "spans": CallStructure(TWO, 100, 100, causal=True, spans=(torch.arange(100) // 10 - 5).expand(2, 100)),
+    "mask": CallStructure(TWO, 100, 100, mask=torch.arange(10_000).reshape(1, 1, 100, 100) % 7 > 2),
+    "nothing": CallStructure(TWO, 100, 100, mask=torch.zeros(1, 1, 1, 100, dtype=torch.bool)),
+    "device offset": CallStructure(TWO, 1, 100, causal=True, q_offset=torch.tensor(70)),
+}
+
+
+def request(structure: CallStructure, dtype: torch.dtype = torch.float32, **extra: object) -> AttentionRequest:
+    torch.manual_seed(7)
+    query = torch.randn(2, structure.q_len, 4, 24, dtype=dtype).transpose(1, 2)
+    key = torch.randn(2, structure.kv_len, 2, 24, dtype=dtype).transpose(1, 2)
+    value = torch.randn(2, structure.kv_len, 2, 24, dtype=dtype).transpose(1, 2)
+    return AttentionRequest(query, key, value, structure, 0.2, need_lse=True, **extra)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"softcap": 2.0},
+        {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+        {"bias": torch.randn(1, 4, 1, 1, generator=torch.Generator().manual_seed(1))},
+    ],
+    ids=["plain", "softcap", "sinks", "bias"],
+)
+def test_matches_the_reference(name: str, extra: dict[str, object]) -> None:
+    asked = request(STRUCTURES[name], **extra)
+    result, truth = NativeBackend().attend(asked), reference.attention(asked)
+    torch.testing.assert_close(result.out.double(), truth.out, atol=2e-6, rtol=0)
+    assert result.lse is not None
+    torch.testing.assert_close(result.lse.double(), truth.lse, atol=5e-6, rtol=1e-6)
