@@ -72,6 +72,13 @@ class Checkpoint:
             "has neither BOS nor EOS; pass --prefix-token ID, --tokenizer with one that has, or --windows strided"
         )
 
+    def pad_token(self) -> int:
+        """A token for padding, which is masked: the tokenizer's, else EOS, else 0."""
+        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        return 0
+
     def special_tokens(self) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer puts before and after a text."""
         whole = self.tokenizer.encode("a", verbose=False)

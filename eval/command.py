@@ -56,6 +56,10 @@ def evaluate(
     context: Annotated[int | None, typer.Option(help="Tokens of a window. Default: the model's maximum.")] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens between windows. Default: the context.")] = None,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass; does not change perplexity.")] = 1,
+    padding: Annotated[
+        str,
+        typer.Option(help="none: batches of windows of one length. right, left: windows as they come, padded and masked."),
+    ] = "none",
     limit_docs: Annotated[int | None, typer.Option(help="Only the first so many documents.")] = None,
     limit_tokens: Annotated[int | None, typer.Option(help="Only the first so many tokens of the text.")] = None,
     output: Annotated[
@@ -97,16 +101,17 @@ def evaluate(
         with _terminate_like_interrupt():
             broken = _run(given, where, console)
     except EvalError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt:
         errors.print(
             f"interrupted: finished work is kept in {where}; the same command with --resume --output {where} goes on",
             markup=False,
+            soft_wrap=True,
         )
         raise typer.Exit(130) from None
     for sentence in broken:
-        errors.print(f"quality: {sentence}", style="red", markup=False, highlight=False)
+        errors.print(f"quality: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True)
     if broken:
         raise typer.Exit(1)
 
@@ -161,7 +166,7 @@ def _run(given: dict[str, Any], where: Path, console: Console) -> list[str]:
         if not given["quiet"]:
             console.print(report.terminal_table(result))
     runner.write_text(where / "report.md", report.markdown(reports))
-    console.print(f"reports: {where}", markup=False, highlight=False)
+    console.print(f"reports: {where}", markup=False, highlight=False, soft_wrap=True)
     return broken
 
 

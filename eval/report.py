@@ -105,7 +105,8 @@ def _section(report: Report) -> str:
     lines += [f"| {label} | " + " | ".join(values) + " |" for label, values in table]
     lines += [
         "",
-        f"* Protocol: {report['protocol']}. Batch size {report['settings']['batch_size']}.",
+        f"* Protocol: {report['protocol']}. Batch size {report['settings']['batch_size']}, padding "
+        f"{report['settings']['padding']}.",
         f"* Data: {data['origin']}, sha256 of the documents `{data['sha256'][:16]}…`; "
         f"weights `{report['model']['weights_sha256'][:16]}…`.",
         f"* Confidence: clusters are {report['quality']['comparisons'][0]['clusters_are']}, "

@@ -14,16 +14,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.eval import activation, cost, scoring, summary, tasks
 from adaattn_hf.eval.checkpoint import Checkpoint, arms
 from adaattn_hf.eval.corpora import Corpus
+from adaattn_hf.eval.errors import ModelUnavailable
 from adaattn_hf.eval.journal import NAME as JOURNAL
 from adaattn_hf.eval.journal import BatchRecord, Journal, Memory
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.settings import Settings
+from adaattn_hf.eval.windows import Window
+from adaattn_hf.plan import PlanError
 
 FORMAT = 1
 REPORT = "report.json"
+Collate = Callable[[Sequence[Window]], scoring.Batch]
 Progress = Callable[[int, int], None]
 """Called with (scored tokens done, scored tokens in all) at the start and after each batch."""
 
@@ -62,7 +67,7 @@ def evaluate(
     """
     corpus = corpus.head(settings.limit_docs)
     task = tasks.build(checkpoint, corpus, settings)
-    batches = scoring.plan_batches(task.windows, settings.batch_size)
+    batches = scoring.plan_batches(task.windows, settings.batch_size, settings.padding)
     roles = [("stock", settings.against), ("tested", settings.impl)]
     roles += [("anchor", settings.anchor)] if settings.anchor else []
     models = arms(checkpoint, settings.implementations)
@@ -73,9 +78,12 @@ def evaluate(
     journal: AbstractContextManager[Journal | Memory] = (
         Memory() if output is None else Journal(output, fingerprint, resume=resume)
     )
+    collate = partial(
+        scoring.collate, device=checkpoint.device, padding=settings.padding, pad_token=checkpoint.pad_token()
+    )
     with journal as records:
-        memory = _memory(models, task, batches, checkpoint.device)
-        _measure(models, task, batches, records, checkpoint.device, progress)
+        memory = _memory(models, task, batches, collate, checkpoint.device)
+        _measure(models, task, batches, collate, records, checkpoint.device, progress)
         kept = dict(records.records)
     tokens = summary.gather(task, batches, kept)
     read = sum(len(w.input_ids) for w in task.windows)
@@ -111,6 +119,7 @@ def _measure(
     models: Sequence[Any],
     task: tasks.Task,
     batches: Sequence[Sequence[int]],
+    collate: Collate,
     records: Journal | Memory,
     device: torch.device,
     progress: Progress,
@@ -123,26 +132,38 @@ def _measure(
         if index in records.records:
             continue
         windows = [task.windows[w] for w in batch]
-        input_ids = scoring.stack(windows, device)
+        inputs = collate(windows)
         logits: list[Any] = [None] * len(models)
         elapsed: list[Any] = [None] * len(models)
         for arm in cost.turn(len(models), index):
-            logits[arm], elapsed[arm] = cost.timed(partial(scoring.forward, models[arm], input_ids), device)
-        records.append(index, BatchRecord(scoring.score(logits, windows), tuple(elapsed)))
+            logits[arm], elapsed[arm] = cost.timed(partial(scoring.forward, models[arm], inputs), device)
+        records.append(index, BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed)))
         done += sizes[index]
         progress(done, total)
 
 
 def _memory(
-    models: Sequence[Any], task: tasks.Task, batches: Sequence[Sequence[int]], device: torch.device
+    models: Sequence[Any],
+    task: tasks.Task,
+    batches: Sequence[Sequence[int]],
+    collate: Collate,
+    device: torch.device,
 ) -> list[dict[str, Any]]:
-    """Peak bytes of each arm on the largest batch; these runs are also the arms' warm-up."""
-    largest = max(batches, key=lambda b: len(b) * len(task.windows[b[0]].input_ids))
-    input_ids = scoring.stack([task.windows[w] for w in largest], device)
+    """Peak bytes of each arm on the largest batch; these runs are also the arms' warm-up.
+
+    Raises:
+        ModelUnavailable: an arm refuses the call.
+    """
+    largest = max(batches, key=lambda b: len(b) * max(len(task.windows[w].input_ids) for w in b))
+    inputs = collate([task.windows[w] for w in largest])
     entries = []
     for model in models:
-        peak, how = cost.peak_bytes(partial(scoring.forward, model, input_ids), device)
-        entries.append({"peak_bytes": peak, "counted": how, "batch_shape": list(input_ids.shape)})
+        try:
+            peak, how = cost.peak_bytes(partial(scoring.forward, model, inputs), device)
+        except (BackendRefusal, PlanError) as error:
+            raise ModelUnavailable(f"attention implementation: {error}") from error
+        shape = list(inputs.keywords["input_ids"].shape)
+        entries.append({"peak_bytes": peak, "counted": how, "batch_shape": shape})
     return entries
 
 

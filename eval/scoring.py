@@ -38,14 +38,33 @@ class TokenScores:
     agree: Flag
 
 
-def plan_batches(windows: Sequence[Window], batch_size: int) -> list[list[int]]:
-    """Indices of the windows of each batch: equal lengths only, so nothing is padded and nothing is masked.
+PADDINGS = ("none", "right", "left")
 
-    The plan depends on the windows and the batch size alone, never on where a run was interrupted; a batch holds
-    windows that are near each other, so documents are finished in order.
+
+@dataclass(frozen=True)
+class Batch:
+    """The model's keywords for a batch, and where each window begins in its row.
+
+    Attributes:
+        keywords: `input_ids` `[batch, length]`; with padding `attention_mask`, on the left `position_ids`, too.
+        offsets: `[batch]`, columns of padding before each window.
+    """
+
+    keywords: dict[str, torch.Tensor]
+    offsets: tuple[int, ...]
+
+
+def plan_batches(windows: Sequence[Window], batch_size: int, padding: str = "none") -> list[list[int]]:
+    """Indices of the windows of each batch.
+
+    Without padding a batch holds windows of one length, gathered from a stretch of the text, so that nothing is masked
+    and documents are still finished in order. With padding a batch is the next `batch_size` windows, as they come.
+    The plan depends on the windows and these settings alone, never on where a run was interrupted.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
+    if padding != "none":
+        return [list(range(i, min(i + batch_size, len(windows)))) for i in range(0, len(windows), batch_size)]
     chunk = batch_size * _CHUNK_BATCHES
     batches = []
     for begin in range(0, len(windows), chunk):
@@ -56,28 +75,40 @@ def plan_batches(windows: Sequence[Window], batch_size: int) -> list[list[int]]:
     return batches
 
 
-def stack(windows: Sequence[Window], device: torch.device) -> torch.Tensor:
-    """The input `[batch, length]` of windows of one length."""
-    return torch.from_numpy(np.stack([w.input_ids for w in windows])).to(device)
+def collate(windows: Sequence[Window], device: torch.device, padding: str = "none", pad_token: int = 0) -> Batch:
+    """The inputs of a batch. Windows of one length are stacked; others need `padding` `left` or `right`."""
+    lengths = [len(w.input_ids) for w in windows]
+    longest = max(lengths)
+    if padding == "none":
+        stacked = torch.from_numpy(np.stack([w.input_ids for w in windows]))
+        return Batch({"input_ids": stacked.to(device)}, (0,) * len(windows))
+    offsets = tuple(longest - n if padding == "left" else 0 for n in lengths)
+    input_ids = torch.full((len(windows), longest), pad_token, dtype=torch.long)
+    mask = torch.zeros_like(input_ids)
+    for row, (window, offset, length) in enumerate(zip(windows, offsets, lengths, strict=True)):
+        input_ids[row, offset : offset + length] = torch.from_numpy(window.input_ids)
+        mask[row, offset : offset + length] = 1
+    keywords = {"input_ids": input_ids, "attention_mask": mask}
+    if padding == "left":
+        keywords["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    return Batch({name: value.to(device) for name, value in keywords.items()}, offsets)
 
 
-def forward(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+def forward(model: Any, batch: Batch) -> torch.Tensor:
     """Logits `[batch, length, vocab]` without a cache and without gradients."""
-    keywords = {} if getattr(model.config, "is_encoder_decoder", False) else {"use_cache": False}
-    if not model.can_generate():
-        keywords = {}
+    keywords: dict[str, Any] = {"use_cache": False} if model.can_generate() else {}
     with torch.inference_mode():
-        return model(input_ids=input_ids, **keywords).logits  # type: ignore[no-any-return]
+        return model(**batch.keywords, **keywords).logits  # type: ignore[no-any-return]
 
 
-def score(logits: Sequence[torch.Tensor], windows: Sequence[Window]) -> TokenScores:
+def score(logits: Sequence[torch.Tensor], windows: Sequence[Window], offsets: Sequence[int]) -> TokenScores:
     """Scores of one batch. `logits` holds `[batch, length, vocab]` for each arm, the stock arm first.
 
     Log-probabilities are computed in float64 from the logits as they are, so that the comparison of two arms has no
     rounding of its own: equal logits give a difference, and a divergence, of exactly 0.
     """
     rows = np.concatenate([np.full(len(w.positions), i) for i, w in enumerate(windows)])
-    columns = np.concatenate([w.positions for w in windows])
+    columns = np.concatenate([w.positions + o for w, o in zip(windows, offsets, strict=True)])
     targets = torch.from_numpy(np.concatenate([w.targets for w in windows]))
     row, column = torch.from_numpy(rows), torch.from_numpy(columns)
     parts = [_score_rows(logits, row[s], column[s], targets[s]) for s in _slices(len(rows))]

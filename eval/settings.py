@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from adaattn_hf.eval.errors import UsageError, unknown
+from adaattn_hf.eval.scoring import PADDINGS
 from adaattn_hf.eval.windows import RECIPES
 
 
@@ -21,6 +22,7 @@ class Settings:
         context: tokens of a window; None is the model's own maximum.
         stride: tokens between windows; None is the context (disjoint windows).
         batch_size: windows per forward pass.
+        padding: `none` (batches of equal lengths), or `right` or `left`: the windows as they come, padded and masked.
         limit_docs: only so many documents.
         limit_tokens: only so many tokens of text, counted before windows are cut; the last document may be cut short.
         mask_fraction: for masked LMs, the share of tokens that is scored.
@@ -36,6 +38,7 @@ class Settings:
     context: int | None = None
     stride: int | None = None
     batch_size: int = 1
+    padding: str = "none"
     limit_docs: int | None = None
     limit_tokens: int | None = None
     mask_fraction: float = 1.0
@@ -46,6 +49,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.windows not in RECIPES:
             raise UsageError(unknown("windows", self.windows, RECIPES))
+        if self.padding not in PADDINGS:
+            raise UsageError(unknown("padding", self.padding, PADDINGS))
         for name in ("context", "stride", "batch_size", "limit_docs", "limit_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
