@@ -1,0 +1,86 @@
+"""Assembles a directory in which Transformers' own model tests run against the installed Transformers.
+
+The tests are third-party and no part of this project. Per-model tests come from a checkout of Transformers,
+the shared mixins from the source distribution of the installed version (it has no per-model tests).
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import subprocess
+import tarfile
+from importlib import metadata, util
+from pathlib import Path
+
+HELPERS = (
+    "run_distributed",
+    "_get_distributed_backend",
+    "_get_distributed_device_type",
+    "_get_rank_device",
+    "_set_rank_device",
+    "_start_rank_processes",
+)
+INI = """[pytest]
+addopts = -p no:cacheprovider -p no:xdist --import-mode=prepend
+filterwarnings = ignore
+"""
+
+
+def prepare(checkout: Path, sdist: Path, out: Path) -> None:
+    """Fill `out` with `tests/`, a link to the installed sources and a bare pytest configuration.
+
+    Args:
+        checkout: Working tree or git directory of Transformers.
+        sdist: `transformers-X.Y.Z.tar.gz` of the installed version.
+        out: Directory to create.
+
+    Raises:
+        ValueError: If the source distribution is of another version than the installed Transformers.
+    """
+    installed = metadata.version("transformers")
+    if installed not in sdist.name:
+        raise ValueError(
+            f"sdist: got {sdist.name}, expected the source distribution of {installed}, as installed"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    archive = subprocess.run(
+        ["git", "-C", str(checkout), "archive", "HEAD", "tests", "utils"], check=True, stdout=subprocess.PIPE
+    ).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(out, filter="data")
+    with tarfile.open(sdist) as tar:
+        for member in tar.getmembers():
+            parts = Path(member.name).parts
+            if len(parts) == 3 and parts[1] == "tests" and parts[2].endswith(".py"):
+                source = tar.extractfile(member)
+                if source is not None:
+                    (out / "tests" / parts[2]).write_bytes(source.read())
+    helpers = out / "tests" / "distributed_testing_utils.py"
+    if not helpers.exists():
+        # not in the source distribution; the tests that use them need several devices
+        helpers.write_text("".join(f"{name} = None\n" for name in HELPERS))
+    for conftest in (out / "conftest.py", out / "tests" / "conftest.py"):
+        conftest.unlink(missing_ok=True)
+    (out / "pytest.ini").write_text(INI)
+    spec = util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        raise ValueError("transformers: not installed")
+    link = out / "src" / "transformers"
+    link.parent.mkdir(exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(Path(spec.origin).parent)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkout", type=Path, required=True, help="checkout (or git directory)")
+    parser.add_argument("--sdist", type=Path, required=True, help="transformers-X.Y.Z.tar.gz")
+    parser.add_argument("out", type=Path, help="directory to create")
+    args = parser.parse_args()
+    prepare(args.checkout, args.sdist, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Runs Transformers' model tests twice per family, with stock `sdpa` and with adaattn in its place.
+
+    python tests/conformance/run.py --suite DIR --results DIR [FAMILY ...]
+
+One file per family and implementation; what is there already is not run again, so that a run can be resumed.
+Each family runs in a process of its own, forked from a server that has imported torch and Transformers once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from families import FAMILIES, WITHOUT_STOCK_SDPA  # noqa: E402
+
+PRELOAD = ["torch", "transformers.testing_utils", "transformers.trainer", "pytest", "parameterized"]
+
+
+def one(suite: str, family: str, name: str, partial: str, selection: str) -> None:
+    """Body of a child process: pytest on one family."""
+    os.environ.update(
+        CONFORMANCE_NAME=name,
+        CONFORMANCE_FORCE="1" if name != "sdpa" and family in WITHOUT_STOCK_SDPA else "0",
+        CONFORMANCE_RESULTS=partial,
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
+    os.chdir(suite)
+    log = os.open(f"{partial}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    import pytest
+
+    files = sorted(str(p) for p in Path("tests/models", family).glob("test_modeling_*.py"))
+    options = ["-q", "--no-header", "--tb=short", "-p", "substitute", "-k", selection, "-c", "pytest.ini"]
+    sys.exit(int(pytest.main([*options, *files])))
+
+
+def merged(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per test, with the worst outcome of its reports: subtests report for themselves."""
+    rank = ("skipped", "passed", "error", "failed")
+    tests: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        known = tests.get(line["test"])
+        if known is None or rank.index(line["outcome"]) > rank.index(known["outcome"]):
+            tests[line["test"]] = {**line, "calls": max(line["calls"], known["calls"] if known else 0)}
+    return list(tests.values())
+
+
+def run(suite: Path, results: Path, family: str, name: str, selection: str, limit_s: float) -> Path:
+    """Returns the result file of one family and implementation, and runs the tests if it is not there yet."""
+    target = results / f"{family}.{name}.json"
+    if target.exists():
+        return target
+    partial = results / f"{family}.{name}.partial"
+    partial.unlink(missing_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    child = context.Process(target=one, args=(str(suite), family, name, str(partial), selection))
+    began = time.monotonic()
+    child.start()
+    child.join(limit_s)
+    late = child.is_alive()
+    if late:
+        child.kill()
+        child.join()
+    lines = partial.read_text().splitlines() if partial.exists() else []
+    content = {
+        "family": family,
+        "implementation": name,
+        "exit": "timeout" if late else child.exitcode,
+        "seconds": round(time.monotonic() - began, 1),
+        "versions": {p: metadata.version(p) for p in ("transformers", "torch", "adaattn-hf")},
+        "tests": merged([json.loads(line) for line in lines]),
+    }
+    temporary = target.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, target)
+    partial.unlink(missing_ok=True)
+    return target
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "families", nargs="*", help="directories under tests/models; all of families.yaml by default"
+    )
+    parser.add_argument("--suite", type=Path, default=os.environ.get("ADAATTN_CONFORMANCE"))
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--names", default="sdpa,adaattn")
+    parser.add_argument("--limit", type=float, default=600, help="seconds per family and implementation")
+    parser.add_argument("--select", default=" ".join((HERE / "selection.txt").read_text().split()))
+    args = parser.parse_args()
+    if args.suite is None or not (Path(args.suite) / "tests" / "models").is_dir():
+        parser.error(f"--suite or ADAATTN_CONFORMANCE: got {args.suite}, expected what prepare.py makes")
+    args.results.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(args.suite), str(HERE), os.environ.get("PYTHONPATH", "")])
+    sys.path[:0] = [str(args.suite), str(HERE)]
+    for family in args.families or [n for names in FAMILIES.values() for n in names]:
+        if not (Path(args.suite) / "tests" / "models" / family).is_dir():
+            print(f"{family}: no tests in the suite", flush=True)
+            continue
+        for name in args.names.split(","):
+            file = run(args.suite, args.results.resolve(), family, name, args.select, args.limit)
+            content = json.loads(file.read_text())
+            outcomes = [t["outcome"] for t in content["tests"]]
+            counts = ", ".join(f"{outcomes.count(o)} {o}" for o in ("passed", "failed", "error", "skipped"))
+            ended = f"({content['seconds']} s, exit {content['exit']})"
+            print(f"{family:24s} {name:8s} {counts}  {ended}", flush=True)
+            if name != "sdpa":
+                for test in content["tests"]:
+                    if test["outcome"] in ("failed", "error"):
+                        print(f"    {test['test']}: {test['why']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
