@@ -61,6 +61,7 @@ class CallSpec(NamedTuple):
     head_dim_v: int
     groups: int
     kind: str
+    windowed: bool
     window_sinks: bool
     decode: bool
     needs_grad: bool
@@ -78,13 +79,17 @@ class CallSpec(NamedTuple):
         grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if torch.is_grad_enabled() and not grad:
             grad = any(t is not None and t.requires_grad for t in (request.bias, request.sink_logits))
+        kind, compiling = request.structure.kind, torch.compiler.is_compiling()
+        if kind == "ragged" and not compiling and q.device.type != "meta" and request.structure.segments() is None:
+            kind = "irregular"  # padding with holes is no better than a dense mask
         return cls(
             device=q.device.type,
             dtype=q.dtype,
             head_dim=q.shape[3],
             head_dim_v=v.shape[3],
             groups=q.shape[1] // k.shape[1],
-            kind=request.structure.kind,
+            kind=kind,
+            windowed=request.structure.windowed,
             window_sinks=request.structure.sinks > 0,
             decode=q.shape[2] == 1,
             needs_grad=grad,
@@ -93,5 +98,5 @@ class CallSpec(NamedTuple):
             sink_logits=request.sink_logits is not None,
             bias=request.bias is not None,
             need_lse=request.need_lse,
-            compiling=torch.compiler.is_compiling(),
+            compiling=compiling,
         )

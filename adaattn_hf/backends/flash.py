@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,32 @@ from torch import Tensor
 from ..request import AttentionRequest, AttentionResult, CallSpec
 from ..structure import CallStructure, Segment
 
-__all__ = ["FlashBackend"]
+__all__ = ["FA2", "FA3", "FA3_FWD", "FlashBackend", "FlashVariant"]
 
-_MODULES = {"fa2": "flash_attn", "fa3": "flash_attn_interface"}
-_PACKAGES = {"fa2": "flash-attn", "fa3": "flash-attn 3 (the module flash_attn_interface)"}
+
+
+@dataclass(frozen=True)
+class FlashVariant:
+    """One installable build of flash-attn.
+
+    Attributes:
+        name: Of the backend.
+        version: 2 or 3; the keywords differ.
+        module: Python module that holds the functions.
+        package: What a user installs.
+        flags_module: Module whose `CONFIG["build_flags"]` says what the build left out, if there is one.
+    """
+
+    name: str
+    version: int
+    module: str
+    package: str
+    flags_module: str | None = None
+
+
+FA2 = FlashVariant("fa2", 2, "flash_attn", "flash-attn")
+FA3 = FlashVariant("fa3", 3, "flash_attn_interface", "flash-attn 3", "flash_attn_config")
+FA3_FWD = FlashVariant("fa3_fwd", 3, "fa3_fwd_interface", "fa3-fwd", "fa3_fwd_config")
 
 
 class _Packing(NamedTuple):
@@ -33,16 +56,25 @@ class _Packing(NamedTuple):
 class FlashBackend:
     """flash-attn's dense and variable-length kernels (CUDA, half precision)."""
 
-    def __init__(self, name: str) -> None:
-        """`name` is `fa2` or `fa3`."""
-        self.name = name
+    def __init__(self, variant: FlashVariant) -> None:
+        """`variant` is the build to call."""
+        self.variant = variant
+        self.name = variant.name
         self._module: Any = None
 
     def missing(self) -> tuple[str, ...]:
         """The package is looked for without being imported."""
-        if importlib.util.find_spec(_MODULES[self.name]) is None:
-            return (f"{_PACKAGES[self.name]} is not installed",)
+        if importlib.util.find_spec(self.variant.module) is None:
+            return (f"{self.variant.package} is not installed (no module {self.variant.module})",)
         return ()
+
+    def _left_out(self, feature: str) -> bool:
+        """Whether the installed build was made without a feature."""
+        name = self.variant.flags_module
+        if name is None or importlib.util.find_spec(name) is None:
+            return False
+        flags = getattr(importlib.import_module(name), "CONFIG", {}).get("build_flags", {})
+        return bool(flags.get(f"FLASHATTENTION_DISABLE_{feature}", False))
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What flash-attn's kernels cannot compute."""
@@ -57,8 +89,10 @@ class FlashBackend:
             )
         if spec.head_dim % 8 or spec.head_dim_v % 8:
             reasons.append(f"flash-attn wants head sizes that are multiples of 8, got {spec.head_dim}")
-        if spec.head_dim != spec.head_dim_v and self.name == "fa2":
-            reasons.append("flash-attn 2 wants equal head sizes of keys and values")
+        if spec.head_dim != spec.head_dim_v:
+            reasons.append(
+                f"flash-attn wants equal head sizes of keys and values, got {spec.head_dim}, {spec.head_dim_v}"
+            )
         if spec.bias:
             reasons.append("flash-attn takes no additive bias")
         if spec.sink_logits:
@@ -67,8 +101,14 @@ class FlashBackend:
             reasons.append("flash-attn has no sink tokens beside a window")
         if spec.kind == "irregular":
             reasons.append("flash-attn takes no dense mask")
-        if spec.dropout and self.name == "fa3":
+        if spec.dropout and self.variant.version == 3:
             reasons.append("flash-attn 3 has no dropout")
+        if spec.needs_grad and self._left_out("BACKWARD"):
+            reasons.append(f"{self.variant.package} was built without the backward pass")
+        if spec.windowed and self._left_out("LOCAL"):
+            reasons.append(f"{self.variant.package} was built without windows")
+        if spec.dtype == torch.float16 and self._left_out("FP16"):
+            reasons.append(f"{self.variant.package} was built without float16")
         if spec.need_lse and spec.kind == "ragged":
             reasons.append("the log-sum-exp of packed segments is not put back in place")
         if spec.compiling and spec.kind == "ragged":
@@ -78,7 +118,7 @@ class FlashBackend:
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """One dense call, or one variable-length call over the segments."""
         if self._module is None:
-            self._module = importlib.import_module(_MODULES[self.name])
+            self._module = importlib.import_module(self.variant.module)
         structure = request.structure
         if structure.kind == "ragged":
             return AttentionResult(self._packed(request))
@@ -100,7 +140,7 @@ class FlashBackend:
         """Keywords that both kernels share."""
         structure = request.structure
         window = (-1, -1)
-        if structure.window is not None:
+        if structure.windowed and structure.window is not None:
             window = (structure.window - 1, 0 if structure.causal else structure.window - 1)
         arguments: dict[str, Any] = {
             "softmax_scale": request.scaling,
@@ -108,9 +148,12 @@ class FlashBackend:
             "window_size": window,
             "softcap": request.softcap or 0.0,
         }
-        if self.name == "fa2":
+        if self.variant.version == 2:
             arguments["dropout_p"] = request.dropout
-            arguments["return_attn_probs"] = request.need_lse
+        else:
+            arguments["num_splits"] = 0 if structure.q_len == 1 else 1  # 0: as many as fill the device
+        if request.need_lse:
+            arguments["return_attn_probs"] = True
         return arguments
 
     def _packed(self, request: AttentionRequest) -> Tensor:

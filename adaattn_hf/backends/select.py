@@ -12,7 +12,7 @@ import logging
 from ..request import CallSpec
 from .base import Backend
 from .eager import EagerBackend
-from .flash import FlashBackend
+from .flash import FA2, FA3, FA3_FWD, FlashBackend
 from .sdpa import SdpaBackend
 
 __all__ = ["BACKENDS", "BackendRefusal", "choose", "order", "refusals_of"]
@@ -21,10 +21,10 @@ logger = logging.getLogger("adaattn_hf")
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
-    for backend in (FlashBackend("fa3"), FlashBackend("fa2"), SdpaBackend(), EagerBackend())
+    for backend in (FlashBackend(FA3), FlashBackend(FA3_FWD), FlashBackend(FA2), SdpaBackend(), EagerBackend())
 }
 
-_ORDER = {"cuda": ("fa3", "fa2", "sdpa", "eager"), "cpu": ("sdpa", "eager")}
+_ORDER = {"cuda": ("fa3", "fa3_fwd", "fa2", "sdpa", "eager"), "cpu": ("sdpa", "eager")}
 _chosen: dict[tuple[CallSpec, str | None], Backend] = {}
 _said: set[tuple[str, str, str]] = set()
 

@@ -1,0 +1,212 @@
+"""The flash-attn backend against a stand-in that keeps flash-attn's conventions, written in plain torch.
+
+The stand-in aligns causality and windows to the last key, as the package documents; the real kernels are compared in
+`tests/gpu`.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adaattn_hf import reference
+from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, FlashBackend, FlashVariant
+from adaattn_hf.request import AttentionRequest, CallSpec
+from adaattn_hf.structure import CallStructure
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: tuple[int, int], cap: float) -> Any:
+    """flash_attn_func's mathematics on `[batch, length, heads, head_dim]`, and the log-sum-exp."""
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (t.transpose(1, 2).double() for t in (q, k, v))
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(2, 3) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    shift = k.shape[2] - q.shape[2]
+    i = torch.arange(q.shape[2])[:, None] + shift
+    j = torch.arange(k.shape[2])[None]
+    left, right = window
+    if causal:
+        right = 0
+    hidden = torch.zeros_like(i + j, dtype=torch.bool)
+    if left >= 0:
+        hidden |= j < i - left
+    if right >= 0:
+        hidden |= j > i + right
+    scores = scores.masked_fill(hidden, float("-inf"))
+    return (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2), scores.logsumexp(-1)
+
+
+def stand_in(name: str, *, version: int, with_lse: bool = False) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    module.calls = []  # type: ignore[attr-defined]
+
+    def check(keywords: dict[str, Any]) -> dict[str, Any]:
+        allowed = {"softmax_scale", "causal", "window_size", "softcap", "return_attn_probs"}
+        allowed |= {"dropout_p"} if version == 2 else {"num_splits"}
+        assert set(keywords) <= allowed, f"flash-attn {version} knows no {set(keywords) - allowed}"
+        module.calls.append(keywords)  # type: ignore[attr-defined]
+        return keywords
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> Any:
+        check(kw)
+        out, lse = dense(q, k, v, kw["softmax_scale"], kw["causal"], kw["window_size"], kw["softcap"])
+        out = out.to(q.dtype)
+        return (out, lse.float()) if kw.get("return_attn_probs") or with_lse else out
+
+    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> Any:
+        cu_q, cu_k = kw.pop("cu_seqlens_q"), kw.pop("cu_seqlens_k")
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert kw.pop("max_seqlen_q") == int(cu_q.diff().max())
+        assert kw.pop("max_seqlen_k") == int(cu_k.diff().max())
+        check(kw)
+        pieces = [
+            dense(
+                q[None, a:b], k[None, c:d], v[None, c:d], kw["softmax_scale"], kw["causal"], kw["window_size"], kw["softcap"]
+            )[0][0]
+            for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True)
+        ]
+        return torch.cat(pieces).to(q.dtype)
+
+    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.fixture(params=[FA2, FA3], ids=lambda v: v.name)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashBackend:
+    variant: FlashVariant = request.param
+    monkeypatch.setitem(sys.modules, variant.module, stand_in(variant.module, version=variant.version))
+    return FlashBackend(variant)
+
+
+def make(structure: CallStructure, heads: int = 4, kv_heads: int = 2, dim: int = 8, **extra: Any) -> AttentionRequest:
+    g = torch.Generator().manual_seed(3)
+    q = torch.randn(structure.batch, structure.q_len, heads, dim, generator=g).transpose(1, 2)
+    k = torch.randn(structure.batch, structure.kv_len, kv_heads, dim, generator=g).transpose(1, 2)
+    v = torch.randn(structure.batch, structure.kv_len, kv_heads, dim, generator=g).transpose(1, 2)
+    return AttentionRequest(q, k, v, structure, scaling=0.3, **extra)
+
+
+PADDING = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2]])
+STRUCTURES = {
+    "full": CallStructure(2, 5, 9),
+    "causal": CallStructure(2, 7, 7, causal=True),
+    "suffix": CallStructure(2, 3, 9, causal=True, q_offset=6),
+    "cache longer than the prompt": CallStructure(2, 3, 9, causal=True, q_offset=2),
+    "window": CallStructure(2, 7, 7, causal=True, window=3),
+    "window, both ways": CallStructure(2, 7, 7, window=3),
+    "decode": CallStructure(2, 1, 9, causal=True, q_offset=8),
+    "left padding": CallStructure(2, 7, 7, causal=True, key_padding=PADDING, pads_queries=True),
+    "right padding, encoder": CallStructure(2, 7, 7, key_padding=PADDING.flip(1), pads_queries=True),
+    "cross-attention": CallStructure(2, 4, 7, key_padding=PADDING),
+    "documents": CallStructure(1, 7, 7, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "documents, window": CallStructure(1, 7, 7, causal=True, window=2, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "chunks": CallStructure(2, 7, 7, causal=True, chunk=3),
+    "nothing to see": CallStructure(1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool), pads_queries=True),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_equals_reference(backend: FlashBackend, name: str) -> None:
+    request = make(STRUCTURES[name])
+    out = backend.attend(request).out
+    torch.testing.assert_close(out, reference.attention(request).out.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_softcap_and_lse(backend: FlashBackend) -> None:
+    request = make(STRUCTURES["causal"], softcap=0.5, need_lse=True)
+    result, truth = backend.attend(request), reference.attention(request)
+    torch.testing.assert_close(result.out, truth.out.float(), atol=1e-5, rtol=1e-5)
+    assert result.lse is not None
+    torch.testing.assert_close(result.lse, truth.lse.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_dropout_reaches_version_2_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = stand_in(FA2.module, version=2)
+    monkeypatch.setitem(sys.modules, FA2.module, module)
+    FlashBackend(FA2).attend(make(STRUCTURES["causal"], dropout=0.25))
+    assert module.calls[-1]["dropout_p"] == 0.25
+
+
+def test_a_tuple_without_being_asked_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early releases of version 3 always return the log-sum-exp, too."""
+    monkeypatch.setitem(sys.modules, FA3.module, stand_in(FA3.module, version=3, with_lse=True))
+    result = FlashBackend(FA3).attend(make(STRUCTURES["causal"]))
+    assert result.out.shape == (2, 7, 4, 8)
+    assert result.lse is None
+
+
+def spec(**changes: Any) -> CallSpec:
+    base = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda", dtype=torch.bfloat16)
+    return base._replace(**changes)
+
+
+REFUSALS = {
+    "CUDA": {"device": "cpu"},
+    "float16 or bfloat16": {"dtype": torch.float32},
+    "up to 256": {"head_dim": 264, "head_dim_v": 264},
+    "multiples of 8": {"head_dim": 12, "head_dim_v": 12},
+    "equal head sizes": {"head_dim_v": 16},
+    "additive bias": {"bias": True},
+    "learned sinks": {"sink_logits": True},
+    "sink tokens": {"kind": "window", "window_sinks": True},
+    "dense mask": {"kind": "irregular"},
+    "traced": {"kind": "ragged", "compiling": True},
+    "log-sum-exp": {"kind": "ragged", "need_lse": True},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+@pytest.mark.parametrize("variant", [FA2, FA3], ids=lambda v: v.name)
+def test_refuses_with_the_reason(variant: FlashVariant, reason: str) -> None:
+    flash = FlashBackend(variant)
+    assert flash.refusals(spec()) == ()
+    assert any(reason in r for r in flash.refusals(spec(**REFUSALS[reason])))
+
+
+def test_version_3_refuses_dropout() -> None:
+    assert "flash-attn 3 has no dropout" in FlashBackend(FA3).refusals(spec(dropout=True))
+    assert FlashBackend(FA2).refusals(spec(dropout=True)) == ()
+
+
+def test_reads_what_a_build_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = types.ModuleType("fa3_fwd_config")
+    flags.__spec__ = importlib.machinery.ModuleSpec("fa3_fwd_config", None)
+    left_out = ("BACKWARD", "LOCAL", "FP16")
+    flags.CONFIG = {"build_flags": {f"FLASHATTENTION_DISABLE_{n}": True for n in left_out}}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fa3_fwd_config", flags)
+    flash = FlashBackend(FA3_FWD)
+    assert flash.refusals(spec()) == ()
+    assert any("backward" in r for r in flash.refusals(spec(needs_grad=True)))
+    assert any("windows" in r for r in flash.refusals(spec(kind="window", windowed=True)))
+    assert any("float16" in r for r in flash.refusals(spec(dtype=torch.float16)))
+
+
+def test_says_what_is_not_installed() -> None:
+    assert FlashBackend(FlashVariant("fa9", 3, "no_such_module_anywhere", "flash-attn 9")).missing() == (
+        "flash-attn 9 is not installed (no module no_such_module_anywhere)",
+    )
+
+
+def test_holes_in_the_padding_are_an_error(backend: FlashBackend) -> None:
+    holes = torch.tensor([[True, False, True, True]])
+    request = make(CallStructure(1, 4, 4, causal=True, key_padding=holes, pads_queries=True))
+    with pytest.raises(ValueError, match="holes"):
+        backend.attend(request)
+
+
+def test_queries_behind_their_last_key_are_an_error(backend: FlashBackend) -> None:
+    short = torch.tensor([[True, True, False, False]])
+    request = make(CallStructure(1, 4, 4, causal=True, key_padding=short))
+    with pytest.raises(ValueError, match="last key"):
+        backend.attend(request)
