@@ -1,0 +1,226 @@
+"""One forward pass of whole models, with every kind of padding, against stock eager attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from adaattn_hf.patches.recorder import Recorder, recording
+
+from ..support.models import (
+    DECODERS,
+    ENCODER_DECODERS,
+    ENCODERS,
+    HIDDEN,
+    assert_same,
+    fresh_pair,
+    main_output,
+    padding,
+    pair,
+    tokens,
+)
+
+SIDES = ("none", "ones", "left", "right", "holes")
+NAMES = ("adaattn", "adaattn_sdpa", "adaattn_eager")
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_forward_equals_eager(name: str, side: str) -> None:
+    stock, ours = pair(name)
+    ids, mask = tokens(), padding(side)
+    with torch.no_grad():
+        expected = main_output(stock(input_ids=ids, attention_mask=mask))
+        actual = main_output(ours(input_ids=ids, attention_mask=mask))
+    assert_same(expected, actual, mask)
+
+
+@pytest.mark.parametrize("implementation", NAMES[1:])
+@pytest.mark.parametrize("side", ["none", "left", "holes"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_forward_of_a_forced_backend_equals_eager(name: str, side: str, implementation: str) -> None:
+    stock, ours = pair(name, implementation)
+    ids, mask = tokens(), padding(side)
+    with torch.no_grad():
+        expected = main_output(stock(input_ids=ids, attention_mask=mask))
+        actual = main_output(ours(input_ids=ids, attention_mask=mask))
+    assert_same(expected, actual, mask)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", list(ENCODER_DECODERS))
+def test_encoder_decoder_equals_eager(name: str, side: str) -> None:
+    stock, ours = pair(name)
+    ids = tokens()
+    decoder_mask = torch.ones(3, 6, dtype=torch.long)
+    decoder_mask[0, 4:] = 0
+    inputs = dict(
+        input_ids=ids,
+        attention_mask=padding(side),
+        decoder_input_ids=ids[:, :6],
+        decoder_attention_mask=decoder_mask,
+    )
+    with torch.no_grad():
+        assert_same(stock(**inputs).logits, ours(**inputs).logits, decoder_mask)
+
+
+def cross_attention_inputs() -> dict[str, Any]:
+    encoder_mask = torch.ones(3, 5, dtype=torch.long)
+    encoder_mask[1, 3:] = 0
+    encoder_mask[2, :] = 0  # an example without any encoder token: its rows see nothing
+    states = torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(3))
+    return dict(
+        input_ids=tokens(),
+        attention_mask=padding("left"),
+        encoder_hidden_states=states,
+        encoder_attention_mask=encoder_mask,
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-decoder"])
+def test_cross_attention_equals_eager(name: str) -> None:
+    stock, ours = fresh_pair(name, add_cross_attention=True)
+    inputs = cross_attention_inputs()
+    with torch.no_grad():
+        expected, actual = stock(**inputs).logits, ours(**inputs).logits
+    # eager spreads a row that sees nothing evenly over padding; ours gives zeros, so that example is not compared
+    assert_same(expected[:2], actual[:2], inputs["attention_mask"][:2])
+    assert torch.isfinite(actual).all()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("kind", ["bool", "float", "float per head"])
+def test_four_dimensional_mask_equals_eager(name: str, kind: str) -> None:
+    stock, ours = pair(name)
+    ids = tokens()
+    keep = torch.ones(11, 11, dtype=torch.bool)
+    if name != "bert":
+        keep = keep.tril()
+    heads = 4 if kind == "float per head" else 1
+    drawn = torch.rand(3, heads, 11, 11, generator=torch.Generator().manual_seed(5)) > 0.3
+    keep = keep & drawn | torch.eye(11, dtype=torch.bool)
+    added = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = main_output(stock(input_ids=ids, attention_mask=added))
+        actual = main_output(ours(input_ids=ids, attention_mask=keep if kind == "bool" else added))
+    assert_same(expected, actual)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_causality_can_be_switched_off_per_call(name: str) -> None:
+    stock, ours = pair(name)
+    for mask in (None, padding("left")):
+        inputs = dict(input_ids=tokens(), attention_mask=mask, is_causal=False, use_cache=False)
+        with torch.no_grad():
+            expected, actual = stock(**inputs).logits, ours(**inputs).logits
+            causal = ours(input_ids=tokens(), attention_mask=mask, use_cache=False).logits
+        assert_same(expected, actual, mask)
+        assert float((actual - causal).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("name", list(DECODERS))
+def test_a_later_token_changes_nothing_before_it(name: str) -> None:
+    _, ours = pair(name)
+    ids = tokens(batch=1)
+    changed = ids.clone()
+    changed[0, 7] = 3 + (ids[0, 7] - 2) % 60
+    with torch.no_grad():
+        before, after = ours(input_ids=ids).logits, ours(input_ids=changed).logits
+    assert_same(before[:, :7], after[:, :7], rtol=1e-6)
+    assert float((before[:, 7:] - after[:, 7:]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mistral-window", "gemma3-hybrid"])
+def test_an_example_does_not_depend_on_its_neighbours(name: str, side: str) -> None:
+    _, ours = pair(name)
+    ids, mask = tokens(), padding(side)
+    assert mask is not None
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        together = main_output(ours(input_ids=ids, attention_mask=mask, position_ids=positions))
+        for row in range(len(ids)):
+            real = mask[row].bool()
+            alone = main_output(ours(input_ids=ids[row : row + 1, real]))
+            assert_same(alone[0], together[row, real])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_bfloat16_and_autocast_stay_near_fp32(name: str) -> None:
+    """Both within twice the distance that stock eager attention has from fp32 in the same precision."""
+    stock, ours = fresh_pair(name)
+    ids, mask = tokens(), padding("left")
+    assert mask is not None
+    with torch.no_grad():
+        exact = main_output(stock(input_ids=ids, attention_mask=mask))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            stock_cast = main_output(stock(input_ids=ids, attention_mask=mask))
+            ours_cast = main_output(ours(input_ids=ids, attention_mask=mask))
+        half_stock, half_ours = stock.to(torch.bfloat16), ours.to(torch.bfloat16)
+        stock_half = main_output(half_stock(input_ids=ids, attention_mask=mask))
+        ours_half = main_output(half_ours(input_ids=ids, attention_mask=mask))
+    assert ours_cast.dtype == stock_cast.dtype
+    assert ours_half.dtype == torch.bfloat16
+    for theirs, mine in ((stock_cast, ours_cast), (stock_half, ours_half)):
+        theirs_off = (theirs.float() - exact).abs()[mask.bool()]
+        mine_off = (mine.float() - exact).abs()[mask.bool()]
+        assert float(mine_off.max()) <= 2 * float(theirs_off.max())
+        assert float(mine_off.mean()) <= 1.5 * float(theirs_off.mean())
+
+
+@contextmanager
+def registered(name: str, function: Any) -> Iterator[None]:
+    """An implementation under a name of its own, with stock masks, taken out again."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    try:
+        yield
+    finally:
+        AttentionInterface._global_mapping.pop(name)
+        AttentionMaskInterface._global_mapping.pop(name)
+
+
+def ignores_padding(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention that forgets its mask."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    causal = bool(getattr(module, "is_causal", False))
+    out = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=causal, scale=kwargs.get("scaling")
+    )
+    return out.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_the_comparison_notices_a_forgotten_mask(name: str) -> None:
+    """The tests above can fail: an implementation that ignores padding passes without padding alone."""
+    with registered("forgetful", ignores_padding):
+        stock, wrong = fresh_pair(name, "forgetful")
+        ids = tokens()
+        with torch.no_grad():
+            assert_same(main_output(stock(input_ids=ids)), main_output(wrong(input_ids=ids)))
+            mask = padding("left")
+            with pytest.raises(AssertionError, match="largest difference"):
+                assert_same(
+                    main_output(stock(input_ids=ids, attention_mask=mask)),
+                    main_output(wrong(input_ids=ids, attention_mask=mask)),
+                    mask,
+                )
+
+
+def test_upcast_attention_of_gpt2_is_computed_in_fp32() -> None:
+    """`reorder_and_upcast_attn` asks for fp32 scores in a half-precision GPT-2."""
+    _, upcast = fresh_pair("gpt2", reorder_and_upcast_attn=True)
+    recorder = Recorder()
+    with torch.no_grad(), recording(recorder):
+        upcast.to(torch.bfloat16)(input_ids=tokens())
+    assert [spec.dtype for _, spec, _ in recorder.calls] == [torch.float32] * 2
