@@ -47,7 +47,7 @@ class NativeBackend:
         """Attention in one call of the library, whatever the structure."""
         rules = rules_of(request.structure)
         if request.softcap is not None or request.sink_logits is not None or request.bias is not None:
-            rules = _with_extras(rules, request)
+            rules = with_extras(rules, request)
         out, lse = call.forward(
             request.query, request.key, request.value, request.scaling, rules, need_lse=request.need_lse
         )
@@ -82,7 +82,8 @@ def _find_rules(structure: CallStructure) -> Rules:
     return Rules(structure.causal, window, structure.sinks, segments=table)
 
 
-def _with_extras(rules: Rules, request: AttentionRequest) -> Rules:
+def with_extras(rules: Rules, request: AttentionRequest) -> Rules:
+    """The rules with the softcap, the learned sinks and the bias of a request."""
     bias: Tensor | None = None
     if request.bias is not None:
         bias = request.bias if request.bias.dtype in _DTYPES else request.bias.float()

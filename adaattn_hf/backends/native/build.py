@@ -1,7 +1,7 @@
 """Compiles the native library with whatever C++ compiler there is; never raises for want of one.
 
 Uses the standard library alone, so that the package's build can load this file before anything is installed. To build
-(again) in an installed package: `python -m adaattn_hf.backends.native.build`.
+(again) in an installed package: `python -m adaattn_hf.backends.native`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def build(target: Path, extra: Sequence[str] = ()) -> dict[str, object]:
     elif command is None:
         asked = os.environ.get("CXX")
         where = f"CXX={asked!r} names none" if asked else "none of c++, g++ and clang++ was found"
-        report["reason"] = f"no C++ compiler ({where}); install one and run `python -m adaattn_hf.backends.native.build`"
+        report["reason"] = f"no C++ compiler ({where}); install one and run `python -m adaattn_hf.backends.native`"
     else:
         report["compiler"] = _version(command)
         _compile(command, target, list(extra), report)
@@ -139,7 +139,3 @@ def main() -> int:
     report = build(Path(__file__).parent)
     print(json.dumps(report, indent=1))
     return 0 if report["built"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

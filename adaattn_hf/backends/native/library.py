@@ -102,7 +102,7 @@ def _why_not_built() -> str:
     report = _HERE / REPORT
     if report.is_file():
         return str(json.loads(report.read_text(encoding="utf-8"))["reason"])
-    return "it was never built here; run `python -m adaattn_hf.backends.native.build`"
+    return "it was never built here; run `python -m adaattn_hf.backends.native`"
 
 
 def library() -> Library | None:

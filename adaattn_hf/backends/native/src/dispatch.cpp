@@ -123,6 +123,23 @@ void work(void *data) {
   }
 }
 
+// The same for few query rows: tasks are parts of the keys of a unit, and whoever finishes the last part of a unit puts
+// its parts together.
+void work_few(void *data) {
+  Job &job = *static_cast<Job *>(data);
+  char *scratch = t_scratch.get(static_cast<size_t>(job.shape.scratch));
+  if (!scratch) {
+    job.failed = true;
+    return;
+  }
+  for (int64_t task; (task = job.next.fetch_add(1, std::memory_order_relaxed)) < job.tasks;) {
+    const AdaUnit &u = unit_of(job.units, job.n_units, task);
+    job.k->decode(*job.a, job.shape, u, task - u.first_task, scratch);
+    if (u.splits > 1 && job.packed[&u - job.units].fetch_add(1, std::memory_order_acq_rel) == u.splits - 1)
+      job.k->merge(*job.a, job.shape, u, scratch);
+  }
+}
+
 void run(Job &job, void (*fn)(void *), int64_t tasks, double flops) {
   int64_t threads = job.a->threads < tasks ? job.a->threads : tasks;
   if (g_parallel && threads > 1 && flops > 2e6) g_parallel(fn, &job, static_cast<unsigned>(threads), 0);
@@ -193,6 +210,58 @@ void fill_unit(const ada_args &a, const AdaShape &sh, AdaUnit &u, int64_t s, int
   u.tasks = u.row_tiles * ((sh.group + u.heads_per - 1) / u.heads_per);
 }
 
+// Whether all segments have few query rows and keys and values that can be read where they lie.
+bool few(const ada_args &a, const Job &job) {
+  if (a.ks[3] != 1 || a.vs[3] != 1 || (a.kv_dtype == ADA_I8) != (a.k_scale && a.v_scale)) return false;
+  const int64_t segments = a.segments ? a.n_segments : a.batch;
+  for (int64_t s = 0; s < segments; ++s) {
+    const int64_t rows = segment_field(a, s, 2);
+    if (rows * job.shape.group > job.k->few || (a.block_ptr && rows > a.block_q)) return false;
+  }
+  return true;
+}
+
+int64_t forward_few(const ada_args &a, Job &job, int64_t segments) {
+  const int64_t total = segments * a.kv_heads;
+  char *table = t_units.get(static_cast<size_t>(total) * (sizeof(AdaUnit) + sizeof(std::atomic<int64_t>)) + 64);
+  if (!table) return -2;
+  job.units = reinterpret_cast<AdaUnit *>(table);
+  job.packed = reinterpret_cast<std::atomic<int64_t> *>(table + static_cast<size_t>(total) * sizeof(AdaUnit));
+  job.n_units = total;
+  job.tasks = 0;
+  job.shape.scratch = job.k->decode_scratch(a, job.shape);
+  int64_t floats = 0;
+  double flops = 0;
+  // The number of parts depends on the extents alone, never on the number of threads: results must not.
+  const int64_t wanted = (64 + total - 1) / (total ? total : 1);
+  for (int64_t i = 0; i < total; ++i) {
+    AdaUnit &u = job.units[i];
+    fill_unit(a, job.shape, u, i / a.kv_heads, i % a.kv_heads);
+    int64_t parts = u.kn / 512 < wanted ? u.kn / 512 : wanted;
+    if (parts < 1) parts = 1;
+    u.split = ((u.kn + parts - 1) / parts + ADA_KEYS - 1) / ADA_KEYS * ADA_KEYS;
+    if (u.split < ADA_KEYS) u.split = ADA_KEYS;
+    u.splits = u.kn ? (u.kn + u.split - 1) / u.split : 1;
+    u.tasks = u.qn ? u.splits : 0;
+    u.first_task = job.tasks;
+    job.tasks += u.tasks;
+    new (&job.packed[i]) std::atomic<int64_t>(0);
+    if (u.splits > 1) floats += u.splits * u.qn * job.shape.group * (a.dim_v + 2);
+    flops += 2.0 * static_cast<double>(u.qn * job.shape.group + 4) * static_cast<double>(u.kn) *
+             static_cast<double>(a.dim + a.dim_v);
+  }
+  float *partial = floats ? reinterpret_cast<float *>(t_pack.get(static_cast<size_t>(floats) * 4)) : nullptr;
+  if (floats && !partial) return -2;
+  for (int64_t i = 0; i < total; ++i) {
+    AdaUnit &u = job.units[i];
+    u.partial = partial;
+    if (u.splits > 1) partial += u.splits * u.qn * job.shape.group * (a.dim_v + 2);
+  }
+  run(job, work_few, job.tasks, flops);
+  t_pack.trim();
+  return job.failed ? -2 : 0;
+}
+
 }  // namespace
 
 #define ADA_EXPORT extern "C" __attribute__((visibility("default")))
@@ -217,6 +286,7 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
   int64_t covered = 0;
   for (int64_t s = 0; s < segments; ++s) covered += segment_field(a, s, 2);
   if (covered < a.batch * a.q_len) clear(a);
+  if (few(a, job)) return forward_few(a, job, segments);
   // Units go through in waves, so that the packed copy stays within bounds however long the context is.
   const int64_t total = segments * a.kv_heads;
   int64_t at = 0;

@@ -3,7 +3,7 @@
 #include "plan.hpp"
 const AdaKernels *ADA_TABLE() { return nullptr; }
 #else
-#include "forward.hpp"
+#include "decode.hpp"
 
 namespace ADA_NS {
 
@@ -29,7 +29,37 @@ static void forward(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int
   forward_tile<F32>(a, sh, u, task, scratch);
 }
 
-static const AdaKernels table = {NR, shape, pack, forward, nullptr, nullptr, nullptr};
+// Calls F<policy>(...) with the policy for the types and the arithmetic of a call.
+#ifdef ADA_HAS_BF16
+#define ADA_FEW_PAIRS(F, ...) \
+  if (sh.compute == ADA_BF16 && a.kv_dtype == ADA_BF16) return F<Pairs>(__VA_ARGS__);
+#else
+#define ADA_FEW_PAIRS(F, ...)
+#endif
+#define ADA_FEW(F, ...)                                          \
+  ADA_FEW_PAIRS(F, __VA_ARGS__)                                  \
+  switch (a.kv_dtype) {                                          \
+    case ADA_BF16: return F<Wide<ADA_BF16>>(__VA_ARGS__);        \
+    case ADA_F16: return F<Wide<ADA_F16>>(__VA_ARGS__);          \
+    case ADA_I8: return F<Wide<ADA_I8>>(__VA_ARGS__);            \
+    default: return F<Wide<ADA_F32>>(__VA_ARGS__);               \
+  }
+
+template <class P> static int64_t few_size(const ada_args &a) {
+  Few<P> w;
+  return few_layout<P>(w, nullptr, a.dim, a.dim_v);
+}
+
+static int64_t decode_scratch(const ada_args &a, const AdaShape &sh) {
+  (void)sh;
+  ADA_FEW(few_size, a)
+}
+
+static void decode(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t part, char *scratch) {
+  ADA_FEW(few_rows, a, sh, u, part, scratch)
+}
+
+static const AdaKernels table = {FEW, shape, pack, forward, decode_scratch, decode, merge_parts};
 
 }  // namespace ADA_NS
 

@@ -26,13 +26,13 @@ struct AdaShape {
 };
 
 struct AdaKernels {
-  int64_t panel;   // keys (and value channels) per packed panel
+  int64_t few;  // most query rows per key/value head that `decode` takes
   void (*shape)(const ada_args &, AdaShape &);
   void (*pack)(const ada_args &, const AdaShape &, const AdaUnit &, int64_t tile, char *scratch);
   void (*forward)(const ada_args &, const AdaShape &, const AdaUnit &, int64_t task, char *scratch);
-  int64_t (*decode_scratch)(const ada_args &, const AdaUnit &);
+  int64_t (*decode_scratch)(const ada_args &, const AdaShape &);
   void (*decode)(const ada_args &, const AdaShape &, const AdaUnit &, int64_t part, char *scratch);
-  void (*decode_merge)(const ada_args &, const AdaShape &, const AdaUnit &);
+  void (*merge)(const ada_args &, const AdaShape &, const AdaUnit &, char *scratch);
 };
 
 constexpr int64_t ADA_KEYS = 256;  // keys per tile
