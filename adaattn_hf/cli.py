@@ -1,7 +1,7 @@
 """The command `adaattn`: a table of subcommands, each imported when it is called.
 
-A new command is a line in `COMMANDS`: its name, and `module:function` of a function that typer can read (typed
-parameters, `typer.Option`, a docstring whose first line is the summary).
+A new command is a line in `COMMANDS`: its name, and `module:function` of a function that typer can read
+(typed parameters, `typer.Option`, a docstring whose first line is the summary).
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ class LazyCommands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=LazyCommands, add_completion=False, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
+    cls=LazyCommands,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
 )
 
 

@@ -1,4 +1,4 @@
-"""The bounds that a user asks for, checked against the upper confidence limit, not against the point estimate."""
+"""The bounds that a user asks for, held against the upper confidence limit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def check(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """What was asked and found, and a sentence for each bound that is broken.
 
-    Both are held against the one-sided 95 % upper bound of the tested arm's mean Δnll over documents (for the ratio,
-    exp of it). A run with a single cluster proves nothing, and keeps no bound.
+    Both are held against the one-sided 95 % upper bound of the tested arm's mean Δnll over documents (for
+    the ratio, exp of it). A run with a single cluster proves nothing, and keeps no bound.
     """
     tested = report["quality"]["comparisons"][0]
     asked = (
@@ -30,5 +30,7 @@ def check(
             sentence = f"the one-sided 95 % {label} is {found:.9g}, {'within' if good else 'above'} it"
         kept.append({"name": name, "asked": limit, "found": found, "kept": good, "sentence": sentence})
         if not good:
-            broken.append(f"{report['model']['name']} on {report['data']['name']}: {name} {limit:g}: {sentence}")
+            broken.append(
+                f"{report['model']['name']} on {report['data']['name']}: {name} {limit:g}: {sentence}"
+            )
     return kept, broken

@@ -68,8 +68,10 @@ class Checkpoint:
             if token is not None:
                 return int(token)
         raise UsageError(
-            f"windows: got 'rolling', which puts a prefix token before each document, but the tokenizer of {self.name} "
-            "has neither BOS nor EOS; pass --prefix-token ID, --tokenizer with one that has, or --windows strided"
+            "windows: got 'rolling', which puts a prefix token before each document, but the tokenizer of "
+            f"{self.name} "
+            "has neither BOS nor EOS; pass --prefix-token ID, --tokenizer with one that has, or --windows "
+            "strided"
         )
 
     def pad_token(self) -> int:
@@ -89,7 +91,8 @@ class Checkpoint:
         raise ModelUnavailable(f"tokenizer: {self.name}'s gives {whole} for 'a', expected {body} within it")
 
     def fingerprint(self) -> str:
-        """sha256 over name, shape, dtype and the first MiB of every weight: another checkpoint shows, quickly."""
+        """sha256 over name, shape, dtype and the first MiB of every weight: another checkpoint shows,
+        quickly."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -115,9 +118,12 @@ def resolve_device(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UsageError(f"device: got {name!r}, expected cpu, cuda, cuda:1, …: {error}") from error
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+    if device.type == "cuda" and (
+        not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()
+    ):
         raise UsageError(
-            f"device: got {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; pass --device cpu"
+            f"device: got {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; pass --device "
+            "cpu"
         )
     return device
 
@@ -133,8 +139,10 @@ def _objective(config: Any, asked: str, name: str) -> Objective:
     if any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
         return "causal"
     raise ModelUnavailable(
-        f"model: got {name}, saved as {', '.join(architectures) or 'nothing that its config names'}, expected a model "
-        "with a language-model head (…ForCausalLM, …LMHeadModel, …ForMaskedLM): without one there is no nll. Give "
+        f"model: got {name}, saved as {', '.join(architectures) or 'nothing that its config names'}, "
+        "expected a model "
+        "with a language-model head (…ForCausalLM, …LMHeadModel, …ForMaskedLM): without one there is no "
+        "nll. Give "
         "a checkpoint that was saved with its head, or say --objective causal|masked if the weights are there"
     )
 
@@ -170,20 +178,21 @@ def load(
         loaded, report = auto.from_pretrained(model, dtype=torch_dtype, output_loading_info=True, **source)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelUnavailable(
-            f"model: cannot load {str(model)!r}: {_first_line(error)}. Expected a hub id that can be reached or is "
-            "cached, or a directory that save_pretrained wrote (a GGUF file needs --gguf-file)"
+            f"model: cannot load {str(model)!r}: {_first_line(error)}. Expected a hub id that can be "
+            "reached or is cached, or a directory that save_pretrained wrote (a GGUF file needs --gguf-file)"
         ) from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ModelUnavailable(
-            f"model: {name} lacks {len(missing)} weights ({', '.join(missing[:3])}, …), which would be random; "
-            "give a checkpoint that was saved with its language-model head"
+            f"model: {name} lacks {len(missing)} weights ({', '.join(missing[:3])}, …), which would be "
+            "random; give a checkpoint that was saved with its language-model head"
         )
     try:
         tokens = AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelUnavailable(
-            f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; pass --tokenizer NAME_OR_PATH"
+            f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; pass --tokenizer "
+            "NAME_OR_PATH"
         ) from error
     return Checkpoint(name, loaded.eval().to(where), tokens, kind)
 
@@ -205,8 +214,8 @@ def known_implementations() -> list[str]:
 def arms(checkpoint: Checkpoint, implementations: Sequence[str]) -> list[Any]:
     """One model per implementation, all over the same weights in memory.
 
-    Each arm has its own modules, configuration and buffers, so that nothing that one attention keeps can reach
-    another; parameters are shared, so that the weights are the same by construction and held once.
+    Each arm has its own modules, configuration and buffers, so that nothing that one attention keeps can
+    reach another; parameters are shared, so that the weights are the same by construction and held once.
 
     Raises:
         ModelUnavailable: an implementation is unknown or the model refuses it.
@@ -222,7 +231,8 @@ def arms(checkpoint: Checkpoint, implementations: Sequence[str]) -> list[Any]:
             arm.set_attn_implementation(implementation)
         except (ValueError, ImportError, NotImplementedError) as error:
             raise ModelUnavailable(
-                f"attention implementation: {checkpoint.name} refuses {implementation!r}: {_first_line(error)}"
+                f"attention implementation: {checkpoint.name} refuses {implementation!r}: "
+                f"{_first_line(error)}"
             ) from error
         models.append(arm.eval())
     return models

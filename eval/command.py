@@ -12,21 +12,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from adaattn_hf.eval.errors import EXIT_CODES, EvalError, UsageError
 
 if TYPE_CHECKING:
     from adaattn_hf.eval.runner import Progress as Tell
-    from adaattn_hf.eval.settings import Settings
 
 _EXAMPLES = """
 Measure an attention implementation against stock attention on real text.
 
 Without MODEL the three small models that come with the package are measured on their held-out text, offline.
-Both arms read the same tokens in the same batches. The report gives perplexity (token, word, byte), the paired
-difference with a confidence interval over documents, KL, top-1 agreement, the activation rate, speed and memory.
-An interrupted run (Ctrl-C) goes on with --resume.
+Both arms read the same tokens in the same batches. The report gives perplexity (token, word, byte), the
+paired difference with a confidence interval over documents, KL, top-1 agreement, the activation rate, speed
+and memory. An interrupted run (Ctrl-C) goes on with --resume.
 
 Exit codes: {codes}.
 """
@@ -39,57 +45,85 @@ def evaluate(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="wikitext, lambada (through datasets), wikitext:PATH, lambada:PATH, or a text/jsonl file or a "
-            "directory of them. May be given several times. Default: wikitext."
+            help="wikitext, lambada (through datasets), wikitext:PATH, lambada:PATH, or a text or "
+            "jsonl file or a directory of them. May be given several times. Default: wikitext."
         ),
     ] = None,
     impl: Annotated[str, typer.Option(help="Attention implementation under test.")] = "adaattn",
     against: Annotated[str, typer.Option(help="Stock implementation that it replaces.")] = "sdpa",
     anchor: Annotated[
         str | None,
-        typer.Option(help="Second stock implementation (eager, say): its distance from stock is the dtype's resolution."),
+        typer.Option(
+            help="Second stock implementation (eager, say): its distance is the resolution of the dtype."
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")
+    ] = "float32",
     windows: Annotated[
         str, typer.Option(help="rolling (lm-evaluation-harness) or strided (Transformers' documentation).")
     ] = "rolling",
-    context: Annotated[int | None, typer.Option(help="Tokens of a window. Default: the model's maximum.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a window. Default: the model's maximum.")
+    ] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens between windows. Default: the context.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows per forward pass; does not change perplexity.")] = 1,
+    batch_size: Annotated[
+        int, typer.Option(help="Windows per forward pass; does not change perplexity.")
+    ] = 1,
     padding: Annotated[
         str,
-        typer.Option(help="none: batches of windows of one length. right, left: windows as they come, padded and masked."),
+        typer.Option(
+            help="none: batches of equal lengths. right, left: windows as they come, padded and masked."
+        ),
     ] = "none",
     limit_docs: Annotated[int | None, typer.Option(help="Only the first so many documents.")] = None,
-    limit_tokens: Annotated[int | None, typer.Option(help="Only the first so many tokens of the text.")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Directory for journals and reports. Default: a new one under results/eval.")
+    limit_tokens: Annotated[
+        int | None, typer.Option(help="Only the first so many tokens of the text.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --output.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin again where --output has a run.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Directory for journals and reports. Default: a new one under results/eval."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the interrupted run in --output.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin again where --output has a run.")
+    ] = False,
     max_delta_nll: Annotated[
-        float | None, typer.Option(help="Fail (exit 1) where the one-sided 95 % bound of Δnll, nats/token, is above.")
+        float | None,
+        typer.Option(help="Fail (exit 1) where the one-sided 95 % bound of Δnll, nats/token, is above."),
     ] = None,
     max_ppl_ratio: Annotated[
-        float | None, typer.Option(help="Fail (exit 1) where that bound's perplexity ratio is above (1.001, say).")
+        float | None,
+        typer.Option(help="Fail (exit 1) where that bound's perplexity ratio is above (1.001, say)."),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, where it is not the model's own.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: cuda where there is one.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1. Default: cuda where there is one.")
+    ] = None,
     objective: Annotated[str, typer.Option(help="auto, causal or masked.")] = "auto",
-    mask_fraction: Annotated[float, typer.Option(help="Masked LMs: share of the tokens that is scored.")] = 1.0,
+    mask_fraction: Annotated[
+        float, typer.Option(help="Masked LMs: share of the tokens that is scored.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of that sample.")] = 0,
-    prefix_token: Annotated[int | None, typer.Option(help="Token before each document. Default: BOS, else EOS.")] = None,
+    prefix_token: Annotated[
+        int | None, typer.Option(help="Token before each document. Default: BOS, else EOS.")
+    ] = None,
     add_bos: Annotated[
-        bool | None, typer.Option(help="Whether the tokenizer adds its special tokens. Default: its own setting.")
+        bool | None,
+        typer.Option(help="Whether the tokenizer adds its special tokens. Default: its own setting."),
     ] = None,
     document_separator: Annotated[
         str | None, typer.Option(help="Text between the documents of a plain file (<|endoftext|>, say).")
     ] = None,
     split: Annotated[str, typer.Option(help="Split of a dataset.")] = "test",
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Let the model bring code.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let the model bring code.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar and no table.")] = False,
 ) -> None:
     """Measure an attention implementation against stock attention on real text."""
@@ -105,7 +139,8 @@ def evaluate(
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt:
         errors.print(
-            f"interrupted: finished work is kept in {where}; the same command with --resume --output {where} goes on",
+            f"interrupted: finished work is kept in {where}; the same command with --resume --output "
+            f"{where} goes on",
             markup=False,
             soft_wrap=True,
         )
@@ -143,7 +178,9 @@ def _run(given: dict[str, Any], where: Path, console: Console) -> list[str]:
     specs: Sequence[str] = given["data"] or ["wikitext"]
     found = [corpora.load(s, split=given["split"], separator=given["document_separator"]) for s in specs]
     if len({c.name for c in found}) < len(found):
-        raise UsageError(f"data: got {', '.join(c.name for c in found)}, expected different names: each has a directory")
+        raise UsageError(
+            f"data: got {', '.join(c.name for c in found)}, expected different names: each has a directory"
+        )
     keywords = ("dtype", "device", "tokenizer", "revision", "gguf_file", "objective", "trust_remote_code")
     checkpoint = load(given["model"], **{name: given[name] for name in keywords})
     reports, broken = [], []

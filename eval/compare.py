@@ -1,7 +1,8 @@
 """Two arms on the same tokens: paired differences with confidence intervals that respect documents.
 
-Tokens of one document are not independent, so the document is the unit of resampling (Miller 2024, "Adding Error Bars
-to Evals"). The estimator is the ratio of sums, sum(delta) / sum(tokens), i.e. the mean over tokens.
+Tokens of one document are not independent, so the document is the unit of resampling (Miller 2024, "Adding
+Error Bars to Evals"). The estimator is the ratio of sums, sum(delta) / sum(tokens), i.e. the mean over
+tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def paired_difference(delta: Float, tokens: npt.NDArray[np.int64]) -> dict[str, 
         tokens: `[clusters]`, the cluster's scored tokens.
 
     Returns:
-        `mean` (nats/token); `standard_error`, `low`, `high` (two-sided 95 %) and `upper` (one-sided 95 % bound) by
-        Student's t on the clusters' residuals; `bootstrap_low`, `bootstrap_high`, `bootstrap_upper` by resampling
-        clusters 10,000 times (percentiles, fixed seed). With a single cluster there is no spread to be had: the
-        limits are None.
+        `mean` (nats/token); `standard_error`, `low`, `high` (two-sided 95 %) and `upper` (one-sided 95 %
+        bound) by Student's t on the clusters' residuals; `bootstrap_low`, `bootstrap_high`, `bootstrap_upper`
+        by resampling clusters 10,000 times (percentiles, fixed seed). With a single cluster there is no
+        spread to be had: the limits are None.
     """
     clusters, total = len(delta), int(tokens.sum())
     mean = float(delta.sum() / total)
@@ -46,7 +47,15 @@ def paired_difference(delta: Float, tokens: npt.NDArray[np.int64]) -> dict[str, 
     one_sided = float(stats.t.ppf(CONFIDENCE, clusters - 1)) * error
     drawn = np.sort(_resampled_means(delta, tokens))
     low, high, upper = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2, CONFIDENCE])
-    values = (error, mean - two_sided, mean + two_sided, mean + one_sided, float(low), float(high), float(upper))
+    values = (
+        error,
+        mean - two_sided,
+        mean + two_sided,
+        mean + one_sided,
+        float(low),
+        float(high),
+        float(upper),
+    )
     return {**result, **dict(zip(limits, values, strict=True))}
 
 
@@ -71,7 +80,7 @@ def _resampled_means(delta: Float, tokens: npt.NDArray[np.int64]) -> Float:
 
 
 def divergence(kl: Float, agree: Flag) -> dict[str, float]:
-    """KL(stock || arm) over the full vocabulary, in nats per token, and how often the most probable token is the same.
+    """KL(stock || arm) over the full vocabulary (nats/token), and the share of equal most probable tokens.
 
     `kl_p999` is the 99.9th percentile: the tokens that an average hides.
     """
@@ -84,7 +93,7 @@ def divergence(kl: Float, agree: Flag) -> dict[str, float]:
 
 
 def flips(stock: Flag, arm: Flag) -> dict[str, float | int]:
-    """Paired right/wrong outcomes: accuracies, the two kinds of flip, and McNemar's exact test of their balance.
+    """Paired right/wrong outcomes: accuracies, both kinds of flip, McNemar's exact test of their balance.
 
     The p-value is that of a fair coin over the discordant items (two-sided binomial); with none it is 1.
     """

@@ -63,7 +63,9 @@ class Corpus:
 
     def __post_init__(self) -> None:
         if not self.documents:
-            raise DataUnavailable(f"data: got {self.origin}, which holds no text, expected at least one document")
+            raise DataUnavailable(
+                f"data: got {self.origin}, which holds no text, expected at least one document"
+            )
         digest = hashlib.sha256()
         for document in self.documents:
             for part in (document.source, document.text):
@@ -80,9 +82,7 @@ class Corpus:
 
 def wikitext_corpus(pages: Iterable[str], origin: str, name: str = "wikitext") -> Corpus:
     """A corpus of pages that are counted and detokenised by WikiText's rules."""
-    documents = tuple(
-        Document(f"page {i}", wikitext.detokenize(page), page) for i, page in enumerate(pages)
-    )
+    documents = tuple(Document(f"page {i}", wikitext.detokenize(page), page) for i, page in enumerate(pages))
     return Corpus(name, "pages", documents, origin)
 
 
@@ -108,11 +108,12 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
     """The corpus that one `--data` argument names.
 
     Args:
-        spec: `wikitext`, `lambada` (hub or local cache of `datasets`); `wikitext:PATH`, `lambada:PATH` (a file, or a
-            directory of files, in that corpus's form); or the path of a text or rows file, or of a directory of them.
+        spec: `wikitext`, `lambada` (hub or local cache of `datasets`); `wikitext:PATH`, `lambada:PATH` (a
+            file, or a directory of files, in that corpus's form); or the path of a text or rows file, or of a
+            directory of them.
         split: which split a hub dataset or a saved dataset gives.
-        separator: string between the documents of a plain text file; each is stripped of white space. Without it a
-            plain text file is one document, read as it is.
+        separator: string between the documents of a plain text file; each is stripped of white space. Without
+            it a plain text file is one document, read as it is.
 
     Raises:
         DataUnavailable: the corpus is neither local nor cached nor to be had.
@@ -130,7 +131,9 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
             f"wikitext:PATH or lambada:PATH. Give the path of a text file, or of a .jsonl with a field 'text'"
         )
     if separator is not None and not separator:
-        raise UsageError("document_separator: got an empty string, expected the text that stands between documents")
+        raise UsageError(
+            "document_separator: got an empty string, expected the text that stands between documents"
+        )
     return text_corpus(_texts(path, separator, split), _origin(path), path.stem)
 
 
@@ -142,8 +145,8 @@ def _origin(path: Path) -> str:
 def _from_path(known: str, path: Path, split: str) -> Corpus:
     if not path.exists():
         raise DataUnavailable(
-            f"data: got {known}:{path}, which does not exist, expected a file or directory; correct the path, or "
-            f"pass --data {known} to have it through the package datasets"
+            f"data: got {known}:{path}, which does not exist, expected a file or directory; correct the "
+            f"path, or pass --data {known} to have it through the package datasets"
         )
     if known == "lambada":
         return lastword_corpus((t for _, t in _texts(path, None, split, lines=True)), _origin(path))
@@ -210,7 +213,7 @@ def _read(path: Path) -> str:
 
 def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -> Iterator[tuple[str, str]]:
     """(name, text) of each document; with `lines`, each line of a plain text file is one."""
-    if path.is_dir() and (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+    if (path.is_dir() and (path / "dataset_info.json").exists()) or (path / "dataset_dict.json").exists():
         yield from ((f"row {i}", _field(row, path)) for i, row in enumerate(_rows(path, split)))
         return
     for file in _files(path):
@@ -228,7 +231,9 @@ def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -
 def _field(row: Any, where: Path) -> str:
     if not isinstance(row, dict) or not isinstance(row.get("text", row.get("page")), str):
         shown = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise DataUnavailable(f"data: a row of {where} has {shown}, expected an object with the text field 'text'")
+        raise DataUnavailable(
+            f"data: a row of {where} has {shown}, expected an object with the text field 'text'"
+        )
     return str(row.get("text", row.get("page")))
 
 
@@ -245,7 +250,9 @@ def _rows(path: Path, split: str) -> Iterator[Any]:
     try:
         import datasets
     except ImportError as error:
-        raise DataUnavailable(f"data: {path} is read by the package datasets: pip install datasets") from error
+        raise DataUnavailable(
+            f"data: {path} is read by the package datasets: pip install datasets"
+        ) from error
     try:
         if path.is_dir() and any((path / f).exists() for f in ("dataset_info.json", "dataset_dict.json")):
             loaded = datasets.load_from_disk(str(path))
@@ -255,9 +262,15 @@ def _rows(path: Path, split: str) -> Iterator[Any]:
             if file.suffix == ".jsonl":
                 yield from _rows(file, split)
             else:
-                builder = {".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}.get(file.suffix)
+                builder = {".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}.get(
+                    file.suffix
+                )
                 if builder is None:
-                    raise DataUnavailable(f"data: got {file}, expected one of {', '.join(ROW_SUFFIXES)} beside it")
+                    raise DataUnavailable(
+                        f"data: got {file}, expected one of {', '.join(ROW_SUFFIXES)} beside it"
+                    )
                 yield from datasets.load_dataset(builder, data_files=str(file), split="train")
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-        raise DataUnavailable(f"data: datasets cannot read {path}: {type(error).__name__}: {error}") from error
+        raise DataUnavailable(
+            f"data: datasets cannot read {path}: {type(error).__name__}: {error}"
+        ) from error

@@ -34,13 +34,13 @@ def timed(call: Callable[[], T], device: torch.device) -> tuple[T, Elapsed]:
 
 
 def turn(arms: int, batch: int) -> list[int]:
-    """The order in which the arms run in a batch: each goes first in its turn, so no arm always finds a warm cache."""
+    """The order of the arms in a batch: each goes first in its turn, so none always finds a warm cache."""
     first = batch % arms
     return [*range(first, arms), *range(first)]
 
 
 def ratio_summary(stock: Sequence[float], arm: Sequence[float]) -> dict[str, float | int]:
-    """How many times faster the arm is than stock: median over batches of stock / arm, with quartiles and total."""
+    """How many times faster than stock: median over batches of stock / arm, quartiles, and of the totals."""
     ratios = np.asarray(stock) / np.asarray(arm)
     low, middle, high = np.percentile(ratios, [25, 50, 75])
     return {
@@ -53,7 +53,7 @@ def ratio_summary(stock: Sequence[float], arm: Sequence[float]) -> dict[str, flo
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensor storages that are made while it is on, and the most that were alive at once."""
+    """Counts the bytes of tensor storages made while it is on, and the most that were alive at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ def _key(tensor: torch.Tensor) -> int:
 def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, str]:
     """Bytes at the peak of one call beyond what was there before it, and how they were counted.
 
-    On CUDA the allocator's high-water mark; on the CPU the bytes of all tensor storages that operators return,
-    which leaves out the inner scratch of a kernel but has no noise.
+    On CUDA the allocator's high-water mark; on the CPU the bytes of all tensor storages that operators
+    return, which leaves out the inner scratch of a kernel but has no noise.
     """
     if device.type == "cuda":
         _wait(device)

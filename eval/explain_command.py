@@ -13,11 +13,17 @@ from adaattn_hf.eval.errors import EvalError, ModelUnavailable, UsageError, unkn
 def explain(
     model: Annotated[str, typer.Argument(help="Hub id or directory; only its configuration is read.")],
     impl: Annotated[str, typer.Option(help="Attention implementation.")] = "adaattn",
-    dtype: Annotated[str, typer.Option(help="Explain for float32, bfloat16, float16 or auto (the config's).")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Explain for cpu or cuda. Default: cuda where there is one.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Explain for float32, bfloat16, float16 or auto (the config's).")
+    ] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="Explain for cpu or cuda. Default: cuda where there is one.")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Let the model bring code.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let the model bring code.")
+    ] = False,
 ) -> None:
     """Print, per layer, which attention backend runs and every refusal of the others.
 
@@ -26,7 +32,9 @@ def explain(
     try:
         text = _explanation(model, impl, dtype, device, revision, gguf_file, trust_remote_code)
     except EvalError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
         raise typer.Exit(error.exit_code) from error
     typer.echo(text)
 

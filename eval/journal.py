@@ -1,9 +1,10 @@
-"""The record of a run on disk: one line per finished batch, so that an interrupted run goes on where it stood.
+"""The record of a run on disk, one line per finished batch: an interrupted run goes on where it stood.
 
-The first line names what is measured (the *fingerprint*: weights, data, settings). Every later line is a batch with
-its numbers and a checksum. A line is written in one piece and synced; a torn last line, from a machine that died in the
-middle of it, fails its checksum and is measured again. Numbers per token are kept as raw little-endian bytes, so that
-a report of a resumed run is the report of an uninterrupted one to the last bit.
+The first line names what is measured (the *fingerprint*: weights, data, settings). Every later line is a
+batch with its numbers and a checksum. A line is written in one piece and synced; a torn last line, from a
+machine that died in the middle of it, fails its checksum and is measured again. Numbers per token are kept as
+raw little-endian bytes, so that a report of a resumed run is the report of an uninterrupted one to the last
+bit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from adaattn_hf.eval.activation import Counts
 from adaattn_hf.eval.cost import Elapsed
 from adaattn_hf.eval.errors import JournalMismatch
 from adaattn_hf.eval.scoring import TokenScores
@@ -31,16 +33,22 @@ NAME = "journal.jsonl"
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """What is kept of one batch: its scores and, for each arm, what it took."""
+    """What is kept of one batch: scores, and per arm what it took and what was not exact."""
 
     scores: TokenScores
     elapsed: tuple[Elapsed, ...]
+    activation: tuple[Counts | None, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON values."""
         arrays = {"nll": "<f8", "kl": "<f8", "hit": "?", "agree": "?"}
         packed = {key: _pack(getattr(self.scores, key), kind) for key, kind in arrays.items()}
-        return {**packed, "wall": [e.wall for e in self.elapsed], "process": [e.process for e in self.elapsed]}
+        return {
+            **packed,
+            "wall": [e.wall for e in self.elapsed],
+            "process": [e.process for e in self.elapsed],
+            "activation": [list(c) if c else None for c in self.activation],
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> BatchRecord:
@@ -52,11 +60,14 @@ class BatchRecord:
             agree=_unpack(value["agree"], "?"),
         )
         elapsed = tuple(Elapsed(w, p) for w, p in zip(value["wall"], value["process"], strict=True))
-        return cls(scores, elapsed)
+        return cls(scores, elapsed, tuple(Counts(*c) if c else None for c in value["activation"]))
 
 
 def _pack(array: Any, kind: str) -> list[Any]:
-    return [list(array.shape), base64.b64encode(np.ascontiguousarray(array, dtype=kind).tobytes()).decode("ascii")]
+    return [
+        list(array.shape),
+        base64.b64encode(np.ascontiguousarray(array, dtype=kind).tobytes()).decode("ascii"),
+    ]
 
 
 def _unpack(value: list[Any], kind: str) -> Any:
@@ -85,8 +96,8 @@ class Journal:
         if self.path.exists() and self.path.stat().st_size:
             if not resume:
                 raise JournalMismatch(
-                    f"output: {self.path} is already there; pass --resume to go on with it, --overwrite to begin "
-                    "again, or another --output"
+                    f"output: {self.path} is already there; pass --resume to go on with it, --overwrite to "
+                    "begin again, or another --output"
                 )
             self._read()
         else:
@@ -119,11 +130,12 @@ class Journal:
             differing.insert(0, "version")
         if differing:
             shown = "; ".join(
-                f"{key}: there {theirs.get(key)!r}, now {self.fingerprint.get(key)!r}" for key in differing[:4]
+                f"{key}: there {theirs.get(key)!r}, now {self.fingerprint.get(key)!r}"
+                for key in differing[:4]
             )
             raise JournalMismatch(
-                f"output: {self.path} belongs to another run ({shown}). Its numbers cannot be mixed with this one's; "
-                "pass another --output, or --overwrite to begin again"
+                f"output: {self.path} belongs to another run ({shown}). Its numbers cannot be mixed with "
+                "this one's; pass another --output, or --overwrite to begin again"
             )
 
     def append(self, batch: int, record: BatchRecord) -> None:

@@ -1,8 +1,9 @@
 """LAMBADA's task as `lambada_openai` of lm-evaluation-harness states it: say the last word of a passage.
 
-The prompt is the passage without its last word, the target a space and the last word. An item is right where greedy
-decoding gives every token of the target; its loss is the nll of the whole word (nats), and the perplexity is exp of the
-mean over items. A masked LM sees the passage with all tokens of the last word masked at once, and must name them all.
+The prompt is the passage without its last word, the target a space and the last word. An item is right where
+greedy decoding gives every token of the target; its loss is the nll of the whole word (nats), and the
+perplexity is exp of the mean over items. A masked LM sees the passage with all tokens of the last word masked
+at once, and must name them all.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def causal_window(
 ) -> Window:
     """The window of one passage for a causal LM, tokenised as lm-evaluation-harness does.
 
-    The passage is tokenised whole, the prompt alone, and the target is what the whole has beyond the prompt's length.
+    The passage is tokenised whole, the prompt alone, and the target is what the whole has beyond the prompt's
+    length.
     """
     prompt, target = split_passage(passage)
     kept = prompt.rstrip()
@@ -46,8 +48,8 @@ def causal_window(
         whole = tokenizer.encode(target, add_special_tokens=False, verbose=False)
         if prefix is None:
             raise UsageError(
-                f"data: passage {document} has nothing before its last word, and no prefix token to put there; "
-                "remove the passage or pass --prefix-token"
+                f"data: passage {document} has nothing before its last word, and no prefix token to put "
+                "there; remove the passage or pass --prefix-token"
             )
         head, whole = [prefix], [prefix, *whole]
     return continuation(head, whole[len(head) :], context, document)
@@ -58,8 +60,8 @@ def masked_window(
 ) -> Window:
     """The window of one passage for a masked LM: all tokens of the last word masked at once.
 
-    `first` and `last` are the special tokens that the tokenizer puts around a text. Where the passage is too long, it
-    loses tokens at its beginning.
+    `first` and `last` are the special tokens that the tokenizer puts around a text. Where the passage is too
+    long, it loses tokens at its beginning.
     """
     prompt, target = split_passage(passage)
     body = tokenizer.encode(prompt.rstrip(), add_special_tokens=False, verbose=False)
@@ -68,7 +70,9 @@ def masked_window(
         raise UsageError(f"data: the last word of passage {document}, {target!r}, gives no token")
     room = context - len(first) - len(last) - len(word)
     if room < 1:
-        raise UsageError(f"context: got {context}, expected more than the {len(word)} tokens of passage {document}")
+        raise UsageError(
+            f"context: got {context}, expected more than the {len(word)} tokens of passage {document}"
+        )
     body = body[-room:]
     input_ids = np.asarray([*first, *body, *[tokenizer.mask_token_id] * len(word), *last], np.int64)
     positions = np.arange(len(first) + len(body), len(first) + len(body) + len(word), dtype=np.int64)

@@ -13,7 +13,17 @@ import torch
 
 import adaattn_hf
 
-PACKAGES = ("adaattn-hf", "torch", "transformers", "numpy", "scipy", "tokenizers", "datasets", "lm-eval", "flash-attn")
+PACKAGES = (
+    "adaattn-hf",
+    "torch",
+    "transformers",
+    "numpy",
+    "scipy",
+    "tokenizers",
+    "datasets",
+    "lm-eval",
+    "flash-attn",
+)
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -59,10 +69,17 @@ def commit(directory: Path) -> str | None:
         )
         # A package in site-packages may lie under somebody else's checkout: only our own file counts.
         subprocess.run(  # noqa: S603
-            [*command, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=10, check=True
+            [*command, "ls-files", "--error-unmatch", "__init__.py"],
+            capture_output=True,
+            timeout=10,
+            check=True,
         )
         status = subprocess.run(  # noqa: S603
-            [*command, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10, check=True
+            [*command, "status", "--porcelain", "-uno"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -10,7 +10,7 @@ from rich.table import Table
 Report = Mapping[str, Any]
 Rows = list[tuple[str, list[str]]]
 
-ABSENT = "–"
+ABSENT = "-"
 
 
 def _number(value: Any, form: str = ".6g") -> str:
@@ -116,5 +116,7 @@ def _section(report: Report) -> str:
     ]
     reasons = {a["implementation"]: a["reason"] for a in report["activation"] if a["reason"]}
     lines += [f"* Activation rate of {name}: none, because {reason}." for name, reason in reasons.items()]
-    lines += [f"* Bound {b['name']}: asked {b['asked']:g}, {b['sentence']}." for b in report.get("bounds", [])]
+    lines += [
+        f"* Bound {b['name']}: asked {b['asked']:g}, {b['sentence']}." for b in report.get("bounds", [])
+    ]
     return "\n".join(lines) + "\n"

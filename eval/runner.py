@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.eval import activation, cost, scoring, summary, tasks
+from adaattn_hf.eval.activation import Meter
 from adaattn_hf.eval.checkpoint import Checkpoint, arms
 from adaattn_hf.eval.corpora import Corpus
 from adaattn_hf.eval.errors import ModelUnavailable
@@ -35,6 +37,65 @@ Progress = Callable[[int, int], None]
 
 def _quiet(done: int, total: int) -> None:
     """No progress display."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A finished run before it becomes a report.
+
+    Attributes:
+        task: what was scored.
+        roles: (role, implementation) of each arm, stock first.
+        tokens: scores of every token.
+        quality: the report's part of that name.
+        records: every batch, in order.
+        memory: peak memory per arm.
+        fingerprint: what was measured.
+    """
+
+    task: tasks.Task
+    roles: tuple[tuple[str, str], ...]
+    tokens: summary.Tokens
+    quality: dict[str, Any]
+    records: tuple[BatchRecord, ...]
+    memory: list[dict[str, Any]]
+    fingerprint: dict[str, Any]
+
+
+def measure(
+    checkpoint: Checkpoint,
+    corpus: Corpus,
+    settings: Settings,
+    *,
+    output: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress = _quiet,
+) -> Measured:
+    """Run all arms over a corpus; see `evaluate` for the arguments."""
+    corpus = corpus.head(settings.limit_docs)
+    task = tasks.build(checkpoint, corpus, settings)
+    batches = scoring.plan_batches(task.windows, settings.batch_size, settings.padding)
+    roles = (("stock", settings.against), ("tested", settings.impl))
+    roles += (("anchor", settings.anchor),) if settings.anchor else ()
+    models = arms(checkpoint, settings.implementations)
+    fingerprint = _fingerprint(checkpoint, corpus, settings, task)
+    if output is not None and overwrite:
+        (output / JOURNAL).unlink(missing_ok=True)
+    journal: AbstractContextManager[Journal | Memory] = (
+        Memory() if output is None else Journal(output, fingerprint, resume=resume)
+    )
+    collate = partial(
+        scoring.collate, device=checkpoint.device, padding=settings.padding, pad_token=checkpoint.pad_token()
+    )
+    with journal as records:
+        memory = _memory(models, task, batches, collate, checkpoint.device)
+        meters = [Meter(model, name) for model, (_, name) in zip(models, roles, strict=True)]
+        _run(models, meters, task, batches, collate, records, checkpoint.device, progress)
+        kept = tuple(records.records[i] for i in range(len(batches)))
+    tokens = summary.gather(task, batches, kept)
+    quality = summary.quality(task, tokens, roles, corpus.kind)
+    return Measured(task, roles, tokens, quality, kept, memory, fingerprint)
 
 
 def evaluate(
@@ -65,48 +126,28 @@ def evaluate(
         UsageError, DataUnavailable, ModelUnavailable, JournalMismatch: as their names say.
         KeyboardInterrupt: passed on; finished batches are in the journal.
     """
-    corpus = corpus.head(settings.limit_docs)
-    task = tasks.build(checkpoint, corpus, settings)
-    batches = scoring.plan_batches(task.windows, settings.batch_size, settings.padding)
-    roles = [("stock", settings.against), ("tested", settings.impl)]
-    roles += [("anchor", settings.anchor)] if settings.anchor else []
-    models = arms(checkpoint, settings.implementations)
-    fingerprint = _fingerprint(checkpoint, corpus, settings, task)
-    if output is not None and overwrite:
-        (output / JOURNAL).unlink(missing_ok=True)
-    meters = [activation.Meter(m, name) for m, (_, name) in zip(models, roles, strict=True)]
-    journal: AbstractContextManager[Journal | Memory] = (
-        Memory() if output is None else Journal(output, fingerprint, resume=resume)
+    done = measure(
+        checkpoint, corpus, settings, output=output, resume=resume, overwrite=overwrite, progress=progress
     )
-    collate = partial(
-        scoring.collate, device=checkpoint.device, padding=settings.padding, pad_token=checkpoint.pad_token()
-    )
-    with journal as records:
-        memory = _memory(models, task, batches, collate, checkpoint.device)
-        _measure(models, task, batches, collate, records, checkpoint.device, progress)
-        kept = dict(records.records)
-    tokens = summary.gather(task, batches, kept)
-    read = sum(len(w.input_ids) for w in task.windows)
+    read = sum(len(w.input_ids) for w in done.task.windows)
+    activations = activation.rates(done.roles, [r.activation for r in done.records])
     report = {
         "format": FORMAT,
-        "model": _model_entry(checkpoint, fingerprint["weights"]),
+        "model": _model_entry(checkpoint, done.fingerprint["weights"]),
         "data": {
             "name": corpus.name,
             "kind": corpus.kind,
             "origin": corpus.origin,
-            "documents": len({w.document for w in task.windows}),
-            "sha256": corpus.sha256,
+            "documents": len({w.document for w in done.task.windows}),
+            "sha256": done.fingerprint["data"],
         },
-        "settings": {**settings.as_dict(), "context": task.context},
-        "protocol": task.protocol,
-        "quality": summary.quality(task, tokens, roles, corpus.kind),
-        "activation": [
-            {"role": role, "implementation": name, **meter.read().as_dict()}
-            for (role, name), meter in zip(roles, meters, strict=True)
-        ],
+        "settings": {**settings.as_dict(), "context": done.task.context},
+        "protocol": done.task.protocol,
+        "quality": done.quality,
+        "activation": _per_arm(done.roles, [a.as_dict() for a in activations]),
         "cost": {
-            "speed": summary.speed([kept[i] for i in range(len(batches))], roles, read),
-            "memory": [{"role": r, "implementation": n, **m} for (r, n), m in zip(roles, memory, strict=True)],
+            "speed": _per_arm(done.roles, summary.speed(done.records, read)),
+            "memory": _per_arm(done.roles, done.memory),
         },
         "provenance": provenance(checkpoint.device),
     }
@@ -115,8 +156,15 @@ def evaluate(
     return report
 
 
-def _measure(
+def _per_arm(roles: Sequence[tuple[str, str]], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"role": role, "implementation": name, **e} for (role, name), e in zip(roles, entries, strict=True)
+    ]
+
+
+def _run(
     models: Sequence[Any],
+    meters: Sequence[Meter],
     task: tasks.Task,
     batches: Sequence[Sequence[int]],
     collate: Collate,
@@ -137,7 +185,10 @@ def _measure(
         elapsed: list[Any] = [None] * len(models)
         for arm in cost.turn(len(models), index):
             logits[arm], elapsed[arm] = cost.timed(partial(scoring.forward, models[arm], inputs), device)
-        records.append(index, BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed)))
+        counts = tuple(meter.since_last() for meter in meters)
+        records.append(
+            index, BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed), counts)
+        )
         done += sizes[index]
         progress(done, total)
 
@@ -178,7 +229,9 @@ def _model_entry(checkpoint: Checkpoint, weights: str) -> dict[str, Any]:
     }
 
 
-def _fingerprint(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, task: tasks.Task) -> dict[str, Any]:
+def _fingerprint(
+    checkpoint: Checkpoint, corpus: Corpus, settings: Settings, task: tasks.Task
+) -> dict[str, Any]:
     """What must be the same for two runs' batches to be mixed."""
     windows = hashlib.sha256()
     for window in task.windows:

@@ -46,7 +46,8 @@ class Batch:
     """The model's keywords for a batch, and where each window begins in its row.
 
     Attributes:
-        keywords: `input_ids` `[batch, length]`; with padding `attention_mask`, on the left `position_ids`, too.
+        keywords: `input_ids` `[batch, length]`; with padding `attention_mask`, on the left `position_ids`,
+            too.
         offsets: `[batch]`, columns of padding before each window.
     """
 
@@ -57,9 +58,10 @@ class Batch:
 def plan_batches(windows: Sequence[Window], batch_size: int, padding: str = "none") -> list[list[int]]:
     """Indices of the windows of each batch.
 
-    Without padding a batch holds windows of one length, gathered from a stretch of the text, so that nothing is masked
-    and documents are still finished in order. With padding a batch is the next `batch_size` windows, as they come.
-    The plan depends on the windows and these settings alone, never on where a run was interrupted.
+    Without padding a batch holds windows of one length, gathered from a stretch of the text, so that nothing
+    is masked and documents are still finished in order. With padding a batch is the next `batch_size`
+    windows, as they come. The plan depends on the windows and these settings alone, never on where a run was
+    interrupted.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
@@ -68,14 +70,18 @@ def plan_batches(windows: Sequence[Window], batch_size: int, padding: str = "non
     chunk = batch_size * _CHUNK_BATCHES
     batches = []
     for begin in range(0, len(windows), chunk):
-        order = sorted(range(begin, min(begin + chunk, len(windows))), key=lambda i: (-len(windows[i].input_ids), i))
+        order = sorted(
+            range(begin, min(begin + chunk, len(windows))), key=lambda i: (-len(windows[i].input_ids), i)
+        )
         for _, same in groupby(order, key=lambda i: len(windows[i].input_ids)):
             indices = list(same)
             batches += [indices[i : i + batch_size] for i in range(0, len(indices), batch_size)]
     return batches
 
 
-def collate(windows: Sequence[Window], device: torch.device, padding: str = "none", pad_token: int = 0) -> Batch:
+def collate(
+    windows: Sequence[Window], device: torch.device, padding: str = "none", pad_token: int = 0
+) -> Batch:
     """The inputs of a batch. Windows of one length are stacked; others need `padding` `left` or `right`."""
     lengths = [len(w.input_ids) for w in windows]
     longest = max(lengths)
@@ -104,8 +110,8 @@ def forward(model: Any, batch: Batch) -> torch.Tensor:
 def score(logits: Sequence[torch.Tensor], windows: Sequence[Window], offsets: Sequence[int]) -> TokenScores:
     """Scores of one batch. `logits` holds `[batch, length, vocab]` for each arm, the stock arm first.
 
-    Log-probabilities are computed in float64 from the logits as they are, so that the comparison of two arms has no
-    rounding of its own: equal logits give a difference, and a divergence, of exactly 0.
+    Log-probabilities are computed in float64 from the logits as they are, so that the comparison of two arms
+    has no rounding of its own: equal logits give a difference, and a divergence, of exactly 0.
     """
     rows = np.concatenate([np.full(len(w.positions), i) for i, w in enumerate(windows)])
     columns = np.concatenate([w.positions + o for w, o in zip(windows, offsets, strict=True)])

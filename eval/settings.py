@@ -18,13 +18,16 @@ class Settings:
         impl: attention implementation under test.
         against: the stock implementation that it replaces.
         anchor: a second stock implementation, whose distance from `against` is the resolution of the dtype.
-        windows: `rolling` or `strided` (see `adaattn_hf.eval.windows`); masked LMs have a recipe of their own.
+        windows: `rolling` or `strided` (see `adaattn_hf.eval.windows`); masked LMs have a recipe of their
+            own.
         context: tokens of a window; None is the model's own maximum.
         stride: tokens between windows; None is the context (disjoint windows).
         batch_size: windows per forward pass.
-        padding: `none` (batches of equal lengths), or `right` or `left`: the windows as they come, padded and masked.
+        padding: `none` (batches of equal lengths), or `right` or `left`: the windows as they come, padded and
+            masked.
         limit_docs: only so many documents.
-        limit_tokens: only so many tokens of text, counted before windows are cut; the last document may be cut short.
+        limit_tokens: only so many tokens of text, counted before windows are cut; the last document may be
+            cut short.
         mask_fraction: for masked LMs, the share of tokens that is scored.
         seed: of that sample.
         prefix_token: token before each document with `rolling`; None is the tokenizer's BOS, else EOS.

@@ -33,12 +33,12 @@ class Tokens:
     window: npt.NDArray[np.int64]
 
 
-def gather(task: Task, batches: Sequence[Sequence[int]], records: Mapping[int, BatchRecord]) -> Tokens:
+def gather(task: Task, batches: Sequence[Sequence[int]], records: Sequence[BatchRecord]) -> Tokens:
     """The tokens of all batches, sorted by window."""
     of_window = np.concatenate(
         [np.full(len(task.windows[w].targets), w, dtype=np.int64) for batch in batches for w in batch]
     )
-    parts = [records[i].scores for i in range(len(batches))]
+    parts = [record.scores for record in records]
     order = np.argsort(of_window, kind="stable")
     scores = TokenScores(
         nll=np.concatenate([p.nll for p in parts], axis=1)[:, order],
@@ -68,7 +68,9 @@ def quality(task: Task, tokens: Tokens, roles: Sequence[tuple[str, str]], kind: 
         entry = {"role": role, "implementation": implementation}
         nll, hit = tokens.scores.nll[arm], tokens.scores.hit[arm]
         totals = Totals(float(math.fsum(nll)), len(nll), task.words, task.bytes)
-        arms.append({**entry, **totals.as_dict(), **(_last_word(nll, hit, tokens) if kind == "lastword" else {})})
+        arms.append(
+            {**entry, **totals.as_dict(), **(_last_word(nll, hit, tokens) if kind == "lastword" else {})}
+        )
         if arm:
             comparisons.append({**entry, **_comparison(tokens, arm, clusters, kind), "clusters_are": unit})
     return {"arms": arms, "comparisons": comparisons}
@@ -77,7 +79,11 @@ def quality(task: Task, tokens: Tokens, roles: Sequence[tuple[str, str]], kind: 
 def _last_word(nll: Float, hit: Flag, tokens: Tokens) -> dict[str, Any]:
     right = compare.group_all(hit, tokens.document)
     words = compare.group_sums(nll, tokens.document)
-    return {"items": len(right), "accuracy": float(right.mean()), "last_word_perplexity": math.exp(words.mean())}
+    return {
+        "items": len(right),
+        "accuracy": float(right.mean()),
+        "last_word_perplexity": math.exp(words.mean()),
+    }
 
 
 def _comparison(tokens: Tokens, arm: int, clusters: npt.NDArray[np.int64], kind: str) -> dict[str, Any]:
@@ -109,18 +115,20 @@ def _ratio(difference: Mapping[str, Any]) -> dict[str, float | None]:
     return {name: None if value is None else math.exp(value) for name, value in found.items()}
 
 
-def speed(records: Sequence[BatchRecord], roles: Sequence[tuple[str, str]], tokens: int) -> list[dict[str, Any]]:
-    """Speed of each arm: model tokens per second, and how many times stock's speed (by the clock, and of the processor)."""
+def speed(records: Sequence[BatchRecord], tokens: int) -> list[dict[str, Any]]:
+    """Per arm, stock first: tokens per second, and how many times stock's speed (clock, processor time).
+
+    `tokens` is how many tokens an arm read in all batches together.
+    """
     wall = np.asarray([[e.wall for e in r.elapsed] for r in records])
     process = np.asarray([[e.process for e in r.elapsed] for r in records])
     entries = []
-    for arm, (role, implementation) in enumerate(roles):
+    for arm in range(wall.shape[1]):
+        total = float(wall[:, arm].sum())
         entry: dict[str, Any] = {
-            "role": role,
-            "implementation": implementation,
-            "wall_s": float(wall[:, arm].sum()),
+            "wall_s": total,
             "process_s": float(process[:, arm].sum()),
-            "tokens_per_s": tokens / float(wall[:, arm].sum()),
+            "tokens_per_s": tokens / total,
         }
         if arm:
             entry["speed_ratio_wall"] = ratio_summary(wall[:, 0].tolist(), wall[:, arm].tolist())

@@ -41,7 +41,9 @@ def build(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> Task:
     corpus = corpus.head(settings.limit_docs)
     context = _context(checkpoint, settings)
     if checkpoint.objective == "masked" and checkpoint.tokenizer.mask_token_id is None:
-        raise ModelUnavailable(f"tokenizer: {checkpoint.name}'s has no mask token, which a masked LM is scored with")
+        raise ModelUnavailable(
+            f"tokenizer: {checkpoint.name}'s has no mask token, which a masked LM is scored with"
+        )
     if corpus.kind == "lastword":
         return _last_words(checkpoint, corpus, settings, context)
     return _pages(checkpoint, corpus, settings, context)
@@ -51,11 +53,14 @@ def _context(checkpoint: Checkpoint, settings: Settings) -> int:
     longest = checkpoint.max_length
     if settings.context is None:
         if longest is None:
-            raise UsageError(f"context: the config of {checkpoint.name} names no maximum; pass --context 1024, say")
+            raise UsageError(
+                f"context: the config of {checkpoint.name} names no maximum; pass --context 1024, say"
+            )
         return longest
     if longest is not None and settings.context > longest:
         raise UsageError(
-            f"context: got {settings.context}, expected at most the {longest} tokens that {checkpoint.name} was made for"
+            f"context: got {settings.context}, expected at most the {longest} tokens that {checkpoint.name} "
+            "was made for"
         )
     return settings.context
 
@@ -91,22 +96,27 @@ def _pages(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: 
             else f"a random {settings.mask_fraction:g} of the tokens of each piece (seed {settings.seed})"
         )
         protocol = (
-            f"masked-LM pseudo-perplexity: disjoint pieces of at most {context} tokens with the tokenizer's special "
-            f"tokens around them; {sample} scored, one forward pass with one mask per scored token"
+            f"masked-LM pseudo-perplexity: disjoint pieces of at most {context} tokens with the tokenizer's "
+            f"special tokens around them; {sample} scored, one forward pass with one mask per scored token"
         )
         cut = cut or settings.mask_fraction < 1
     elif settings.windows == "rolling":
         prefix = checkpoint.prefix_token() if settings.prefix_token is None else settings.prefix_token
         made = [w for i, t in enumerate(encoded) for w in windows.rolling(t, context, stride, prefix, i)]
         protocol = (
-            f"rolling windows (lm-evaluation-harness): context {context}, stride {stride}, prefix token {prefix} "
-            "before each document; every token scored once"
+            f"rolling windows (lm-evaluation-harness): context {context}, stride {stride}, prefix token "
+            f"{prefix} before each document; every token scored once"
         )
     else:
         made = [w for i, t in enumerate(encoded) for w in windows.strided(t, context, stride, i)]
         protocol = (
-            f"strided windows (Transformers' documentation): context {context}, stride {stride}, no prefix; every "
-            + ("token scored once but the first of each window" if stride == context else "token but the first once")
+            f"strided windows (Transformers' documentation): context {context}, stride {stride}, no prefix; "
+            "every "
+            + (
+                "token scored once but the first of each window"
+                if stride == context
+                else "token but the first once"
+            )
         )
     if not made:
         raise UsageError(f"data: {corpus.origin} gives this tokenizer no token to score; give a longer text")
@@ -132,7 +142,14 @@ def _masked_pages(
     mask = checkpoint.tokenizer.mask_token_id
     for i, tokens in enumerate(encoded):
         yield from windows.masked(
-            tokens, context, mask, first, last, fraction=settings.mask_fraction, seed=settings.seed, document=i
+            tokens,
+            context,
+            mask,
+            first,
+            last,
+            fraction=settings.mask_fraction,
+            seed=settings.seed,
+            document=i,
         )
 
 
@@ -143,16 +160,19 @@ def _last_words(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, cont
     texts = [d.text for d in corpus.documents]
     if checkpoint.objective == "masked":
         first, last = checkpoint.special_tokens()
-        made = [lambada.masked_window(tokenizer, text, context, i, first, last) for i, text in enumerate(texts)]
+        made = [
+            lambada.masked_window(tokenizer, text, context, i, first, last) for i, text in enumerate(texts)
+        ]
         how = "all tokens of the last word masked at once"
     else:
         prefix = settings.prefix_token
         made = [
-            lambada.causal_window(tokenizer, text, context, i, prefix, settings.add_bos) for i, text in enumerate(texts)
+            lambada.causal_window(tokenizer, text, context, i, prefix, settings.add_bos)
+            for i, text in enumerate(texts)
         ]
         how = "the passage without its last word is the prompt, a space and the last word the target"
     protocol = (
-        f"last word of each passage (lambada_openai): {how}; right where the most probable tokens are all the "
-        f"target's; perplexity over whole words; context {context}"
+        f"last word of each passage (lambada_openai): {how}; right where the most probable tokens are all "
+        f"the target's; perplexity over whole words; context {context}"
     )
     return Task(tuple(made), protocol, len(made), None, context)

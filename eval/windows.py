@@ -2,12 +2,13 @@
 
 Two recipes, both widely used, which differ in what the first token of a document is conditioned on:
 
-* `rolling`: the recipe of lm-evaluation-harness. A prefix token (BOS, else EOS) stands before the document, so that its
-  first token is scored too. The first window scores `context` tokens; every later one scores the next `stride` tokens
-  and is filled up on the left with what came before.
-* `strided`: the recipe of Transformers' documentation page on perplexity. A window of `context` tokens every `stride`
-  tokens, of which those are scored that no earlier window scored. There is no prefix: the first token of the document
-  (and, where `stride == context`, the first of each window) has nothing before it in its window and is not scored.
+* `rolling`: the recipe of lm-evaluation-harness. A prefix token (BOS, else EOS) stands before the document,
+  so that its first token is scored too. The first window scores `context` tokens; every later one scores the
+  next `stride` tokens and is filled up on the left with what came before.
+* `strided`: the recipe of Transformers' documentation page on perplexity. A window of `context` tokens every
+  `stride` tokens, of which those are scored that no earlier window scored. There is no prefix: the first
+  token of the document (and, where `stride == context`, the first of each window) has nothing before it in
+  its window and is not scored.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Window:
 
     def __post_init__(self) -> None:
         if len(self.positions) != len(self.targets):
-            raise ValueError(f"positions: got {len(self.positions)}, expected as many as targets, {len(self.targets)}")
+            raise ValueError(
+                f"positions: got {len(self.positions)}, expected as many as targets, {len(self.targets)}"
+            )
 
 
 def _tail(document: int, input_ids: Sequence[int], targets: Sequence[int]) -> Window:
@@ -60,16 +63,21 @@ def check(recipe: str, context: int, stride: int) -> None:
         raise UsageError(f"context: got {context}, expected at least 2 tokens; pass --context 1024, say")
     if not 1 <= stride <= context:
         raise UsageError(
-            f"stride: got {stride}, expected 1 to the context, {context}: a larger stride would leave tokens out. "
-            f"Pass --stride {context} for disjoint windows or --stride {context // 2} for half-overlapping ones"
+            f"stride: got {stride}, expected 1 to the context, {context}: a larger stride would leave "
+            "tokens out. "
+            f"Pass --stride {context} for disjoint windows or --stride {context // 2} for half-overlapping "
+            "ones"
         )
 
 
-def rolling(tokens: Sequence[int], context: int, stride: int, prefix: int, document: int = 0) -> Iterator[Window]:
+def rolling(
+    tokens: Sequence[int], context: int, stride: int, prefix: int, document: int = 0
+) -> Iterator[Window]:
     """Windows of `rolling`: all tokens are scored, each once.
 
     With `stride == context` they are the disjoint windows of lm-evaluation-harness's `loglikelihood_rolling`
-    (`get_rolling_token_windows(context_len=1)`); a smaller stride is its `context_len = context - stride + 1`.
+    (`get_rolling_token_windows(context_len=1)`); a smaller stride is its `context_len = context - stride +
+    1`.
     """
     check("rolling", context, stride)
     first = tokens[:context]
@@ -110,14 +118,16 @@ def masked(
 ) -> Iterator[Window]:
     """Windows of a masked-LM pseudo-perplexity: one input per scored token, with that token alone masked.
 
-    The document is cut into disjoint pieces of `context - len(first) - len(last)` tokens, each put between the
-    tokenizer's own special tokens. (Salazar et al. 2020, "Masked Language Model Scoring": the sum over positions of
-    -log p(token | all others).) With `fraction < 1` only that share of each piece's positions is scored (at least one),
-    drawn without replacement by a generator seeded with (seed, document, piece).
+    The document is cut into disjoint pieces of `context - len(first) - len(last)` tokens, each put between
+    the tokenizer's own special tokens. (Salazar et al. 2020, "Masked Language Model Scoring": the sum over
+    positions of -log p(token | all others).) With `fraction < 1` only that share of each piece's positions is
+    scored (at least one), drawn without replacement by a generator seeded with (seed, document, piece).
     """
     room = context - len(first) - len(last)
     if room < 1:
-        raise UsageError(f"context: got {context}, expected more than the {context - room} special tokens of a window")
+        raise UsageError(
+            f"context: got {context}, expected more than the {context - room} special tokens of a window"
+        )
     if not 0 < fraction <= 1:
         raise UsageError(f"mask_fraction: got {fraction}, expected more than 0 and at most 1")
     for piece, begin in enumerate(range(0, len(tokens), room)):
@@ -126,7 +136,9 @@ def masked(
         count = max(1, round(fraction * len(body)))
         chosen = np.arange(len(body))
         if count < len(body):
-            chosen = np.sort(np.random.default_rng((seed, document, piece)).choice(len(body), count, replace=False))
+            chosen = np.sort(
+                np.random.default_rng((seed, document, piece)).choice(len(body), count, replace=False)
+            )
         for index in chosen:
             position = np.asarray([len(first) + int(index)], np.int64)
             input_ids = whole.copy()
@@ -137,8 +149,12 @@ def masked(
 def continuation(prompt: Sequence[int], target: Sequence[int], context: int, document: int = 0) -> Window:
     """The window of a last-word item: `target` after `prompt`, cut on the left to `context` input tokens."""
     if not prompt or not target:
-        raise ValueError(f"prompt and target: got {len(prompt)} and {len(target)} tokens, expected at least one each")
+        raise ValueError(
+            f"prompt and target: got {len(prompt)} and {len(target)} tokens, expected at least one each"
+        )
     if len(target) > context:
-        raise UsageError(f"context: got {context}, expected at least the {len(target)} tokens of the last word")
+        raise UsageError(
+            f"context: got {context}, expected at least the {len(target)} tokens of the last word"
+        )
     whole = [*prompt, *target][-(context + 1) :]
     return _tail(document, whole[:-1], target)

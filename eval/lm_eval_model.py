@@ -1,0 +1,32 @@
+"""The model `adaattn` of lm-evaluation-harness; importing this module registers it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+import adaattn_hf  # noqa: F401  (its import registers the attention)
+
+NAME = "adaattn"
+
+
+@register_model(NAME)
+class AdaAttnLM(HFLM):  # type: ignore[misc]
+    """lm-evaluation-harness's Hugging Face model with `attn_implementation="adaattn"`."""
+
+    def __init__(self, pretrained: Any, attn_implementation: str = "adaattn", **kwargs: Any) -> None:
+        """Load a model, or take one.
+
+        Args:
+            pretrained: hub id or directory; or a model that is loaded already, whose attention is then
+                switched.
+            attn_implementation: any name that Transformers knows.
+            **kwargs: as for the model `hf`.
+        """
+        if isinstance(pretrained, str):
+            super().__init__(pretrained=pretrained, attn_implementation=attn_implementation, **kwargs)
+            return
+        pretrained.set_attn_implementation(attn_implementation)
+        super().__init__(pretrained=pretrained, **kwargs)
