@@ -1,0 +1,188 @@
+"""The plug-in on a CUDA device: every backend that is installed there against the reference, and models end to end."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import adaattn_hf
+from adaattn_hf import reference
+from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, refusals_of
+from adaattn_hf.request import AttentionRequest, CallSpec
+from adaattn_hf.structure import CallStructure
+
+pytestmark = pytest.mark.gpu
+
+LENGTH = 193
+
+
+def structures() -> dict[str, CallStructure]:
+    """One of each kind, with lengths that fit no tile."""
+    n = LENGTH
+    left = torch.ones(3, n, dtype=torch.bool)
+    left[0, :100] = False
+    left[1, :1] = False
+    documents = torch.repeat_interleave(torch.arange(4), torch.tensor([20, 100, 1, n - 121]))[None]
+    spans = torch.full((3, n), -1)
+    spans[:, 30:60] = 0
+    holes = torch.rand(3, n, generator=torch.Generator().manual_seed(1)) > 0.2
+    made = {
+        "full": CallStructure(3, n, n),
+        "cross": CallStructure(3, 17, n),
+        "causal": CallStructure(3, n, n, causal=True),
+        "suffix": CallStructure(3, 40, n, causal=True, q_offset=n - 40),
+        "static cache": CallStructure(3, 40, n, causal=True, q_offset=60),
+        "decode": CallStructure(3, 1, n, causal=True, q_offset=n - 1),
+        "window": CallStructure(3, n, n, causal=True, window=32),
+        "window both ways": CallStructure(3, n, n, window=32),
+        "window and sinks": CallStructure(3, n, n, causal=True, window=32, sinks=4),
+        "left padding": CallStructure(3, n, n, causal=True, key_padding=left, pads_queries=True),
+        "right padding": CallStructure(3, n, n, key_padding=left.flip(1), pads_queries=True),
+        "padded decode": CallStructure(3, 1, n, causal=True, q_offset=n - 1, key_padding=left),
+        "holes": CallStructure(3, n, n, causal=True, key_padding=holes, pads_queries=True),
+        "documents": CallStructure(1, n, n, causal=True, q_segments=documents, k_segments=documents),
+        "chunks": CallStructure(3, n, n, causal=True, chunk=50),
+        "spans": CallStructure(3, n, n, causal=True, spans=spans),
+        "device offset": CallStructure(3, 1, n, causal=True, q_offset=torch.tensor(99)),
+    }
+    return {name: _moved(s) for name, s in made.items()}
+
+
+def _moved(structure: CallStructure) -> CallStructure:
+    tensors = {k: v.cuda() for k, v in vars(structure).items() if isinstance(v, torch.Tensor)}
+    return structure.with_changes(**tensors)
+
+
+def make(structure: CallStructure, dtype: torch.dtype, dim: int, **extra: Any) -> AttentionRequest:
+    g = torch.Generator("cuda").manual_seed(5)
+
+    def draw(length: int, heads: int) -> torch.Tensor:
+        shape = (structure.batch, length, heads, dim)
+        return torch.randn(shape, generator=g, device="cuda").to(dtype).transpose(1, 2)
+
+    q, k, v = draw(structure.q_len, 8), draw(structure.kv_len, 2), draw(structure.kv_len, 2)
+    return AttentionRequest(q, k, v, structure, scaling=dim**-0.5, **extra)
+
+
+@pytest.mark.parametrize("dim", [40, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", structures() if torch.cuda.is_available() else ["none"])
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_backend_equals_reference(backend: str, name: str, dtype: torch.dtype, dim: int) -> None:
+    request = make(structures()[name], dtype, dim)
+    spec = CallSpec.of(request)
+    reasons = refusals_of(backend, spec)
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    truth = reference.attention(request).out
+    out = BACKENDS[backend].attend(request).out
+    assert out.dtype == dtype
+    plain = BACKENDS["eager"].attend(request).out.double()
+    # half precision: twice torch's own error in the same dtype and one rounding band; fp32 matmuls are exact to 1e-5
+    bound = 1e-5 if dtype is torch.float32 else 2 * (plain - truth).abs().max().item()
+    band = 0.0 if dtype is torch.float32 else torch.finfo(dtype).eps * truth.abs().max().item()
+    assert (out.double() - truth).abs().max().item() <= bound + band
+
+
+@pytest.mark.parametrize("name", structures() if torch.cuda.is_available() else ["none"])
+def test_gradients_equal_reference(name: str) -> None:
+    structure = structures()[name]
+    request = make(structure, torch.float32, 64)
+    leaves = [t.detach().clone().requires_grad_() for t in (request.query, request.key, request.value)]
+    weight = torch.randn(structure.batch, structure.q_len, 8, 64, device="cuda")
+
+    def gradients(compute: Any) -> list[torch.Tensor]:
+        r = AttentionRequest(*leaves, structure, scaling=request.scaling)
+        return list(torch.autograd.grad((compute(r).to(weight.dtype) * weight).sum(), leaves))
+
+    ours = gradients(lambda r: choose(CallSpec.of(r)).attend(r).out)
+    true = gradients(lambda r: reference.attention(r).out)
+    for a, b in zip(ours, true, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
+
+
+KV: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+MODELS: dict[str, Any] = {
+    "llama": lambda: (tf.LlamaForCausalLM, tf.LlamaConfig(**KV)),
+    "mistral": lambda: (tf.MistralForCausalLM, tf.MistralConfig(**KV, sliding_window=8)),
+    "gpt2": lambda: (
+        tf.GPT2LMHeadModel,
+        tf.GPT2Config(vocab_size=64, n_embd=128, n_layer=2, n_head=4, n_positions=256, pad_token_id=0, bos_token_id=1, eos_token_id=None),
+    ),
+    "bert": lambda: (
+        tf.BertModel,
+        tf.BertConfig(vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0),
+    ),
+}  # fmt: skip
+
+
+def pair(name: str) -> tuple[Any, Any]:
+    cls, config = MODELS[name]()
+    stock = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval().cuda()
+    ours = cls._from_config(copy.deepcopy(config), attn_implementation="adaattn").eval().cuda()
+    with torch.no_grad():
+        for p in stock.parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.1)
+    ours.load_state_dict(stock.state_dict())
+    return stock, ours
+
+
+def main_output(out: Any) -> torch.Tensor:
+    tensor: torch.Tensor = out.logits if hasattr(out, "logits") else out.last_hidden_state
+    return tensor
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_equal_eager(name: str, side: str) -> None:
+    stock, ours = pair(name)
+    ids = torch.randint(3, 64, (3, 50), device="cuda")
+    mask = torch.ones_like(ids)
+    if side != "none":
+        mask[0, :20] = 0
+        mask = mask if side == "left" else mask.flip(1)
+    with torch.no_grad():
+        a, b = main_output(stock(ids, attention_mask=mask)), main_output(ours(ids, attention_mask=mask))
+    real = mask.bool()
+    torch.testing.assert_close(b[real], a[real], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_generates_the_same_tokens(name: str, cache: str) -> None:
+    stock, ours = pair(name)
+    ids = torch.randint(3, 64, (3, 12), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    args: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
+    if cache == "static":
+        args |= {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(stock.generate(ids, **args), ours.generate(ids, **args))
+
+
+def test_half_precision_with_flash_where_installed() -> None:
+    stock, ours = pair("llama")
+    stock, ours = stock.bfloat16(), ours.bfloat16()
+    ids = torch.randint(3, 64, (3, 50), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    with torch.no_grad():
+        a, b = stock(ids, attention_mask=mask).logits, ours(ids, attention_mask=mask).logits
+    assert (a - b).float().abs()[mask.bool()].max() < 0.1 * a.float().abs().max()
+    text = str(adaattn_hf.explain(ours))
+    assert "cuda" in text
+
+
+def test_a_forced_backend_refuses_fp32() -> None:
+    _, ours = pair("llama")
+    ours.set_attn_implementation("adaattn_fa2")
+    with pytest.raises(BackendRefusal, match="float16 or bfloat16"):
+        ours(torch.ones(1, 4, dtype=torch.long, device="cuda"))
