@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from adaattn_hf import native_launch
 from adaattn_hf.approximate import PRECISE_ROWS, Program, defined, heads_of, ranked, rounded, windowed
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import choose
@@ -30,6 +31,16 @@ def launches(program: Program) -> list[tuple[Choice, list[int]]]:
     for head, choice in enumerate(program.plan.choices):
         groups.setdefault(choice, []).append(head)
     return list(groups.items())
+
+
+def launch_name(choice: Choice, shared: bool) -> str:
+    """Returns the name of the launch that serves a choice; choices of one name share a launch.
+
+    Args:
+        choice: The choice.
+        shared: Whether the native kernels serve the call; see `native_launch`.
+    """
+    return f"native {choice.precision}" if shared and native_launch.takes(choice) else choice.label
 
 
 def attend(program: Program, request: AttentionRequest, backend: str | None = None) -> AttentionResult:
@@ -51,11 +62,11 @@ def attend(program: Program, request: AttentionRequest, backend: str | None = No
         )
     within = rows_within(request.structure, program.max_length, request.query.device)
     if within is False:
-        return _launch(request, backend)
+        return launch(request, backend)
     result = _planned(program, request, backend)
     if within is True:
         return result
-    exact = _launch(request, backend)
+    exact = launch(request, backend)
     out = torch.where(within[:, :, None, None], result.out, exact.out)
     if result.lse is None or exact.lse is None:
         return AttentionResult(out)
@@ -97,12 +108,19 @@ def rows_within(structure: CallStructure, limit: int, device: torch.device) -> b
 
 
 def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
-    groups = launches(program)
-    if len(groups) == 1:
-        return _group(program, request, groups[0][0], groups[0][1], backend)
+    shared = native_launch.serves(request, backend)
+    groups: dict[str, list[int]] = {}
+    for head, choice in enumerate(program.plan.choices):
+        groups.setdefault(launch_name(choice, shared), []).append(head)
     results, order = [], []
-    for choice, heads in groups:
-        results.append(_group(program, heads_of(request, heads), choice, heads, backend))
+    for name, heads in groups.items():
+        part = heads_of(request, heads)
+        choices = [program.plan.choices[head] for head in heads]
+        if name.startswith("native "):
+            few = request.query.shape[2] < PRECISE_ROWS
+            results.append(native_launch.attend(part, choices, "model" if few else choices[0].precision))
+        else:
+            results.append(_group(program, part, choices[0], heads, backend))
         order += heads
     out = _in_order([result.out for result in results], order, request, dim=2)
     if not request.need_lse:
@@ -126,19 +144,19 @@ def _group(
 ) -> AttentionResult:
     """One launch: the heads of one choice."""
     if choice == EXACT:
-        return _launch(request, backend)
+        return launch(request, backend)
     dtype = request.query.dtype
-    changed = _cast(ranked(request, choice, heads, program.tensors), choice, heads, program)
+    changed = cast(ranked(request, choice, heads, program.tensors), choice, heads, program)
     if choice.kind == "window":
-        result = _launch(replace(changed, structure=windowed(request.structure, choice)), backend)
+        result = launch(replace(changed, structure=windowed(request.structure, choice)), backend)
     elif choice.kind == "blocks":
         result = _blocks(changed, request, choice, backend)
     else:
-        result = _launch(changed, backend)
+        result = launch(changed, backend)
     return AttentionResult(result.out.to(dtype), result.lse)
 
 
-def _cast(request: AttentionRequest, choice: Choice, heads: list[int], program: Program) -> AttentionRequest:
+def cast(request: AttentionRequest, choice: Choice, heads: list[int], program: Program) -> AttentionRequest:
     """Operands in the choice's precision: cast where torch computes in it, rounded where it does not."""
     if choice.precision == "bf16" and request.query.shape[2] >= PRECISE_ROWS:
         low = torch.bfloat16
@@ -153,7 +171,8 @@ def _cast(request: AttentionRequest, choice: Choice, heads: list[int], program: 
     return rounded(request, choice, heads, tensors)
 
 
-def _launch(request: AttentionRequest, backend: str | None) -> AttentionResult:
+def launch(request: AttentionRequest, backend: str | None) -> AttentionResult:
+    """Returns what the chosen backend computes for one request."""
     return choose(CallSpec.of(request), backend).attend(request)
 
 
@@ -170,7 +189,7 @@ def _blocks(
     """
     runs = original.structure.segments()
     if runs is None or original.structure.windowed or original.bias is not None:
-        return _launch(changed, backend)
+        return launch(changed, backend)
     query, value = changed.query, changed.value
     batch, heads, q_len, _ = query.shape
     out = query.new_zeros(batch, q_len, heads, value.shape[3])
@@ -219,7 +238,7 @@ def _run_of_head(
         if original.structure.causal:
             mask = mask & (columns <= positions[start:stop, None])
         rows = slice(run.q_start + start, run.q_start + stop)
-        part = _launch(
+        part = launch(
             replace(
                 changed,
                 query=changed.query[run.row : run.row + 1, members, rows],

@@ -208,7 +208,8 @@ class Verified:
         top1: Share of tokens where both agree on the likeliest token.
         retrieval_stock: Share of needles that stock attention retrieves.
         retrieval_plan: Share of needles that the plan retrieves.
-        activation: Share of (token, query head) pairs where the plan kept fewer keys than stock, or another precision.
+        activation: Share of (token, query head) pairs that the plan computes otherwise than stock.
+        activation_keys: Share of them that see fewer keys: what perplexity on short text cannot test.
         predicted_kl: The sum of the risks, re-scaled.
         sentence: The verdict in words.
     """
@@ -226,6 +227,7 @@ class Verified:
     retrieval_stock: float
     retrieval_plan: float
     activation: float
+    activation_keys: float
     predicted_kl: float
     sentence: str
 

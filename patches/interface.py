@@ -20,13 +20,14 @@ from ..tap import active_tap
 from .carrier import StructuredMask
 from .packing import with_documents
 from .recorder import active_recorder
+from .selected import with_selected_keys
 
 __all__ = ["AttentionFunction", "attention_function"]
 
 AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
 
-# Keywords that select keys inside models of sparse attention: leaving them out would compute something else.
-_UNSERVED = ("indices", "block_indices", "block_table", "cache")
+# Keywords of continuous batching: keys and values lie in a paged cache that only listed implementations are given.
+_UNSERVED = ("block_table", "cache")
 
 
 def attention_function(backend: str | None = None) -> AttentionFunction:
@@ -61,14 +62,15 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         for name in _UNSERVED:
             if kwargs.get(name) is not None:
                 raise ValueError(
-                    f"{name}: {type(module).__name__} selects its keys by this keyword, which adaattn does not serve; "
-                    "load the model with attn_implementation='eager'"
+                    f"{name}: {type(module).__name__} keeps its keys in a paged cache, which adaattn does not serve; "
+                    "use generate() instead of generate_batch(), or load the model with attn_implementation='sdpa'"
                 )
         out_dtype = query.dtype
         query, key, value = _one_dtype(module, query, key, value)
         structure, bias = _read_mask(module, query, key, attention_mask, is_causal)
         if kwargs.get("cu_seq_lens_q") is not None:
             structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
+        structure = with_selected_keys(module, structure, query.shape[1], kwargs)
         if position_bias is not None:
             position_bias = position_bias[..., : structure.q_len, : structure.kv_len]
             bias = position_bias if bias is None else bias + position_bias
@@ -93,7 +95,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         if not spec.compiling and (tap := active_tap()) is not None:
             out = tap(module, request)
         elif program is not None:
-            out = execute.attend(program, request, backend).out
+            out = execute.attend(program, request, forced).out
         else:
             out = choose(spec, forced).attend(request).out
         # Autocast defines the output's dtype, as it does for stock attention; nothing else may change it.

@@ -1,0 +1,84 @@
+"""What calibration has learned so far, saved after every sequence so that an interrupted run goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adaattn_hf.policy.risk import RiskTable
+
+FILE = "adaattn_calibration.partial.npz"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes a file that is either the old one or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_bytes(data)
+    os.replace(fresh, path)
+
+
+class CalibrationState:
+    """Risks and dropped masses by length bin.
+
+    Attributes:
+        key: What the numbers belong to: settings, weights, text.
+        risks: By length, the risk table over parts combined into choices.
+        dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean square.
+        done: By length, sequences finished.
+    """
+
+    def __init__(self, identity: Mapping[str, Any], lengths: tuple[int, ...], units: int, choices: int) -> None:
+        self.key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+        self.risks = {length: RiskTable(units, choices) for length in lengths}
+        self.dropped: dict[int, NDArray[np.float64]] = {length: np.zeros((units, choices, 3)) for length in lengths}
+        self.done = dict.fromkeys(lengths, 0)
+
+    def save(self, directory: Path) -> None:
+        """Writes the state to a directory."""
+        arrays: dict[str, Any] = {"key": np.array(self.key)}
+        for length, table in self.risks.items():
+            arrays[f"total.{length}"] = table.total
+            arrays[f"squares.{length}"] = table.squares
+            arrays[f"means.{length}"] = table.means
+            arrays[f"dropped.{length}"] = self.dropped[length]
+            arrays[f"counts.{length}"] = np.array([table.rows, table.sequences, self.done[length]])
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)
+        write_atomically(directory / FILE, buffer.getvalue())
+
+    def load(self, directory: Path) -> bool:
+        """Reads a state that belongs to the same settings, weights and text; returns whether there was one.
+
+        Raises:
+            ValueError: If the state belongs to another calibration.
+        """
+        path = directory / FILE
+        if not path.is_file():
+            return False
+        with np.load(path, allow_pickle=False) as arrays:
+            if str(arrays["key"]) != self.key:
+                raise ValueError(
+                    f"resume: {path} belongs to another model, text or settings; give the arguments of the interrupted "
+                    "run, or another --out"
+                )
+            for length, table in self.risks.items():
+                table.total = arrays[f"total.{length}"]
+                table.squares = arrays[f"squares.{length}"]
+                table.means = arrays[f"means.{length}"]
+                self.dropped[length] = arrays[f"dropped.{length}"]
+                table.rows, table.sequences, self.done[length] = (int(n) for n in arrays[f"counts.{length}"])
+        return True
+
+    @staticmethod
+    def forget(directory: Path) -> None:
+        """Removes the state of a finished calibration."""
+        (directory / FILE).unlink(missing_ok=True)

@@ -1,0 +1,266 @@
+"""Pass one of calibration: the loss that every choice of every unit would cost, from a few backward passes.
+
+For labels drawn from the model, E[KL] = 1/2 E[(g . do)^2] with g the gradient of the sampled log-likelihood with respect
+to the attention output and do what the choice changes in it. One backward pass gives g of all heads of all layers; do is
+computed on sampled rows for every choice by the very code that will run. Rows are summed without cross terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from adaattn_hf.approximate import LayerTensors, Program, heads_of, ranked
+from adaattn_hf.arms import ModelArms, exact_tap
+from adaattn_hf.backends.eager import attention_weights
+from adaattn_hf.execute import cast, launch
+from adaattn_hf.plan import EXACT, Choice, LayerPlan
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.selection import keep_blocks, keys_of_blocks, pooled_keys
+from adaattn_hf.stats.rows import stratified_rows
+from adaattn_hf.stats.spectrum import Gram, gram
+from adaattn_hf.structure import CallStructure
+from adaattn_hf.tap import tapping
+
+
+@dataclass
+class Moments:
+    """Pass zero: mean keys and Grams of each layer.
+
+    Attributes:
+        grams: By layer index.
+        shapes: By layer index: heads, key/value heads, head_dim, head_dim_v.
+        windows: By layer index: the model's own window, `None` without one.
+        causal: Whether attention is causal.
+    """
+
+    grams: dict[int, Gram] = field(default_factory=dict)
+    shapes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+    causal: dict[int, bool] = field(default_factory=dict)
+
+    def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
+        """Adds the moments of one call and answers it exactly."""
+        index = layer_index(module)
+        new = gram(request.query.detach(), request.key.detach())
+        new = Gram(new.query.cpu(), new.key.cpu(), new.key_sum.cpu(), new.count)
+        self.grams[index] = self.grams[index] + new if index in self.grams else new
+        query, key, value = request.query, request.key, request.value
+        self.shapes[index] = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
+        self.windows[index] = request.structure.window
+        self.causal[index] = request.structure.causal
+        return exact_tap(module, request)
+
+
+def layer_index(module: nn.Module) -> int:
+    """Returns the `layer_idx` of an attention module.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int):
+        raise ValueError(
+            f"{type(module).__name__} has no layer_idx: a plan could not name its layer; plans serve models whose "
+            "attention modules are numbered (LLaMA, GPT-2, BERT and their kin)"
+        )
+    return index
+
+
+def row_visible(structure: CallStructure, rows: Tensor, device: torch.device) -> Tensor:
+    """Returns the boolean `[batch or 1, heads or 1, rows, kv_len]` of a few rows of a structure."""
+    return torch.cat([structure.visible(row, row + 1, device=device) for row in rows.tolist()], dim=2)
+
+
+@dataclass(frozen=True, eq=False)
+class RowOutputs:
+    """What every choice computes on sampled rows of one layer.
+
+    Attributes:
+        outputs: `[choices, heads, rows, head_dim_v]`.
+        dropped: `[choices, heads, rows]`, attention weight left out.
+    """
+
+    outputs: Tensor
+    dropped: Tensor
+
+
+@torch.no_grad()
+def row_outputs(
+    request: AttentionRequest, rows: Tensor, choices: Sequence[Choice], tensors: LayerTensors
+) -> RowOutputs:
+    """Returns the outputs of each choice, all heads taking it, on rows of a batch of one."""
+    device = request.query.device
+    structure = request.structure
+    kv_heads, kv_len = request.key.shape[1], request.key.shape[2]
+    groups = request.query.shape[1] // kv_heads
+    every = list(range(kv_heads))
+    visible = row_visible(structure, rows, device)
+    offset = structure.offset()
+    positions = rows.to(device) + offset
+    sampled = replace(
+        request,
+        query=request.query[:, :, rows].contiguous(),
+        structure=CallStructure(1, len(rows), kv_len, mask=visible),
+    )
+    weights = attention_weights(sampled)[0]
+    keys = torch.arange(kv_len, device=device)
+    outputs, dropped = [], []
+    for choice in choices:
+        mask = visible
+        if choice.kind == "window" and (structure.window is None or choice.window < structure.window):
+            near = (positions[:, None] - keys).abs() < choice.window
+            sinks = choice.sinks if structure.window is None else 0
+            mask = visible & (near | (keys < sinks))
+        elif choice.kind == "blocks":
+            keep = keep_blocks(
+                sampled.query[0].view(kv_heads, groups, len(rows), -1),
+                pooled_keys(request.key[0]),
+                positions,
+                kv_len,
+                mass=choice.mass,
+                sinks=choice.sinks,
+                scaling=request.scaling,
+                causal=structure.causal,
+                softcap=request.softcap,
+            )
+            mask = visible & keys_of_blocks(keep, kv_len).repeat_interleave(groups, dim=0)[None]
+        program = Program(LayerPlan(0, "", (choice,) * kv_heads), tensors, kv_len)
+        changed = cast(ranked(sampled, choice, every, tensors), choice, every, program)
+        part = launch(replace(changed, structure=CallStructure(1, len(rows), kv_len, mask=mask)), None)
+        outputs.append(part.out[0].transpose(0, 1).float())
+        dropped.append((weights * ~mask[0]).sum(-1).float())
+    return RowOutputs(torch.stack(outputs), torch.stack(dropped))
+
+
+@dataclass(eq=False)
+class FisherRecorder:
+    """Listens to one forward pass, then to its backward passes.
+
+    Attributes:
+        rows: Sampled query rows.
+        choices: Choices measured; the exact one is the base and is not among them.
+        tensors: By layer index.
+        changes: By layer index: `[choices, heads, rows, head_dim_v]`, what a choice changes in the output.
+        dropped: By layer index: `[choices, heads, rows]`.
+        gradients: By layer index: `[heads, rows, head_dim_v]` of the backward pass in progress.
+        listening: Whether calls are recorded; a checkpointed backward pass repeats calls.
+    """
+
+    rows: Tensor
+    choices: Sequence[Choice]
+    tensors: dict[int, LayerTensors]
+    changes: dict[int, Tensor] = field(default_factory=dict)
+    dropped: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    listening: bool = True
+
+    def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
+        """Answers exactly, and records what each choice would have changed."""
+        out = exact_tap(module, request)
+        if not self.listening:
+            return out
+        index = layer_index(module)
+        if index in self.changes:
+            raise ValueError(f"layer {index} attends twice in one forward pass; plans serve one attention per layer")
+        bare = replace(
+            request, query=request.query.detach(), key=request.key.detach(), value=request.value.detach()
+        )
+        found = row_outputs(bare, self.rows, [EXACT, *self.choices], self.tensors.get(index, LayerTensors()))
+        self.changes[index] = found.outputs[1:] - found.outputs[:1]
+        self.dropped[index] = found.dropped[1:]
+
+        def note(gradient: Tensor) -> None:
+            self.gradients[index] = gradient[0, self.rows].transpose(0, 1).detach().float()
+
+        out.register_hook(note)
+        return out
+
+    def products(self) -> dict[int, Tensor]:
+        """Returns by layer index `[choices, heads, rows]`: g . do of each head, for the last backward pass."""
+        return {
+            index: (change * self.gradients[index][None]).sum(-1) for index, change in self.changes.items()
+        }
+
+
+def label_gradients(arms: ModelArms, hidden: Tensor, generator: torch.Generator, labels: int) -> list[Tensor]:
+    """Returns, for each of `labels` draws y ~ model, the gradient of sum log p(y) with respect to the hidden states."""
+    state = hidden.detach()
+    gradients = [torch.empty_like(state) for _ in range(labels)]
+    for start in range(0, state.shape[1], 256):
+        piece = state[:, start : start + 256].requires_grad_()
+        logits = arms.logits(piece)
+        likelihood = logits.log_softmax(-1)
+        drawn = torch.multinomial(likelihood[0].detach().exp().cpu(), labels, replacement=True, generator=generator)
+        for index in range(labels):
+            chosen = likelihood[0].gather(1, drawn[:, index : index + 1].to(state.device)).sum()
+            (gradient,) = torch.autograd.grad(chosen, piece, retain_graph=index + 1 < labels)
+            gradients[index][:, start : start + 256] = gradient
+    return gradients
+
+
+def measure(
+    arms: ModelArms,
+    tokens: Tensor,
+    choices: Sequence[Choice],
+    tensors: dict[int, LayerTensors],
+    *,
+    rows: int,
+    labels: int,
+    generator: torch.Generator,
+    on_products: Callable[[dict[int, Tensor]], None],
+) -> FisherRecorder:
+    """Runs one sequence `[1, n]` forward and `labels` times backward, handing over g . do after each backward pass."""
+    sampled = stratified_rows(tokens.shape[1], rows, generator)
+    recorder = FisherRecorder(sampled, choices, tensors)
+    frozen = [parameter for parameter in arms.model.parameters() if parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    embedding = arms.model.get_input_embeddings()  # type: ignore[operator]
+    handle = embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
+    try:
+        with torch.enable_grad(), tapping(recorder.tap):
+            hidden = arms.hidden(tokens)
+            recorder.listening = False
+            for index, gradient in enumerate(label_gradients(arms, hidden, generator, labels)):
+                hidden.backward(gradient, retain_graph=index + 1 < labels)
+                on_products(recorder.products())
+    finally:
+        handle.remove()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+    return recorder
+
+
+def unit_risks(
+    products: dict[int, Tensor], kv_heads: int, combine: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], int]:
+    """Returns `[units, choices]` sums of 1/2 (g . do)^2 over rows, and the number of rows.
+
+    Products are linear in do: those of the query heads that share a key/value head add up, and those of a combined choice
+    (a window in int8) are the sum of its parts. Each unit is one key/value head of one layer, layers rising.
+
+    Args:
+        products: By layer index `[base choices, heads, rows]`.
+        kv_heads: Key/value heads per layer.
+        combine: `[choices, base choices]` of zeros and ones.
+    """
+    sums = []
+    rows = 0
+    for index in sorted(products):
+        base, heads, rows = products[index].shape
+        grouped = products[index].double().view(base, kv_heads, heads // kv_heads, rows).sum(2)
+        mixed = torch.einsum("cb,bur->cur", torch.from_numpy(combine).to(grouped), grouped)
+        sums.append((0.5 * mixed.square().sum(-1)).T.cpu().numpy())
+    return np.concatenate(sums, axis=0), rows
+
+
+__all__ = [
+    "FisherRecorder", "Moments", "RowOutputs", "heads_of", "label_gradients", "layer_index", "measure", "row_outputs",
+    "row_visible", "unit_risks",
+]

@@ -1,0 +1,80 @@
+"""Needles in the user's own text: does attention still find what lies far behind?
+
+A haystack is a stretch of the text. Several needles, each a key of tokens and a value of tokens, are written into it at
+spread depths; at the end every key is repeated and the value must come out as the likeliest tokens. Keys and values are
+drawn from the haystack's own vocabulary, and all needles share one context, so that a needle must be told from the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adaattn_hf.arms import ModelArms
+from adaattn_hf.tap import Tap, tapping
+
+KEY = 6
+VALUE = 4
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """One context with its needles.
+
+    Attributes:
+        tokens: `[length]` token ids, needles and questions included.
+        answers: Per needle the position of the first value token in the question.
+        depths: Per needle its place in the haystack, 0 first to 1 last.
+    """
+
+    tokens: Tensor
+    answers: tuple[int, ...]
+    depths: tuple[float, ...]
+
+
+def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
+    """Returns a haystack of the length of `text` with `needles` needles and their questions at the end.
+
+    Args:
+        text: `[length]` token ids.
+        needles: Number of needles.
+        generator: Draws keys, values and the order of the questions.
+
+    Raises:
+        ValueError: If the text is too short for that many needles.
+    """
+    size = KEY + VALUE
+    room = len(text) - 2 * needles * size
+    if room < needles * size:
+        raise ValueError(f"needles is {needles} in a text of {len(text)} tokens, expected at most {len(text) // (3 * size)}")
+    vocabulary = text.unique()
+    drawn = vocabulary[torch.randint(len(vocabulary), (needles, size), generator=generator)]
+    depths = tuple((index + 0.5) / needles for index in range(needles))
+    pieces, start = [], 0
+    for index, depth in enumerate(depths):
+        stop = int(depth * room)
+        pieces += [text[start:stop], drawn[index]]
+        start = stop
+    pieces.append(text[start:room])
+    position = sum(len(piece) for piece in pieces)
+    answers = [0] * needles
+    for index in torch.randperm(needles, generator=generator).tolist():
+        pieces.append(drawn[index])
+        answers[index] = position + KEY
+        position += size
+    return Haystack(torch.cat(pieces), tuple(answers), depths)
+
+
+@torch.no_grad()
+def retrieved(arms: ModelArms, haystack: Haystack, tap: Tap) -> tuple[bool, ...]:
+    """Returns for each needle whether all its value tokens are the model's likeliest, given those before."""
+    with tapping(tap):
+        hidden = arms.hidden(haystack.tokens[None].to(arms.device))
+    found = []
+    for answer in haystack.answers:
+        logits = arms.logits(hidden[:, answer - 1 : answer + VALUE - 1])
+        likeliest = logits[0].argmax(-1).cpu()
+        found.append(bool((likeliest == haystack.tokens[answer : answer + VALUE]).all()))
+    return tuple(found)

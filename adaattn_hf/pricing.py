@@ -1,0 +1,126 @@
+"""Prices of choices: the launches of a plan, timed on this machine with real queries, keys and values.
+
+Every choice is timed for one key/value head and for all of them, in prefill and in one decode step, at each length. The
+rounds are interleaved and the smallest time is kept, so that a busy moment of the machine strikes no choice alone. On a
+CPU the process's own CPU time is taken.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from adaattn_hf import execute, native_launch
+from adaattn_hf.approximate import LayerTensors, Program, heads_of
+from adaattn_hf.plan import Choice, LayerPlan
+from adaattn_hf.policy.knapsack import Array, Launches
+from adaattn_hf.policy.prices import Price, PriceTable, fit_price
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.structure import CallStructure
+
+PHASES = ("prefill", "decode")
+
+
+def machine() -> str:
+    """Returns the machine in words: processor or device, threads, torch."""
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def decode_step(request: AttentionRequest) -> AttentionRequest:
+    """Returns the request of the last query alone."""
+    kv_len = request.key.shape[2]
+    structure = CallStructure(1, 1, kv_len, causal=True, q_offset=kv_len - 1, window=request.structure.window)
+    return replace(request, query=request.query[:, :, -1:], structure=structure)
+
+
+def _seconds(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.process_time()
+
+
+def measure_prices(
+    requests: Mapping[int, AttentionRequest], choices: Sequence[Choice], tensors: LayerTensors, *, repeats: int = 3
+) -> PriceTable:
+    """Returns the measured prices of every choice.
+
+    Args:
+        requests: By length, a call of one layer of the model on real text.
+        choices: The choices.
+        tensors: Bases and means of that layer.
+        repeats: Interleaved rounds.
+    """
+    table: dict[str, dict[int, dict[str, Price]]] = {phase: {} for phase in PHASES}
+    for length, whole in sorted(requests.items()):
+        for phase in PHASES:
+            request = whole if phase == "prefill" else decode_step(whole)
+            # a decode step is microseconds: timed in bundles, above the clock's resolution
+            bundle = 1 if phase == "prefill" else 20
+            kv_heads = request.key.shape[1]
+            counts = sorted({1, kv_heads})
+            best: dict[tuple[str, int], float] = {}
+            for _ in range(repeats):
+                for choice in choices:
+                    for count in counts:
+                        program = Program(LayerPlan(0, "", (choice,) * count), tensors, length)
+                        part = heads_of(request, list(range(count)))
+                        with torch.no_grad():
+                            start = _seconds(request.query.device)
+                            for _ in range(bundle):
+                                execute.attend(program, part)
+                            taken = (_seconds(request.query.device) - start) / bundle
+                        key = (choice.label, count)
+                        best[key] = min(best.get(key, float("inf")), taken)
+            table[phase][length] = {
+                choice.label: fit_price(counts, [best[choice.label, count] for count in counts]) for choice in choices
+            }
+    return PriceTable(machine(), table)
+
+
+def shared_launches(request: AttentionRequest) -> bool:
+    """Whether the native kernels would serve this call, so that choices of one precision share a launch."""
+    return native_launch.serves(request, None)
+
+
+def unit_prices(
+    table: PriceTable,
+    choices: Sequence[Choice],
+    units: Sequence[tuple[int, int]],
+    *,
+    lengths: Sequence[int],
+    decode_tokens: int,
+    shared: bool,
+) -> tuple[Array, Launches]:
+    """Returns prices `[units, choices]` in seconds and the launch constants, summed over the length bins.
+
+    A request is one prefill of each length and `decode_tokens` decode steps behind it.
+
+    Args:
+        table: Measured prices.
+        choices: The choices.
+        units: Layer and key/value head of each unit.
+        lengths: Length bins.
+        decode_tokens: Decode steps per prefill.
+        shared: Whether choices of one precision share a launch.
+    """
+    slopes = np.zeros(len(choices))
+    constants = np.zeros(len(choices))
+    for length in lengths:
+        for phase, weight in (("prefill", 1.0), ("decode", float(decode_tokens))):
+            for place, choice in enumerate(choices):
+                price = table.price(phase, length, choice.label)
+                slopes[place] += weight * price.slope
+                constants[place] += weight * price.constant
+    names = [execute.launch_name(choice, shared) for choice in choices]
+    groups = list(dict.fromkeys(names))
+    launch = np.array([groups.index(name) for name in names])
+    constant = np.array([float(np.median(constants[launch == group])) for group in range(len(groups))])
+    prices = np.tile(slopes, (len(units), 1))
+    return prices, Launches(np.array([layer for layer, _ in units]), launch, constant)

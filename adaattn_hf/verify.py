@@ -1,0 +1,183 @@
+"""The proof of a plan on held-out text: paired loss, KL, likeliest tokens, needles, activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaattn_hf import needles as needle
+from adaattn_hf.approximate import Program
+from adaattn_hf.arms import ModelArms, TokenScores, compare, exact_tap, plan_tap
+from adaattn_hf.corpus import TokenSequence
+from adaattn_hf.plan import Choice, Verified
+from adaattn_hf.policy.acceptance import Bound, Gates, clustered, upper_bound
+
+Step = Callable[[int, int], None]
+
+
+@dataclass
+class Evidence:
+    """Scores of held-out sequences, added up as they come.
+
+    Attributes:
+        names: Document of each sequence.
+        sums: Sum of token differences of each sequence.
+        tokens: Scored tokens of each sequence.
+        kl: KL of every token.
+        agree: Tokens with the same likeliest token.
+        lost: Needles found by stock attention and lost by the plan, less those won.
+        found: Needles that stock attention finds.
+        planned: Needles that the plan finds.
+        needles: Needles.
+    """
+
+    names: list[str] = field(default_factory=list)
+    sums: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    kl: list[Tensor] = field(default_factory=list)
+    agree: int = 0
+    lost: int = 0
+    found: int = 0
+    planned: int = 0
+    needles: int = 0
+
+    def add(self, name: str, scores: TokenScores) -> None:
+        """Adds the scores of one sequence."""
+        self.names.append(name)
+        self.sums.append(float(scores.delta.sum()))
+        self.tokens.append(len(scores.delta))
+        self.kl.append(scores.kl.cpu())
+        self.agree += int(scores.agree.sum())
+
+    def add_needles(self, stock: Sequence[bool], planned: Sequence[bool]) -> None:
+        """Adds the paired outcomes of one haystack."""
+        self.found += sum(stock)
+        self.planned += sum(planned)
+        self.lost += sum(stock) - sum(planned)
+        self.needles += len(stock)
+
+    def bound(self, confidence: float) -> Bound:
+        """Returns the upper bound of the loss difference, clustered by document."""
+        return upper_bound(*clustered(self.names, self.sums, self.tokens), confidence)
+
+
+def gather(
+    arms: ModelArms,
+    programs: Mapping[int, Program],
+    sequences: Sequence[TokenSequence],
+    *,
+    haystacks: int = 0,
+    needles: int = 8,
+    seed: int = 0,
+    step: Step | None = None,
+) -> Evidence:
+    """Returns the evidence of a plan on held-out sequences, each of its own length.
+
+    Args:
+        arms: The model.
+        programs: The plan's programs by layer index.
+        sequences: Held-out sequences.
+        haystacks: How many of the sequences also serve as haystacks.
+        needles: Needles per haystack.
+        seed: Seed of the needles.
+        step: Told how many passes are done, and of how many.
+    """
+    evidence = Evidence()
+    tap = plan_tap(programs)
+    total = len(sequences) + haystacks
+    for index, sequence in enumerate(sequences):
+        tokens = torch.tensor([sequence.tokens], device=arms.device)
+        evidence.add(sequence.document, compare(arms, tokens, tap))
+        if step is not None:
+            step(index + 1, total)
+    generator = torch.Generator().manual_seed(seed)
+    for index in range(haystacks):
+        text = torch.tensor(sequences[index % len(sequences)].tokens)
+        haystack = needle.build(text, needles, generator)
+        evidence.add_needles(
+            needle.retrieved(arms, haystack, exact_tap), needle.retrieved(arms, haystack, tap)
+        )
+        if step is not None:
+            step(len(sequences) + index + 1, total)
+    return evidence
+
+
+def activation(programs: Mapping[int, Program], heads: Mapping[int, int], length: int) -> tuple[float, float]:
+    """Returns the share of (token, query head) pairs that a plan changes at a length: at all, and by dropping keys.
+
+    Blocks count as dropping keys from the fourth block on, where they first can.
+
+    Args:
+        programs: The plan's programs by layer index.
+        heads: Key/value heads of every layer, exact ones too.
+        length: Tokens of a sequence.
+    """
+    changed = dropped = 0.0
+    total = sum(heads.values()) * length
+    for program in programs.values():
+        for choice in program.plan.choices:
+            rows = rows_with_dropped_keys(choice, min(length, program.max_length))
+            dropped += rows
+            changed += min(length, program.max_length) if choice.rank or choice.precision != "model" else rows
+    return (changed / total, dropped / total) if total else (0.0, 0.0)
+
+
+def rows_with_dropped_keys(choice: Choice, length: int) -> int:
+    """Returns how many rows of a causal sequence see fewer keys (for blocks: may see fewer) than exact attention."""
+    if choice.kind == "window":
+        return max(0, length - choice.window - choice.sinks)
+    return max(0, length - 192 - choice.sinks) if choice.kind == "blocks" else 0
+
+
+def judge(
+    evidence: Evidence,
+    gates: Gates,
+    *,
+    confidence: float,
+    tries: int,
+    share: tuple[float, float],
+    predicted: float,
+) -> Verified:
+    """Returns the verdict on the evidence.
+
+    Args:
+        evidence: Scores of held-out text.
+        gates: What must hold.
+        confidence: Level of the bound, tries already accounted for.
+        tries: Plans verified so far, this one counted.
+        share: Activation rates of `activation`.
+        predicted: Predicted KL, nats/token.
+    """
+    bound = evidence.bound(confidence)
+    kl = torch.cat(evidence.kl)
+    mean = float(kl.mean())
+    top1 = evidence.agree / max(bound.tokens, 1)
+    reasons = gates.failures(bound.upper, mean, top1, evidence.lost, evidence.found)
+    verdict = (
+        f"passed: Δnll {bound.mean:+.2e}, at most {bound.upper:.2e} nats/token at {confidence:.1%}, budget {gates.budget:.2e}"
+        if not reasons
+        else "failed: " + "; ".join(reasons)
+    )
+    needles = max(evidence.needles, 1)
+    return Verified(
+        passed=not reasons,
+        delta_nll=bound.mean,
+        upper=bound.upper,
+        confidence=confidence,
+        tries=tries,
+        documents=bound.clusters,
+        tokens=bound.tokens,
+        kl=mean,
+        kl_p999=float(np.quantile(kl.numpy(), 0.999)),
+        top1=top1,
+        retrieval_stock=evidence.found / needles,
+        retrieval_plan=evidence.planned / needles,
+        activation=share[0],
+        activation_keys=share[1],
+        predicted_kl=predicted,
+        sentence=verdict,
+    )
