@@ -6,7 +6,7 @@ Importing the package registers the names and does nothing else.
 from __future__ import annotations
 
 from .config import AdaAttnConfig, ConfigError
-from .patches import NAMES, Explanation, configure, explain, register, resolve, unregister
+from .patches import NAMES, Explanation, GrowingCache, configure, explain, register, resolve, unregister
 from .presets import load_preset, preset_names
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "AdaAttnConfig",
     "ConfigError",
     "Explanation",
+    "GrowingCache",
     "__version__",
     "configure",
     "explain",

@@ -1,0 +1,404 @@
+"""The growing cache against Transformers' dynamic cache: same values, same tokens, storage that stays."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import adaattn_hf
+from adaattn_hf.cache import GrowingTensor
+from adaattn_hf.patches.cache import GrowingCache, GrowingLayer, grow_in_place
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+WINDOW = 5
+
+
+def sliding_config() -> MistralConfig:
+    return MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=WINDOW, attn_implementation="adaattn")
+
+
+def tokens(batch: int, count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 2, count, 8), torch.randn(batch, 2, count, 6)
+
+
+# ---------------- storage
+def test_storage_moves_rarely() -> None:
+    store = GrowingTensor(torch.empty(2, 3, 0, 4), growth=1.25)
+    expected, moves = [], 0
+    for _ in range(3000):
+        token = torch.randn(2, 3, 1, 4)
+        before = store._room.data_ptr()
+        store.append(token)
+        moves += store._room.data_ptr() != before
+        expected.append(token)
+    assert torch.equal(store.view(), torch.cat(expected, dim=2))
+    assert moves <= 25  # log(3000 / 64) / log(1.25), and one for each of the first blocks
+    assert store.capacity <= 1.25 * 3000 + 64
+
+
+def test_reserved_storage_never_moves() -> None:
+    store = GrowingTensor(torch.empty(1, 1, 0, 4), reserve=500)
+    place = store._room.data_ptr()
+    for _ in range(500):
+        store.append(torch.randn(1, 1, 1, 4))
+    assert store._room.data_ptr() == place
+
+
+def test_an_earlier_window_on_the_storage_stays_right() -> None:
+    store = GrowingTensor(torch.empty(1, 1, 0, 4), reserve=10)
+    first = torch.randn(1, 1, 3, 4)
+    store.append(first)
+    window = store.view()
+    store.append(torch.randn(1, 1, 4, 4))
+    assert torch.equal(window, first)
+
+
+def test_storage_refuses_settings_that_cannot_work() -> None:
+    with pytest.raises(ValueError, match=r"growth: got 1\.0"):
+        GrowingTensor(torch.empty(1, 1, 0, 1), growth=1.0)
+    with pytest.raises(ValueError, match="reserve: got -1"):
+        GrowingCache(reserve=-1)
+
+
+# ---------------- against DynamicCache
+class AgainstDynamicCache(RuleBasedStateMachine):
+    """Any order of calls on a full and a sliding layer leaves both caches with the same keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.no_grad = torch.no_grad()
+        self.no_grad.__enter__()
+        self.batch = 2
+
+    def teardown(self) -> None:
+        self.no_grad.__exit__(None, None, None)
+
+    @initialize(sliding=st.booleans(), reserve=st.sampled_from([0, 3, 400]), recording=st.booleans())
+    def start(self, sliding: bool, reserve: int, recording: bool) -> None:
+        config = sliding_config() if sliding else None
+        self.sliding, self.recording = sliding, recording and sliding
+        self.stock, self.ours = (
+            DynamicCache(config=config),
+            GrowingCache(config=config, reserve=reserve, growth=1.3),
+        )
+        if self.recording:
+            self.stock.activate_past_recording()
+            self.ours.activate_past_recording()
+
+    def both(self) -> tuple[DynamicCache, GrowingCache]:
+        return self.stock, self.ours
+
+    @rule(count=st.sampled_from([1, 1, 1, 2, 7, 70]), seed=st.integers(0, 1000))
+    def update(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for layer in range(2):
+            keys = torch.randn(self.batch, 2, count, 8, generator=generator)
+            values = torch.randn(self.batch, 2, count, 6, generator=generator)
+            sizes = [cache.get_mask_sizes(count, layer) for cache in self.both()]
+            stock, ours = (cache.update(keys, values, layer) for cache in self.both())
+            assert sizes[0] == sizes[1]
+            assert torch.equal(stock[0], ours[0])
+            assert torch.equal(stock[1], ours[1])
+
+    @precondition(lambda self: self.stock.get_seq_length() > 0)
+    @rule(share=st.floats(0, 1))
+    def crop(self, share: float) -> None:
+        length = self.stock.get_seq_length()
+        if self.sliding and length >= WINDOW:
+            if not self.recording:
+                return
+            # what can be taken back is what has been kept beyond the window
+            length = max(0, self.stock.layers[0].keys.shape[2] - WINDOW + 1)
+        count = int(share * length)
+        for cache in self.both():
+            cache.crop(-count)
+
+    @precondition(lambda self: self.stock.get_seq_length() > 0)
+    @rule(seed=st.integers(0, 1000))
+    def reorder(self, seed: int) -> None:
+        rows = torch.randint(self.batch, (self.batch,), generator=torch.Generator().manual_seed(seed))
+        for cache in self.both():
+            cache.reorder_cache(rows)
+
+    @precondition(lambda self: self.stock.get_seq_length() > 0 and self.batch <= 4)
+    @rule(times=st.integers(1, 3))
+    def repeat(self, times: int) -> None:
+        for cache in self.both():
+            cache.batch_repeat_interleave(times)
+        self.batch *= times
+
+    @precondition(lambda self: self.stock.get_seq_length() > 0)
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.integers(-self.batch, self.batch - 1), min_size=1, max_size=4))
+        for cache in self.both():
+            cache.batch_select_indices(torch.tensor(rows))
+        self.batch = len(rows)
+
+    @precondition(lambda self: self.stock.get_seq_length() > 0)
+    @rule()
+    def copy(self) -> None:
+        self.stock, self.ours = copy.deepcopy(self.stock), copy.deepcopy(self.ours)
+
+    @precondition(lambda self: self.stock.get_seq_length() > 0)
+    @rule()
+    def reset(self) -> None:
+        for cache in self.both():
+            cache.reset()
+
+    @invariant()
+    def same(self) -> None:
+        if not hasattr(self, "stock"):
+            return
+        assert self.stock.get_seq_length() == self.ours.get_seq_length()
+        for stock, ours in zip(self.stock, self.ours, strict=True):
+            for left, right in zip(stock, ours, strict=True):
+                if left is None or left.numel() == 0:
+                    assert right is None or right.numel() == 0
+                else:
+                    assert torch.equal(left, right)
+
+
+TestAgainstDynamicCache = AgainstDynamicCache.TestCase
+TestAgainstDynamicCache.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+def test_gradients_flow_as_in_the_stock_cache() -> None:
+    keys = [torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3)]
+    results = []
+    for cache in (DynamicCache(), GrowingCache()):
+        total = torch.zeros(())
+        for step in keys:
+            seen, values = cache.update(step, step * 2, 0)
+            total = total + (seen.square() * values).sum()
+        results.append(torch.autograd.grad(total, keys))
+    for left, right in zip(*results, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_a_prompt_read_in_inference_mode_may_be_continued_outside() -> None:
+    cache = GrowingCache(reserve=32)
+    first, second = tokens(1, 4), tokens(1, 1)
+    with torch.inference_mode():
+        cache.update(*first, 0)
+    with torch.no_grad():
+        keys, _ = cache.update(*second, 0)
+        cache.reorder_cache(torch.tensor([0]))
+    assert torch.equal(keys, torch.cat([first[0], second[0]], dim=2))
+
+
+def test_offloading_keeps_the_values() -> None:
+    cache = GrowingCache()
+    with torch.no_grad():
+        keys, values = tokens(2, 5)
+        cache.update(keys, values, 0)
+        layer = cache.layers[0]
+        layer.offload()
+        assert layer.keys.device.type == "cpu"
+        layer.prefetch()
+        more = tokens(2, 1)
+        seen, _ = cache.update(*more, 0)
+    assert torch.equal(seen, torch.cat([keys, more[0]], dim=2))
+
+
+@pytest.mark.gpu
+def test_offloading_moves_the_tokens_off_the_device() -> None:
+    cache = GrowingCache()
+    with torch.no_grad():
+        keys, values = (t.cuda() for t in tokens(2, 5))
+        cache.update(keys, values, 0)
+        layer = cache.layers[0]
+        layer.offload()
+        assert layer.keys.device.type == "cpu"
+        layer.prefetch()
+        assert layer.keys.device.type == "cuda"
+        assert torch.equal(layer.keys, keys)
+
+
+def test_iterating_and_rebuilding_gives_the_same_cache() -> None:
+    config = sliding_config()
+    for kwargs in ({}, {"config": config}):
+        cache = GrowingCache(**kwargs)
+        with torch.no_grad():
+            for layer in range(2):
+                cache.update(*tokens(2, 9), layer)
+            again = GrowingCache(list(cache), **kwargs)
+            stock = DynamicCache(list(cache), **kwargs)
+        for left, right, third in zip(cache, again, stock, strict=True):
+            assert torch.equal(left[0], right[0])
+            assert torch.equal(left[1], third[1])
+
+
+def test_a_crop_by_a_positive_number_is_refused() -> None:
+    for cache in (GrowingCache(), GrowingCache(config=sliding_config())):
+        cache.update(*tokens(1, 3), 0)
+        with pytest.raises(ValueError, match="tokens_to_remove: got 2"):
+            cache.crop(2)
+
+
+def test_a_sliding_layer_cannot_give_back_what_it_dropped() -> None:
+    cache = GrowingCache(config=sliding_config())
+    for layer in range(2):
+        cache.update(*tokens(1, WINDOW + 1), layer)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-1)
+
+
+def test_a_cache_that_holds_tokens_is_not_changed() -> None:
+    cache = DynamicCache()
+    cache.update(*tokens(1, 3), 0)
+    with pytest.raises(ValueError, match="holds tokens already"):
+        grow_in_place(cache)
+
+
+# ---------------- through models
+def models() -> dict[str, Any]:
+    torch.manual_seed(3)
+    llama = LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, attn_implementation="adaattn"))
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="adaattn"
+        )
+    )
+    return {
+        "llama": llama.eval(),
+        "gpt2": gpt2.eval(),
+        "mistral": MistralForCausalLM(sliding_config()).eval(),
+    }
+
+
+FLOWS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beam": {"num_beams": 3, "num_return_sequences": 2},
+    "sample": {"do_sample": True, "num_return_sequences": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "chunked prefill": {"prefill_chunk_size": 4},
+}
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_generate_gives_the_same_tokens(name: str, flow: str) -> None:
+    model = models()[name]
+    batch = 1 if flow == "prompt lookup" else 2
+    ids = torch.randint(3, 61, (batch, 11), generator=torch.Generator().manual_seed(5))
+    ids = torch.cat([ids, ids[:, :4]], dim=1)
+    settings = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None, **FLOWS[flow]}
+    outs = []
+    for cache in (DynamicCache, GrowingCache):
+        torch.manual_seed(0)
+        outs.append(model.generate(ids, past_key_values=cache(config=model.config), **settings))
+    assert torch.equal(*outs)
+
+
+def test_assisted_generation_gives_the_same_tokens() -> None:
+    model, assistant = models()["mistral"], models()["mistral"]
+    ids = torch.randint(3, 61, (1, 9))
+    settings = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None, "assistant_model": assistant}
+    stock = model.generate(ids, past_key_values=DynamicCache(config=model.config), **settings)
+    ours = model.generate(ids, past_key_values=GrowingCache(config=model.config), **settings)
+    assert torch.equal(stock, ours)
+
+
+def test_encoder_decoder_models_take_it_too() -> None:
+    config = T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=None, attn_implementation="eager",
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config).eval()
+    ids = torch.randint(3, 61, (2, 9))
+    outs = [
+        model.generate(
+            ids,
+            past_key_values=EncoderDecoderCache(kind(config=config), kind(config=config)),
+            num_beams=2,
+            max_new_tokens=10,
+        )
+        for kind in (DynamicCache, GrowingCache)
+    ]
+    assert torch.equal(*outs)
+
+
+def test_several_turns_share_one_cache() -> None:
+    model = models()["llama"]
+    first, second = torch.randint(3, 61, (1, 7)), torch.randint(3, 61, (1, 5))
+    results = []
+    for kind in (DynamicCache, GrowingCache):
+        cache = kind(config=model.config)
+        with torch.no_grad():
+            model(first, past_key_values=cache)
+            branch = copy.deepcopy(cache)
+            results.append(
+                (
+                    model(second, past_key_values=cache).logits,
+                    model(second + 1, past_key_values=branch).logits,
+                )
+            )
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+def test_attention_reads_the_storage_without_copying_it() -> None:
+    """One token of a long past must not allocate what the past takes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    model = models()["llama"]
+    past = 4000
+    cache = GrowingCache(config=model.config, reserve=past + 8)
+    limit = 2 * 8 * past // 2  # numbers in half of one layer's keys
+
+    class LargestAllocation(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+            for t in out if isinstance(out, tuple) else (out,):
+                if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
+                    self.largest = max(self.largest, t.numel())
+            return out
+
+    with torch.no_grad():
+        for layer in range(2):
+            cache.update(torch.randn(1, 2, past, 8), torch.randn(1, 2, past, 8), layer)
+        with LargestAllocation() as seen:
+            model(torch.tensor([[3]]), past_key_values=cache)
+        stock = DynamicCache(config=model.config)
+        for layer in range(2):
+            stock.update(torch.randn(1, 2, past, 8), torch.randn(1, 2, past, 8), layer)
+        with LargestAllocation() as seen_stock:
+            model(torch.tensor([[3]]), past_key_values=stock)
+    assert seen.largest < limit
+    assert seen_stock.largest > limit  # the measure does see concatenation
+
+
+def test_the_public_names() -> None:
+    assert adaattn_hf.GrowingCache is GrowingCache
+    assert isinstance(GrowingCache(config=sliding_config()), DynamicCache)
+    cache = GrowingCache()
+    cache.update(*tokens(1, 1), 1)
+    assert [type(layer) for layer in cache.layers] == [GrowingLayer, GrowingLayer]
