@@ -113,7 +113,7 @@ def explain(
                 continue
             seen.add(key)
             backend = choose(spec, forced).name
-            others = [n for n in (*order(device), *BACKENDS) if n != backend]
+            others = [n for n in (*order(spec), *BACKENDS) if n != backend]
             refused = {name: refusals_of(name, spec) for name in dict.fromkeys(others)}
             choices.append(LayerChoice(key[0], phase, spec, backend, refused))
     return Explanation(type(model).__name__, str(implementation), tuple(choices))

@@ -24,7 +24,6 @@ BACKENDS: dict[str, Backend] = {
     for backend in (FlashBackend(FA3), FlashBackend(FA3_FWD), FlashBackend(FA2), SdpaBackend(), EagerBackend())
 }
 
-_ORDER = {"cuda": ("fa3", "fa3_fwd", "fa2", "sdpa", "eager"), "cpu": ("sdpa", "eager")}
 _chosen: dict[tuple[CallSpec, str | None], Backend] = {}
 _said: set[tuple[str, str, str]] = set()
 
@@ -33,9 +32,16 @@ class BackendRefusal(RuntimeError):
     """A backend that was asked for by name cannot serve the call."""
 
 
-def order(device: str) -> tuple[str, ...]:
-    """Names of the backends that `auto` tries on a device, best first."""
-    return _ORDER.get(device, ("sdpa", "eager"))
+def order(spec: CallSpec) -> tuple[str, ...]:
+    """Names of the backends that `auto` tries for a call, best first.
+
+    On CUDA, plain calls go to torch: on Hopper its cuDNN kernel is as fast as flash-attn 3 in prefill and several
+    times faster for one small decode step (docs/results/gpu.md). What torch can only say with a mask (padding,
+    documents, windows) goes to flash-attn first.
+    """
+    if spec.device == "cuda" and (spec.windowed or spec.softcap or spec.kind == "ragged"):
+        return ("fa3", "fa3_fwd", "fa2", "sdpa", "eager")
+    return ("sdpa", "eager")
 
 
 def by_name(name: str) -> Backend:
@@ -66,7 +72,7 @@ def choose(spec: CallSpec, forced: str | None = None) -> Backend:
     known = _chosen.get((spec, forced))
     if known is not None:
         return known
-    names = (forced,) if forced is not None else order(spec.device)
+    names = (forced,) if forced is not None else order(spec)
     passed: list[str] = []
     for name in names:
         reasons = refusals_of(name, spec)
