@@ -129,8 +129,10 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def _objective(config: Any, asked: str, name: str) -> Objective:
-    if asked == "causal" or asked == "masked":
-        return asked
+    if asked == "causal":
+        return "causal"
+    if asked == "masked":
+        return "masked"
     if asked != "auto":
         raise UsageError(unknown("objective", asked, ("auto", "causal", "masked")))
     architectures = config.architectures or []
@@ -175,12 +177,13 @@ def load(
         config = AutoConfig.from_pretrained(model, **source)
         kind = _objective(config, objective, name)
         auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
-        loaded, report = auto.from_pretrained(model, dtype=torch_dtype, output_loading_info=True, **source)
+        result: Any = auto.from_pretrained(model, dtype=torch_dtype, output_loading_info=True, **source)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelUnavailable(
             f"model: cannot load {str(model)!r}: {_first_line(error)}. Expected a hub id that can be "
             "reached or is cached, or a directory that save_pretrained wrote (a GGUF file needs --gguf-file)"
         ) from error
+    loaded, report = result
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ModelUnavailable(
@@ -208,7 +211,8 @@ def known_implementations() -> list[str]:
 
     import adaattn_hf  # noqa: F401  (its import registers the names)
 
-    return sorted({"eager", *AttentionInterface().valid_keys()})
+    registry: Any = AttentionInterface
+    return sorted({"eager", *registry().valid_keys()})
 
 
 def arms(checkpoint: Checkpoint, implementations: Sequence[str]) -> list[Any]:

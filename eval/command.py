@@ -182,7 +182,8 @@ def _run(given: dict[str, Any], where: Path, console: Console) -> list[str]:
             f"data: got {', '.join(c.name for c in found)}, expected different names: each has a directory"
         )
     keywords = ("dtype", "device", "tokenizer", "revision", "gguf_file", "objective", "trust_remote_code")
-    checkpoint = load(given["model"], **{name: given[name] for name in keywords})
+    chosen = {name: given[name] for name in keywords} | {"dtype": given["dtype"] or "float32"}
+    checkpoint = load(given["model"], **chosen)
     reports, broken = [], []
     for corpus in found:
         with shown_progress(f"{checkpoint.name} on {corpus.name}", given["quiet"], console) as tell:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -62,11 +62,11 @@ def _explanation(
     try:
         config = AutoConfig.from_pretrained(model, **{k: v for k, v in keywords.items() if v})
         names = " ".join(config.architectures or [])
-        auto = AutoModelForMaskedLM if "ForMaskedLM" in names else AutoModelForCausalLM
+        auto: Any = AutoModelForMaskedLM if "ForMaskedLM" in names else AutoModelForCausalLM
         auto = auto if any(t in names for t in ("ForMaskedLM", "ForCausalLM", "LMHeadModel")) else AutoModel
         with torch.device("meta"):
             ghost = auto.from_config(config, attn_implementation=impl)
-        kind = (config.dtype or torch.float32) if wanted == "auto" else wanted
+        kind: Any = (config.dtype or torch.float32) if wanted == "auto" else wanted
         return str(adaattn_hf.explain(ghost, device=where.type, dtype=kind))
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelUnavailable(f"model: cannot explain {model!r} with {impl!r}: {error}") from error

@@ -76,7 +76,7 @@ def measure(
     corpus = corpus.head(settings.limit_docs)
     task = tasks.build(checkpoint, corpus, settings)
     batches = scoring.plan_batches(task.windows, settings.batch_size, settings.padding)
-    roles = (("stock", settings.against), ("tested", settings.impl))
+    roles: tuple[tuple[str, str], ...] = (("stock", settings.against), ("tested", settings.impl))
     roles += (("anchor", settings.anchor),) if settings.anchor else ()
     models = arms(checkpoint, settings.implementations)
     fingerprint = _fingerprint(checkpoint, corpus, settings, task)

@@ -69,7 +69,8 @@ def _encoded(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> tupl
     """Tokens of each document within the budget of `limit_tokens`, and whether one was cut short."""
     special = settings.add_bos if checkpoint.objective == "causal" else False
     keywords = {} if special is None else {"add_special_tokens": special}
-    left, encoded = settings.limit_tokens, []
+    left = settings.limit_tokens
+    encoded: list[list[int]] = []
     for document in corpus.documents:
         if left is not None and left <= 0:
             return encoded, False

@@ -1,0 +1,142 @@
+"""`adaattn eval` without a model: the three models in the package, on the text in the package, offline.
+
+Each is measured in float32 and in bfloat16, with eager attention as the anchor. In float32 the bar is a
+relative change of perplexity of at most 1e-5. In bfloat16 stock attention differs from itself: eager and sdpa
+are two roundings of one function. There the mean difference from stock has to lie within what eager's
+difference from stock may be (the farther end of its 95 % interval).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from adaattn_hf.eval import corpora, report, runner
+from adaattn_hf.eval.checkpoint import load
+from adaattn_hf.eval.errors import UsageError
+from adaattn_hf.eval.settings import Settings
+
+MODELS = ("gpt2", "llama", "bert")
+DTYPES = ("float32", "bfloat16")
+MAX_RELATIVE_CHANGE = 1e-5
+MASK_FRACTION = 0.02
+"""Share of the tokens that the masked LM is scored on: each costs a forward pass."""
+_OWN = ("data", "tokenizer", "revision", "gguf_file", "document_separator", "max_delta_nll", "max_ppl_ratio")
+
+
+def run(given: Mapping[str, Any], settings: Settings, where: Path, console: Console) -> list[str]:
+    """Measure the models in the package; the sentences are the bars that were missed.
+
+    Raises:
+        UsageError: an argument that only makes sense with a model of the user's own.
+    """
+    from adaattn_hf.eval.command import shown_progress
+    from adaattn_hf.eval.demo import demo_model_path, heldout_pages, lastword_items
+
+    wrong = [name for name in _OWN if given.get(name)]
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]}: got {given[wrong[0]]!r} without MODEL; the models in the package have their own "
+            "text and "
+            "bars. Name a model first: adaattn eval MODEL --data …"
+        )
+    texts = (
+        corpora.wikitext_corpus(heldout_pages(), "held-out pages in the package", "pages"),
+        corpora.lastword_corpus(lastword_items(), "last-word passages in the package", "last-word"),
+    )
+    reports = []
+    for name in MODELS:
+        for dtype in DTYPES if given["dtype"] is None else (given["dtype"],):
+            checkpoint = load(demo_model_path(name), dtype=dtype, device=given["device"])
+            chosen = replace(settings, anchor=settings.anchor or "eager")
+            if checkpoint.objective == "masked" and settings.mask_fraction == 1:
+                chosen = replace(chosen, mask_fraction=MASK_FRACTION)
+            for corpus in texts:
+                fitting = (
+                    chosen if corpus.kind == "pages" else replace(chosen, limit_tokens=None, stride=None)
+                )
+                label = f"{name} {dtype} {corpus.name}"
+                with shown_progress(label, given["quiet"], console) as tell:
+                    result = runner.evaluate(
+                        checkpoint,
+                        corpus,
+                        fitting,
+                        output=where / f"{name}-{dtype}-{corpus.name}",
+                        resume=given["resume"],
+                        overwrite=given["overwrite"],
+                        progress=tell,
+                    )
+                reports.append(result)
+    if not given["quiet"]:
+        console.print(table(reports))
+    runner.write_text(where / "report.md", report.markdown(reports))
+    console.print(f"reports: {where}", markup=False, highlight=False, soft_wrap=True)
+    return [sentence for r in reports for sentence in [verdict(r)[1]] if not verdict(r)[0]]
+
+
+def verdict(result: Mapping[str, Any]) -> tuple[bool, str]:
+    """Whether a report keeps its bar, and the sentence that says by how much."""
+    tested, anchor = result["quality"]["comparisons"][:2]
+    name = f"{result['model']['name']} {result['model']['dtype']} on {result['data']['name']}"
+    delta = abs(tested["delta_nll"]["mean"])
+    if result["model"]["dtype"] == "float32":
+        change = abs(tested["perplexity_ratio"]["value"] - 1)
+        kept = change <= MAX_RELATIVE_CHANGE
+        sign = "<=" if kept else ">"
+        return kept, f"{name}: relative change of perplexity {change:.2e} {sign} {MAX_RELATIVE_CHANGE:.0e}"
+    distance = anchor_distance(anchor["delta_nll"])
+    kept = delta <= distance
+    sign = "<=" if kept else ">"
+    return kept, f"{name}: |Δnll| {delta:.2e} {sign} {distance:.2e}, {anchor['implementation']}'s from stock"
+
+
+def anchor_distance(difference: Mapping[str, Any]) -> float:
+    """How far the anchor may be from stock (nats/token): the farther end of the interval of its mean "
+    "difference."""
+    if difference["low"] is None:
+        return abs(float(difference["mean"]))
+    return max(abs(float(difference["low"])), abs(float(difference["high"])))
+
+
+def table(reports: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per model, dtype and text."""
+    arms = reports[0]["quality"]["arms"]
+    stock, tested, anchor = (arm["implementation"] for arm in arms[:3])
+    shown = Table(title=f"{tested} against {stock}, the models in the package")
+    for head in ("model", "dtype", "text"):
+        shown.add_column(head)
+    for head in (
+        f"perplexity {stock}",
+        f"perplexity {tested}",
+        "Δppl / ppl",
+        f"Δnll {tested}",
+        f"Δnll {anchor}",
+        "activation",
+        "speed",
+        "bar",
+    ):
+        shown.add_column(head, justify="right")
+    for result in reports:
+        key = "last_word_perplexity" if result["data"]["kind"] == "lastword" else "perplexity"
+        first, second = result["quality"]["arms"][:2]
+        compared, anchored = result["quality"]["comparisons"][:2]
+        rate = result["activation"][1]["rate"]
+        shown.add_row(
+            result["model"]["name"],
+            result["model"]["dtype"],
+            result["data"]["name"],
+            f"{first[key]:.4f}",
+            f"{second[key]:.4f}",
+            f"{second[key] / first[key] - 1:+.1e}",
+            f"{compared['delta_nll']['mean']:+.1e}",
+            f"{anchored['delta_nll']['mean']:+.1e} (≤ {anchor_distance(anchored['delta_nll']):.1e})",
+            "-" if rate is None else f"{rate:.3f}",
+            f"{result['cost']['speed'][1]['speed_ratio_wall']['median']:.2f}",
+            "kept" if verdict(result)[0] else "missed",
+        )
+    return shown
