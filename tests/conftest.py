@@ -45,7 +45,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("network") and os.environ.get("ADAATTN_NETWORK") != "1":
         pytest.skip("needs a network connection; set ADAATTN_NETWORK=1 to run it")
     if item.get_closest_marker("assets") and not assets_directory().is_dir():
-        pytest.skip(f"needs real models and texts in {assets_directory()}; name the directory by ADAATTN_ASSETS")
+        pytest.skip(
+            f"needs real models and texts in {assets_directory()}; name the directory by ADAATTN_ASSETS"
+        )
 
 
 @pytest.fixture(autouse=True)

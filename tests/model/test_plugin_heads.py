@@ -75,7 +75,11 @@ def test_outputs_loss_and_gradients_equal_eager(family: str, cls: type[tf.PreTra
         model.train()
         switch_off_dropout(model)
         output = model(**given)
-        loss = output.loss if "loss" in output else (output.last_hidden_state[real] * direction).sum(1).square().mean()
+        loss = (
+            output.loss
+            if "loss" in output
+            else (output.last_hidden_state[real] * direction).sum(1).square().mean()
+        )
         loss.backward()
         outputs.append(output)
     expected, actual = outputs
@@ -103,7 +107,9 @@ def test_outputs_loss_and_gradients_equal_eager(family: str, cls: type[tf.PreTra
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("cls", [tf.GPT2ForQuestionAnswering, tf.BertForQuestionAnswering, tf.LlamaForQuestionAnswering])
+@pytest.mark.parametrize(
+    "cls", [tf.GPT2ForQuestionAnswering, tf.BertForQuestionAnswering, tf.LlamaForQuestionAnswering]
+)
 def test_answers_of_padded_questions_are_scored_alike(cls: type[tf.PreTrainedModel], side: str) -> None:
     """Scores of real tokens; a loss over padding positions too depends on how much padding a batch happens to have."""
     stock, ours = build(cls, config_of(cls.config_class.model_type))

@@ -105,9 +105,7 @@ DECODERS: dict[str, Recipe] = {
     ),
     "gemma3-hybrid": lambda: (
         tf.Gemma3ForCausalLM,
-        tf.Gemma3TextConfig(
-            **_SIZED, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
-        ),
+        tf.Gemma3TextConfig(**_SIZED, sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
     ),
     "gpt-oss-sinks": lambda: (
         tf.GptOssForCausalLM,

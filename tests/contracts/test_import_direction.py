@@ -1,0 +1,200 @@
+"""The house has floors, and imports go down: the direction that docs/architecture.md draws."""
+
+from __future__ import annotations
+
+import graphlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ..support.source_tree import MAPPED, Module, arrows, read_modules
+
+P = "adaattn_hf"
+FLOORS: tuple[tuple[str, ...], ...] = (
+    # what is asked
+    (f"{P}._segments", f"{P}.structure", f"{P}.config", f"{P}.request"),
+    # decided data, the oracle, measuring
+    (
+        f"{P}.plan",
+        f"{P}.presets",
+        f"{P}.configs",
+        f"{P}.reference",
+        f"{P}.stats",
+        f"{P}.tap",
+        f"{P}.selection",
+        f"{P}.approximate",
+        f"{P}.attach",
+    ),
+    # deciding; how
+    (f"{P}.policy", f"{P}.backends", f"{P}.cache"),
+    # a plan carried out by backends
+    (f"{P}.native_launch", f"{P}.execute"),
+    # a model over text; Transformers
+    (
+        f"{P}.arms",
+        f"{P}.calibrate",
+        f"{P}.calibration_state",
+        f"{P}.corpus",
+        f"{P}.fisher",
+        f"{P}.needles",
+        f"{P}.pricing",
+        f"{P}.verify",
+        f"{P}.patches",
+    ),
+    # the face
+    (P,),
+    # evidence and the command line
+    (f"{P}.eval", f"{P}.cli"),
+)
+"""From the ground up; an entry stands for a module and for all that a package of that name holds."""
+
+BACKEND_ROOMS_OPEN_TO_ALL = (f"{P}.backends.base",)
+FORBIDDEN_ROOMS = {
+    f"{P}.reference": (f"{P}.backends", f"{P}.policy", f"{P}.stats", f"{P}.plan"),
+    f"{P}.backends": (f"{P}.reference", f"{P}.policy", f"{P}.stats", f"{P}.plan", f"{P}.config"),
+    f"{P}.stats": (f"{P}.policy", f"{P}.plan", f"{P}.backends"),
+    f"{P}.policy": (f"{P}.backends", f"{P}.reference"),
+}
+"""Whoever measures does not decide, whoever decides touches no forward, the oracle knows nobody."""
+
+
+def within(name: str, room: str) -> bool:
+    return name == room or (room != P and name.startswith(f"{room}."))
+
+
+def floor_of(name: str) -> int | None:
+    for number, rooms in enumerate(FLOORS):
+        if any(within(name, room) for room in rooms):
+            return number
+    return None
+
+
+def rising(modules: Mapping[str, Module]) -> list[str]:
+    """Imports from a lower floor of a higher one."""
+    found = []
+    for importer, imported, statement in arrows(modules):
+        low, high = floor_of(importer), floor_of(imported)
+        if low is not None and high is not None and high > low:
+            found.append(f"{importer}:{statement.line} imports {imported}, {high - low} floors above")
+    return found
+
+
+def circle(modules: Mapping[str, Module]) -> list[str]:
+    """Modules that import one another in a circle while they are imported; empty if there is none."""
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for importer, imported, statement in arrows(modules):
+        # a package's own __init__ may gather names from its modules
+        if not statement.lazy and not importer.startswith(f"{imported}."):
+            graph[importer].add(imported)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def backend_room(name: str) -> str | None:
+    """`adaattn_hf.backends.sdpa` of all modules of that backend."""
+    parts = name.split(".")
+    return ".".join(parts[:3]) if parts[:2] == [P, "backends"] and len(parts) > 2 else None
+
+
+def between_backends(modules: Mapping[str, Module]) -> list[str]:
+    """Imports from one backend of another; `select`, which knows them all, is not one."""
+    found = []
+    for importer, imported, statement in arrows(modules):
+        mine, other = backend_room(importer), backend_room(imported)
+        if mine is None or other is None or mine == other or mine == f"{P}.backends.select":
+            continue
+        if other not in BACKEND_ROOMS_OPEN_TO_ALL:
+            found.append(f"{importer}:{statement.line} imports {imported}")
+    return found
+
+
+def into_forbidden_rooms(modules: Mapping[str, Module]) -> list[str]:
+    return [
+        f"{importer}:{statement.line} imports {imported}"
+        for importer, imported, statement in arrows(modules)
+        for room, forbidden in FORBIDDEN_ROOMS.items()
+        if within(importer, room) and any(within(imported, closed) for closed in forbidden)
+    ]
+
+
+def of_transformers(modules: Mapping[str, Module]) -> list[str]:
+    """Imports of Transformers by the core: only patches and eval know it."""
+    return [
+        f"{module.name}:{statement.line} imports {statement.target}"
+        for module in modules.values()
+        if not within(module.name, f"{P}.patches") and not within(module.name, f"{P}.eval")
+        for statement in module.imports
+        if statement.target.split(".")[0] == "transformers"
+    ]
+
+
+def by_directory(modules: Mapping[str, Module]) -> list[str]:
+    """Imports of a mapped directory by its own name, which would make a second module object."""
+    top = set(MAPPED) - {P} | {"tests"}
+    return [
+        f"{module.name}:{statement.line} imports {statement.target}"
+        for module in modules.values()
+        for statement in module.imports
+        if statement.target.split(".")[0] in top
+    ]
+
+
+RULES = (rising, circle, between_backends, into_forbidden_rooms, of_transformers, by_directory)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_no_import_breaks_a_rule(rule: object) -> None:
+    assert callable(rule)
+    assert rule(read_modules()) == []
+
+
+def test_every_module_has_a_floor() -> None:
+    modules = read_modules()
+    assert len(modules) > 50
+    assert [name for name in modules if floor_of(name) is None] == []
+
+
+def test_every_room_exists() -> None:
+    modules = read_modules()
+    rooms = [room for rooms in FLOORS for room in rooms]
+    assert [room for room in rooms if not any(within(name, room) for name in modules)] == []
+
+
+PLANTED = {
+    "rising": ("adaattn_hf/structure.py", "def f():\n    from .plan import x\n"),
+    "circle": ("adaattn_hf/plan.py", "import adaattn_hf.presets\n"),
+    "between_backends": ("adaattn_hf/backends/sdpa.py", "from .eager import x\n"),
+    "into_forbidden_rooms": ("adaattn_hf/stats/entropy.py", "from ..plan import x\n"),
+    "of_transformers": ("adaattn_hf/plan.py", "from transformers.models import gpt2\n"),
+    "by_directory": ("eval/bench.py", "from patches.registry import x\n"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_finds_a_planted_violation(rule: object, tmp_path: Path) -> None:
+    assert callable(rule)
+    clean = {
+        "adaattn_hf/__init__.py": "from .patches import register\n",
+        "adaattn_hf/structure.py": "import torch\n",
+        "adaattn_hf/plan.py": "from .structure import x\n",
+        "adaattn_hf/presets.py": "from .plan import x\n",
+        "adaattn_hf/stats/__init__.py": "",
+        "adaattn_hf/stats/entropy.py": "",
+        "adaattn_hf/backends/__init__.py": "",
+        "adaattn_hf/backends/eager.py": "from ..structure import x\n",
+        "adaattn_hf/backends/sdpa.py": "from ..structure import x\n",
+        "patches/__init__.py": "from .registry import register\n",
+        "patches/registry.py": "import transformers\nfrom ..backends import eager\n",
+        "eval/bench.py": "import adaattn_hf\n",
+    }
+    for name, text in clean.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert rule(read_modules(tmp_path)) == []
+    name, text = PLANTED[rule.__name__]
+    (tmp_path / name).write_text(text)
+    assert rule(read_modules(tmp_path)) != []
