@@ -41,6 +41,23 @@ class AttentionRequest:
     bias: Tensor | None = None
     need_lse: bool = False
 
+    def with_tensors(
+        self, query: Tensor, key: Tensor, value: Tensor, structure: CallStructure | None = None
+    ) -> AttentionRequest:
+        """The same request about other tensors."""
+        return AttentionRequest(
+            query,
+            key,
+            value,
+            self.structure if structure is None else structure,
+            self.scaling,
+            self.dropout,
+            self.softcap,
+            self.sink_logits,
+            self.bias,
+            self.need_lse,
+        )
+
 
 class AttentionResult(NamedTuple):
     """`out` `[batch, q_len, heads, head_dim_v]` in the query's dtype; `lse` `[batch, heads, q_len]` fp32 (nats) or None.

@@ -86,7 +86,13 @@ class CallStructure:
     @property
     def windowed(self) -> bool:
         """A window is set and shorter than what it would otherwise see."""
-        return self.window is not None and self.window + self.sinks < self.kv_len
+        if self.window is None:
+            return False
+        length = self.kv_len
+        if isinstance(self.q_offset, int) and self.q_offset + self.q_len > length:
+            length = self.q_offset + self.q_len
+        # towards later keys no sink is exempt from a window that looks both ways
+        return self.window + (self.sinks if self.causal else 0) < length
 
     @property
     def kind(self) -> str:
@@ -207,6 +213,27 @@ class CallStructure:
         return torch.zeros((1, self.kv_len), dtype=torch.long, device=device)
 
     # ------------------------------------------------------------------ facts that need data
+    def settled(self) -> CallStructure:
+        """The same visibility in the fewest rules: padding that hides nothing is dropped, a device-side offset is read.
+
+        Looks at the data once, then remembers. Must not be called while a graph is traced or captured.
+        """
+        if self.key_padding is None and isinstance(self.q_offset, int):
+            return self
+        known: CallStructure | None = self._memo.get("settled")
+        if known is None:
+            known = self._settle()
+            self._memo["settled"] = known
+        return known
+
+    def _settle(self) -> CallStructure:
+        changes: dict[str, Any] = {}
+        if self.key_padding is not None and bool(self.key_padding.all()):
+            changes = {"key_padding": None, "pads_queries": False}
+        if not isinstance(self.q_offset, int):
+            changes["q_offset"] = self.offset()
+        return self.with_changes(**changes) if changes else self
+
     def segments(self) -> tuple[Segment, ...] | None:
         """The call as contiguous runs, or None if it is not made of such (spans, a dense mask, holes in the padding).
 

@@ -1,0 +1,48 @@
+"""Structures that are not made of runs: bands of query rows, each with its own mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...structure import CallStructure
+from .parts import Part, Program, empty_rows
+
+__all__ = ["dense_part", "dense_program"]
+
+# Masks of a structure are kept for all layers up to so many bytes, beyond it each layer makes them again.
+_KEPT_BYTES = 1 << 28
+
+
+def dense_program(structure: CallStructure, device: torch.device, dtype: torch.dtype, step: int) -> Program:
+    """Bands of `step` rows against the keys that any of their queries sees."""
+    shown = structure.visible(0, min(1, structure.q_len), device=device)
+    size = shown.shape[0] * shown.shape[1] * structure.q_len * structure.kv_len * dtype.itemsize
+    keep = size <= _KEPT_BYTES
+    parts = []
+    covered = True
+    for start in range(0, structure.q_len, step):
+        stop = min(start + step, structure.q_len)
+        visible = structure.visible(start, stop, device=device)
+        seen = visible.flatten(0, 2).any(dim=0).nonzero()
+        if len(seen) == 0:
+            covered = False
+            continue
+        low, high = int(seen[0]), int(seen[-1]) + 1
+        part = Part(0, structure.batch, start, stop - start, low, high - low)
+        parts.append(_with_mask(part, visible, dtype) if keep else part)
+    return Program(tuple(parts), covered, merges=False, dense=not keep)
+
+
+def dense_part(part: Part, structure: CallStructure, device: torch.device, dtype: torch.dtype) -> Part:
+    """A part with its mask, made now."""
+    return _with_mask(part, structure.visible(part.q_start, part.q_start + part.q_len, device=device), dtype)
+
+
+def _with_mask(part: Part, visible: Tensor, dtype: torch.dtype) -> Part:
+    shown = visible[..., part.k_start : part.k_start + part.k_len]
+    if bool(shown.all()):
+        return part
+    mask = torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill_(~shown, float("-inf"))
+    empty = empty_rows(mask)
+    return part._replace(mask=mask, empty=empty if bool(empty.any()) else None)

@@ -1,0 +1,162 @@
+"""Which way a call goes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...request import AttentionRequest, AttentionResult
+from ...structure import CallStructure
+from .compact import compacted, scattered
+from .decode import attend_few
+from .fused import Fused, run_forward
+from .kernels import EfficientKernel, FlashCpuKernel, Kernel, MathKernel
+from .parts import EMPTY
+from .planner import Target, program_for
+from .traced import masked_call, plain_call, run_traced
+
+__all__ = ["attend"]
+
+# Score elements that the written-out kernel holds at a time.
+_TILE = 1 << 19
+
+
+def attend(request: AttentionRequest) -> AttentionResult:
+    """Attention by the cheapest exact way."""
+    query, key, value = request.query, request.key, request.value
+    bare = request.bias is None and request.softcap is None and request.sink_logits is None and not request.need_lse
+    if torch.compiler.is_compiling():
+        return AttentionResult(_traced(_expanded(request), bare).transpose(1, 2))
+    structure = request.structure.settled()
+    kind = structure.kind
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if bare and query.shape[2] == 1 and not grad and not request.dropout and query.device.type == "cpu":
+        out = attend_few(request, structure)
+        if out is not None:
+            return AttentionResult(out)
+    if bare and kind in ("full", "causal") and value.shape[3] == query.shape[3]:
+        return AttentionResult(plain_call(request, kind == "causal").transpose(1, 2))
+    request = _expanded(request)
+    if request.dropout:
+        return AttentionResult(run_traced(program_for(structure, _traced_target(request)), request).transpose(1, 2))
+    gathered = compacted(structure) if request.bias is None and kind == "ragged" else None
+    if gathered is None:
+        return _fused(request, structure)
+    return scattered(gathered, request, _fused)
+
+
+def _expanded(request: AttentionRequest) -> AttentionRequest:
+    """Query, key and value in the batch of the structure; learned queries come once for the whole batch."""
+    batch = request.structure.batch
+    if request.query.shape[0] == batch and request.key.shape[0] == batch:
+        return request
+    return request.with_tensors(*(t.expand(batch, -1, -1, -1) for t in (request.query, request.key, request.value)))
+
+
+def _kernel(request: AttentionRequest) -> Kernel:
+    query = request.query
+    bias_gradient = request.bias is not None and request.bias.requires_grad and torch.is_grad_enabled()
+    if request.softcap is None and not bias_gradient:
+        if query.device.type == "cpu":
+            return FlashCpuKernel()
+        wanted = 16 // query.dtype.itemsize
+        sizes = (query.shape[3], request.value.shape[3])
+        if query.device.type == "cuda" and query.dtype != torch.float64 and not any(size % wanted for size in sizes):
+            return EfficientKernel()
+    return MathKernel(request.softcap, bias_gradient)
+
+
+def _fused(request: AttentionRequest, structure: CallStructure) -> AttentionResult:
+    kernel = _kernel(request)
+    query, key, value = (_dense_last(t) for t in (request.query, request.key, request.value))
+    size = value.shape[3]
+    if isinstance(kernel, FlashCpuKernel) and size != query.shape[3]:
+        wide = max(size, query.shape[3])
+        query, key, value = (F.pad(t, (0, wide - t.shape[3])) for t in (query, key, value))
+    bias, sink_logits = request.bias, request.sink_logits
+    if bias is not None:
+        bias = bias.to(query.dtype)
+    grad = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (query, key, value, bias, sink_logits)
+    )
+    program = program_for(structure, _target(request, kernel, grad))
+    if not program.parts:
+        return _nothing(request)
+    lse: Tensor | None
+    if grad:
+        out, lse = Fused.apply(query, key, value, bias, sink_logits, kernel, program, structure, request.scaling)
+    else:
+        out, lse = run_forward(
+            kernel, program, structure, query, key, value, request.scaling, bias, sink_logits, request.need_lse
+        )
+    if out.shape[3] != size:
+        out = out[..., :size]
+    if not request.need_lse or lse is None:
+        return AttentionResult(out)
+    return AttentionResult(out, lse.masked_fill(lse <= EMPTY, float("-inf")).float())
+
+
+def _nothing(request: AttentionRequest) -> AttentionResult:
+    """No query sees any key."""
+    batch, heads, q_len, _ = request.query.shape
+    out = request.query.new_zeros((batch, q_len, heads, request.value.shape[3]))
+    zero = sum(t.sum() * 0 for t in (request.query, request.key, request.value) if t.requires_grad)
+    if isinstance(zero, Tensor):
+        out = out + zero
+    if not request.need_lse:
+        return AttentionResult(out)
+    lse = request.query.new_full((batch, heads, q_len), float("-inf"), dtype=torch.float32)
+    return AttentionResult(out, lse if request.sink_logits is None else lse + request.sink_logits.reshape(1, -1, 1))
+
+
+def _dense_last(t: Tensor) -> Tensor:
+    """The kernels read the last dimension as contiguous memory."""
+    return t if t.stride(3) == 1 else t.contiguous()
+
+
+def _target(request: AttentionRequest, kernel: Kernel, grad: bool) -> Target:
+    query, structure = request.query, request.structure
+    heads = query.shape[1]
+    work = 2 * heads * (query.shape[3] + request.value.shape[3])
+    cpu = query.device.type == "cpu"
+    rate = 6e10 * torch.get_num_threads() if cpu else 1e14
+    if isinstance(kernel, MathKernel):
+        step = max(16, min(256, _TILE // max(1, structure.batch * heads * structure.kv_len) // 16 * 16))
+        band = step
+    else:
+        step, band = (128 if grad else 64) if cpu else 256, 256
+    return Target(
+        query.device, query.dtype, True, kernel.flag, step, request.bias is None, band, work, rate, 25e-6 if cpu else 4e-5
+    )
+
+
+def _traced_target(request: AttentionRequest) -> Target:
+    """Parts for `run_traced`: nothing merged, one call per part."""
+    band = request.structure.q_len if torch.compiler.is_compiling() else 256
+    flag = request.bias is None and request.softcap is None and request.sink_logits is None
+    return Target(request.query.device, request.query.dtype, False, flag, 128, False, band, 1, 1e14, 0.0)
+
+
+def _traced(request: AttentionRequest, bare: bool) -> Tensor:
+    """A traced graph: nothing may be read, and only fixed numbers may decide."""
+    structure = request.structure
+    kind = structure.kind
+    if bare and kind in ("full", "causal"):
+        return plain_call(request, kind == "causal")
+    if bare and kind == "suffix" and structure.q_len == 1:
+        stop = structure.offset() + 1
+        return masked_call(request, request.query, request.key[:, :, :stop], request.value[:, :, :stop], None)
+    if kind == "window" and _fixed(structure):
+        return run_traced(program_for(structure, _traced_target(request)), request)
+    mask: Tensor | None = structure.visible(device=request.query.device)
+    if request.bias is not None and mask is not None:
+        mask = request.bias.to(request.query.dtype).masked_fill(~mask, float("-inf"))
+    return masked_call(request, request.query, request.key, request.value, mask)
+
+
+def _fixed(structure: CallStructure) -> bool:
+    """Whether the lengths are numbers and not symbols of a graph for many lengths."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(structure.q_len) and has_static_value(structure.kv_len)
