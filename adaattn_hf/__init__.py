@@ -6,7 +6,18 @@ Importing the package registers the names and does nothing else.
 from __future__ import annotations
 
 from .config import AdaAttnConfig, ConfigError
-from .patches import NAMES, Explanation, GrowingCache, configure, explain, register, resolve, unregister
+from .patches import (
+    NAMES,
+    Explanation,
+    GrowingCache,
+    UnsupportedModel,
+    check,
+    configure,
+    explain,
+    register,
+    resolve,
+    unregister,
+)
 from .presets import load_preset, preset_names
 
 __all__ = [
@@ -15,7 +26,9 @@ __all__ = [
     "ConfigError",
     "Explanation",
     "GrowingCache",
+    "UnsupportedModel",
     "__version__",
+    "check",
     "configure",
     "explain",
     "load_preset",

@@ -1,8 +1,8 @@
 """The object that travels through a model in the place of a dense mask.
 
-Transformers hands what the mask function returns to every layer, and here and there treats it as a tensor (generation
-makes it contiguous, accelerate moves it, a few models slice it). `StructuredMask` answers all of that, and becomes a
-dense boolean tensor only when someone computes with it.
+Transformers hands what the mask function returns to every layer, and here and there treats it as a tensor
+(generation makes it contiguous, accelerate moves it, a few models slice it). `StructuredMask` answers all of
+that, and becomes a dense boolean tensor only when someone computes with it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..structure import CallStructure
+from adaattn_hf.patches.refusal import UnsupportedModel, unsupported
+from adaattn_hf.structure import CallStructure
 
 __all__ = ["StructuredMask"]
+
+_ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
+_ADDED = unsupported("a model", "adds the attention mask to scores that it computes itself")
 
 
 class StructuredMask:
@@ -56,7 +60,9 @@ class StructuredMask:
         if device is None or torch.device(device) == self.device:
             return self
         moved = {
-            name: value.to(device) for name, value in vars(self.structure).items() if isinstance(value, Tensor)
+            name: value.to(device)
+            for name, value in vars(self.structure).items()
+            if isinstance(value, Tensor)
         }
         return StructuredMask(self.structure.with_changes(**moved), torch.device(device))
 
@@ -66,6 +72,12 @@ class StructuredMask:
         if structure.pads_queries:
             structure = structure.with_changes(pads_queries=False)
         return structure.visible(device=self.device).expand(self.shape)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a model does with a mask is done with the dense one."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.dense(), name)
 
     def __getitem__(self, index: Any) -> Tensor:
         """Slice of the dense mask."""
@@ -79,9 +91,18 @@ class StructuredMask:
         """Hidden instead of visible."""
         return ~self.dense()
 
+    def __add__(self, other: Any) -> Tensor:
+        """Refused: a boolean mask means nothing when it is added to scores."""
+        raise UnsupportedModel(_ADDED)
+
+    __radd__ = __add__
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Any torch function sees the dense mask."""
+
+        if getattr(func, "__name__", "") in _ADDITIONS:
+            raise UnsupportedModel(_ADDED)
 
         def dense(value: Any) -> Any:
             if isinstance(value, StructuredMask):

@@ -14,31 +14,76 @@ class Family:
 
     Attributes:
         model_type: As in the configuration.
-        encoder_only: Every bidirectional mask of the family is self-attention over its own tokens, so that padding
-            tokens are padding as queries too (a cross-attention mask looks the same but pads keys only).
+        encoder_only: Every bidirectional mask of the family is self-attention over its own tokens, so that
+            padding tokens are padding as queries too (a cross-attention mask looks the same but pads keys
+            only).
         dense_mask: The model slices or combines the prepared mask and must get a tensor.
+        unrouted: How a part of the model computes attention past Transformers' interface, where its source
+            does not say so plainly; empty if it does not.
         rotary: A rotary embedding stands between the projections and the scores.
-        projections: Attribute names of the query and key projections in the attention module; equal names mean one
-            fused matrix.
+        projections: Attribute names of the query and key projections in the attention module; equal names
+            mean one fused matrix.
     """
 
     model_type: str
     encoder_only: bool = False
     dense_mask: bool = False
+    unrouted: str = ""
     rotary: bool = True
     projections: tuple[str, str] = ("q_proj", "k_proj")
 
 
-_ENCODERS = (
-    "albert bert camembert convbert data2vec-text distilbert electra ernie esm eurobert flaubert ibert jina_embeddings_v3 "
-    "mobilebert modernbert mpnet nomic_bert roberta roberta-prelayernorm roc_bert roformer splinter xlm-roberta "
-    "xlm-roberta-xl xmod"
-).split()
-_DENSE = (
-    "axk2 deepseek_v32 deepseek_v4 dots3_note glm_moe_dsa granite_speech5 hy_v4 mistral_large4 nemotron_asr_streaming "
-    "parakeet pix2struct qwen4_exp sam3 sam3_lite_text swin beit gpt_bigcode granite4_vision siglip2 gemma4 "
-    "gemma4_unified diffusion_gemma"
-).split()
+_ENCODERS = [
+    "albert",
+    "bert",
+    "camembert",
+    "convbert",
+    "data2vec-text",
+    "distilbert",
+    "electra",
+    "ernie",
+    "esm",
+    "eurobert",
+    "flaubert",
+    "ibert",
+    "jina_embeddings_v3",
+    "mobilebert",
+    "modernbert",
+    "mpnet",
+    "nomic_bert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "splinter",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+]
+_DENSE = [
+    "axk2",
+    "deepseek_v32",
+    "deepseek_v4",
+    "dots3_note",
+    "glm_moe_dsa",
+    "granite_speech5",
+    "hy_v4",
+    "mistral_large4",
+    "nemotron_asr_streaming",
+    "parakeet",
+    "pix2struct",
+    "qwen4_exp",
+    "sam3",
+    "sam3_lite_text",
+    "swin",
+    "beit",
+    "gpt_bigcode",
+    "granite4_vision",
+    "siglip2",
+    "gemma4",
+    "gemma4_unified",
+    "diffusion_gemma",
+]
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family("gpt2", rotary=False, projections=("c_attn", "c_attn")),
@@ -50,6 +95,9 @@ FAMILIES: dict[str, Family] = {
         if name != "bert"
     },
     **{name: Family(name, dense_mask=True) for name in _DENSE},
+    "bigbird_pegasus": Family(
+        "bigbird_pegasus", unrouted="adds the mask to scores of its own in the encoder"
+    ),
 }
 
 

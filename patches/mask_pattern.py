@@ -1,8 +1,8 @@
 """Reading the closures that Transformers composes its masks from.
 
-`transformers.masking_utils` describes a mask as a function of (batch, head, query, key) made by nesting a few of its
-own factories. Their names and their captured values say all that the dense tensor would say. Anything composed
-otherwise is unknown here and gets evaluated, not guessed.
+`transformers.masking_utils` describes a mask as a function of (batch, head, query, key) made by nesting a few
+of its own factories. Their names and their captured values say all that the dense tensor would say. Anything
+composed otherwise is unknown here and gets evaluated, not guessed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def _merge(patterns: list[MaskPattern | None]) -> MaskPattern | None:
     for pattern in patterns:
         if pattern is None:
             return None
-        # A disjunction inside a conjunction with other rules does not distribute over them: leave it to evaluation.
+        # A disjunction inside a conjunction with other rules does not distribute over them: leave it to
+        # evaluation.
         if merged.spans is not None or (pattern.spans is not None and started):
             return None
         for name, value in vars(pattern).items():
@@ -107,7 +108,7 @@ def _read_or(captured: dict[str, Any]) -> MaskPattern | None:
 
 
 def _read_packed_positions(captured: dict[str, Any]) -> MaskPattern | None:
-    """Positions counted per document: the same rules, because documents are contiguous and chunks start with them."""
+    """Positions counted per document: the same rules, since documents are contiguous and start chunks."""
     inner = read_pattern(captured["mask_function"])
     return None if inner is None or inner.spans is not None else inner
 

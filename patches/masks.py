@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from ..structure import CallStructure
-from .carrier import StructuredMask
-from .family import needs_dense_mask, queries_are_keys
-from .mask_pattern import MaskPattern, read_pattern
+from adaattn_hf.patches.carrier import StructuredMask
+from adaattn_hf.patches.family import needs_dense_mask, queries_are_keys
+from adaattn_hf.patches.mask_pattern import MaskPattern, read_pattern
+from adaattn_hf.patches.refusal import UnsupportedModel, unsupported, uses_interface
+from adaattn_hf.structure import CallStructure
 
 __all__ = ["adaattn_mask"]
 
@@ -39,18 +37,14 @@ def adaattn_mask(
     Never None: whether a call is causal is a fact of the mask, not of the module.
 
     Raises:
-        ValueError: The model does not route its attention through Transformers' attention interface, so that the
-            name `adaattn` would run something else in silence.
+        UnsupportedModel: The model does not route its attention through Transformers' attention interface, so
+            that the name `adaattn` would run something else in silence.
     """
     if isinstance(attention_mask, StructuredMask):
         # generate prepares the mask and the model's forward asks again
         return attention_mask
     if config is not None and not uses_interface(type(config)):
-        raise ValueError(
-            f"attn_implementation: got 'adaattn' for {type(config).__name__}, whose model does not route its attention "
-            "through Transformers' attention interface, so no implementation can be chosen by name; load it with "
-            "attn_implementation='eager' or 'sdpa'"
-        )
+        raise UnsupportedModel(unsupported(type(config).__name__))
 
     def stock(padding: Tensor | None) -> Tensor:
         dense: Tensor = sdpa_mask(
@@ -101,7 +95,9 @@ def _structure(
     spans = pattern.spans
     if spans is not None:
         missing = kv_len + kv_offset - spans.shape[1]
-        spans = (F.pad(spans, (0, missing), value=-1) if missing > 0 else spans)[:, kv_offset : kv_offset + kv_len]
+        spans = (F.pad(spans, (0, missing), value=-1) if missing > 0 else spans)[
+            :, kv_offset : kv_offset + kv_len
+        ]
     chunk_start = None
     if pattern.left_padding is not None:
         chunk_start = pattern.left_padding - kv_offset
@@ -124,7 +120,7 @@ def _structure(
 
 
 def _settled(structure: CallStructure, device: Any) -> CallStructure:
-    """Drop padding that hides nothing; while a graph is traced, fix the dense mask once for all layers instead."""
+    """As it is; while a graph is traced, with the dense mask fixed once for all layers if one is needed."""
     if torch.compiler.is_compiling():
         if structure.plain and not structure.windowed:
             return structure
@@ -139,31 +135,9 @@ def _settled(structure: CallStructure, device: Any) -> CallStructure:
 
 
 def _padding_of_keys(attention_mask: Tensor | None, kv_len: int, kv_offset: int) -> Tensor | None:
-    """`[batch, kv_len]`: the part of the 2-D mask that belongs to this call's keys; what is not covered is hidden."""
+    """`[batch, kv_len]`: the 2-D mask at this call's keys; what it does not cover is hidden."""
     if attention_mask is None:
         return None
     missing = kv_len + kv_offset - attention_mask.shape[1]
     padded = F.pad(attention_mask, (0, missing), value=False) if missing > 0 else attention_mask
     return padded[:, kv_offset : kv_offset + kv_len].bool()
-
-
-@torch.compiler.assume_constant_result
-def uses_interface(config_class: type) -> bool:
-    """Whether the modeling file beside a configuration class asks the attention interface for its function.
-
-    Remote code that keeps its classes elsewhere is taken at its word.
-    """
-    return _uses_interface(config_class)
-
-
-@functools.cache
-def _uses_interface(config_class: type) -> bool:
-    module_name = config_class.__module__.replace("configuration_", "modeling_")
-    if module_name == config_class.__module__:
-        return True
-    try:
-        module = importlib.import_module(module_name)
-        source = inspect.getsource(module)
-    except (ImportError, OSError):
-        return True
-    return "ALL_ATTENTION_FUNCTIONS" in source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..structure import CallStructure
+from adaattn_hf.structure import CallStructure
 
 __all__ = ["with_documents"]
 
@@ -15,7 +15,8 @@ def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor | None) 
 
     Args:
         structure: What the mask says.
-        cu_q, cu_k: `[documents + 1]` running sums of lengths, starting with 0; keys default to the queries' borders.
+        cu_q, cu_k: `[documents + 1]` running sums of lengths, starting with 0; keys default to the queries'
+            borders.
 
     Raises:
         ValueError: More than one batch row.
@@ -42,7 +43,8 @@ def _with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> Cal
         offset = structure.q_offset
         if cu_q is not cu_k and structure.causal and structure.q_len != structure.kv_len:
             raise ValueError(
-                f"cu_seq_lens_q: causal documents need as many keys as queries, got {structure.q_len} and {structure.kv_len}"
+                "cu_seq_lens_q: causal documents need as many keys as queries, "
+                f"got {structure.q_len} and {structure.kv_len}"
             )
         return structure.with_changes(q_segments=q_documents, k_segments=k_documents, q_offset=offset)
     same = q_documents[:, None, :, None] == k_documents[:, None, None, :]

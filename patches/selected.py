@@ -1,0 +1,51 @@
+"""Keys that a model's own indexer selects per query (DeepSeek sparse attention and its kin).
+
+Such models mask the unselected keys themselves for Transformers' `eager` and `sdpa`, and hand the selection
+over as a keyword to every other implementation. It becomes one more condition of the structure here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adaattn_hf.structure import CallStructure
+
+__all__ = ["with_selected_keys"]
+
+
+def with_selected_keys(
+    module: nn.Module, structure: CallStructure, heads: int, kwargs: dict[str, Any]
+) -> CallStructure:
+    """The structure with the selection that came by keyword, if one came.
+
+    Args:
+        module: The attention module; its indexer knows the length of a block.
+        structure: What the mask says.
+        heads: Number of query heads.
+        kwargs: May hold `indices` `[batch, q_len, top_k]`, the selected keys of each query, or
+            `block_indices` `[batch, groups, q_len, top_k]`, the selected blocks of keys of each query and
+            group of heads. Negative entries select nothing.
+    """
+    keep: Tensor | None = None
+    indices, blocks = kwargs.get("indices"), kwargs.get("block_indices")
+    if indices is not None:
+        keep = _scattered(indices, structure.kv_len)[:, None]
+    if blocks is not None:
+        size = module.indexer.block_size  # type: ignore[union-attr]
+        count = -(-structure.kv_len // size)
+        chosen = _scattered(blocks, count).repeat_interleave(size, dim=-1)[..., : structure.kv_len]
+        keep = chosen.repeat_interleave(heads // chosen.shape[1], dim=1)
+    if keep is None:
+        return structure
+    return structure.with_changes(mask=keep if structure.mask is None else structure.mask & keep)
+
+
+def _scattered(indices: Tensor, length: int) -> Tensor:
+    """Boolean, last axis of `length` instead of top_k: True where an index points."""
+    index = indices.long()
+    index = index.masked_fill((index < 0) | (index >= length), length)
+    found = torch.zeros((*index.shape[:-1], length + 1), dtype=torch.bool, device=index.device)
+    return found.scatter(-1, index, True)[..., :length]
