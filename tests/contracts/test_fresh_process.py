@@ -1,0 +1,140 @@
+"""What `import adaattn_hf` does in a process that has done nothing else: register names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+OPTIONAL = ("triton", "flash_attn", "flash_attn_interface", "flash_attn_3", "datasets", "evaluate", "lm_eval", "peft")
+"""Packages that the core does without."""
+LATE = ("matplotlib", "typer", "scipy.optimize", "adaattn_hf.eval", "adaattn_hf.cli", "adaattn_hf.calibrate")
+"""What only the command line, calibration and plots need."""
+
+GUARD = """
+import logging, os, sys
+from unittest import mock
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in {blocked!r} else self.finder.find_spec(name, path, target)
+
+import torch
+import transformers, transformers.modeling_utils
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+for name in {blocked!r}:
+    sys.modules.pop(name, None)
+before = set(sys.modules)
+threads, grad, dtype = torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()
+environment = dict(os.environ)
+records = []
+class Listener(logging.Handler):
+    def emit(self, record):
+        records.append(record)
+logging.getLogger().addHandler(Listener())
+def refuse(*args, **kwargs):
+    raise AssertionError("a device was queried")
+queries = ["is_available", "device_count", "get_device_capability", "get_device_properties", "current_device", "init"]
+patches = [mock.patch.object(torch.cuda, query, refuse) for query in queries]
+patches += [mock.patch.object(torch.accelerator, query, refuse) for query in ("is_available", "device_count")]
+for patch in patches:
+    patch.start()
+import {module}
+for patch in patches:
+    patch.stop()
+new = set(sys.modules) - before
+loaded = sorted(name for name in {late!r} if name in new)
+assert not loaded, f"imported: {{loaded}}"
+assert not torch.cuda.is_initialized(), "CUDA was initialised"
+loud = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+assert not loud, f"logged: {{loud}}"
+assert (threads, grad, dtype) == (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()), "torch was set"
+assert environment == dict(os.environ), "the environment was changed"
+"""
+
+
+def run(code: str, *, blocked: tuple[str, ...] = (), module: str = "adaattn_hf", path: Path | None = None) -> str:
+    """What a fresh process prints; its error output where it fails."""
+    guard = GUARD.format(blocked=set(blocked), late=LATE + OPTIONAL, module=module)
+    prefix = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning:adaattn_hf", "-c", prefix + guard + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        cwd=Path(sys.prefix),
+        timeout=180,
+        check=False,
+    )
+    return done.stdout if done.returncode == 0 else f"failed: {done.stderr[-1500:]}"
+
+
+def test_import_registers_the_names_and_does_nothing_else() -> None:
+    """No device is looked at, nothing optional is imported, nothing is logged or set; optional packages may be missing."""
+    code = """
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+        names = sorted(n for n in AttentionInterface().valid_keys() if n.startswith("adaattn"))
+        assert names == sorted(adaattn_hf.NAMES), names
+        assert all(name in AttentionMaskInterface().valid_keys() for name in names)
+        for stock in ("sdpa", "flash_attention_2", "flex_attention"):
+            assert AttentionInterface()[stock].__module__.startswith("transformers."), stock
+
+        config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                          num_attention_heads=2, num_key_value_heads=1)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="adaattn")
+        out = model(input_ids=torch.arange(6)[None]).logits
+        assert torch.isfinite(out).all()
+        missing = str(adaattn_hf.explain(model))
+        print(missing)
+    """
+    printed = run(code, blocked=OPTIONAL)
+    assert "flash-attn is not installed" in printed, printed
+
+
+PLANTED = {
+    "a device was queried": "import torch\ntorch.cuda.is_available()\n",
+    "imported: ['typer']": "import typer\n",
+    "logged: ['hello']": "import logging\nlogging.getLogger('planted').warning('hello')\n",
+    "torch was set": "import torch\ntorch.set_num_threads(torch.get_num_threads() + 1)\n",
+    "the environment was changed": "import os\nos.environ['PLANTED'] = '1'\n",
+    "No module named 'peft'": "import peft\n",
+}
+
+
+def test_the_guard_finds_planted_violations(tmp_path: Path) -> None:
+    """One process for all: every planted module is guarded by the same statements as the package."""
+    for number, text in enumerate(PLANTED.values()):
+        (tmp_path / f"planted{number}.py").write_text(text)
+    statements = GUARD.format(blocked=set(OPTIONAL), late=LATE + OPTIONAL, module="{module}")
+    code = f"""
+        statements = {statements!r}
+        for number in range({len(PLANTED)}):
+            sys.modules.pop("typer", None)
+            try:
+                exec(statements.replace("{{module}}", f"planted{{number}}"), dict(globals()))
+            except (AssertionError, ModuleNotFoundError) as error:
+                print(number, error)
+                mock.patch.stopall()
+            else:
+                print(number, "nothing was found")
+    """
+    printed = run(code, module="sys", path=tmp_path)
+    for number, complaint in enumerate(PLANTED):
+        assert f"{number} {complaint}" in printed, printed
+
+
+@pytest.mark.parametrize("directory", ["patches", "configs", "eval"])
+def test_mapped_directories_are_importable_under_the_package_alone(directory: str) -> None:
+    """From anywhere but the checkout; inside it `import patches` would make a second registry."""
+    code = f"import importlib.util\nassert importlib.util.find_spec({directory!r}) is None\nprint('none')"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, cwd=Path(sys.prefix), check=False
+    )
+    assert done.stdout == "none\n", done.stderr
