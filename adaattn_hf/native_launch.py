@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from adaattn_hf.backends.native import call
-from adaattn_hf.backends.native.backend import NativeBackend, rules_of, with_extras
+from adaattn_hf.backends.native.backend import NativeBackend
+from adaattn_hf.backends.native.rules import rules_of, with_extras
 from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.plan import Choice
 from adaattn_hf.request import AttentionRequest, AttentionResult, CallSpec
@@ -26,7 +27,8 @@ def serves(request: AttentionRequest, backend: str | None) -> bool:
     native = BACKENDS.get("native")
     if not isinstance(native, NativeBackend) or backend not in (None, "native") or native.missing():
         return False
-    if native.refusals(CallSpec.of(request)):
+    spec = CallSpec.of(request)
+    if spec.needs_grad or spec.compiling or native.refusals(spec):
         return False
     structure = request.structure
     return structure.chunk is None and rules_of(structure).mask is None
@@ -59,10 +61,12 @@ def attend(request: AttentionRequest, choices: Sequence[Choice], precision: str)
         compute=precision if request.query.dtype == torch.float32 else "model",
     )
     if request.softcap is not None or request.sink_logits is not None or request.bias is not None:
-        rules = with_extras(rules, request)
+        rules = with_extras(
+            rules, request.bias, request.sink_logits, request.softcap or 0.0, request.key.shape[2]
+        )
     out, lse = call.forward(
         request.query, request.key, request.value, request.scaling, rules, need_lse=request.need_lse
     )
     if out is None:
-        raise RuntimeError("the native kernels returned no output; rebuild them with python -m adaattn_hf.backends.native.build")
+        raise RuntimeError("the native kernels returned no output; rebuild them with python -m adaattn_hf.backends.native")
     return AttentionResult(out, lse)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .library import library, missing
 
-__all__ = ["NO_RULES", "Rules", "forward"]
+__all__ = ["NO_RULES", "Gradients", "Rules", "backward", "forward"]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
 _NONE4 = (0, 0, 0, 0)
 _NONE3 = (0, 0, 0)
-# q k v out lse | dtypes, extents | strides | segments | rules | head rules | scaling softcap | sinks | bias | mask |
-# scales | blocks | threads level | backward
-_LAYOUT = struct.Struct("=5Q" + "3q7q" + "16q" + "Q2q" + "3q" + "2Q" + "2d" + "Q" + "Q5q" + "Q4q" + "2Q6q" + "2Q2q" + "2q" + "Q4q3Q12qQQ4q")
-_FORWARD_TAIL = (0, *_NONE4, 0, 0, 0, *_NONE4 * 3, 0, 0, *_NONE4)
+_HEAD = struct.Struct("=5Q2q7q16qd2q")  # tensors, dtypes, extents, strides, scaling, threads, level
+_RULES = struct.Struct("=qQ2q3q2QdQQ5qQ4q2Q6q2Q2q")
+_TAIL = struct.Struct("=Q4q3Q12qQ4q")  # backward
+_FORWARD_TAIL = bytes(_TAIL.size)
 _ERRORS = {
-    -1: "the native kernels were called with inconsistent extents or segments outside the tensors",
+    -1: "the native kernels were called with inconsistent extents, with segments outside the tensors, or backward "
+    "with int8 keys or block lists",
     -2: "the native kernels ran out of memory",
     -3: "the native kernels have no code for the instruction set that was asked for",
 }
@@ -64,8 +66,25 @@ class Rules:
     block_q: int = 0
     compute: str = "model"
 
-
-NO_RULES = Rules()
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """The rules' part of the argument structure; made once, because rules are shared by the layers of a model."""
+        bias, mask = self.bias, self.mask
+        blocks = 0 if self.block_ptr is None else self.block_ptr.shape[0] - 1
+        return _RULES.pack(
+            COMPUTE[self.compute],
+            _pointer(self.segments), 0 if self.segments is None else self.segments.shape[0], self.offset,
+            self.causal, self.window, self.sinks,
+            _pointer(self.head_windows), _pointer(self.head_sinks),
+            self.softcap,
+            _pointer(self.sink_logits),
+            _pointer(bias), *((0, *_NONE4) if bias is None else (_DTYPES[bias.dtype], *_broadcast(bias))),
+            _pointer(mask), *(_NONE4 if mask is None else _broadcast(mask)),
+            _pointer(self.key_scale), _pointer(self.value_scale),
+            *(_NONE3 if self.key_scale is None else self.key_scale.stride()),
+            *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
+            _pointer(self.block_ptr), _pointer(self.block_index), self.block_q, blocks,
+        )  # fmt: skip
 
 
 def _pointer(t: Tensor | None) -> int:
@@ -77,6 +96,9 @@ def _broadcast(t: Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else step for size, step in zip(t.shape, t.stride(), strict=True))
 
 
+NO_RULES = Rules()
+
+
 def words(
     q: Tensor,
     k: Tensor,
@@ -86,34 +108,24 @@ def words(
     scaling: float,
     rules: Rules,
     level: int,
-    tail: Sequence[int] = _FORWARD_TAIL,
+    tail: bytes = _FORWARD_TAIL,
 ) -> bytes:
-    """The argument structure of a call; every tensor in it must outlive the call."""
+    """The argument structure of a call; every tensor in it must outlive the call.
+
+    `out` is contiguous `[batch, q_len, heads, head_dim_v]`.
+    """
     batch, heads, q_len, dim = q.shape
     _, kv_heads, kv_len, dim_v = v.shape
-    r = rules
-    blocks = 0
-    if r.block_ptr is not None:
-        blocks = (r.block_ptr.shape[0] - 1) // kv_heads
-    return _LAYOUT.pack(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(out), _pointer(lse),
-        _DTYPES[q.dtype], _DTYPES[k.dtype], COMPUTE[r.compute],
+    width = heads * dim_v
+    head = _HEAD.pack(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if out is None else out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        _DTYPES[q.dtype], _DTYPES[k.dtype],
         batch, heads, kv_heads, q_len, kv_len, dim, dim_v,
-        *q.stride(), *k.stride(), *v.stride(), *(_NONE4 if out is None else out.stride()),
-        _pointer(r.segments), 0 if r.segments is None else r.segments.shape[0], r.offset,
-        r.causal, r.window, r.sinks,
-        _pointer(r.head_windows), _pointer(r.head_sinks),
-        scaling, r.softcap,
-        _pointer(r.sink_logits),
-        _pointer(r.bias), *((0, *_NONE4) if r.bias is None else (_DTYPES[r.bias.dtype], *_broadcast(r.bias))),
-        _pointer(r.mask), *(_NONE4 if r.mask is None else _broadcast(r.mask)),
-        _pointer(r.key_scale), _pointer(r.value_scale),
-        *(_NONE3 if r.key_scale is None else r.key_scale.stride()),
-        *(_NONE3 if r.value_scale is None else r.value_scale.stride()),
-        _pointer(r.block_ptr), _pointer(r.block_index), r.block_q, blocks,
-        torch.get_num_threads(), level,
-        *tail,
+        *q.stride(), *k.stride(), *v.stride(), q_len * width, dim_v, width, 1,
+        scaling, torch.get_num_threads(), level,
     )  # fmt: skip
+    return head + rules.packed + tail
 
 
 def forward(
@@ -148,10 +160,62 @@ def forward(
     batch, heads, q_len, _ = q.shape
     out = torch.empty((batch, q_len, heads, v.shape[3]), dtype=q.dtype) if need_out else None
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32) if need_lse else None
-    view = None if out is None else out.transpose(1, 2)
     status = native.handle.ada_forward(
-        words(q, k, v, view, lse, scaling, rules, native.level if level is None else level)
+        words(q, k, v, out, lse, scaling, rules, native.level if level is None else level)
     )
     if status:
         raise RuntimeError(_ERRORS[status])
     return out, lse
+
+
+class Gradients(NamedTuple):
+    """Gradients of one call; `bias` is fp32 `[batch, heads, q_len, kv_len]`, None where not asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scaling: float,
+    rules: Rules = NO_RULES,
+    *,
+    need_bias: bool = False,
+    level: int | None = None,
+) -> Gradients:
+    """Gradients of `forward`, recomputed from `lse`; the same numbers every time, for any number of threads.
+
+    Args:
+        grad: Gradient of `out`, `[batch, q_len, heads, head_dim_v]`, any strides.
+        q, k, v, scaling, rules, level: As in `forward`, without int8 and block lists.
+        out: What `forward` returned, contiguous.
+        lse: What `forward` returned.
+        need_bias: Also return the gradient of the bias.
+
+    Raises:
+        RuntimeError: The library is missing or refuses the call.
+    """
+    native = library()
+    if native is None:
+        raise RuntimeError(f"native backend: {'; '.join(missing())}")
+    dq = torch.zeros(q.shape, dtype=q.dtype) if rules.segments is not None else torch.empty(q.shape, dtype=q.dtype)
+    dk, dv = torch.zeros(k.shape, dtype=k.dtype), torch.zeros(v.shape, dtype=v.dtype)
+    dbias = torch.zeros((*q.shape[:3], k.shape[2]), dtype=torch.float32) if need_bias else None
+    g = grad.transpose(1, 2)
+    tail = _TAIL.pack(
+        g.data_ptr(), *g.stride(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+        *dq.stride(), *dk.stride(), *dv.stride(), _pointer(dbias), *(_NONE4 if dbias is None else dbias.stride()),
+    )  # fmt: skip
+    status = native.handle.ada_backward(
+        words(q, k, v, out, lse, scaling, rules, native.level if level is None else level, tail)
+    )
+    if status:
+        raise RuntimeError(_ERRORS[status])
+    return Gradients(dq, dk, dv, dbias)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 import os
 import sys
@@ -50,7 +49,6 @@ class Library:
         return bool(self.handle.ada_has_level(LEVELS.index(name)))
 
 
-@functools.cache
 def _load() -> tuple[Library | None, tuple[str, ...]]:
     path = _HERE / NAME
     if not path.is_file():
@@ -105,17 +103,20 @@ def _why_not_built() -> str:
     return "it was never built here; run `python -m adaattn_hf.backends.native`"
 
 
+# Loaded with this module, which the backend imports at its first use: a traced graph then finds plain values here.
+_LOADED, _MISSING = _load()
+
+
 def library() -> Library | None:
-    """The loaded library, or None; `missing` says why. Loaded once, at the first call."""
-    return _load()[0]
+    """The loaded library, or None; `missing` says why."""
+    return _LOADED
 
 
 def missing() -> tuple[str, ...]:
     """All that stands in the way of the native kernels here; empty if nothing does."""
-    return _load()[1]
+    return _MISSING
 
 
 def level_names() -> tuple[str, ...]:
     """Instruction sets that can run on this machine; empty without a library."""
-    found = library()
-    return tuple(name for name in LEVELS if found is not None and found.has_level(name))
+    return tuple(name for name in LEVELS if _LOADED is not None and _LOADED.has_level(name))

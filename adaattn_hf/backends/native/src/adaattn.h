@@ -18,15 +18,19 @@ struct ada_args {
   const void *q, *k, *v;
   void *out;
   float *lse;  // contiguous [batch, q_heads, q_len], natural logarithm, may be null
-  int64_t q_dtype, kv_dtype, compute;
+  int64_t q_dtype, kv_dtype;
   int64_t batch, q_heads, kv_heads, q_len, kv_len, dim, dim_v;
   int64_t qs[4], ks[4], vs[4], os[4];
+  double scaling;
+  int64_t threads, level;  // level < 0: the best that this machine has
+  // the rules of the call
+  int64_t compute;
   // rows of (batch_row, q_start, q_len, k_start, k_len, offset); null: every batch row is one segment with `offset`
   const int64_t *segments;
   int64_t n_segments, offset;
   int64_t causal, window, sinks;             // window < 0: none
   const int64_t *head_windows, *head_sinks;  // per key/value head, null: `window` and `sinks` for all
-  double scaling, softcap;                   // softcap 0: none
+  double softcap;                            // 0: none
   const float *sink_logits;                  // per query head, null: none
   const void *bias;                          // added to the scaled (and capped) scores
   int64_t bias_dtype, bs[4];
@@ -34,16 +38,14 @@ struct ada_args {
   int64_t ms[4];
   const float *k_scale, *v_scale;  // [batch, kv_heads, kv_len] by strides, for int8 key/value
   int64_t kss[3], vss[3];
-  const int64_t *block_ptr;    // [kv_heads * block_tiles + 1], null: none
+  const int64_t *block_ptr;    // [block_tiles + 1]: per key/value head and query block, null: none
   const int64_t *block_index;  // ascending key blocks of 64 inside a segment
   int64_t block_q, block_tiles;
-  int64_t threads, level;  // level < 0: the best that this machine has
   // backward only
   const void *dout;
   int64_t gs[4];
   void *dq, *dk, *dv;
   int64_t dqs[4], dks[4], dvs[4];
-  float *dsink;  // [q_heads]
   float *dbias;  // [batch, q_heads, q_len, kv_len] by strides, float32
   int64_t dbs[4];
 };

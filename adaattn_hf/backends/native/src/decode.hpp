@@ -4,7 +4,7 @@
 
 namespace ADA_NS {
 
-constexpr int64_t FEW = 16;  // most query rows of one key/value head that this path takes
+constexpr int64_t FEW = 24;  // most query rows of one key/value head that this path takes
 
 #if defined(__AVX512F__)
 // Lane i of the result is the sum of v[i].
@@ -318,7 +318,7 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
   const elem *vb = (const elem *)a.v + u.row * a.vs[0] + u.head * a.vs[1] + u.k0 * a.vs[2];
   const int64_t *block = nullptr, *block_end = nullptr;
   if (a.block_ptr) {
-    const int64_t at = u.head * a.block_tiles;
+    const int64_t at = u.head * (a.block_tiles / a.kv_heads);
     block = a.block_index + a.block_ptr[at];
     block_end = a.block_index + a.block_ptr[at + 1];
   }

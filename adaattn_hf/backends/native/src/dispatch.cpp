@@ -140,6 +140,17 @@ void work_few(void *data) {
   }
 }
 
+void work_backward(void *data) {
+  Job &job = *static_cast<Job *>(data);
+  char *scratch = t_scratch.get(static_cast<size_t>(job.shape.scratch));
+  if (!scratch) {
+    job.failed = true;
+    return;
+  }
+  for (int64_t task; (task = job.next.fetch_add(1, std::memory_order_relaxed)) < job.tasks;)
+    job.k->backward(*job.a, job.shape, job.units[task], scratch);
+}
+
 void run(Job &job, void (*fn)(void *), int64_t tasks, double flops) {
   int64_t threads = job.a->threads < tasks ? job.a->threads : tasks;
   if (g_parallel && threads > 1 && flops > 2e6) g_parallel(fn, &job, static_cast<unsigned>(threads), 0);
@@ -156,7 +167,7 @@ int64_t check(const ada_args &a) {
   if (a.batch < 0 || a.q_heads < 1 || a.kv_heads < 1 || a.q_heads % a.kv_heads || a.q_len < 0 || a.kv_len < 0) return -1;
   if (a.dim < 1 || a.dim_v < 1 || a.threads < 1 || a.n_segments < 0) return -1;
   if (a.q_dtype < ADA_F32 || a.q_dtype > ADA_F16 || a.kv_dtype < ADA_F32 || a.kv_dtype > ADA_I8) return -1;
-  if (a.block_ptr && (a.block_q < 1 || a.block_tiles < 1)) return -1;
+  if (a.block_ptr && (a.block_q < 1 || a.block_tiles < 1 || a.block_tiles % a.kv_heads)) return -1;
   for (int64_t s = 0; a.segments && s < a.n_segments; ++s) {
     const int64_t *g = a.segments + s * 6;
     if (g[0] < 0 || g[0] >= a.batch || g[1] < 0 || g[2] < 0 || g[1] > a.q_len - g[2]) return -1;
@@ -208,6 +219,16 @@ void fill_unit(const ada_args &a, const AdaShape &sh, AdaUnit &u, int64_t s, int
   }
   u.heads_per = per < sh.group ? per : sh.group;
   u.tasks = u.row_tiles * ((sh.group + u.heads_per - 1) / u.heads_per);
+}
+
+int64_t prepare(const ada_args &a, Job &job) {
+  job.a = &a;
+  job.k = kernels(a.level < 0 ? best_level() : a.level);
+  if (!job.k) return -3;
+  const bool halves = a.q_dtype == ADA_BF16 && (a.kv_dtype == ADA_BF16 || a.kv_dtype == ADA_I8);
+  job.shape.compute = a.compute == ADA_COMPUTE_BF16 || halves ? ADA_BF16 : ADA_F32;
+  job.k->shape(a, job.shape);
+  return 0;
 }
 
 // Whether all segments have few query rows and keys and values that can be read where they lie.
@@ -276,12 +297,7 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
   const ada_args &a = *args;
   if (check(a)) return -1;
   Job job;
-  job.a = &a;
-  job.k = kernels(a.level < 0 ? best_level() : a.level);
-  if (!job.k) return -3;
-  job.shape.compute = a.compute == ADA_COMPUTE_BF16 || (a.q_dtype == ADA_BF16 && a.kv_dtype == ADA_BF16) ? ADA_BF16
-                                                                                                        : ADA_F32;
-  job.k->shape(a, job.shape);
+  if (const int64_t error = prepare(a, job)) return error;
   const int64_t segments = a.segments ? a.n_segments : a.batch;
   int64_t covered = 0;
   for (int64_t s = 0; s < segments; ++s) covered += segment_field(a, s, 2);
@@ -327,4 +343,27 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
   t_scratch.trim();
   return 0;
 }
-ADA_EXPORT int64_t ada_backward(const ada_args *) { return -3; }
+
+ADA_EXPORT int64_t ada_backward(const ada_args *args) {
+  const ada_args &a = *args;
+  if (check(a) || a.kv_dtype == ADA_I8 || a.block_ptr || !a.lse || !a.out || !a.dout) return -1;
+  Job job;
+  if (const int64_t error = prepare(a, job)) return error;
+  const int64_t segments = a.segments ? a.n_segments : a.batch;
+  job.n_units = job.tasks = segments * a.kv_heads;
+  job.units = reinterpret_cast<AdaUnit *>(t_units.get(static_cast<size_t>(job.tasks) * sizeof(AdaUnit) + 64));
+  if (!job.units) return -2;
+  int64_t q_len = 0, kv_len = 0;
+  double flops = 0;
+  for (int64_t i = 0; i < job.tasks; ++i) {
+    AdaUnit &u = job.units[i];
+    fill_unit(a, job.shape, u, i / a.kv_heads, i % a.kv_heads);
+    q_len = u.qn > q_len ? u.qn : q_len;
+    kv_len = u.kn > kv_len ? u.kn : kv_len;
+    flops += 5.0 * static_cast<double>(u.qn * job.shape.group) * static_cast<double>(u.kn * (a.dim + a.dim_v));
+  }
+  job.shape.scratch = job.k->backward_scratch(a, job.shape, q_len, kv_len);
+  run(job, work_backward, job.tasks, flops);
+  t_scratch.trim();
+  return job.failed ? -2 : 0;
+}

@@ -18,6 +18,7 @@ struct Row {
 struct Strip {
   int64_t r0, rows, lo, hi, sink;
   uint64_t panels;  // panels of the present key tile that some row of the strip sees
+  bool started;     // the output has been written to
 };
 
 // The working memory of one thread, laid out anew for every tile.
@@ -178,10 +179,10 @@ static void finish_row(const ada_args &a, const AdaUnit &u, const Row &row, cons
       const float sink = a.sink_logits[row.head] * LOG2E, next = greater(m, sink);
       const float f = exp2f(m - next);
       inv = f / (l * f + exp2f(sink - next));
-      lse = LN2 * next + logf(l * f + exp2f(sink - next));
+      if (a.lse) lse = LN2 * next + logf(l * f + exp2f(sink - next));
     } else {
       inv = 1.0f / l;
-      lse = LN2 * m + logf(l);
+      if (a.lse) lse = LN2 * m + logf(l);
     }
   }
   const int64_t i = u.q0 + row.i;
@@ -239,7 +240,7 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
   int64_t strips = 0;
   for (int64_t r0 = 0; r0 < n; r0 += MR, ++strips) {
     Strip &st = w.strips[strips];
-    st = {r0, lesser((int64_t)MR, n - r0), INT64_MAX, 0, 0, 0};
+    st = {r0, lesser((int64_t)MR, n - r0), INT64_MAX, 0, 0, 0, false};
     for (int64_t r = r0; r < r0 + st.rows; ++r) {
       if (w.rows[r].lo < w.rows[r].hi) {
         st.lo = lesser(st.lo, w.rows[r].lo);
@@ -254,10 +255,9 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
     w.m[r] = -INFINITY;
     w.l[r] = 0;
   }
-  memset(w.o, 0, (size_t)(n * sh.dv) * 4);
   const int64_t *block = nullptr, *block_end = nullptr;
   if (a.block_ptr) {
-    const int64_t at = u.head * a.block_tiles + q_block;
+    const int64_t at = u.head * (a.block_tiles / a.kv_heads) + q_block;
     block = a.block_index + a.block_ptr[at];
     block_end = a.block_index + a.block_ptr[at + 1];
   }
@@ -308,11 +308,15 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
         for (uint64_t bits = st.panels; next_run(bits, c0, c1); first = false) {
           const elem *p = w.p + st.r0 * ldp + c0, *v = vp + d * KEYS + c0 * NR;
           float *o = w.o + st.r0 * sh.dv + d;
-          const int64_t steps = (c1 - c0) / T::STEP;
-          if (first) strip<T, SCALE>(st.rows, p, ldp, v, steps, o, sh.dv, w.alpha + st.r0);
-          else strip<T, ADD>(st.rows, p, ldp, v, steps, o, sh.dv, nullptr);
+          // no row of the strip sees a key from here on, so its weights are 0
+          const int64_t stop = lesser(c1, greater(st.hi, st.sink) - t0);
+          const int64_t steps = (stop - c0 + T::STEP - 1) / T::STEP;
+          if (!first) strip<T, ADD>(st.rows, p, ldp, v, steps, o, sh.dv, nullptr);
+          else if (st.started) strip<T, SCALE>(st.rows, p, ldp, v, steps, o, sh.dv, w.alpha + st.r0);
+          else strip<T, ZERO>(st.rows, p, ldp, v, steps, o, sh.dv, nullptr);
         }
       }
+    for (int64_t i = 0; i < strips; ++i) w.strips[i].started |= w.strips[i].panels != 0;
   }
   for (int64_t r = 0; r < n; ++r)
     finish_row(a, u, w.rows[r], w.o + r * sh.dv, w.m[r], w.l[r], a.dim_v);

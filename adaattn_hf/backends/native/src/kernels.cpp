@@ -3,6 +3,7 @@
 #include "plan.hpp"
 const AdaKernels *ADA_TABLE() { return nullptr; }
 #else
+#include "backward.hpp"
 #include "decode.hpp"
 
 namespace ADA_NS {
@@ -59,7 +60,25 @@ static void decode(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int6
   ADA_FEW(few_rows, a, sh, u, part, scratch)
 }
 
-static const AdaKernels table = {FEW, shape, pack, forward, decode_scratch, decode, merge_parts};
+static int64_t backward_scratch(const ada_args &a, const AdaShape &sh, int64_t qn, int64_t kn) {
+#ifdef ADA_HAS_BF16
+  Back<BF16> b;
+  if (sh.compute == ADA_BF16) return back_layout<BF16>(b, nullptr, a, qn, kn);
+#endif
+  (void)sh;
+  Back<F32> f;
+  return back_layout<F32>(f, nullptr, a, qn, kn);
+}
+
+static void backward(const ada_args &a, const AdaShape &sh, const AdaUnit &u, char *scratch) {
+#ifdef ADA_HAS_BF16
+  if (sh.compute == ADA_BF16) return backward_unit<BF16>(a, sh, u, scratch);
+#endif
+  backward_unit<F32>(a, sh, u, scratch);
+}
+
+static const AdaKernels table = {FEW,    shape,       pack,             forward, decode_scratch,
+                                 decode, merge_parts, backward_scratch, backward};
 
 }  // namespace ADA_NS
 

@@ -1,0 +1,124 @@
+"""The backward, the operators and tracing, against autograd in double precision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from adaattn_hf import reference
+from adaattn_hf.backends.native.autograd import attend_op, backward_op
+from adaattn_hf.backends.native.backend import NativeBackend
+from adaattn_hf.backends.native.library import missing
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.structure import CallStructure
+
+from .test_backend import STRUCTURES, request
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
+
+
+def gradients(asked: AttentionRequest, dtype: torch.dtype, native: bool) -> list[torch.Tensor]:
+    names = [name for name in ("query", "key", "value", "bias", "sink_logits") if getattr(asked, name) is not None]
+    leaves = {name: getattr(asked, name).detach().to(dtype).requires_grad_() for name in names}
+    changed = replace(asked, **leaves)
+    out = NativeBackend().attend(changed).out if native else reference.attention(changed).out
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return list(torch.autograd.grad((out.double() * weight).sum(), list(leaves.values())))
+
+
+EXTRAS = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "bias": {"bias": torch.randn(1, 4, 1, 100, generator=torch.Generator().manual_seed(1))},
+    "all": {
+        "softcap": 3.0,
+        "sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+        "bias": torch.randn(2, 1, 1, 100, generator=torch.Generator().manual_seed(1)),
+    },
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_gradients_match_double_precision(name: str, extra: str) -> None:
+    asked = request(STRUCTURES[name], **EXTRAS[extra])
+    ours = gradients(asked, torch.float32, native=True)
+    truth = gradients(asked, torch.float64, native=False)
+    for got, expected in zip(ours, truth, strict=True):
+        torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_are_as_good_as_torch(dtype: torch.dtype) -> None:
+    asked = request(CallStructure(2, 300, 300, causal=True), dtype)
+    truth = gradients(asked, torch.float64, native=False)
+    ours = gradients(asked, dtype, native=True)
+    eager = gradients(asked, dtype, native=False) if dtype == torch.float64 else _sdpa(asked, dtype)
+    for got, other, expected in zip(ours, eager, truth, strict=True):
+        band = torch.finfo(dtype).eps * expected.abs().max().item()
+        theirs = (other.double() - expected).abs().max().item()
+        assert (got.double() - expected).abs().max().item() <= 2 * theirs + band
+
+
+def _sdpa(asked: AttentionRequest, dtype: torch.dtype) -> list[torch.Tensor]:
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (asked.query, asked.key, asked.value)]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *leaves, is_causal=True, scale=asked.scaling, enable_gqa=True
+    ).transpose(1, 2)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return list(torch.autograd.grad((out.double() * weight).sum(), leaves))
+
+
+def arguments(asked: AttentionRequest) -> tuple[object, ...]:
+    s = asked.structure
+    return (
+        asked.query, asked.key, asked.value, asked.bias, asked.sink_logits, asked.scaling, asked.softcap or 0.0,
+        s.causal, s.q_offset, s.window, s.sinks, s.chunk, s.pads_queries,
+        None, s.chunk_start, s.key_padding, s.q_segments, s.k_segments, s.spans, s.mask,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["causal", "left padding", "mask"])
+def test_opcheck(name: str) -> None:
+    asked = request(STRUCTURES[name], **EXTRAS["all"])
+    leaves = {n: getattr(asked, n).clone().requires_grad_() for n in ("query", "key", "value", "bias", "sink_logits")}
+    torch.library.opcheck(attend_op, arguments(replace(asked, **leaves)))
+    out, lse = attend_op(*arguments(asked))
+    grad = torch.randn_like(out)
+    torch.library.opcheck(backward_op, (grad, out, lse, *arguments(asked), True))
+
+
+@pytest.mark.parametrize("name", ["causal", "suffix", "left padding", "packed", "device offset"])
+def test_compiles_into_one_graph(name: str) -> None:
+    asked = request(STRUCTURES[name])
+    backend = NativeBackend()
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return backend.attend(replace(asked, query=query, key=key, value=value)).out * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    leaves = [t.detach().clone().requires_grad_() for t in (asked.query, asked.key, asked.value)]
+    ours = compiled(*leaves)
+    torch.testing.assert_close(ours, attend(asked.query, asked.key, asked.value), atol=0, rtol=0)
+    plain = [t.detach().clone().requires_grad_() for t in (asked.query, asked.key, asked.value)]
+    for got, expected in zip(
+        torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(attend(*plain).sum(), plain), strict=True
+    ):
+        torch.testing.assert_close(got, expected, atol=0, rtol=0)
+
+
+def test_backward_does_not_depend_on_threads() -> None:
+    asked = request(CallStructure(2, 500, 500, causal=True))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = gradients(asked, torch.float32, native=True)
+        torch.set_num_threads(2)
+        two = gradients(asked, torch.float32, native=True)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
