@@ -33,6 +33,8 @@ def compacted(structure: CallStructure) -> Gathered | None:
         return None
     if structure.mask is not None or (structure.causal and not structure.pads_queries):
         return None
+    if structure.causal and (structure.offset() != 0 or structure.q_len != structure.kv_len):
+        return None
     if "compacted" not in structure._memo:
         structure._memo["compacted"] = _compacted(structure, structure.key_padding)
     found: Gathered = structure._memo["compacted"]
@@ -47,19 +49,24 @@ def _compacted(structure: CallStructure, padding: Tensor) -> Gathered:
     if structure.pads_queries:
         # the definition reads the padding of a query outside the keys at the nearest key
         shown = real[:, places.clamp(0, structure.kv_len - 1)]
+    rows = torch.arange(structure.batch)
     segments = []
     q_start = k_start = 0
     for row in range(structure.batch):
         q_len, k_len = int(shown[row].sum()), int(real[row].sum())
-        # queries stand at the end of their row: in packed order at the end of its real keys
-        before = int(real[row, : max(0, offset)].sum()) if structure.causal else 0
         if q_len and k_len:
-            segments.append(Segment(0, q_start, q_len, k_start, k_len, before))
+            segments.append(Segment(0, q_start, q_len, k_start, k_len, 0))
         q_start, k_start = q_start + q_len, k_start + k_len
-    packed = CallStructure(1, q_start, k_start, causal=structure.causal, key_padding=torch.ones(1, k_start, dtype=torch.bool))
-    packed._memo["segments"] = tuple(segments)
-    packed._memo["settled"] = packed
     device = padding.device
+    packed = CallStructure(
+        1,
+        q_start,
+        k_start,
+        causal=structure.causal,
+        q_segments=rows.repeat_interleave(shown.sum(1))[None].to(device),
+        k_segments=rows.repeat_interleave(real.sum(1))[None].to(device),
+    )
+    packed._memo["segments"] = tuple(segments)
     return Gathered(
         packed, shown.flatten().nonzero().squeeze(1).to(device), real.flatten().nonzero().squeeze(1).to(device)
     )
