@@ -1,0 +1,151 @@
+"""Numbers per token against their definitions, and the independence of batches."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaattn_hf.eval import checkpoint, corpora, runner, scoring
+from adaattn_hf.eval.perplexity import Totals
+from adaattn_hf.eval.settings import Settings
+from adaattn_hf.eval.windows import Window
+
+from .conftest import PAGES, PASSAGES
+
+
+def window_of(length: int, positions: list[int], targets: list[int]) -> Window:
+    return Window(0, np.zeros(length, np.int64), np.array(positions), np.array(targets))
+
+
+def test_scores_are_their_definitions() -> None:
+    torch.manual_seed(3)
+    logits = [torch.randn(2, 5, 7) * 3 for _ in range(2)]
+    windows = [window_of(5, [0, 3], [6, 2]), window_of(5, [4], [1])]
+    scores = scoring.score(logits, windows, (0, 0))
+    for token, (row, column, target) in enumerate([(0, 0, 6), (0, 3, 2), (1, 4, 1)]):
+        p, q = ([math.exp(v) for v in arm[row, column].double().tolist()] for arm in logits)
+        p, q = ([v / sum(r) for v in r] for r in (p, q))
+        assert scores.nll[0, token] == pytest.approx(-math.log(p[target]), rel=1e-12)
+        assert scores.nll[1, token] == pytest.approx(-math.log(q[target]), rel=1e-12)
+        kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+        assert scores.kl[0, token] == pytest.approx(kl, rel=1e-10)
+        assert scores.hit[1, token] == (q.index(max(q)) == target)
+        assert scores.agree[0, token] == (q.index(max(q)) == p.index(max(p)))
+
+
+def test_more_rows_than_are_taken_at_a_time() -> None:
+    logits = torch.randn(1, 200, 11)
+    windows = [window_of(200, list(range(200)), [i % 11 for i in range(200)])]
+    whole = scoring.score([logits, logits], windows, (0,))
+    alone = [scoring.score([logits], [window_of(200, [i], [i % 11])], (0,)).nll[0, 0] for i in range(200)]
+    assert whole.nll.shape == (2, 200)
+    assert whole.nll[0].tolist() == alone
+    assert not whole.kl.any()
+
+
+def test_impossible_tokens_make_no_nan() -> None:
+    first = torch.tensor([[[0.0, -math.inf, 1.0]]])
+    second = torch.tensor([[[0.5, -math.inf, 1.0]]])
+    scores = scoring.score([first, second], [window_of(1, [0], [0])], (0,))
+    assert np.isfinite(scores.kl).all()
+    assert scores.kl[0, 0] > 0
+
+
+@given(st.lists(st.integers(1, 6), max_size=60), st.integers(1, 9), st.sampled_from(scoring.PADDINGS))
+def test_every_window_is_in_one_batch(lengths: list[int], batch_size: int, padding: str) -> None:
+    windows = [window_of(n, [n - 1], [0]) for n in lengths]
+    batches = scoring.plan_batches(windows, batch_size, padding)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(windows)))
+    assert all(1 <= len(batch) <= batch_size for batch in batches)
+    if padding == "none":
+        assert all(len({lengths[i] for i in batch}) == 1 for batch in batches)
+
+
+def test_a_batch_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size: got 0"):
+        scoring.plan_batches([], 0)
+
+
+def measured(directory: Path, corpus: corpora.Corpus, **settings: object) -> runner.Measured:
+    loaded = checkpoint.load(directory, dtype="float32", device="cpu")
+    return runner.measure(loaded, corpus, Settings(**{"impl": "eager", **settings}))  # type: ignore[arg-type]
+
+
+def pages() -> corpora.Corpus:
+    return corpora.wikitext_corpus(PAGES, "own pages")
+
+
+def passages() -> corpora.Corpus:
+    return corpora.lastword_corpus(PASSAGES, "own passages")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("corpus", [pages(), passages()], ids=["pages", "lastword"])
+def test_perplexity_does_not_depend_on_the_batch_size(
+    request: pytest.FixtureRequest, kind: str, corpus: corpora.Corpus
+) -> None:
+    directory = request.getfixturevalue(kind)
+    share = 0.2 if kind == "bert" else 1.0
+    alone = measured(directory, corpus, batch_size=1, mask_fraction=share).tokens.scores
+    for batch_size in (2, 5):
+        batched = measured(directory, corpus, batch_size=batch_size, mask_fraction=share).tokens.scores
+        np.testing.assert_allclose(batched.nll, alone.nll, rtol=0, atol=2e-5)
+        assert batched.nll.sum() == pytest.approx(alone.nll.sum(), rel=1e-7)
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("impl", ["eager", "adaattn"])
+def test_padding_changes_no_number(
+    request: pytest.FixtureRequest, kind: str, padding: str, impl: str
+) -> None:
+    directory = request.getfixturevalue(kind)
+    alone = measured(directory, passages(), impl=impl).tokens.scores
+    padded = measured(directory, passages(), impl=impl, batch_size=4, padding=padding).tokens.scores
+    np.testing.assert_allclose(padded.nll, alone.nll, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "adaattn"])
+def test_an_arm_against_itself_differs_by_exactly_nothing(
+    request: pytest.FixtureRequest, kind: str, implementation: str
+) -> None:
+    settings = {"impl": implementation, "against": implementation, "batch_size": 3, "mask_fraction": 0.1}
+    result = measured(request.getfixturevalue(kind), pages(), **settings)
+    compared = result.quality["comparisons"][0]
+    assert compared["delta_nll"]["mean"] == 0.0
+    assert (compared["delta_nll"]["low"], compared["delta_nll"]["upper"]) == (0.0, 0.0)
+    assert compared["perplexity_ratio"]["value"] == 1.0
+    assert (compared["kl_mean"], compared["kl_max"], compared["top1_agreement"]) == (0.0, 0.0, 1.0)
+
+
+def test_a_worse_arm_shows(llama: Path) -> None:
+    """The meta-test of the one above: with one weight changed in one arm, every figure moves."""
+    loaded = checkpoint.load(llama, device="cpu")
+    models = checkpoint.arms(loaded, ["sdpa", "sdpa"])
+    models[1].model.layers[0].self_attn.v_proj = torch.nn.Linear(32, 16, bias=False)
+    windows = [Window(0, np.arange(5, 25), np.arange(20), np.arange(6, 26))]
+    inputs = scoring.collate(windows, torch.device("cpu"))
+    scores = scoring.score([scoring.forward(m, inputs) for m in models], windows, inputs.offsets)
+    assert (scores.nll[0] != scores.nll[1]).all()
+    assert scores.kl.min() > 0
+    assert not scores.agree.all()
+
+
+def test_totals_are_their_definitions() -> None:
+    totals = Totals(nll=30.0, tokens=10, words=8, bytes=40)
+    assert totals.perplexity == pytest.approx(math.exp(3))
+    assert totals.word_perplexity == pytest.approx(math.exp(30 / 8))
+    assert totals.byte_perplexity == pytest.approx(math.exp(0.75))
+    assert totals.bits_per_byte == pytest.approx(0.75 / math.log(2))
+    cut = Totals(30.0, 10)
+    assert (cut.word_perplexity, cut.byte_perplexity, cut.bits_per_byte) == (None, None, None)
+    assert Totals(1e6, 1).perplexity == math.inf
+    with pytest.raises(ValueError, match="tokens: got 0"):
+        Totals(0.0, 0)

@@ -1,0 +1,60 @@
+"""WikiText's rules, against lm-evaluation-harness's own functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_eval.tasks.wikitext.preprocess_wikitext import process_results, wikitext_detokenizer
+
+from adaattn_hf.eval import wikitext
+
+from .conftest import PAGES
+
+# pieces in which the rules differ from one another
+PIECES = st.sampled_from(
+    [" @-@ ", " @,@ ", " @.@ ", " : ", " ; ", " . ", " ! ", " ? ", " , ", "( a )", "[ b ]", "{ c }", '" d "', "' e '"]
+    + ["= = =", "= =", " ° ", " \n", "\n ", " N ", " 's", "s '", "/' [0-9]/", "word", "7", " ", "\u2003", "é"]
+)
+
+
+@given(st.lists(PIECES, max_size=12).map("".join))
+def test_detokenize_and_counts_are_lm_evaluation_harness_s(page: str) -> None:
+    assert wikitext.detokenize(page) == wikitext_detokenizer({"page": page})
+    theirs = process_results({"page": page}, (0.0,))
+    assert wikitext.count_words(page) == theirs["word_perplexity"][1]
+    assert len(page.encode("utf-8")) == theirs["byte_perplexity"][1]
+
+
+def test_pages_are_articles() -> None:
+    text = " \n" + "".join(PAGES)
+    pages = list(wikitext.split_pages(text))
+    assert [page.split("\n")[0] for page in pages] == [" = The lighthouse = ", " = A river = ", " = Bread = "]
+    assert "".join(pages).replace("\n", "") == "".join(PAGES).replace("\n", "")
+
+
+def test_text_before_the_first_title_is_a_page() -> None:
+    assert list(wikitext.split_pages("a preface \n = Title = \n text")) == ["a preface ", " = Title = \n text"]
+
+
+@pytest.mark.parametrize(
+    ("line", "title"),
+    [(" = Robert = \n", True), ("= Robert =", True), (" = = Career = = \n", False), (" a = b \n", False), ("", False)],
+)
+def test_titles(line: str, title: bool) -> None:
+    assert wikitext.is_title(line) is title
+
+
+def test_rows_of_datasets_become_the_file_again() -> None:
+    lines = ["", " = Title = \n", "", " Some text . \n"]
+    assert wikitext.join_rows(lines) == " \n = Title = \n \n Some text . \n"
+
+
+@pytest.mark.assets
+def test_the_real_test_set_has_its_62_articles(assets: Path) -> None:
+    pages = list(wikitext.split_pages((assets / "data" / "wiki.test.raw").read_text(encoding="utf-8")))
+    assert len(pages) == 62
+    # 241,211 words in the file; the rule counts the empty string at both ends of each page, too
+    assert sum(map(wikitext.count_words, pages)) == 241_211 + 2 * 62
