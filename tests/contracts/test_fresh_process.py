@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-OPTIONAL = ("triton", "flash_attn", "flash_attn_interface", "flash_attn_3", "datasets", "evaluate", "lm_eval", "peft")
+OPTIONAL = (
+    "triton",
+    "flash_attn",
+    "flash_attn_interface",
+    "flash_attn_3",
+    "datasets",
+    "evaluate",
+    "lm_eval",
+    "peft",
+)
 """Packages that the core does without."""
 LATE = ("matplotlib", "typer", "scipy.optimize", "adaattn_hf.eval", "adaattn_hf.cli", "adaattn_hf.calibrate")
 """What only the command line, calibration and plots need."""
@@ -60,12 +69,20 @@ assert environment == dict(os.environ), "the environment was changed"
 """
 
 
-def run(code: str, *, blocked: tuple[str, ...] = (), module: str = "adaattn_hf", path: Path | None = None) -> str:
+def run(
+    code: str, *, blocked: tuple[str, ...] = (), module: str = "adaattn_hf", path: Path | None = None
+) -> str:
     """What a fresh process prints; its error output where it fails."""
     guard = GUARD.format(blocked=set(blocked), late=LATE + OPTIONAL, module=module)
     prefix = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
     done = subprocess.run(
-        [sys.executable, "-W", "error::FutureWarning:adaattn_hf", "-c", prefix + guard + textwrap.dedent(code)],
+        [
+            sys.executable,
+            "-W",
+            "error::FutureWarning:adaattn_hf",
+            "-c",
+            prefix + guard + textwrap.dedent(code),
+        ],
         capture_output=True,
         text=True,
         cwd=Path(sys.prefix),

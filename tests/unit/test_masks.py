@@ -1,0 +1,180 @@
+"""The mask function says what stock's dense masks say, for everything that Transformers composes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    blockwise_overlay,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_overlay,
+    sliding_window_causal_mask_function,
+)
+
+from adaattn_hf.patches.carrier import StructuredMask
+from adaattn_hf.patches.masks import adaattn_mask
+
+MaskFunction = Callable[..., Any]
+
+
+def every_third(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """A rule of nobody's making."""
+    return (query - key) % 3 == 0
+
+
+@st.composite
+def rules(draw: st.DrawFn, batch: int, length: int) -> tuple[str, MaskFunction]:
+    """A mask function as Transformers composes it, for `length` keys that start at index 0."""
+    number = st.integers(1, length + 2)
+    kinds = {
+        "causal": lambda: causal_mask_function,
+        "bidirectional": lambda: bidirectional_mask_function,
+        "window": lambda: sliding_window_causal_mask_function(draw(number)),
+        "bidirectional window": lambda: and_masks(
+            sliding_window_bidirectional_overlay(draw(number)), bidirectional_mask_function
+        ),
+        "chunked": lambda: chunked_causal_mask_function(
+            draw(number), torch.tensor(draw(st.lists(st.integers(0, length), min_size=batch, max_size=batch)))
+        ),
+        "spans": lambda: or_masks(causal_mask_function, blockwise_overlay(draw(numbers(batch, length)))),
+        "window and spans": lambda: or_masks(
+            sliding_window_causal_mask_function(draw(number)), blockwise_overlay(draw(numbers(batch, length)))
+        ),
+        "unknown": lambda: and_masks(causal_mask_function, every_third),
+    }
+    kind = draw(st.sampled_from(sorted(kinds)))
+    return kind, kinds[kind]()
+
+
+@st.composite
+def numbers(draw: st.DrawFn, batch: int, length: int) -> Tensor:
+    """`[batch, length]`: -1 for text, the number of an image elsewhere."""
+    rows = st.lists(st.integers(-1, 2), min_size=length, max_size=length)
+    return torch.tensor(draw(st.lists(rows, min_size=batch, max_size=batch)))
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> dict[str, Any]:
+    batch, length = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    kv_offset = draw(st.sampled_from([0, 0, 2]))
+    kv_len = draw(st.integers(1, length))
+    q_len = draw(st.integers(1, kv_len))
+    offset: Any = kv_offset + kv_len - q_len
+    if draw(st.booleans()):
+        offset = torch.tensor(offset)
+    total = kv_len + kv_offset
+    _, function = draw(rules(batch, total))
+    padding = None
+    if draw(st.booleans()):
+        row = st.lists(st.booleans(), min_size=total, max_size=total)
+        padding = torch.tensor(draw(st.lists(row, min_size=batch, max_size=batch)))
+    return dict(
+        batch_size=batch,
+        q_length=q_len,
+        kv_length=kv_len,
+        q_offset=offset,
+        kv_offset=kv_offset,
+        mask_function=function,
+        attention_mask=padding,
+        device="cpu",
+    )
+
+
+@settings(max_examples=100)
+@given(call=calls())
+def test_structure_equals_the_dense_stock_mask(call: dict[str, Any]) -> None:
+    expected = sdpa_mask(**call, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    found = adaattn_mask(**call)
+    assert isinstance(found, StructuredMask)
+    assert torch.equal(found.dense(), expected.expand(found.shape))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    window=st.one_of(st.none(), st.integers(1, 5)),
+)
+def test_packed_documents_equal_the_dense_stock_mask(lengths: list[int], window: int | None) -> None:
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
+    inner = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    function = and_masks(inner, packed_sequence_mask_function(documents))
+    call: dict[str, Any] = dict(
+        batch_size=1, q_length=sum(lengths), kv_length=sum(lengths), mask_function=function, device="cpu"
+    )
+    found = adaattn_mask(**call)
+    assert isinstance(found, StructuredMask)
+    assert found.structure.mask is None
+    assert torch.equal(found.dense(), sdpa_mask(**call, allow_is_causal_skip=False))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        causal_mask_function,
+        bidirectional_mask_function,
+        sliding_window_causal_mask_function(3),
+        chunked_causal_mask_function(3, torch.tensor([0, 2])),
+        and_masks(sliding_window_bidirectional_overlay(2), bidirectional_mask_function),
+    ],
+    ids=["causal", "bidirectional", "window", "chunked", "bidirectional window"],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_known_rules_never_become_a_dense_mask(function: MaskFunction, padded: bool) -> None:
+    padding = torch.tensor([[True] * 6, [False, False, *[True] * 4]]) if padded else None
+    found = adaattn_mask(
+        batch_size=2, q_length=6, kv_length=6, mask_function=function, attention_mask=padding
+    )
+    assert isinstance(found, StructuredMask)
+    assert found.structure.mask is None
+    tensors = [value for value in vars(found.structure).values() if isinstance(value, Tensor)]
+    assert all(tensor.numel() <= 2 * 6 for tensor in tensors)
+
+
+def test_a_foreign_rule_is_evaluated() -> None:
+    function = and_masks(causal_mask_function, every_third)
+    found = adaattn_mask(batch_size=1, q_length=6, kv_length=6, mask_function=function)
+    assert isinstance(found, StructuredMask)
+    assert found.structure.mask is not None
+    assert found.dense()[0, 0].tolist() == [[j <= i and (i - j) % 3 == 0 for j in range(6)] for i in range(6)]
+
+
+def test_a_prepared_mask_comes_back_as_it_is() -> None:
+    prepared = adaattn_mask(batch_size=1, q_length=4, kv_length=4)
+    assert adaattn_mask(batch_size=1, q_length=4, kv_length=4, attention_mask=prepared) is prepared
+
+
+def test_the_offset_of_a_preallocated_cache_is_copied() -> None:
+    """The cache increments the very tensor that it hands over, before the layer looks at its mask."""
+    offset = torch.tensor(3)
+    found = adaattn_mask(batch_size=1, q_length=1, kv_length=8, q_offset=offset)
+    assert isinstance(found, StructuredMask)
+    offset += 1
+    assert found.dense()[0, 0, 0].tolist() == [True] * 4 + [False] * 4
+
+
+def test_a_short_padding_mask_hides_the_keys_that_it_does_not_cover() -> None:
+    found = adaattn_mask(
+        batch_size=1, q_length=1, kv_length=5, q_offset=4, attention_mask=torch.ones(1, 3, dtype=torch.bool)
+    )
+    assert isinstance(found, StructuredMask)
+    assert found.dense()[0, 0, 0].tolist() == [True, True, True, False, False]
+
+
+def test_a_family_that_computes_with_masks_gets_a_tensor() -> None:
+    config = LlamaConfig()
+    config.model_type = "gemma4"
+    found = adaattn_mask(batch_size=1, q_length=3, kv_length=3, config=config)
+    assert type(found) is Tensor
+    assert found.dtype == torch.bool

@@ -1,0 +1,76 @@
+"""Our names in Transformers' registries: put in, taken out, nothing of Transformers touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
+from transformers.masking_utils import AttentionMaskInterface
+
+import adaattn_hf
+from adaattn_hf.backends.select import BACKENDS
+
+
+@pytest.fixture(autouse=True)
+def names_come_back() -> Iterator[None]:
+    yield
+    adaattn_hf.register()
+
+
+def ours(interface: type) -> set[str]:
+    return {name for name in interface._global_mapping if name.startswith("adaattn")}  # type: ignore[attr-defined]
+
+
+def test_a_name_for_every_backend_in_both_registries() -> None:
+    expected = {"adaattn", *(f"adaattn_{name}" for name in BACKENDS)}
+    assert ours(AttentionInterface) == ours(AttentionMaskInterface) == set(adaattn_hf.NAMES) == expected
+
+
+def test_no_name_contains_flash() -> None:
+    """Transformers takes every name with `flash` in it for flash-attn and drops masks for it."""
+    assert not [name for name in adaattn_hf.NAMES if "flash" in name]
+
+
+def test_registering_twice_changes_nothing_of_transformers() -> None:
+    before = dict(AttentionInterface._global_mapping)
+    adaattn_hf.register()
+    after = dict(AttentionInterface._global_mapping)
+    assert before.keys() == after.keys()
+    stock = [name for name in before if not name.startswith("adaattn")]
+    assert len(stock) > 3
+    assert all(before[name] is after[name] for name in stock)
+
+
+def test_unregistering_takes_all_names_out_and_they_can_come_back() -> None:
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    adaattn_hf.unregister()
+    assert ours(AttentionInterface) == ours(AttentionMaskInterface) == set()
+    with pytest.raises(ValueError, match="adaattn"):
+        AutoModelForCausalLM.from_config(config, attn_implementation="adaattn")
+    adaattn_hf.unregister()
+    adaattn_hf.register()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="adaattn")
+    assert model(input_ids=torch.arange(4)[None]).logits.shape == (1, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [("adaattn", None), ("adaattn_sdpa", "sdpa"), ("adaattn_fa2", "fa2")]
+)
+def test_a_name_resolves_to_the_backend_that_it_forces(name: str, backend: str | None) -> None:
+    assert adaattn_hf.resolve(name) == backend
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
+    with pytest.raises(
+        ValueError, match=r"got 'adaattn_sdp', .*adaattn_eager.* Did you mean 'adaattn_sdpa'\?"
+    ):
+        adaattn_hf.resolve("adaattn_sdp")

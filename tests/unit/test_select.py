@@ -1,0 +1,122 @@
+"""Choosing a backend: in order, once, with all reasons said; a named backend never falls back."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from adaattn_hf.backends import select
+from adaattn_hf.backends.eager import EagerBackend
+from adaattn_hf.request import AttentionRequest, AttentionResult, CallSpec
+from adaattn_hf.structure import CallStructure
+
+
+class Picky:
+    """Refuses what it is told to refuse, and counts how often it is asked."""
+
+    def __init__(self, name: str, missing: tuple[str, ...] = (), reasons: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self.lacks, self.reasons, self.asked = missing, reasons, 0
+
+    def missing(self) -> tuple[str, ...]:
+        self.asked += 1
+        return self.lacks
+
+    def refusals(self, spec: CallSpec) -> tuple[str, ...]:
+        return self.reasons
+
+    def attend(self, request: AttentionRequest) -> AttentionResult:
+        return EagerBackend().attend(request)
+
+
+def spec(**changes: object) -> CallSpec:
+    x = torch.zeros(1, 2, 3, 4)
+    request = AttentionRequest(x, x, x, CallStructure(1, 3, 3), scaling=1.0)
+    return CallSpec.of(request)._replace(**changes)
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Picky]:
+    """Three backends in the place of the real ones: one that is not installed, one that refuses, one that serves."""
+    backends = {
+        "absent": Picky("absent", missing=("absent is not installed",)),
+        "strict": Picky("strict", reasons=("strict dislikes Tuesdays", "strict dislikes floats")),
+        "willing": Picky("willing"),
+    }
+    monkeypatch.setattr(select, "BACKENDS", backends)
+    monkeypatch.setattr(select, "order", lambda spec: ("absent", "strict", "willing"))
+    monkeypatch.setattr(select, "_chosen", {})
+    monkeypatch.setattr(select, "_said", set())
+    return backends
+
+
+def test_the_first_that_refuses_nothing_is_taken_and_remembered(three: dict[str, Picky]) -> None:
+    assert select.choose(spec()) is three["willing"]
+    assert select.choose(spec()) is three["willing"]
+    assert [backend.asked for backend in three.values()] == [1, 1, 1]
+    select.choose(spec(head_dim=8))
+    assert [backend.asked for backend in three.values()] == [2, 2, 2]
+
+
+def test_one_line_says_which_was_taken_and_why_not_the_others(
+    three: dict[str, Picky], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="adaattn_hf"):
+        select.choose(spec())
+        select.choose(spec(head_dim=8))
+    assert len(caplog.records) == 1
+    (line,) = caplog.messages
+    for part in (
+        "willing serves cpu float32",
+        "absent is not installed",
+        "dislikes Tuesdays; strict dislikes floats",
+    ):
+        assert part in line
+
+
+def test_nothing_is_logged_while_a_graph_is_traced(
+    three: dict[str, Picky], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="adaattn_hf"):
+        select.choose(spec(compiling=True))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reasons"),
+    [("absent", ["absent is not installed"]), ("strict", ["dislikes Tuesdays", "dislikes floats"])],
+)
+def test_a_named_backend_is_never_replaced(three: dict[str, Picky], name: str, reasons: list[str]) -> None:
+    with pytest.raises(select.BackendRefusal) as refused:
+        select.choose(spec(), name)
+    for part in (repr(name), *reasons, 'attn_implementation="adaattn"'):
+        assert part in str(refused.value)
+    assert three["willing"].asked == 0
+
+
+def test_a_named_backend_that_serves_is_taken(three: dict[str, Picky]) -> None:
+    assert select.choose(spec(), "willing") is three["willing"]
+
+
+def test_an_unknown_backend_lists_the_known_ones_and_the_nearest() -> None:
+    with pytest.raises(
+        ValueError, match=r"backend: got 'spda', expected one of .*eager.*Did you mean 'sdpa'\?"
+    ):
+        select.refusals_of("spda", spec())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu"])
+def test_every_order_ends_with_backends_that_serve_everything(device: str) -> None:
+    names = select.order(spec(device=device))
+    assert names[-1] == "eager"
+    assert set(names) <= set(select.BACKENDS)
+    assert len(set(names)) == len(names)
+
+
+def test_eager_refuses_nothing() -> None:
+    hardest = spec(softcap=True, sink_logits=True, need_lse=True, bias=True, kind="irregular", dropout=True)
+    assert select.refusals_of("eager", hardest) == ()
+    assert select.refusals_of("sdpa", hardest) != ()
+    assert select.choose(hardest).name == "eager"
