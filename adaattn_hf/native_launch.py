@@ -1,7 +1,7 @@
 """One call of the native kernels for all heads of a precision: windows and sinks per key/value head.
 
-Where the native backend serves a call, exact and windowed heads of one precision share a launch, and bfloat16 is computed
-from fp32 tensors without a copy of them.
+Where the native backend serves a call, exact and windowed heads of one precision share a launch, and bfloat16
+is computed from fp32 tensors without a copy of them.
 """
 
 from __future__ import annotations
@@ -68,5 +68,7 @@ def attend(request: AttentionRequest, choices: Sequence[Choice], precision: str)
         request.query, request.key, request.value, request.scaling, rules, need_lse=request.need_lse
     )
     if out is None:
-        raise RuntimeError("the native kernels returned no output; rebuild them with python -m adaattn_hf.backends.native")
+        raise RuntimeError(
+            "the native kernels returned no output; rebuild them with python -m adaattn_hf.backends.native"
+        )
     return AttentionResult(out, lse)

@@ -65,7 +65,9 @@ class Explanation:
                 f"{spec.groups} query heads per key/value head, {spec.device}]"
             )
             for name, reasons in why[key].refused.items():
-                lines.append(f"           not {name}: {'; '.join(reasons) or 'serves it too, but stands behind'}")
+                lines.append(
+                    f"           not {name}: {'; '.join(reasons) or 'serves it too, but stands behind'}"
+                )
         if not self.layers:
             lines.append("  no attention layer of this model called the attention interface")
         return "\n".join(lines)
@@ -91,7 +93,9 @@ def explain(
     """
     implementation = model.config._attn_implementation
     names = {implementation} if isinstance(implementation, str) else set(implementation.values())
-    towers = {getattr(m.config, "_attn_implementation", None) for m in model.modules() if hasattr(m, "config")}
+    towers = {
+        getattr(m.config, "_attn_implementation", None) for m in model.modules() if hasattr(m, "config")
+    }
     if not any(str(name).startswith("adaattn") for name in names | towers):
         raise ValueError(
             f"model: its attention implementation is {implementation!r}, none of AdaAttn's; load it with "
@@ -139,9 +143,7 @@ def _phases(
     if cached and getattr(out, "past_key_values", None) is not None:
         step = Recorder(dry=True)
         with torch.no_grad(), recording(step):
-            ghost(
-                input_ids=inputs["input_ids"][:, :1], past_key_values=out.past_key_values, use_cache=True
-            )
+            ghost(input_ids=inputs["input_ids"][:, :1], past_key_values=out.past_key_values, use_cache=True)
         yield "decode", step.calls
 
 

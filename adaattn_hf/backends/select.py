@@ -14,6 +14,7 @@ from .base import Backend
 from .eager import EagerBackend
 from .flash import FA2, FA3, FA3_FWD, FlashBackend
 from .sdpa import SdpaBackend
+from .triton import TritonBackend
 
 __all__ = ["BACKENDS", "BackendRefusal", "choose", "order", "refusals_of"]
 
@@ -21,7 +22,14 @@ logger = logging.getLogger("adaattn_hf")
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
-    for backend in (FlashBackend(FA3), FlashBackend(FA3_FWD), FlashBackend(FA2), SdpaBackend(), EagerBackend())
+    for backend in (
+        FlashBackend(FA3),
+        FlashBackend(FA3_FWD),
+        FlashBackend(FA2),
+        TritonBackend(),
+        SdpaBackend(),
+        EagerBackend(),
+    )
 }
 
 _chosen: dict[tuple[CallSpec, str | None], Backend] = {}
@@ -39,8 +47,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     times faster for one small decode step (docs/results/gpu.md). What torch can only say with a mask (padding,
     documents, windows) goes to flash-attn first.
     """
-    if spec.device == "cuda" and (spec.windowed or spec.softcap or spec.kind == "ragged"):
-        return ("fa3", "fa3_fwd", "fa2", "sdpa", "eager")
+    if spec.device == "cuda" and (spec.windowed or spec.softcap or spec.sink_logits or spec.kind == "ragged"):
+        return ("fa3", "fa3_fwd", "fa2", "triton", "sdpa", "eager")
     return ("sdpa", "eager")
 
 

@@ -106,21 +106,33 @@ def test_gradients_equal_reference(name: str) -> None:
 
 
 KV: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+GPT2: dict[str, Any] = {
+    "vocab_size": 64,
+    "n_embd": 128,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    **SPECIAL,
+}
+BERT: dict[str, Any] = {k: v for k, v in KV.items() if k not in ("num_key_value_heads", *SPECIAL)}
 MODELS: dict[str, Any] = {
     "llama": lambda: (tf.LlamaForCausalLM, tf.LlamaConfig(**KV)),
     "mistral": lambda: (tf.MistralForCausalLM, tf.MistralConfig(**KV, sliding_window=8)),
-    "gpt2": lambda: (
-        tf.GPT2LMHeadModel,
-        tf.GPT2Config(vocab_size=64, n_embd=128, n_layer=2, n_head=4, n_positions=256, pad_token_id=0, bos_token_id=1, eos_token_id=None),
-    ),
-    "bert": lambda: (
-        tf.BertModel,
-        tf.BertConfig(vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0),
-    ),
-}  # fmt: skip
+    "gpt2": lambda: (tf.GPT2LMHeadModel, tf.GPT2Config(**GPT2)),
+    "bert": lambda: (tf.BertModel, tf.BertConfig(**BERT, pad_token_id=0)),
+}
 
 
 def pair(name: str) -> tuple[Any, Any]:

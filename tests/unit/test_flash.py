@@ -21,7 +21,9 @@ from adaattn_hf.request import AttentionRequest, CallSpec
 from adaattn_hf.structure import CallStructure
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: tuple[int, int], cap: float) -> Any:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: tuple[int, int], cap: float
+) -> Any:
     """flash_attn_func's mathematics on `[batch, length, heads, head_dim]`, and the log-sum-exp."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (t.transpose(1, 2).double() for t in (q, k, v))
@@ -70,7 +72,13 @@ def stand_in(name: str, *, version: int, with_lse: bool = False) -> types.Module
         check(kw)
         pieces = [
             dense(
-                q[None, a:b], k[None, c:d], v[None, c:d], kw["softmax_scale"], kw["causal"], kw["window_size"], kw["softcap"]
+                q[None, a:b],
+                k[None, c:d],
+                v[None, c:d],
+                kw["softmax_scale"],
+                kw["causal"],
+                kw["window_size"],
+                kw["softcap"],
             )[0][0]
             for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True)
         ]
@@ -88,7 +96,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return FlashBackend(variant)
 
 
-def make(structure: CallStructure, heads: int = 4, kv_heads: int = 2, dim: int = 8, **extra: Any) -> AttentionRequest:
+def make(
+    structure: CallStructure, heads: int = 4, kv_heads: int = 2, dim: int = 8, **extra: Any
+) -> AttentionRequest:
     g = torch.Generator().manual_seed(3)
     q = torch.randn(structure.batch, structure.q_len, heads, dim, generator=g).transpose(1, 2)
     k = torch.randn(structure.batch, structure.kv_len, kv_heads, dim, generator=g).transpose(1, 2)
@@ -97,6 +107,7 @@ def make(structure: CallStructure, heads: int = 4, kv_heads: int = 2, dim: int =
 
 
 PADDING = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
+NOTHING = torch.zeros(1, 4, dtype=torch.bool)
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2]])
 STRUCTURES = {
     "full": CallStructure(2, 5, 9),
@@ -110,9 +121,13 @@ STRUCTURES = {
     "right padding, encoder": CallStructure(2, 7, 7, key_padding=PADDING.flip(1), pads_queries=True),
     "cross-attention": CallStructure(2, 4, 7, key_padding=PADDING),
     "documents": CallStructure(1, 7, 7, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
-    "documents, window": CallStructure(1, 7, 7, causal=True, window=2, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "documents, window": CallStructure(
+        1, 7, 7, causal=True, window=2, q_segments=DOCUMENTS, k_segments=DOCUMENTS
+    ),
     "chunks": CallStructure(2, 7, 7, causal=True, chunk=3),
-    "nothing to see": CallStructure(1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool), pads_queries=True),
+    "nothing to see": CallStructure(
+        1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool), pads_queries=True
+    ),
 }
 
 

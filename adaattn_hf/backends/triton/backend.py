@@ -1,0 +1,61 @@
+"""The Triton kernels as a backend: what they serve, and which of the two runs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+from ...request import AttentionRequest, AttentionResult, CallSpec
+
+__all__ = ["TritonBackend"]
+
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class TritonBackend:
+    """Inference in half precision over segments, windows and grouped heads, without a mask in memory."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        """Nothing is imported before the first call."""
+        self._launch: Any = None
+
+    def missing(self) -> tuple[str, ...]:
+        """The package is looked for without being imported."""
+        if importlib.util.find_spec("triton") is None:
+            return ("triton is not installed",)
+        return ()
+
+    def refusals(self, spec: CallSpec) -> tuple[str, ...]:
+        """What the kernels cannot compute."""
+        reasons = []
+        if spec.device != "cuda":
+            reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
+        if spec.dtype not in _DTYPES:
+            reasons.append(f"the Triton kernels compute in float16 or bfloat16, got {spec.dtype}")
+        if max(spec.head_dim, spec.head_dim_v) > 256:
+            reasons.append(
+                f"the Triton kernels serve head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
+            )
+        if spec.needs_grad:
+            reasons.append("the Triton kernels have no backward pass")
+        if spec.dropout:
+            reasons.append("the Triton kernels have no dropout")
+        if spec.bias:
+            reasons.append("the Triton kernels take no additive bias")
+        if spec.kind == "irregular":
+            reasons.append("the Triton kernels take no dense mask")
+        if spec.compiling:
+            reasons.append("the segments of a call cannot be read while a graph is traced")
+        return tuple(reasons)
+
+    def attend(self, request: AttentionRequest) -> AttentionResult:
+        """One launch over all segments; few queries share the keys among many programs."""
+        if self._launch is None:
+            self._launch = importlib.import_module(f"{__package__}.launch")
+        result: AttentionResult = self._launch.attend(request)
+        return result

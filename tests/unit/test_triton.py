@@ -1,0 +1,131 @@
+"""The Triton kernels under Triton's interpreter, against the reference; on a device they run in `tests/gpu`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn_hf import reference
+from adaattn_hf.backends.triton import TritonBackend
+from adaattn_hf.request import AttentionRequest, AttentionResult, CallSpec
+from adaattn_hf.structure import CallStructure
+
+interpreted = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or torch.cuda.is_available(),
+    reason="needs the triton package, and no CUDA device: there the kernels are compiled",
+)
+
+N = 70
+LEFT = torch.ones(2, N, dtype=torch.bool)
+LEFT[0, :33] = False
+DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([10, 40, 20]))[None]
+NOTHING = torch.zeros(1, 4, dtype=torch.bool)
+STRUCTURES = {
+    "full": CallStructure(2, N, N),
+    "cross": CallStructure(2, 17, N),
+    "causal": CallStructure(2, N, N, causal=True),
+    "suffix": CallStructure(2, 20, N, causal=True, q_offset=50),
+    "window": CallStructure(2, N, N, causal=True, window=9),
+    "window both ways": CallStructure(2, N, N, window=9),
+    "few sinks": CallStructure(2, N, N, causal=True, window=9, sinks=3),
+    "many sinks": CallStructure(2, N, N, causal=True, window=9, sinks=40),
+    "sinks both ways": CallStructure(2, N, N, window=9, sinks=3),
+    "left padding": CallStructure(2, N, N, causal=True, key_padding=LEFT, pads_queries=True),
+    "documents": CallStructure(1, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "chunks": CallStructure(2, N, N, causal=True, chunk=16),
+    "decode": CallStructure(2, 1, N, causal=True, q_offset=N - 1),
+    "padded decode": CallStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=LEFT),
+    "windowed decode": CallStructure(2, 1, N, causal=True, q_offset=N - 1, window=20, sinks=2),
+    "static cache": CallStructure(2, 1, N, causal=True, q_offset=torch.tensor(40)),
+    "one row empty": CallStructure(
+        2, 1, N, causal=True, q_offset=N - 1, key_padding=torch.stack([LEFT[0] & False, LEFT[1]])
+    ),
+    "nothing to see": CallStructure(1, 4, 4, causal=True, key_padding=NOTHING, pads_queries=True),
+}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 1.5},
+    "sink logits": {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+}
+
+
+@pytest.fixture
+def launch() -> Callable[[AttentionRequest], AttentionResult]:
+    from adaattn_hf.backends.triton.launch import attend
+
+    return attend
+
+
+def make(
+    structure: CallStructure, heads: int, kv_heads: int, dim: int, dim_v: int, **extra: Any
+) -> AttentionRequest:
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(structure.batch, structure.q_len, heads, dim, generator=g).half().transpose(1, 2)
+    k = torch.randn(structure.batch, kv_heads, structure.kv_len, dim, generator=g).half()
+    v = torch.randn(structure.batch, kv_heads, structure.kv_len, dim_v, generator=g).half()
+    return AttentionRequest(q, k, v, structure, scaling=0.3, need_lse=True, **extra)
+
+
+def check(attend: Callable[[AttentionRequest], AttentionResult], request: AttentionRequest) -> None:
+    result, truth = attend(request), reference.attention(request)
+    torch.testing.assert_close(result.out.double(), truth.out, atol=4e-3, rtol=0)
+    assert result.lse is not None
+    torch.testing.assert_close(result.lse.double(), truth.lse, atol=2e-3, rtol=0)
+
+
+@interpreted
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_equals_reference(launch: Any, name: str) -> None:
+    check(launch, make(STRUCTURES[name], 4, 2, 16, 16))
+
+
+@interpreted
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize(
+    "name", ["left padding", "few sinks", "padded decode", "nothing to see", "one row empty"]
+)
+def test_other_mathematics(launch: Any, name: str, extra: str) -> None:
+    """Odd head sizes, values wider than keys, one query head per key/value head."""
+    check(launch, make(STRUCTURES[name], 4, 4, 24, 40, **EXTRAS[extra]))
+
+
+@interpreted
+def test_holes_are_an_error(launch: Any) -> None:
+    holes = torch.tensor([[True, False, True, True]])
+    with pytest.raises(ValueError, match="expected runs"):
+        launch(make(CallStructure(1, 4, 4, causal=True, key_padding=holes, pads_queries=True), 2, 2, 16, 16))
+
+
+@interpreted
+def test_sinks_beside_chunks_are_an_error(launch: Any) -> None:
+    with pytest.raises(ValueError, match="expected one of them"):
+        launch(make(CallStructure(1, 40, 40, causal=True, chunk=8, window=4, sinks=1), 2, 2, 16, 16))
+
+
+REFUSALS = {
+    "CUDA devices": {"device": "cpu"},
+    "float16 or bfloat16": {"dtype": torch.float32},
+    "up to 256": {"head_dim_v": 288},
+    "no backward": {"needs_grad": True},
+    "no dropout": {"dropout": True},
+    "additive bias": {"bias": True},
+    "dense mask": {"kind": "irregular"},
+    "traced": {"compiling": True},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_refuses_with_the_reason(reason: str) -> None:
+    spec = CallSpec.of(make(STRUCTURES["causal"], 4, 2, 16, 16))._replace(device="cuda")
+    backend = TritonBackend()
+    assert backend.refusals(spec) == ()
+    assert any(reason in r for r in backend.refusals(spec._replace(**REFUSALS[reason])))
+
+
+def test_says_when_triton_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert TritonBackend().missing() == ("triton is not installed",)
