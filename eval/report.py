@@ -74,10 +74,14 @@ def rows(report: Report) -> tuple[list[str], Rows]:
     return heads, table
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def title(report: Report) -> str:
     """One line: model, data, dtype."""
     model, data = report["model"], report["data"]
-    return f"{model['name']} on {data['name']} ({data['documents']} documents), {model['dtype']}"
+    return f"{model['name']} on {data['name']} ({_count(data['documents'], 'document')}), {model['dtype']}"
 
 
 def terminal_table(report: Report) -> Table:
@@ -115,7 +119,7 @@ def _section(report: Report) -> str:
         f"{source['python']}, {versions}; commit {source['commit'] or 'none'}.",
     ]
     reasons = {a["implementation"]: a["reason"] for a in report["activation"] if a["reason"]}
-    lines += [f"* Activation rate of {name}: none, because {reason}." for name, reason in reasons.items()]
+    lines += [f"* Activation rate of {name}: {reason}." for name, reason in reasons.items()]
     lines += [
         f"* Bound {b['name']}: asked {b['asked']:g}, {b['sentence']}." for b in report.get("bounds", [])
     ]

@@ -17,7 +17,6 @@ import torch
 
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.eval import activation, cost, scoring, summary, tasks
-from adaattn_hf.eval.activation import Meter
 from adaattn_hf.eval.checkpoint import Checkpoint, arms
 from adaattn_hf.eval.corpora import Corpus
 from adaattn_hf.eval.errors import ModelUnavailable
@@ -49,6 +48,7 @@ class Measured:
         tokens: scores of every token.
         quality: the report's part of that name.
         records: every batch, in order.
+        planned: whether each arm carries a plan that may approximate.
         memory: peak memory per arm.
         fingerprint: what was measured.
     """
@@ -58,6 +58,7 @@ class Measured:
     tokens: summary.Tokens
     quality: dict[str, Any]
     records: tuple[BatchRecord, ...]
+    planned: tuple[bool, ...]
     memory: list[dict[str, Any]]
     fingerprint: dict[str, Any]
 
@@ -79,6 +80,7 @@ def measure(
     roles: tuple[tuple[str, str], ...] = (("stock", settings.against), ("tested", settings.impl))
     roles += (("anchor", settings.anchor),) if settings.anchor else ()
     models = arms(checkpoint, settings.implementations)
+    planned = tuple(activation.has_plan(m, name) for m, (_, name) in zip(models, roles, strict=True))
     fingerprint = _fingerprint(checkpoint, corpus, settings, task)
     if output is not None and overwrite:
         (output / JOURNAL).unlink(missing_ok=True)
@@ -90,12 +92,11 @@ def measure(
     )
     with journal as records:
         memory = _memory(models, task, batches, collate, checkpoint.device)
-        meters = [Meter(model, name) for model, (_, name) in zip(models, roles, strict=True)]
-        _run(models, meters, task, batches, collate, records, checkpoint.device, progress)
+        _run(models, planned, task, batches, collate, records, checkpoint.device, progress)
         kept = tuple(records.records[i] for i in range(len(batches)))
     tokens = summary.gather(task, batches, kept)
     quality = summary.quality(task, tokens, roles, corpus.kind)
-    return Measured(task, roles, tokens, quality, kept, memory, fingerprint)
+    return Measured(task, roles, tokens, quality, kept, planned, memory, fingerprint)
 
 
 def evaluate(
@@ -130,7 +131,10 @@ def evaluate(
         checkpoint, corpus, settings, output=output, resume=resume, overwrite=overwrite, progress=progress
     )
     read = sum(len(w.input_ids) for w in done.task.windows)
-    activations = activation.rates(done.roles, [r.activation for r in done.records])
+    activations = [
+        activation.rate(name, done.planned[arm], [record.activation[arm] for record in done.records])
+        for arm, (_, name) in enumerate(done.roles)
+    ]
     report = {
         "format": FORMAT,
         "model": _model_entry(checkpoint, done.fingerprint["weights"]),
@@ -164,7 +168,7 @@ def _per_arm(roles: Sequence[tuple[str, str]], entries: Sequence[dict[str, Any]]
 
 def _run(
     models: Sequence[Any],
-    meters: Sequence[Meter],
+    planned: Sequence[bool],
     task: tasks.Task,
     batches: Sequence[Sequence[int]],
     collate: Collate,
@@ -185,7 +189,11 @@ def _run(
         elapsed: list[Any] = [None] * len(models)
         for arm in cost.turn(len(models), index):
             logits[arm], elapsed[arm] = cost.timed(partial(scoring.forward, models[arm], inputs), device)
-        counts = tuple(meter.since_last() for meter in meters)
+        watched = [plan and activation.is_watched(index, len(batches)) for plan in planned]
+        counts = tuple(
+            activation.watch(model, partial(scoring.forward, model, inputs)) if watch else None
+            for model, watch in zip(models, watched, strict=True)
+        )
         records.append(
             index, BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed), counts)
         )

@@ -120,8 +120,14 @@ def test_a_journal_is_not_overwritten_unasked(loaded: checkpoint.Checkpoint, tmp
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ({"settings": Settings(impl="adaattn", batch_size=2, context=16)}, "settings.impl: there 'eager', now 'adaattn'"),
-        ({"settings": Settings(impl="eager", batch_size=3, context=16)}, "settings.batch_size: there 2, now 3"),
+        (
+            {"settings": Settings(impl="adaattn", batch_size=2, context=16)},
+            "settings.impl: there 'eager', now 'adaattn'",
+        ),
+        (
+            {"settings": Settings(impl="eager", batch_size=3, context=16)},
+            "settings.batch_size: there 2, now 3",
+        ),
         ({"corpus": corpora.lastword_corpus(PASSAGES, "other")}, "data: there"),
         ({"weights": True}, "weights: there"),
     ],
@@ -137,7 +143,11 @@ def test_another_run_s_journal_is_refused_with_the_reason(
             mine.model.model.norm.weight[0] += 1e-3
     with pytest.raises(JournalMismatch) as refusal:
         runner.evaluate(
-            mine, change.get("corpus", corpus()), change.get("settings", SETTINGS), output=tmp_path, resume=True
+            mine,
+            change.get("corpus", corpus()),
+            change.get("settings", SETTINGS),
+            output=tmp_path,
+            resume=True,
         )
     assert names in str(refusal.value)
     assert (tmp_path / journal.NAME).read_bytes() == before
