@@ -1,0 +1,172 @@
+"""What a loaded model can be given beyond its attention: no padding anywhere, and a cache that grows in
+place.
+
+    model = adaattn_hf.prepare(AutoModel.from_pretrained(name, attn_implementation="adaattn"))
+
+Both are hooks: nothing of the model is replaced, `restore` takes them away.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from .cache import GrowingCache, grow_in_place
+from .unpad import Unpadding, probe, refusals, trunk_of
+from .unpad.call import arguments_of, makes_cache
+
+__all__ = ["PrepareError", "prepare", "restore", "unpad_calls"]
+
+_SLOT = "_adaattn_prepared"
+_ON_PADDED = ("run", "raise")
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class PrepareError(ValueError):
+    """A model cannot be prepared as asked; says all the reasons."""
+
+
+class _GrowingHook:
+    """Gives every call that starts an empty `DynamicCache` layers that grow in place."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.signature = inspect.signature(type(model).forward)
+        self.handle: RemovableHandle = model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return None
+        arguments = arguments_of(self.signature, args, kwargs)
+        cache = arguments.get("past_key_values")
+        if cache is None:
+            if module.config.is_encoder_decoder or not makes_cache(module, arguments, module.config):
+                return None
+            return (), {
+                **arguments,
+                "past_key_values": GrowingCache(config=module.config.get_text_config(decoder=True)),
+            }
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        if type(cache) is DynamicCache and not any(layer.is_initialized for layer in cache.layers):
+            grow_in_place(cache)
+        return None
+
+
+class _Prepared:
+    """What was put on one model."""
+
+    def __init__(self) -> None:
+        self.unpadding: Unpadding | None = None
+        self.growing: _GrowingHook | None = None
+
+    def remove(self) -> None:
+        if self.unpadding is not None:
+            self.unpadding.remove()
+        if self.growing is not None:
+            self.growing.handle.remove()
+
+
+def prepare(model: Model, *, unpad: bool = True, growing_cache: bool = True, on_padded: str = "run") -> Model:
+    """The same model, which computes real tokens only and whose caches grow in place.
+
+    With `unpad`, padding is taken out where the model is entered and put back, as zeros, where it is left, so
+    that embeddings, MLPs and token-wise heads pay for real tokens only. What cannot run without its padding
+    (a cache that holds tokens already, attention weights asked for, a label scored at a padding position, a
+    graph being traced) runs with it, as if unprepared; `unpad_calls` counts both kinds.
+
+    With `growing_cache`, every empty `DynamicCache` that the model is called with, or would make, writes
+    behind the
+    past instead of concatenating: plain `model.generate(...)` then does.
+
+    Args:
+        model: A Transformers model loaded with `attn_implementation="adaattn"`, or a module that holds such
+            models (PEFT, sentence-transformers). Models that were prepared before are prepared anew.
+        unpad: Take the padding out.
+        growing_cache: Let caches grow in place.
+        on_padded: `"run"` runs calls that need their padding with it; `"raise"` raises `PaddedCallError`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        PrepareError: `unpad` cannot be exact for this model; says every reason. Nothing is changed then.
+        ValueError: Unknown `on_padded`.
+    """
+    if on_padded not in _ON_PADDED:
+        raise ValueError(f"on_padded: got {on_padded!r}, expected one of {', '.join(_ON_PADDED)}")
+    found = list(_outermost(model))
+    if not found:
+        raise PrepareError(f"model: {type(model).__name__} holds no Transformers model")
+    restore(model)
+    done = False
+    try:
+        for one in found:
+            prepared = _Prepared()
+            one.__dict__[_SLOT] = prepared
+            if growing_cache and "past_key_values" in inspect.signature(type(one).forward).parameters:
+                prepared.growing = _GrowingHook(one)
+            if unpad:
+                prepared.unpadding = _unpadded(one, on_padded)
+        done = True
+    finally:
+        if not done:
+            restore(model)
+    return model
+
+
+def _unpadded(model: PreTrainedModel, on_padded: str) -> Unpadding:
+    reasons = refusals(model)
+    if not reasons:
+        unpadding = Unpadding(model, trunk_of(model), "run")
+        unpadding.install()
+        try:
+            reasons = probe(unpadding)
+        finally:
+            unpadding.remove()
+        if not reasons:
+            unpadding.on_padded = on_padded
+            unpadding.install()
+            return unpadding
+    raise PrepareError(
+        f"unpad: {type(model).__name__} cannot run without its padding: {'; '.join(reasons)}. "
+        "Use prepare(model, unpad=False), or leave it unprepared: its attention skips padding in any case"
+    )
+
+
+def restore(model: Model) -> Model:
+    """Take away what `prepare` put on a model; returns the model. Harmless when nothing is there."""
+    for one in _outermost(model):
+        prepared = one.__dict__.pop(_SLOT, None)
+        if prepared is not None:
+            prepared.remove()
+    return model
+
+
+def unpad_calls(model: nn.Module) -> dict[str, int]:
+    """How many forward passes of a prepared model ran `"unpadded"`, and how many as they came, by the reason.
+
+    Calls inside a traced graph run as they came and are not counted.
+    """
+    counts: dict[str, int] = {}
+    for one in _outermost(model):
+        prepared = one.__dict__.get(_SLOT)
+        if prepared is not None and prepared.unpadding is not None:
+            for reason, count in prepared.unpadding.calls.items():
+                counts[reason] = counts.get(reason, 0) + count
+    return counts
+
+
+def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """Transformers models that are not part of another one."""
+    if isinstance(model, PreTrainedModel):
+        yield model
+        return
+    for child in model.children():
+        yield from _outermost(child)

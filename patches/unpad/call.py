@@ -1,0 +1,230 @@
+"""One call of a model: whether its padding can be taken out, and the call without it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from adaattn_hf.patches.family import family_of
+
+from .layout import PackedLayout
+from .positions import PositionRule
+from .prefill import PackedPrefill
+
+__all__ = [
+    "PackedCall",
+    "Pass",
+    "arguments_of",
+    "has_cache",
+    "makes_cache",
+    "pack_call",
+    "read_layout",
+    "scored_padding",
+]
+
+IGNORED_LABEL = -100
+_DROPPED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_WEIGHTS = ("output_attentions", "output_router_logits")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Why a call runs as it came. `costs`: padding is (or may be) computed that way."""
+
+    reason: str
+    costs: bool
+
+
+NO_MASK = Pass("no attention_mask", False)
+NO_PADDING = Pass("no padding", False)
+ONE_TOKEN = Pass("one token per row", False)
+PACKED = Pass("already packed (cu_seq_lens_q)", False)
+OTHER_RANK = Pass("inputs are not [batch, length]", True)
+ONLY_PADDING = Pass("nothing but padding", True)
+PREPARED_MASK = Pass("attention_mask is not the 2-D mask of the padding", True)
+CACHE = Pass("the cache holds tokens already", True)
+CROSS = Pass("cross-attention (encoder_hidden_states)", True)
+HOLES = Pass("padding between real tokens, where a window counts columns", True)
+FIRST_TOKEN = Pass("a row does not begin with a real token, and its first place is pooled", True)
+LABELS = Pass("a label is scored at a padding position", True)
+SPANS = Pass("the loss of start_positions is over padding positions, too", True)
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """A call without padding, and what its outputs need to become padded again."""
+
+    kwargs: dict[str, Any]
+    layout: PackedLayout
+    prefill: PackedPrefill | None
+
+
+def arguments_of(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Every argument of a call by its name."""
+    bound = signature.bind_partial(None, *args, **kwargs).arguments
+    found: dict[str, Any] = {}
+    for name, value in list(bound.items())[1:]:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            found.update(value)
+        else:
+            found[name] = value
+    return found
+
+
+def read_layout(
+    arguments: Mapping[str, Any], config: Any, *, pools_first: bool = False
+) -> PackedLayout | Pass:
+    """The layout of a call's real tokens, or why the call runs as it came.
+
+    Args:
+        arguments: Of the call.
+        config: Of the model.
+        pools_first: Something behind the hidden states reads the first place of each row, padding or not.
+    """
+    inputs = arguments.get("input_ids")
+    inputs = arguments.get("inputs_embeds") if inputs is None else inputs
+    mask, past = arguments.get("attention_mask"), arguments.get("past_key_values")
+    if mask is None:
+        return NO_MASK
+    if inputs is None or inputs.ndim != (2 if arguments.get("input_ids") is not None else 3):
+        return OTHER_RANK
+    if inputs.shape[1] == 1:
+        return ONE_TOKEN
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return PREPARED_MASK
+    if arguments.get("cu_seq_lens_q") is not None:
+        return PACKED
+    if past is not None and int(past.get_seq_length()) > 0:
+        return CACHE
+    if mask.shape != inputs.shape[:2]:
+        return PREPARED_MASK
+    layout = PackedLayout.of(mask)
+    if layout.full:
+        return NO_PADDING
+    if layout.tokens == 0:
+        return ONLY_PADDING
+    if arguments.get("encoder_hidden_states") is not None:
+        return CROSS
+    for name in _WEIGHTS:
+        asked = arguments.get(name)
+        if asked if asked is not None else getattr(config, name, False):
+            return Pass(f"{name} asks for what only the padded form has", True)
+    if pools_first and not layout.from_first:
+        return FIRST_TOKEN
+    if not layout.contiguous and _has_window(config):
+        return HOLES
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and not _known_shape(name, value, layout):
+            return Pass(f"{name} has shape {list(value.shape)}, which is not [batch, length, ...]", True)
+    return layout
+
+
+def _known_shape(name: str, value: Tensor, layout: PackedLayout) -> bool:
+    if name == "position_ids":
+        return value.ndim == 2 and value.shape[0] in (1, layout.batch) and value.shape[1] == layout.length
+    return value.ndim == 0 or value.shape[:2] == (layout.batch, layout.length)
+
+
+def _has_window(config: Any) -> bool:
+    return any(
+        getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "local_attention")
+    )
+
+
+def has_cache(config: Any) -> bool:
+    """The model may keep keys and values from call to call."""
+    family = family_of(config)
+    return family is None or not family.encoder_only or bool(getattr(config, "is_decoder", False))
+
+
+def makes_cache(module: nn.Module, arguments: Mapping[str, Any], config: Any) -> bool:
+    """The model makes a cache for this call, though none was passed."""
+    asked = arguments.get("use_cache")
+    if not has_cache(config):
+        return False
+    if getattr(module, "gradient_checkpointing", False) and module.training:
+        return False
+    return bool(getattr(config, "use_cache", False) if asked is None else asked)
+
+
+def pack_call(
+    module: nn.Module,
+    arguments: Mapping[str, Any],
+    layout: PackedLayout,
+    rule: PositionRule,
+    config: Any,
+    *,
+    takes_cache: bool,
+    shifted_labels: bool = False,
+) -> PackedCall:
+    """The call without its padding: one row, positions kept, documents said by `cu_seq_lens`.
+
+    Args:
+        module: The model that is called.
+        arguments: Of the call.
+        layout: Of its real tokens.
+        rule: How the model counts positions when it is given none.
+        config: Of the model.
+        takes_cache: The model's forward has `past_key_values`.
+        shifted_labels: `labels[t + 1]` is scored at `t`; the first token of a row is scored nowhere.
+    """
+    mask = arguments["attention_mask"]
+    inputs = arguments.get("input_ids")
+    like = inputs if inputs is not None else arguments["inputs_embeds"]
+    positions = arguments.get("position_ids")
+    if positions is None:
+        positions = rule(inputs, mask, like)
+    kwargs: dict[str, Any] = {"position_ids": layout.pack(positions.expand(layout.batch, layout.length))}
+    for name, value in arguments.items():
+        if name in _DROPPED or name == "position_ids":
+            continue
+        kwargs[name] = layout.pack(value) if isinstance(value, Tensor) and value.ndim >= 2 else value
+    labels = kwargs.get("labels")
+    if shifted_labels and labels is not None:
+        starts = layout.cu_seq_lens[:-1][layout.cu_seq_lens.diff() > 0]
+        kwargs["labels"] = labels.index_fill(1, starts.long().to(labels.device), IGNORED_LABEL)
+    longest = max(layout.lengths)
+    kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_k"] = layout.cu_seq_lens.to(like.device)
+    kwargs["max_length_q"] = kwargs["max_length_k"] = longest
+    prefill = None
+    if takes_cache and has_cache(config):
+        past: Cache | None = arguments.get("past_key_values")
+        if past is None and makes_cache(module, arguments, config):
+            past = DynamicCache(config=config)
+        prefill = kwargs["past_key_values"] = PackedPrefill(past, layout)
+    return PackedCall(kwargs, layout, prefill)
+
+
+def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> Pass | None:
+    """Why a loss needs what the model computes at padding positions, which only the padded form has; None if
+    not.
+
+    Args:
+        arguments: Of the call.
+        shifted: `labels[t + 1]` is scored at `t`.
+    """
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    if arguments.get("start_positions") is not None:
+        return SPANS
+    pads = ~mask.bool()
+    for name in ("labels", "shift_labels"):
+        labels = arguments.get(name)
+        if not isinstance(labels, Tensor) or labels.shape != mask.shape:
+            continue
+        scored = (labels != IGNORED_LABEL).to(pads.device)
+        bad = scored & pads
+        if shifted and name == "labels":
+            bad = bad[:, 1:] | (scored[:, 1:] & pads[:, :-1])
+        if bool(torch.any(bad)):
+            return LABELS
+    return None

@@ -1,0 +1,236 @@
+"""The hooks that take padding out of a model's calls and put it back into what the model returns.
+
+They sit on the model (where token-wise heads profit too), on its trunk (so that other heads see the padded
+form) and on the pooler. Nothing of the model or of Transformers is replaced.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import Counter
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.cache_utils import Cache
+
+from .call import PackedCall, Pass, arguments_of, has_cache, pack_call, read_layout, scored_padding
+from .positions import position_rule
+
+__all__ = ["PaddedCallError", "Unpadding"]
+
+logger = logging.getLogger("adaattn_hf")
+
+UNPADDED = "unpadded"
+# Heads that treat every token alike, by the end of their class names; True if label t + 1 is scored at t.
+_TOKEN_WISE = {"ForCausalLM": True, "LMHeadModel": True, "ForMaskedLM": False}
+# Heads that read every token; other heads of encoders read the first place of each row.
+_EVERY_TOKEN = ("ForTokenClassification", "ForQuestionAnswering")
+
+
+class PaddedCallError(RuntimeError):
+    """A call with padding cannot be served without it, and the user asked to be told."""
+
+
+@dataclass
+class _Frame:
+    """What is known of a forward pass between its entrance and its exit."""
+
+    module: nn.Module
+    owner: Unpadding
+    call: PackedCall | None = None
+    within: PackedCall | None = None
+    blocked: Pass | None = None
+    padded: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+_frames: ContextVar[tuple[_Frame, ...]] = ContextVar("adaattn_unpad_frames", default=())
+
+
+class Unpadding:
+    """Hooks on one model.
+
+    Attributes:
+        top: The model, head included.
+        trunk: What computes the hidden states.
+        calls: How many forward passes ran `unpadded`, and how many ran as they came, by the reason.
+        on_padded: `run` or `raise`.
+    """
+
+    def __init__(self, top: nn.Module, trunk: nn.Module, on_padded: str = "run") -> None:
+        """Hooks are put in place by `install`."""
+        self.top, self.trunk, self.on_padded = top, trunk, on_padded
+        self.calls: Counter[str] = Counter()
+        self.enabled = True
+        self.config: Any = trunk.config
+        self._top_signature = inspect.signature(type(top).forward)
+        self._trunk_signature = inspect.signature(type(trunk).forward)
+        self._rule = position_rule(trunk, self.config)
+        ending = next((end for end in _TOKEN_WISE if type(top).__name__.endswith(end)), None)
+        self.token_wise = ending is not None and top is not trunk and getattr(trunk, "pooler", None) is None
+        pooled = getattr(trunk, "pooler", None) is not None
+        reads_all = type(top).__name__.endswith((*_TOKEN_WISE, *_EVERY_TOKEN))
+        self.pools_first = pooled or (top is not trunk and not reads_all and not has_cache(self.config))
+        self._shifted = ending is not None and _TOKEN_WISE[ending]
+        self._handles: list[RemovableHandle] = []
+        self._said: set[str] = set()
+
+    def install(self) -> None:
+        """Put the hooks in place."""
+        if self.top is not self.trunk:
+            self._hook(self.top, self._enter_top)
+        self._hook(self.trunk, self._enter_trunk)
+        pooler = getattr(self.trunk, "pooler", None)
+        if isinstance(pooler, nn.Linear):
+            # the model slices the first token off before it calls this pooler
+            encoder = self.trunk.get_submodule("encoder")
+            self._handles.append(encoder.register_forward_hook(self._leave_encoder))
+        elif isinstance(pooler, nn.Module):
+            self._handles.append(pooler.register_forward_pre_hook(self._enter_pooler))
+
+    @property
+    def trunk_parameters(self) -> frozenset[str]:
+        """Names of what the trunk's forward takes."""
+        return frozenset(self._trunk_signature.parameters)
+
+    def _hook(self, module: nn.Module, enter: Any) -> None:
+        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ------------------------------------------------------------------ entrances
+    def _enter_top(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.enabled or _tracing():
+            return None
+        arguments = arguments_of(self._top_signature, args, kwargs)
+        frame = _Frame(module, self)
+        _frames.set((*_frames.get(), frame))
+        frame.blocked = scored_padding(arguments, shifted=self._shifted)
+        if frame.blocked is None and self.token_wise and _keeps_all_logits(arguments):
+            return self._pack(frame, arguments, self._top_signature, self._shifted)
+        return None
+
+    def _enter_trunk(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.enabled or _tracing():
+            return None
+        outer = next((f for f in reversed(_frames.get()) if f.owner is self and f.module is not module), None)
+        frame = _Frame(module, self, within=outer.call if outer is not None else None)
+        _frames.set((*_frames.get(), frame))
+        if frame.within is not None:
+            return None
+        signature = self._trunk_signature
+        arguments = arguments_of(signature, args, kwargs)
+        frame.blocked = outer.blocked if outer is not None else None
+        return self._pack(frame, arguments, signature, False, count=True)
+
+    def _pack(
+        self,
+        frame: _Frame,
+        arguments: dict[str, Any],
+        signature: inspect.Signature,
+        shifted: bool,
+        count: bool = False,
+    ) -> tuple[tuple[()], dict[str, Any]] | None:
+        """The packed arguments, or None to run the call as it came; the trunk counts what is not packed."""
+        layout = read_layout(arguments, self.config, pools_first=self.pools_first)
+        if not isinstance(layout, Pass) and frame.blocked is not None:
+            layout = frame.blocked
+        if isinstance(layout, Pass):
+            if count:
+                self._count(layout)
+            return None
+        self.calls[UNPADDED] += 1
+        frame.call = pack_call(
+            frame.module,
+            arguments,
+            layout,
+            self._rule,
+            self.config,
+            takes_cache="past_key_values" in signature.parameters,
+            shifted_labels=shifted,
+        )
+        return (), frame.call.kwargs
+
+    def _count(self, passed: Pass) -> None:
+        self.calls[passed.reason] += 1
+        if not passed.costs:
+            return
+        if self.on_padded == "raise":
+            raise PaddedCallError(
+                f"{type(self.top).__name__}: this call cannot run without its padding: {passed.reason}. "
+                "Change the call, or prepare the model with on_padded='run'"
+            )
+        if passed.reason not in self._said:
+            self._said.add(passed.reason)
+            logger.info("adaattn: %s runs with its padding: %s", type(self.top).__name__, passed.reason)
+
+    # ------------------------------------------------------------------ exits
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if _tracing():
+            return None
+        frames = _frames.get()
+        if not frames or frames[-1].module is not module:
+            return None
+        _frames.set(frames[:-1])
+        frame = frames[-1]
+        if frame.call is None or output is None:
+            return None
+        return self._padded(output, frame)
+
+    def _enter_pooler(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        frame = self._current()
+        return None if frame is None else tuple(self._padded(a, frame) for a in args)
+
+    def _leave_encoder(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        frame = self._current()
+        return None if frame is None else self._padded(output, frame)
+
+    def _current(self) -> _Frame | None:
+        """The frame of the trunk that runs now, if it runs on packed tokens."""
+        if _tracing():
+            return None
+        frames = _frames.get()
+        if not frames or frames[-1].owner is not self:
+            return None
+        return frames[-1] if frames[-1].call is not None else None
+
+    def _padded(self, value: Any, frame: _Frame) -> Any:
+        """Outputs in the padded form: hidden states and logits with zeros, the cache as the caller knows it."""
+        call = frame.call
+        if call is None:
+            return value
+        if isinstance(value, Tensor):
+            if not call.layout.is_packed(value):
+                return value
+            # each tensor once, so that equal objects stay one object
+            if id(value) not in frame.padded:
+                frame.padded[id(value)] = (value, call.layout.pad(value))
+            return frame.padded[id(value)][1]
+        if isinstance(value, Cache):
+            return call.prefill.target if call.prefill is not None and value is call.prefill else value
+        if isinstance(value, dict):
+            for name in list(value):
+                value[name] = self._padded(value[name], frame)
+            return value
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._padded(v, frame) for v in value)
+        return value
+
+
+def _tracing() -> bool:
+    """A graph is being recorded: the number of real tokens is data, so hooks stand aside."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def _keeps_all_logits(arguments: dict[str, Any]) -> bool:
+    keep = arguments.get("logits_to_keep")
+    return keep is None or (isinstance(keep, int) and keep == 0)

@@ -1,0 +1,51 @@
+"""The positions that a model gives to the tokens of a padded batch when the caller gives none.
+
+Packed tokens must keep them, so they are computed on the padded form and packed with the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["PositionRule", "position_rule"]
+
+PositionRule = Callable[[Tensor | None, Tensor, Tensor], Tensor]
+"""(`input_ids` or None, 2-D mask, a tensor on the device) -> position ids `[batch or 1, length]`."""
+
+# These count the real tokens, where others count columns.
+_COUNT_MASK = ("opt", "biogpt")
+
+
+def _columns(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
+    return torch.arange(mask.shape[1], device=like.device)[None]
+
+
+def _real_tokens(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
+    real = mask.long().to(like.device)
+    return real.cumsum(dim=1) * real - 1
+
+
+def _after_padding_index(padding_index: int) -> PositionRule:
+    """RoBERTa's way: tokens other than the padding token are counted, starting behind the padding token's number."""
+
+    def rule(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
+        if input_ids is None:
+            return torch.arange(padding_index + 1, padding_index + 1 + mask.shape[1], device=like.device)[
+                None
+            ]
+        real = input_ids.ne(padding_index).long()
+        return real.cumsum(dim=1) * real + padding_index
+
+    return rule
+
+
+def position_rule(trunk: nn.Module, config: Any) -> PositionRule:
+    """How this model counts positions."""
+    for module in trunk.modules():
+        if hasattr(module, "create_position_ids_from_inputs_embeds") and hasattr(module, "padding_idx"):
+            return _after_padding_index(int(module.padding_idx))
+    return _real_tokens if getattr(config, "model_type", "") in _COUNT_MASK else _columns

@@ -1,0 +1,472 @@
+"""Whole models without padding against stock models with it: outputs, losses, gradients, generation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+import adaattn_hf
+from adaattn_hf.patches.unpad import PackedLayout
+
+from ..support.models import (
+    BATCH,
+    BERT_HEADS,
+    GPT2_HEADS,
+    HIDDEN,
+    LENGTH,
+    LLAMA_HEADS,
+    VOCABULARY,
+    Pair,
+    assert_same,
+    build,
+    config_of,
+    fresh_pair,
+    main_output,
+    padding,
+    tokens,
+)
+
+UNPADDED = "unpadded"
+LABEL_PAD = -100
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 96,
+    "pad_token_id": 0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+OTHER_ENCODERS: dict[str, tuple[Any, Any]] = {
+    "distilbert": (
+        tf.DistilBertModel,
+        tf.DistilBertConfig(
+            vocab_size=VOCABULARY, dim=HIDDEN, hidden_dim=48, n_layers=2, n_heads=4, dropout=0.0
+        ),
+    ),
+    "electra": (tf.ElectraModel, tf.ElectraConfig(**SMALL, embedding_size=16)),
+    "albert": (tf.AlbertModel, tf.AlbertConfig(**SMALL, embedding_size=16)),
+    "xlm-roberta": (tf.XLMRobertaModel, tf.XLMRobertaConfig(**SMALL)),
+    "opt": (
+        tf.OPTForCausalLM,
+        tf.OPTConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=96,
+            word_embed_proj_dim=HIDDEN,
+            dropout=0.0,
+        ),
+    ),
+}
+FAMILIES = (
+    "gpt2",
+    "llama",
+    "bert-decoder",
+    "mistral-window",
+    "qwen2-hybrid",
+    "gemma2-softcap",
+    "gpt-oss-sinks",
+)
+FAMILIES += ("llama4-chunked", "deepseek-mla", "gpt-neox", "bert", "roberta", "modernbert-local")
+
+
+def made(name: str) -> Pair:
+    """A stock model and ours, ours prepared."""
+    found = build(*OTHER_ENCODERS[name]) if name in OTHER_ENCODERS else fresh_pair(name)
+    adaattn_hf.prepare(found.ours)
+    return found
+
+
+def ids_of(model: Any, mask: Tensor) -> Tensor:
+    """Tokens with the padding token at the padding, as a tokenizer gives them."""
+    pad = getattr(model.config, "pad_token_id", None)
+    return tokens().masked_fill(mask == 0, pad if pad is not None else 0)
+
+
+def first_linear_rows(model: nn.Module) -> list[int]:
+    """Rows that linear layers will compute; filled as the model runs."""
+    seen: list[int] = []
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            module.register_forward_pre_hook(lambda _, args: seen.append(args[0][..., 0].numel()))
+    return seen
+
+
+# ---------------------------------------------------------------- layout
+def test_layout_goes_both_ways() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1], [1, 0, 1, 0]])
+    layout = PackedLayout.of(mask)
+    assert layout.lengths == (2, 0, 3, 2)
+    assert layout.cu_seq_lens.tolist() == [0, 2, 2, 5, 7]
+    assert not layout.contiguous
+    assert not layout.from_first
+    x = torch.randn(4, 4, 5)
+    packed = layout.pack(x)
+    assert torch.equal(packed[0], x[mask.bool()])
+    assert torch.equal(layout.pad(packed), x * mask[..., None])
+    assert PackedLayout.of(mask[:1]).contiguous
+    assert PackedLayout.of(torch.ones(2, 3)).full
+
+
+# ---------------------------------------------------------------- forward
+@pytest.mark.parametrize("side", ["right", "left", "holes"])
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHER_ENCODERS])
+def test_hidden_states_and_logits_are_those_of_the_stock_model(name: str, side: str) -> None:
+    stock, ours = made(name)
+    mask = padding(side)
+    inputs = {"input_ids": ids_of(stock, mask), "attention_mask": mask}
+    with torch.no_grad():
+        expected = stock(**inputs, output_hidden_states=True)
+        actual = ours(**inputs, output_hidden_states=True)
+    assert_same(main_output(expected), main_output(actual), mask)
+    for left, right in zip(expected.hidden_states, actual.hidden_states, strict=True):
+        assert_same(left, right, mask)
+    calls = adaattn_hf.unpad_calls(ours)
+    windowed = side == "holes" and any(
+        w in name for w in ("window", "hybrid", "softcap", "sinks", "chunk", "local")
+    )
+    pooled = side == "left" and getattr(ours, "pooler", None) is not None
+    if windowed or pooled:
+        assert UNPADDED not in calls
+        assert sum(calls.values()) == 1
+    else:
+        assert calls == {UNPADDED: 1}
+        assert main_output(actual)[mask == 0].abs().max() == 0
+        assert actual.hidden_states[0][mask == 0].abs().max() == 0
+    if getattr(expected, "pooler_output", None) is not None:
+        # where a row begins with padding stock pools that, and what it holds there is chance
+        assert_same(expected.pooler_output, actual.pooler_output, mask[:, 0])
+
+
+def test_only_real_tokens_are_computed() -> None:
+    _, ours = made("bert")
+    mask = padding("right")
+    rows = first_linear_rows(ours)
+    with torch.no_grad():
+        ours(tokens(), attention_mask=mask)
+    real = int(mask.sum())
+    # all but the pooler, which reads the first token of each row from the padded form
+    assert rows[:-1] == [real] * (len(rows) - 1)
+    assert real < BATCH * LENGTH
+
+
+def test_token_wise_heads_compute_real_tokens_only() -> None:
+    for name in ("llama", "bert-decoder"):
+        _, ours = made(name)
+        mask = padding("right")
+        rows = first_linear_rows(ours)
+        with torch.no_grad():
+            ours(tokens(), attention_mask=mask)
+        assert set(rows) == {int(mask.sum())}
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "llama", "gpt2"])
+def test_other_inputs_are_packed_with_the_tokens(name: str) -> None:
+    stock, ours = made(name)
+    mask = padding("right")
+    ids = ids_of(stock, mask)
+    positions = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(2))[None] + 3
+    embeds = torch.randn(BATCH, LENGTH, HIDDEN)
+    variants: list[dict[str, Any]] = [
+        {"inputs_embeds": embeds},
+        {"input_ids": ids, "position_ids": positions},
+        {"input_ids": ids, "position_ids": positions.repeat(BATCH, 1)},
+    ]
+    if name in ("bert", "gpt2"):
+        variants.append({"input_ids": ids, "token_type_ids": tokens(seed=4) % 2})
+    for inputs in variants:
+        with torch.no_grad():
+            expected = main_output(stock(attention_mask=mask, **inputs))
+            actual = main_output(ours(attention_mask=mask, **inputs))
+        assert_same(expected, actual, mask)
+    assert adaattn_hf.unpad_calls(ours) == {UNPADDED: len(variants)}
+
+
+def test_tuples_come_out_padded() -> None:
+    stock, ours = made("bert")
+    mask = padding("right")
+    with torch.no_grad():
+        expected = stock(tokens(), attention_mask=mask, return_dict=False, output_hidden_states=True)
+        actual = ours(tokens(), mask, return_dict=False, output_hidden_states=True)
+    assert isinstance(actual, tuple)
+    assert_same(expected[0], actual[0], mask)
+    assert_same(expected[1], actual[1])
+    for left, right in zip(expected[2], actual[2], strict=True):
+        assert_same(left, right, mask)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+def test_attention_weights_are_answered_in_the_padded_form(name: str) -> None:
+    stock, ours = made(name)
+    mask = padding("right")
+    with torch.no_grad():
+        expected = stock(tokens(), attention_mask=mask, output_attentions=True)
+        actual = ours(tokens(), attention_mask=mask, output_attentions=True)
+    rows = mask[:, None, :, None].expand_as(expected.attentions[0])
+    for left, right in zip(expected.attentions, actual.attentions, strict=True):
+        assert_same(left, right, rows)
+    assert adaattn_hf.unpad_calls(ours) == {"output_attentions asks for what only the padded form has": 1}
+
+
+def test_an_example_does_not_depend_on_its_neighbours() -> None:
+    _, ours = made("bert")
+    ids, mask = tokens(), padding("right")
+    with torch.no_grad():
+        together = ours(ids, attention_mask=mask)
+        for row in range(BATCH):
+            length = int(mask[row].sum())
+            alone = ours(ids[row : row + 1, :length])
+            assert_same(alone.last_hidden_state[0], together.last_hidden_state[row, :length])
+            assert_same(alone.pooler_output[0], together.pooler_output[row])
+
+
+def test_a_row_of_nothing_but_padding_is_zero_and_disturbs_nobody() -> None:
+    stock, ours = made("llama")
+    mask = padding("right")
+    mask[1] = 0
+    with torch.no_grad():
+        expected, actual = (m(tokens(), attention_mask=mask).logits for m in (stock, ours))
+    assert_same(expected, actual, mask)
+    assert actual[1].abs().max() == 0
+    assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1}
+
+
+# ---------------------------------------------------------------- heads, losses, gradients
+def labels_of(head: type, mask: Tensor) -> dict[str, Tensor]:
+    """Labels for a head of any task; no label at padding."""
+    name = head.__name__
+    token_labels = (tokens(seed=9) % 2).masked_fill(mask == 0, LABEL_PAD)
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "DoubleHeadsModel")):
+        return {"labels": tokens(seed=9).masked_fill(mask == 0, LABEL_PAD)}
+    if name.endswith("ForPreTraining"):
+        labels = tokens(seed=9).masked_fill(mask == 0, LABEL_PAD)
+        return {"labels": labels, "next_sentence_label": torch.tensor([0, 1, 0])}
+    if name.endswith("ForTokenClassification"):
+        return {"labels": token_labels}
+    if name.endswith(("ForSequenceClassification", "ForNextSentencePrediction")):
+        return {"labels": torch.tensor([0, 1, 0])}
+    if name.endswith("ForQuestionAnswering"):
+        return {"start_positions": torch.tensor([0, 2, 3]), "end_positions": torch.tensor([1, 3, 3])}
+    return {}
+
+
+MORE_HEADS = (
+    (tf.RobertaForMaskedLM, tf.RobertaConfig(**SMALL)),
+    (tf.RobertaForSequenceClassification, tf.RobertaConfig(**SMALL)),
+    (tf.DistilBertForSequenceClassification, OTHER_ENCODERS["distilbert"][1]),
+    (tf.ElectraForTokenClassification, OTHER_ENCODERS["electra"][1]),
+    (tf.ModernBertForMaskedLM, None),
+)
+
+
+def head_of(cls: Any) -> Pair:
+    for other, config in MORE_HEADS:
+        if cls is other:
+            return build(cls, config) if config is not None else build(cls, config_of("modernbert-local"))
+    family = "gpt2" if cls in GPT2_HEADS else "bert" if cls in BERT_HEADS else "llama"
+    config = config_of(family)
+    if cls is tf.BertLMHeadModel:
+        config.is_decoder = True
+    return build(cls, config)
+
+
+@pytest.mark.parametrize(
+    "cls", [*BERT_HEADS, *GPT2_HEADS, *LLAMA_HEADS, *(cls for cls, _ in MORE_HEADS)], ids=lambda c: c.__name__
+)
+def test_every_head_has_the_stock_loss_and_gradients(cls: Any) -> None:
+    stock, ours = head_of(cls)
+    adaattn_hf.prepare(ours)
+    mask = padding("right")
+    inputs: dict[str, Any] = {
+        "input_ids": ids_of(stock, mask),
+        "attention_mask": mask,
+        **labels_of(cls, mask),
+    }
+    if cls is tf.BertForMultipleChoice:
+        # two choices for each of two questions
+        inputs = {k: torch.cat([v, v[:1]]).unflatten(0, (2, 2)) for k, v in inputs.items()}
+        inputs["labels"] = torch.tensor([1, 0])
+    if cls is tf.GPT2DoubleHeadsModel:
+        inputs = {k: v[:, None] for k, v in inputs.items()}
+        inputs.update(mc_token_ids=torch.tensor([[2], [1], [3]]), mc_labels=torch.tensor([0, 0, 0]))
+        inputs.pop("labels")
+    gradients = []
+    if "start_positions" in inputs:
+        # this loss is over padding positions, too: such calls run as if unprepared
+        stock = adaattn_hf.restore(copy.deepcopy(ours))
+    for model in (stock, ours):
+        output = model(**inputs)
+        loss = next((output[name] for name in ("loss", "mc_loss") if output.get(name) is not None), None)
+        value = main_output(output)[mask.bool()].square().mean() if loss is None else loss
+        value.backward()
+        gradients.append((value.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    (left_loss, left), (right_loss, right) = gradients
+    assert_same(left_loss, right_loss)
+    for name, gradient in left.items():
+        if gradient is None:
+            assert right[name] is None, name
+        else:
+            assert_same(gradient, right[name])
+    outcome = UNPADDED
+    if "start_positions" in inputs:
+        outcome = "the loss of start_positions is over padding positions, too"
+    if cls is tf.GPT2DoubleHeadsModel:
+        outcome = "inputs are not [batch, length]"
+    assert adaattn_hf.unpad_calls(ours) == {outcome: 1}
+
+
+def test_no_document_predicts_the_next_one() -> None:
+    """With every label of row 1 hidden but its first, which no row predicts, the loss of row 1 is nothing."""
+    stock, ours = made("llama")
+    mask = padding("right")
+    labels = torch.full((BATCH, LENGTH), LABEL_PAD)
+    labels[:, 0] = 5
+    labels[0, 3] = 7
+    losses = [m(tokens(), attention_mask=mask, labels=labels).loss.detach() for m in (stock, ours)]
+    assert_same(*losses)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_labels_at_padding_have_the_loss_of_the_padded_form(name: str) -> None:
+    cls = tf.LlamaForCausalLM if name == "llama" else tf.BertForMaskedLM
+    _, plain = build(cls, config_of(name))
+    ours = adaattn_hf.prepare(copy.deepcopy(plain))
+    mask = padding("right")
+    losses = [m(tokens(), attention_mask=mask, labels=tokens(seed=9)).loss.detach() for m in (plain, ours)]
+    assert torch.isfinite(losses[1])
+    assert_same(*losses)
+    assert adaattn_hf.unpad_calls(ours) == {"a label is scored at a padding position": 1}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
+    stock, ours = made("llama")
+    mask = padding("right")
+    labels = tokens().masked_fill(mask == 0, LABEL_PAD)
+    ours.train()
+    enable = getattr(ours, "activation_checkpointing_enable", None) or ours.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    for model in (stock, ours):
+        model(tokens(), attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+    for (_, left), (_, right) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
+        assert_same(left.grad, right.grad)
+    assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1}
+
+
+def test_autocast_and_half_precision() -> None:
+    stock, ours = made("bert")
+    mask = padding("right")
+    with torch.no_grad():
+        exact = stock.double()(tokens(), attention_mask=mask).last_hidden_state.float()
+        stock.float()
+        for context in (torch.autocast("cpu", torch.bfloat16),):
+            with context:
+                theirs = stock(tokens(), attention_mask=mask).last_hidden_state
+                mine = ours(tokens(), attention_mask=mask).last_hidden_state
+            assert mine.dtype == theirs.dtype
+        half = copy.deepcopy(ours).bfloat16()
+        low = half(tokens(), attention_mask=mask).last_hidden_state.float()
+    real = mask.bool()
+    bound = 2 * (theirs.float() - exact)[real].abs().max() + 0.02
+    assert (mine.float() - exact)[real].abs().max() <= bound
+    assert (low - exact)[real].abs().max() <= 2 * bound
+    assert adaattn_hf.unpad_calls(half) == {UNPADDED: 2}
+
+
+# ---------------------------------------------------------------- caches and generation
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
+def test_a_prompt_fills_the_cache_as_stock_does(name: str, side: str) -> None:
+    stock, ours = made(name)
+    mask = padding(side)
+    more = torch.cat([mask, torch.ones(BATCH, 1, dtype=mask.dtype)], dim=1)
+    positions = (more.cumsum(1) - 1).clamp(min=0)
+    results = []
+    for model in (stock, ours):
+        with torch.no_grad():
+            first = model(tokens(), attention_mask=mask, position_ids=positions[:, :-1], use_cache=True)
+            cache = first.past_key_values
+            assert isinstance(cache, DynamicCache)
+            assert cache.get_seq_length() == LENGTH
+            second = model(
+                tokens(length=1), attention_mask=more, position_ids=positions[:, -1:], past_key_values=cache
+            )
+        results.append((first.logits, second.logits, [layer.keys for layer in cache.layers]))
+    assert_same(results[0][0], results[1][0], mask)
+    assert_same(results[0][1], results[1][1])
+    assert [k.shape for k in results[0][2]] == [k.shape for k in results[1][2]]
+    assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1, "one token per row": 1}
+
+
+@pytest.mark.parametrize("flow", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window", "gemma3-hybrid"])
+def test_generate_gives_the_same_tokens(name: str, flow: dict[str, Any]) -> None:
+    stock, ours = made(name)
+    mask = padding("left")
+    settings = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None, "disable_compile": True, **flow}
+    outs = [
+        m.generate(tokens(), attention_mask=mask, return_dict_in_generate=True, **settings)
+        for m in (stock, ours)
+    ]
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    if "cache_implementation" not in flow:
+        assert adaattn_hf.unpad_calls(ours)[UNPADDED] == 1
+        assert {type(layer).__name__ for layer in outs[1].past_key_values.layers} <= {
+            "GrowingLayer",
+            "GrowingSlidingLayer",
+        }
+
+
+def test_a_second_turn_runs_with_its_padding_and_is_counted() -> None:
+    stock, ours = made("llama")
+    mask = padding("left")
+    longer = torch.cat([mask, torch.ones(BATCH, 3, dtype=mask.dtype)], dim=1)
+    logits = []
+    for model in (stock, ours):
+        with torch.no_grad():
+            cache = model(tokens(), attention_mask=mask, use_cache=True).past_key_values
+            logits.append(model(tokens(length=3), attention_mask=longer, past_key_values=cache).logits)
+    assert_same(*logits)
+    assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1, "the cache holds tokens already": 1}
+
+
+def test_no_cache_comes_out_where_none_was_asked_for() -> None:
+    _, ours = made("llama")
+    with torch.no_grad():
+        out = ours(tokens(), attention_mask=padding("right"), use_cache=False)
+    assert out.past_key_values is None
+
+
+def test_few_logits_are_kept_from_the_padded_form() -> None:
+    stock, ours = made("llama")
+    mask = padding("left")
+    with torch.no_grad():
+        expected, actual = (m(tokens(), attention_mask=mask, logits_to_keep=2).logits for m in (stock, ours))
+    assert actual.shape == (BATCH, 2, VOCABULARY)
+    assert_same(expected, actual)
+    assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1}
+
+
+# ---------------------------------------------------------------- graphs
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_compiled_model_stands_aside_without_breaking_the_graph(name: str) -> None:
+    stock, ours = made(name)
+    mask = padding("right")
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        expected = main_output(stock(tokens(), attention_mask=mask, use_cache=False))
+        actual = main_output(compiled(tokens(), attention_mask=mask, use_cache=False))
+    assert_same(expected, actual, mask)
+    assert adaattn_hf.unpad_calls(ours) == {}
+    torch._dynamo.reset()
