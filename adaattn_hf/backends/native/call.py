@@ -19,7 +19,7 @@ COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
 _NONE4 = (0, 0, 0, 0)
 _NONE3 = (0, 0, 0)
 _HEAD = struct.Struct("=5Q2q7q16qd2q")  # tensors, dtypes, extents, strides, scaling, threads, level
-_RULES = struct.Struct("=qQ2q3q2QdQQ5qQ4q2Q6q2Q2q")
+_RULES = struct.Struct("=qQ2q3q2QdQQ5qQ4q2Q6q2Q2qQ")
 _TAIL = struct.Struct("=Q4q3Q12qQ4q")  # backward
 _FORWARD_TAIL = bytes(_TAIL.size)
 _ERRORS = {
@@ -45,7 +45,8 @@ class Rules:
         key_scale, value_scale: fp32 `[batch, num_kv_heads, kv_len]` of int8 keys and values.
         block_ptr, block_index: int64 lists of key blocks of 64 per key/value head and query block.
         block_q: Query rows per query block.
-        compute: Precision of the products, a key of `COMPUTE`.
+        compute: Precision of the products, a key of `COMPUTE`; int8 needs the level avx512_bf16.
+        key_mean: fp32 `[num_kv_heads, head_dim]`, contiguous, subtracted from keys before they are rounded to int8.
     """
 
     causal: bool = False
@@ -65,6 +66,7 @@ class Rules:
     block_index: Tensor | None = None
     block_q: int = 0
     compute: str = "model"
+    key_mean: Tensor | None = None
 
     @functools.cached_property
     def packed(self) -> bytes:
@@ -83,7 +85,7 @@ class Rules:
             _pointer(self.key_scale), _pointer(self.value_scale),
             *(_NONE3 if self.key_scale is None else self.key_scale.stride()),
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
-            _pointer(self.block_ptr), _pointer(self.block_index), self.block_q, blocks,
+            _pointer(self.block_ptr), _pointer(self.block_index), self.block_q, blocks, _pointer(self.key_mean),
         )  # fmt: skip
 
 

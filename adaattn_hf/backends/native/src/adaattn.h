@@ -41,6 +41,7 @@ struct ada_args {
   const int64_t *block_ptr;    // [block_tiles + 1]: per key/value head and query block, null: none
   const int64_t *block_index;  // ascending key blocks of 64 inside a segment
   int64_t block_q, block_tiles;
+  const float *key_mean;  // [kv_heads, dim], taken off the keys before rounding to int8; null: nothing
   // backward only
   const void *dout;
   int64_t gs[4];
@@ -58,7 +59,7 @@ int64_t ada_args_size(void);
 int64_t ada_best_level(void);
 int64_t ada_has_level(int64_t level);
 void ada_set_parallel(ada_parallel_fn fn);
-// 0, or a negative number: -1 bad arguments, -2 out of memory, -3 level not available
+// 0, or a negative number: -1 bad arguments, -2 out of memory, -3 level (or int8 products at that level) not available
 int64_t ada_forward(const struct ada_args *args);
 int64_t ada_backward(const struct ada_args *args);
 #ifdef __cplusplus

@@ -166,6 +166,8 @@ int64_t segment_field(const ada_args &a, int64_t s, int f) {
 int64_t check(const ada_args &a) {
   if (a.batch < 0 || a.q_heads < 1 || a.kv_heads < 1 || a.q_heads % a.kv_heads || a.q_len < 0 || a.kv_len < 0) return -1;
   if (a.dim < 1 || a.dim_v < 1 || a.threads < 1 || a.n_segments < 0) return -1;
+  if (a.compute < ADA_EXACT || a.compute > ADA_COMPUTE_I8) return -1;
+  if (a.kv_dtype == ADA_I8 && (!a.k_scale || !a.v_scale || a.compute == ADA_COMPUTE_I8)) return -1;
   if (a.q_dtype < ADA_F32 || a.q_dtype > ADA_F16 || a.kv_dtype < ADA_F32 || a.kv_dtype > ADA_I8) return -1;
   if (a.block_ptr && (a.block_q < 1 || a.block_tiles < 1 || a.block_tiles % a.kv_heads)) return -1;
   for (int64_t s = 0; a.segments && s < a.n_segments; ++s) {
@@ -227,8 +229,9 @@ int64_t prepare(const ada_args &a, Job &job) {
   if (!job.k) return -3;
   const bool halves = a.q_dtype == ADA_BF16 && (a.kv_dtype == ADA_BF16 || a.kv_dtype == ADA_I8);
   job.shape.compute = a.compute == ADA_COMPUTE_BF16 || halves ? ADA_BF16 : ADA_F32;
+  if (a.compute == ADA_COMPUTE_I8) job.shape.compute = ADA_I8;
   job.k->shape(a, job.shape);
-  return 0;
+  return a.compute == ADA_COMPUTE_I8 && job.shape.compute != ADA_I8 ? -3 : 0;
 }
 
 // Whether all segments have few query rows and keys and values that can be read where they lie.
@@ -302,7 +305,7 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
   int64_t covered = 0;
   for (int64_t s = 0; s < segments; ++s) covered += segment_field(a, s, 2);
   if (covered < a.batch * a.q_len) clear(a);
-  if (few(a, job)) return forward_few(a, job, segments);
+  if (a.compute != ADA_COMPUTE_I8 && few(a, job)) return forward_few(a, job, segments);
   // Units go through in waves, so that the packed copy stays within bounds however long the context is.
   const int64_t total = segments * a.kv_heads;
   int64_t at = 0;
@@ -346,7 +349,7 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
 
 ADA_EXPORT int64_t ada_backward(const ada_args *args) {
   const ada_args &a = *args;
-  if (check(a) || a.kv_dtype == ADA_I8 || a.block_ptr || !a.lse || !a.out || !a.dout) return -1;
+  if (check(a) || a.kv_dtype == ADA_I8 || a.compute == ADA_COMPUTE_I8 || a.block_ptr || !a.lse || !a.out || !a.dout) return -1;
   Job job;
   if (const int64_t error = prepare(a, job)) return error;
   const int64_t segments = a.segments ? a.n_segments : a.batch;

@@ -1,6 +1,6 @@
 // One tile of query rows against all the keys that it can see: scores, online softmax, output.
 #pragma once
-#include "pack.hpp"
+#include "int8.hpp"
 
 namespace ADA_NS {
 
@@ -22,9 +22,16 @@ struct Strip {
 };
 
 // The working memory of one thread, laid out anew for every tile.
+// The scales that follow the packed bytes of an int8 tile.
+struct Scales {
+  float key[ADA_KEYS], value[ADA_KEYS];
+  int32_t start[ADA_KEYS];  // -128 times the sum of a key's bytes: queries are shifted by 128 to be unsigned
+};
+
 template <class T> struct Work {
   typename T::elem *q, *p, *stage;
   float *s, *o, *m, *l, *alpha;
+  float *scale, *shift, *factor;  // int8: of the queries, of the scores and of the weights
   Row *rows;
   Strip *strips;
 };
@@ -38,13 +45,16 @@ ADA_INLINE char *take(char *&at, int64_t bytes) {
 template <class T> static int64_t layout(Work<T> &w, char *base, int64_t dk, int64_t dv) {
   char *at = base;
   w.q = (typename T::elem *)take(at, ROWS * dk * (int64_t)sizeof(typename T::elem));
-  w.s = (float *)take(at, ROWS * LDS * 4);
+  w.s = (float *)take(at, greater(ROWS * LDS, greater(dk, dv)) * 4);
   w.p = T::STEP == 1 ? (typename T::elem *)w.s
                      : (typename T::elem *)take(at, ROWS * LDP * (int64_t)sizeof(typename T::elem));
   w.o = (float *)take(at, ROWS * dv * 4);
   w.m = (float *)take(at, ROWS * 4);
   w.l = (float *)take(at, ROWS * 4);
   w.alpha = (float *)take(at, ROWS * 4);
+  w.scale = (float *)take(at, ROWS * 4);
+  w.shift = (float *)take(at, ROWS * 4);
+  w.factor = (float *)take(at, ROWS * 4);
   w.rows = (Row *)take(at, ROWS * (int64_t)sizeof(Row));
   w.strips = (Strip *)take(at, ROWS * (int64_t)sizeof(Strip));
   w.stage = (typename T::elem *)take(at, NR * greater(dk, dv) * 4);
@@ -73,18 +83,6 @@ ADA_INLINE uint64_t panel_bits(int64_t lo, int64_t hi, int64_t t0) {
   int64_t a = lo / NR, b = (hi + NR - 1) / NR;
   uint64_t upto_b = b >= 64 ? ~0ull : (1ull << b) - 1;
   return upto_b & ~((1ull << a) - 1);
-}
-
-ADA_INLINE bool next_run(uint64_t &bits, int64_t &c0, int64_t &c1) {
-  if (!bits) return false;
-  int a = __builtin_ctzll(bits);
-  uint64_t rest = ~(bits >> a);
-  int n = rest ? __builtin_ctzll(rest) : 64;
-  if (a + n >= 64) n = 64 - a, bits = 0;
-  else bits &= ~(((1ull << n) - 1) << a);
-  c0 = a * NR;
-  c1 = (a + n) * NR;
-  return true;
 }
 
 // Softcap, bias and mask: whatever cannot be said by intervals. Turns raw dot products into natural-log scores.
@@ -227,6 +225,63 @@ static int64_t task_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u
   return n;
 }
 
+#ifdef ADA_HAS_BF16
+// A query row in bytes, its scale, and its product with the mean that the keys are rid of.
+static void round_query(const ada_args &a, const AdaShape &sh, const AdaUnit &u, Work<I8> &w, int64_t r) {
+  float *x = (float *)w.stage;
+  convert_row<F32>(x, a.q, a.q_dtype, u.row * a.qs[0] + w.rows[r].head * a.qs[1] + (u.q0 + w.rows[r].i) * a.qs[2],
+                   a.qs[3], a.dim, a.dim);
+  w.shift[r] = 0;
+  if (a.key_mean)
+    for (int64_t d = 0; d < a.dim; ++d) w.shift[r] += x[d] * a.key_mean[u.head * a.dim + d];
+  w.scale[r] = round_row(w.q + r * sh.dk, x, a.dim, sh.dk, 128, nullptr);
+}
+
+static void pack_bytes(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t t, char *scratch) {
+  Work<I8> w;
+  layout<I8>(w, scratch, sh.dk, sh.dv);
+  char *base = u.pack + t * sh.tile_bytes;
+  uint8_t *kp = (uint8_t *)base, *vp = (uint8_t *)base + sh.k_bytes;
+  Scales &sc = *(Scales *)(base + sh.tile_bytes - (int64_t)sizeof(Scales));
+  const int64_t key = u.k0 + t * KEYS, n = lesser(KEYS, u.kn - t * KEYS);
+  float *x = w.s;  // free while packing, and longer than any head that the layout admits
+  uint8_t *stage = (uint8_t *)w.stage;
+  for (int64_t j = 0; j < round_up(n, NR); ++j) {
+    uint8_t *row = stage + j % NR * sh.dk;
+    int32_t sum = 0;
+    sc.key[j] = sc.value[j] = 0;
+    if (j < n) {
+      convert_row<F32>(x, a.k, a.kv_dtype, u.row * a.ks[0] + u.head * a.ks[1] + (key + j) * a.ks[2], a.ks[3], a.dim,
+                       a.dim);
+      if (a.key_mean)
+        for (int64_t d = 0; d < a.dim; ++d) x[d] -= a.key_mean[u.head * a.dim + d];
+      sc.key[j] = round_row(row, x, a.dim, sh.dk, 0, &sum);
+    } else {
+      memset(row, 0, (size_t)sh.dk);
+    }
+    sc.start[j] = -128 * sum;
+    if (j % NR == NR - 1)
+      transpose_panel((const uint32_t *)stage, sh.dk / 4, sh.dk / 4, (uint32_t *)(kp + (j + 1 - NR) * sh.dk));
+  }
+  if (!a.out) return;
+  for (int64_t j = 0; j < round_up(n, NR); j += 4) {
+    for (int64_t i = 0; i < 4; ++i) {
+      uint8_t *row = stage + i * sh.dv;
+      if (j + i < n) {
+        convert_row<F32>(x, a.v, a.kv_dtype, u.row * a.vs[0] + u.head * a.vs[1] + (key + j + i) * a.vs[2], a.vs[3],
+                         a.dim_v, a.dim_v);
+        sc.value[j + i] = round_row(row, x, a.dim_v, sh.dv, 0, nullptr);
+      } else {
+        memset(row, 0, (size_t)sh.dv);
+      }
+    }
+    for (int64_t d = 0; d < sh.dv; d += NR)
+      for (int64_t i = 0; i < NR; ++i)
+        for (int64_t k = 0; k < 4; ++k) vp[d * KEYS + j * NR + i * 4 + k] = stage[k * sh.dv + d + i];
+  }
+}
+#endif
+
 template <class T>
 static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t task, char *scratch) {
   typedef typename T::elem elem;
@@ -250,10 +305,16 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
     }
   }
   for (int64_t r = 0; r < n; ++r) {
-    convert_row<T>(w.q + r * sh.dk, a.q, a.q_dtype,
-                   u.row * a.qs[0] + w.rows[r].head * a.qs[1] + (u.q0 + w.rows[r].i) * a.qs[2], a.qs[3], a.dim, sh.dk);
     w.m[r] = -INFINITY;
     w.l[r] = 0;
+#ifdef ADA_HAS_BF16
+    if constexpr (T::STEP == 4) {
+      round_query(a, sh, u, w, r);
+      continue;
+    } else
+#endif
+    convert_row<T>(w.q + r * sh.dk, a.q, a.q_dtype,
+                   u.row * a.qs[0] + w.rows[r].head * a.qs[1] + (u.q0 + w.rows[r].i) * a.qs[2], a.qs[3], a.dim, sh.dk);
   }
   const int64_t *block = nullptr, *block_end = nullptr;
   if (a.block_ptr) {
@@ -277,11 +338,19 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
     if (!any) continue;
     const elem *kp = (const elem *)(u.pack + t * sh.tile_bytes);
     const elem *vp = (const elem *)(u.pack + t * sh.tile_bytes + sh.k_bytes);
+    const Scales *sc = (const Scales *)(u.pack + (t + 1) * sh.tile_bytes - (int64_t)sizeof(Scales));  // int8 alone
+    (void)sc;
     for (int64_t j = 0; j < KEYS / NR; ++j) {
       if (!(any >> j & 1)) continue;
       for (int64_t i = 0; i < strips; ++i) {
         const Strip &st = w.strips[i];
-        if (st.panels >> j & 1)
+        if (!(st.panels >> j & 1)) continue;
+#ifdef ADA_HAS_BF16
+        if constexpr (T::STEP == 4)
+          strip_scores(st.rows, w.q + st.r0 * sh.dk, sh.dk, kp + j * NR * sh.dk, sh.dk / 4, w.s + st.r0 * LDS + j * NR,
+                       LDS, sc->start + j * NR, sc->key + j * NR, w.scale + st.r0, w.shift + st.r0);
+        else
+#endif
           strip<T, ZERO>(st.rows, w.q + st.r0 * sh.dk, sh.dk, kp + j * NR * sh.dk, sh.dk / T::STEP,
                          w.s + st.r0 * LDS + j * NR, LDS, nullptr);
       }
@@ -296,7 +365,12 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
           if (special) adjust(a, u, row, s, c0, c1, t0);
           if (t0 + c0 < row.lo || t0 + c1 > row.hi) hide(row, s, c0, c1, t0);
         }
-        softmax_row<T>(s, w.p + r * ldp, st.panels, c, w.m[r], w.l[r], w.alpha[r]);
+#ifdef ADA_HAS_BF16
+        if constexpr (T::STEP == 4)
+          softmax_bytes(s, w.p + r * ldp, st.panels, c, sc->value, w.m[r], w.l[r], w.alpha[r], w.factor[r]);
+        else
+#endif
+          softmax_row<T>(s, w.p + r * ldp, st.panels, c, w.m[r], w.l[r], w.alpha[r]);
       }
     }
     if (!a.out) continue;
@@ -311,6 +385,15 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
           // no row of the strip sees a key from here on, so its weights are 0
           const int64_t stop = lesser(c1, greater(st.hi, st.sink) - t0);
           const int64_t steps = (stop - c0 + T::STEP - 1) / T::STEP;
+#ifdef ADA_HAS_BF16
+          if constexpr (T::STEP == 4) {
+            const float *al = w.alpha + st.r0, *f = w.factor + st.r0;
+            if (!first) strip_values<ADD>(st.rows, p, ldp, v, steps, o, sh.dv, nullptr, f);
+            else if (st.started) strip_values<SCALE>(st.rows, p, ldp, v, steps, o, sh.dv, al, f);
+            else strip_values<ZERO>(st.rows, p, ldp, v, steps, o, sh.dv, nullptr, f);
+            continue;
+          } else
+#endif
           if (!first) strip<T, ADD>(st.rows, p, ldp, v, steps, o, sh.dv, nullptr);
           else if (st.started) strip<T, SCALE>(st.rows, p, ldp, v, steps, o, sh.dv, w.alpha + st.r0);
           else strip<T, ZERO>(st.rows, p, ldp, v, steps, o, sh.dv, nullptr);
@@ -346,6 +429,7 @@ template <class T> static void shape_of(const ada_args &a, AdaShape &sh) {
   sh.dv = round_up(a.dim_v, NR);
   sh.k_bytes = round_up(KEYS * sh.dk * (int64_t)sizeof(typename T::elem), 64);
   sh.tile_bytes = sh.k_bytes + KEYS * sh.dv * (int64_t)sizeof(typename T::elem);
+  if (T::STEP == 4) sh.tile_bytes += (int64_t)sizeof(Scales);
   sh.rows = ROWS;
   Work<T> w;
   sh.scratch = layout<T>(w, nullptr, sh.dk, sh.dv);

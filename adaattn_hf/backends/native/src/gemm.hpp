@@ -94,4 +94,17 @@ ADA_INLINE void strip(int64_t rows, const typename T::elem *a, int64_t lda, cons
   }
 }
 
+// The next run of set bits as columns [c0, c1) of panels; the run is cleared.
+ADA_INLINE bool next_run(uint64_t &bits, int64_t &c0, int64_t &c1) {
+  if (!bits) return false;
+  int a = __builtin_ctzll(bits);
+  uint64_t rest = ~(bits >> a);
+  int n = rest ? __builtin_ctzll(rest) : 64;
+  if (a + n >= 64) n = 64 - a, bits = 0;
+  else bits &= ~(((1ull << n) - 1) << a);
+  c0 = a * NR;
+  c1 = (a + n) * NR;
+  return true;
+}
+
 }  // namespace ADA_NS

@@ -10,6 +10,7 @@ namespace ADA_NS {
 
 static void shape(const ada_args &a, AdaShape &sh) {
 #ifdef ADA_HAS_BF16
+  if (sh.compute == ADA_I8) return shape_of<I8>(a, sh);
   if (sh.compute == ADA_BF16) return shape_of<BF16>(a, sh);
 #endif
   sh.compute = ADA_F32;
@@ -18,6 +19,7 @@ static void shape(const ada_args &a, AdaShape &sh) {
 
 static void pack(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t tile, char *scratch) {
 #ifdef ADA_HAS_BF16
+  if (sh.compute == ADA_I8) return pack_bytes(a, sh, u, tile, scratch);
   if (sh.compute == ADA_BF16) return pack_tile<BF16>(a, sh, u, tile, scratch);
 #endif
   pack_tile<F32>(a, sh, u, tile, scratch);
@@ -25,6 +27,7 @@ static void pack(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_
 
 static void forward(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t task, char *scratch) {
 #ifdef ADA_HAS_BF16
+  if (sh.compute == ADA_I8) return forward_tile<I8>(a, sh, u, task, scratch);
   if (sh.compute == ADA_BF16) return forward_tile<BF16>(a, sh, u, task, scratch);
 #endif
   forward_tile<F32>(a, sh, u, task, scratch);
