@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-from setuptools import Command, setup
+from setuptools import Command, Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -48,13 +48,16 @@ class BuildPy(build_py):
 class Wheel(bdist_wheel):
     """The library depends on the platform and not on the version of Python; without it the wheel is for any platform."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
-
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
         return ("py3", "none", platform) if any(built) else ("py3", "none", "any")
 
 
-setup(cmdclass={"build_native": BuildNative, "build_py": BuildPy, "bdist_wheel": Wheel})
+class WithLibrary(Distribution):
+    """Is installed where binaries belong; otherwise the wheel would carry all files in a side directory."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+setup(distclass=WithLibrary, cmdclass={"build_native": BuildNative, "build_py": BuildPy, "bdist_wheel": Wheel})

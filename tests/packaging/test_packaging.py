@@ -1,0 +1,124 @@
+"""What is built and installed: the right files, under the right names, working from anywhere."""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ..support.installing import checkout_files, copy_checkout, environment, install, run
+from ..support.source_tree import MAPPED, ROOT
+
+pytestmark = pytest.mark.slow
+
+# Run in a fresh environment, from a directory that is not the checkout.
+WORKS = """
+import importlib, importlib.util, pathlib, sys
+import torch, transformers
+import adaattn_hf
+for name in ("adaattn_hf.patches", "adaattn_hf.configs", "adaattn_hf.eval", "adaattn_hf.stats", "adaattn_hf.backends"):
+    importlib.import_module(name)
+assert "exact" in adaattn_hf.preset_names(), adaattn_hf.preset_names()
+for name in adaattn_hf.preset_names():
+    assert adaattn_hf.load_preset(name).preset == name
+for name in {closed!r}:
+    assert importlib.util.find_spec(name) is None, f"{{name}} is importable at the top level"
+config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=2)
+model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="adaattn")
+assert torch.isfinite(model(input_ids=torch.arange(6)[None]).logits).all()
+print(pathlib.Path(adaattn_hf.__file__).parent)
+print(pathlib.Path(importlib.import_module("adaattn_hf.patches").__file__).parent)
+"""
+CLOSED = ("patches", "configs", "eval", "tests")
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the sdist and of the wheel that was built from the sdist."""
+    source = copy_checkout(tmp_path_factory.mktemp("source"), with_tests=True)
+    target = tmp_path_factory.mktemp("dist")
+    run([sys.executable, "-P", "-m", "build", "--no-isolation", "--outdir", target, source], cwd=target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+def mapped_name(name: str) -> str | None:
+    """Where a file of the checkout is installed; None if it is not."""
+    top, _, rest = name.partition("/")
+    return f"{MAPPED[top].replace('.', '/')}/{rest}" if top in MAPPED else None
+
+
+def test_every_package_is_listed() -> None:
+    """setuptools finds nothing by itself where directories are mapped."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    present = set()
+    for name in checkout_files():
+        target = mapped_name(name)
+        if target is not None and name.endswith("/__init__.py"):
+            present.add(target.removesuffix("/__init__.py").replace("/", "."))
+    assert listed == present
+
+
+def test_wheel_holds_every_file_of_the_mapped_directories_and_nothing_else(wheel: Path) -> None:
+    expected = {target for name in checkout_files() if (target := mapped_name(name)) is not None}
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    # says that no compiler was found, instead of the library
+    assert held - expected == {"adaattn_hf/backends/native/build_report.json"}
+    assert expected - held == set()
+
+
+def test_wheel_says_what_it_needs_and_carries_the_licence(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        text = archive.read(metadata).decode()
+        entry_points = archive.read(metadata.replace("METADATA", "entry_points.txt")).decode()
+        assert any(name.endswith("LICENSE") for name in archive.namelist())
+    assert "License-Expression: Apache-2.0" in text
+    for requirement in ("torch>=", "transformers<6,>=5.17", "typer>=", "pyyaml"):
+        assert f"Requires-Dist: {requirement}" in text, requirement
+    assert "adaattn = adaattn_hf.cli:main" in entry_points
+    assert wheel.name.endswith("-py3-none-any.whl"), "without the native library the wheel is for every platform"
+
+
+def test_sdist_holds_what_a_packager_needs(built: Path) -> None:
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    needed = {name for name in checkout_files() if name.partition("/")[0] in (*MAPPED, "tests")}
+    needed |= {"pyproject.toml", "setup.py", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints-dev.txt"}
+    assert needed - names == set()
+    assert not [name for name in names if name.endswith((".so", ".pyc")) or name.startswith((".venv", "build"))]
+
+
+def test_installed_wheel_works_from_anywhere(wheel: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv")
+    install(python, wheel)
+    package, patches = run([python, "-c", WORKS.format(closed=CLOSED)], cwd=tmp_path).split()
+    assert Path(package).is_relative_to(tmp_path / "venv")
+    assert Path(patches) == Path(package) / "patches"
+    assert "explain" in run([python.parent / "adaattn", "--help"], cwd=tmp_path)
+
+
+def test_editable_install_works_from_anywhere_and_sees_edits(tmp_path: Path) -> None:
+    source = copy_checkout(tmp_path / "source")
+    python = environment(tmp_path / "venv")
+    install(python, "-e", source)
+    face = source / "patches" / "__init__.py"
+    face.write_text(face.read_text() + "\nEDITED = 1\n")
+    (source / "eval" / "added.py").write_text('"""A module that was not there when the package was installed."""\n')
+    code = WORKS.format(closed=CLOSED) + "import adaattn_hf.eval.added\nassert adaattn_hf.patches.EDITED == 1\n"
+    package, patches = run([python, "-c", code], cwd=tmp_path).split()
+    assert Path(package) == source / "adaattn_hf"
+    assert Path(patches) == source / "patches"
+    at_the_root = "import adaattn_hf.patches, adaattn_hf.eval.added; print(adaattn_hf.patches.__file__)"
+    assert run([python, "-c", at_the_root], cwd=source).strip() == str(source / "patches" / "__init__.py")
