@@ -1,0 +1,144 @@
+"""One string, wherever Transformers takes one; and what is saved with a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+import adaattn_hf
+
+from ..support.models import assert_same, config_of, fresh_pair, main_output, padding, pair, tokens
+
+AUTO = {"gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
+
+
+@pytest.mark.parametrize("name", list(AUTO))
+def test_from_pretrained_and_from_config_take_the_name(name: str, tmp_path: Path) -> None:
+    config = config_of(name)
+    made = AUTO[name].from_config(config, attn_implementation="adaattn").eval()
+    made.save_pretrained(tmp_path)
+    loaded = AUTO[name].from_pretrained(tmp_path, attn_implementation="adaattn")
+    stock = AUTO[name].from_pretrained(tmp_path, attn_implementation="eager")
+    assert loaded.config._attn_implementation == made.config._attn_implementation == "adaattn"
+    ids, mask = tokens(), padding("left")
+    with torch.no_grad():
+        expected = stock(input_ids=ids, attention_mask=mask).logits
+        assert_same(expected, loaded(input_ids=ids, attention_mask=mask).logits, mask)
+        assert_same(expected, made(input_ids=ids, attention_mask=mask).logits, mask)
+
+
+@pytest.mark.parametrize("name", list(AUTO))
+def test_a_model_does_not_change_its_parameters(name: str) -> None:
+    stock, ours = pair(name)
+    expected, found = stock.state_dict(), ours.state_dict()
+    assert list(expected) == list(found)
+    assert all(expected[key].shape == found[key].shape for key in expected)
+    assert [type(module) for module in stock.modules()] == [type(module) for module in ours.modules()]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_switching_at_run_time_and_back(name: str) -> None:
+    stock, ours = fresh_pair(name)
+    ids, mask = tokens(), padding("left")
+    with torch.no_grad():
+        expected = main_output(stock(input_ids=ids, attention_mask=mask))
+        for implementation in ("sdpa", "adaattn_eager", "eager", "adaattn"):
+            ours.set_attn_implementation(implementation)
+            assert ours.config._attn_implementation == implementation
+            assert_same(expected, main_output(ours(input_ids=ids, attention_mask=mask)), mask)
+
+
+def composite() -> tf.LlavaConfig:
+    text = dict(config_of("llama").to_dict(), vocab_size=72)
+    vision = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=8,
+        patch_size=4,
+        projection_dim=32,
+    )
+    return tf.LlavaConfig(
+        text_config=tf.LlamaConfig(**text),
+        vision_config=tf.CLIPVisionConfig(**vision),
+        image_token_index=70,
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-1,
+    )
+
+
+def composite_inputs() -> dict[str, torch.Tensor]:
+    ids = tokens(batch=2, length=10)
+    ids[:, 2:6] = 70  # four patches of one image
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(4))
+    mask = padding("left", batch=2, length=10)
+    assert mask is not None
+    mask[0, :2], mask[0, 2:] = 0, 1
+    return dict(input_ids=ids, pixel_values=images, attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        "adaattn",
+        {"text_config": "adaattn", "vision_config": "sdpa"},
+        {"text_config": "sdpa", "vision_config": "adaattn"},
+    ],
+    ids=["all", "text", "vision"],
+)
+def test_a_composite_model_takes_a_name_for_each_tower(implementation: str | dict[str, str]) -> None:
+    torch.manual_seed(0)
+    stock = tf.LlavaForConditionalGeneration._from_config(composite(), attn_implementation="eager").eval()
+    ours = tf.LlavaForConditionalGeneration._from_config(
+        composite(), attn_implementation=implementation
+    ).eval()
+    ours.load_state_dict(stock.state_dict())
+    towers = (
+        implementation
+        if isinstance(implementation, dict)
+        else dict.fromkeys(("text_config", "vision_config"), "adaattn")
+    )
+    for tower, name in towers.items():
+        assert getattr(ours.config, tower)._attn_implementation == name
+    inputs = composite_inputs()
+    with torch.no_grad():
+        assert_same(stock(**inputs).logits, ours(**inputs).logits, inputs["attention_mask"])
+
+
+def test_settings_are_saved_and_come_back(tmp_path: Path) -> None:
+    _, ours = fresh_pair("llama")
+    settings = adaattn_hf.AdaAttnConfig(backend="eager")
+    adaattn_hf.configure(ours, settings)
+    ours.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["adaattn"] == settings.to_dict()
+    assert "_attn_implementation" not in saved
+    loaded = tf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
+    assert adaattn_hf.AdaAttnConfig.from_dict(loaded.config.adaattn) == settings
+    assert {choice.backend for choice in adaattn_hf.explain(loaded).layers} == {"eager"}
+
+
+def test_settings_that_nobody_knows_are_refused_when_the_model_runs() -> None:
+    _, ours = fresh_pair("gpt2")
+    ours.config.adaattn = {"bugdet": 0.001}
+    with pytest.raises(adaattn_hf.ConfigError, match=r"unknown setting 'bugdet'.*Did you mean 'budget'\?"):
+        ours(input_ids=tokens())
+
+
+def test_a_name_that_nobody_registered_is_refused() -> None:
+    with pytest.raises(ValueError, match="adaatn"):
+        AutoModelForCausalLM.from_config(config_of("gpt2"), attn_implementation="adaatn")
+
+
+def test_a_backend_that_cannot_serve_raises_with_its_reasons() -> None:
+    """The name forces flash-attn, which runs on CUDA alone."""
+    model = AutoModelForCausalLM.from_config(config_of("gpt2"), attn_implementation="adaattn_fa2")
+    with pytest.raises(RuntimeError, match="'fa2' cannot serve") as refused:
+        model(input_ids=tokens())
+    assert 'attn_implementation="adaattn"' in str(refused.value)
