@@ -138,7 +138,9 @@ def test_excerpt_ends_with_a_sentence() -> None:
 
 def test_last_words_stand_in_the_context_and_not_in_their_sentence(tmp_path: Path) -> None:
     filler = "Nothing that matters here was said by anybody on that long and quiet day at sea. " * 4
-    text = f"The old captain of the ship had always feared the white whale. {filler}At the end of it all he met the white whale."
+    text = (
+        f"The old captain of the ship had always feared the white whale. {filler}So he met the white whale."
+    )
     document = Document("b", "B", text, "heldout")
     (item,) = last_word_sample([document])
     assert item["text"].endswith("he met the white whale")

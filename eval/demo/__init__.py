@@ -1,0 +1,78 @@
+"""Three tiny models and a text sample that come with the package, so that it can be tried and tested offline.
+
+The models and the sample are data beside this file, in directories that are not packages; `train.py` makes
+them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+
+_SAMPLE = "text-sample"
+
+
+def _data(*parts: str) -> Path:
+    """A path in this package's data.
+
+    Raises:
+        FileNotFoundError: The package is not on a file system, or was built without its data.
+    """
+    found = resources.files(__name__).joinpath(*parts)
+    if not isinstance(found, Path) or not found.exists():
+        raise FileNotFoundError(
+            f"demo data: {found} is not a file, expected the installed package's: "
+            "install adaattn-hf from its wheel or sdist, unzipped"
+        )
+    return found
+
+
+DEMO_MODELS: Mapping[str, str] = MappingProxyType(
+    {"gpt2": "model-gpt2", "llama": "model-llama", "bert": "model-bert"}
+)
+"""Name -> directory of each demo model, within this package."""
+
+
+def demo_model_path(name: str) -> Path:
+    """Directory of a demo model, for `from_pretrained`.
+
+    Args:
+        name: `gpt2`, `llama` or `bert`.
+
+    Raises:
+        ValueError: There is no demo model of that name.
+    """
+    if name not in DEMO_MODELS:
+        near = get_close_matches(name, DEMO_MODELS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"demo model is {name!r}, expected one of {', '.join(DEMO_MODELS)}{hint}")
+    return _data(DEMO_MODELS[name])
+
+
+def _lines(filename: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in _data(_SAMPLE, filename).read_text(encoding="utf-8").splitlines()]
+
+
+def heldout_pages() -> list[str]:
+    """Pages of text that no demo model was trained or chosen on, each a heading and prose."""
+    return [record["text"] for record in _lines("heldout.jsonl")]
+
+
+def calibration_pages() -> list[str]:
+    """Pages to calibrate on: no gradient came from them; the demo models' checkpoints were chosen on them."""
+    return [record["text"] for record in _lines("calibration.jsonl")]
+
+
+def lastword_items() -> list[dict[str, str]]:
+    """Held-out passages whose last word their context has used before: records with `text` and `document`."""
+    return _lines("lastword.jsonl")
+
+
+def splits() -> dict[str, dict[str, str]]:
+    """Split -> document -> sha256 of its body, for `train`, `validation` and `heldout`."""
+    record: dict[str, dict[str, str]] = json.loads(_data(_SAMPLE, "splits.json").read_text(encoding="utf-8"))
+    return record

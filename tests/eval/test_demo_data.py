@@ -1,0 +1,192 @@
+"""The demo models and the text that travel with the package."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+from adaattn_hf.eval import demo
+from adaattn_hf.eval.demo.architectures import Recipe
+from adaattn_hf.eval.demo.measure import head_entropies, nll_by_position, nll_map, window_mask
+
+NAMES = tuple(demo.DEMO_MODELS)
+DATA = Path(demo.__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_network() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.socket.connect", _refuse)
+        yield
+
+
+def _refuse(*arguments: object) -> None:
+    raise AssertionError("the demo reached for the network")
+
+
+def load(name: str, **options: Any) -> Any:
+    loader = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
+    return loader.from_pretrained(demo.demo_model_path(name), **options).eval()
+
+
+def record(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((demo.demo_model_path(name) / "training.json").read_text())
+    return loaded
+
+
+def stream(name: str, windows: int) -> tuple[torch.Tensor, Any, Recipe]:
+    """The beginning of every third held-out page, in one row, long enough for so many windows of the model."""
+    tokenizer = AutoTokenizer.from_pretrained(demo.demo_model_path(name))
+    recipe = Recipe(**record(name)["recipe"])
+    pages = tokenizer(demo.heldout_pages()[1::3], add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = [token for page in pages for token in page[: recipe.context]]
+    span = recipe.context if name != "bert" else recipe.context - 2
+    assert len(tokens) >= windows * span
+    return torch.tensor(tokens[: windows * span]), tokenizer, recipe
+
+
+def test_everything_together_is_at_most_8_mb() -> None:
+    files = [
+        path for folder in DATA.iterdir() if folder.is_dir() for path in folder.rglob("*") if path.is_file()
+    ]
+    kept = [path for path in files if "__pycache__" not in path.parts]
+    assert {path.parent.name for path in kept} == {*demo.DEMO_MODELS.values(), "text-sample"}
+    assert sum(path.stat().st_size for path in kept) <= 8_000_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_model_loads_in_fp32_and_is_what_its_record_says(name: str) -> None:
+    model, facts = load(name), record(name)
+    assert model.dtype == torch.float32
+    assert model.config.model_type == name
+    assert model.config.max_position_embeddings >= 512
+    assert model.num_parameters() == facts["parameters"]
+    assert model.config.num_attention_heads >= 4
+    assert (
+        f"{facts['figures']['nll']['heldout']:.3f}" in (demo.demo_model_path(name) / "README.md").read_text()
+    )
+
+
+def test_llama_has_grouped_heads() -> None:
+    config = load("llama").config
+    assert config.num_attention_heads // config.num_key_value_heads > 1
+    assert config.num_key_value_heads > 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_byte_level_tokenizers_give_back_every_text(name: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.demo_model_path(name))
+    for text in [*demo.heldout_pages()[:4], "naïve façade — 42 км ☃\n\ttab"]:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_wordpiece_gives_back_the_words() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.demo_model_path("bert"))
+    for text in demo.heldout_pages():
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        assert tokenizer.unk_token_id not in ids
+        decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        assert re.sub(r"\s", "", decoded) == re.sub(r"\s", "", text.lower())
+
+
+def test_first_and_last_tokens_are_those_of_the_family() -> None:
+    llama, bert, gpt2 = (
+        AutoTokenizer.from_pretrained(demo.demo_model_path(n)) for n in ("llama", "bert", "gpt2")
+    )
+    assert llama("whale")["input_ids"][0] == llama.bos_token_id
+    assert gpt2("whale")["input_ids"][0] != gpt2.bos_token_id
+    ids = bert("whale")["input_ids"]
+    assert (ids[0], ids[-1]) == (bert.cls_token_id, bert.sep_token_id)
+
+
+def test_held_out_documents_were_not_trained_on() -> None:
+    splits = demo.splits()
+    bodies = {split: set(documents.values()) for split, documents in splits.items()}
+    assert not bodies["heldout"] & (bodies["train"] | bodies["validation"])
+    assert not bodies["validation"] & bodies["train"]
+    for file, split in (("heldout.jsonl", "heldout"), ("calibration.jsonl", "validation")):
+        for line in (DATA / "text-sample" / file).read_text().splitlines():
+            page = json.loads(line)
+            assert splits[split][page["document"]] == page["sha256"]
+    for item in demo.lastword_items():
+        assert item["document"] in splits["heldout"]
+
+
+def test_last_words_can_be_found_in_their_context() -> None:
+    items = demo.lastword_items()
+    assert 100 <= len(items) <= 200
+    assert len({item["text"] for item in items}) == len(items)
+    for item in items:
+        context, _, last = item["text"].rpartition(" ")
+        assert last.isascii()
+        assert re.search(rf"\b{re.escape(last)}\b", context) is not None
+
+
+def test_pages_are_headings_and_prose() -> None:
+    for pages in (demo.heldout_pages(), demo.calibration_pages()):
+        assert 12 <= len(pages) <= 40
+        assert 150_000 <= sum(map(len, pages)) <= 250_000
+        assert all(re.match(r"= .+ =\n\n\S", page) for page in pages)
+    assert not set(demo.heldout_pages()) & set(demo.calibration_pages())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_less_attention_costs_quality(name: str) -> None:
+    ids, tokenizer, recipe = stream(name, 4)
+    model = load(name)
+    full, narrow, alone = (
+        float(nll_map(model, ids, recipe, tokenizer, window=window).nanmean()) for window in (None, 8, 1)
+    )
+    assert full == pytest.approx(record(name)["figures"]["nll"]["heldout"], abs=0.4)
+    assert narrow > full + 0.1
+    assert alone > full + 1.0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_context_helps(name: str) -> None:
+    figures = record(name)["figures"]["heldout_nll_by_position"]
+    assert figures["256-511"] < figures["1-31"] - 0.2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_differ(name: str) -> None:
+    ids, _, recipe = stream(name, 2)
+    model = load(name)
+    before = model.config._attn_implementation
+    entropies = torch.tensor(head_entropies(model, ids, recipe, windows=1))
+    assert model.config._attn_implementation == before
+    assert entropies.shape == (model.config.num_hidden_layers, model.config.num_attention_heads)
+    assert entropies.max() - entropies.min() > 1.0
+
+
+def test_full_window_is_no_window() -> None:
+    ids, tokenizer, recipe = stream("gpt2", 1)
+    model = load("gpt2")
+    plain = nll_map(model, ids, recipe, tokenizer)
+    torch.testing.assert_close(
+        nll_map(model, ids, recipe, tokenizer, window=recipe.context),
+        plain,
+        equal_nan=True,
+        rtol=0,
+        atol=1e-4,
+    )
+    assert list(nll_by_position(plain)) == ["1-31", "32-63", "64-127", "128-255", "256-511"]
+
+
+def test_window_mask_shows_the_nearest_keys() -> None:
+    causal = window_mask(4, 2, causal=True)[0, 0].int().tolist()
+    assert causal == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    both = window_mask(4, 2, causal=False)[0, 0].int().tolist()
+    assert both == [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
+
+
+def test_unknown_demo_model_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"gpt2, llama, bert; did you mean 'llama'"):
+        demo.demo_model_path("lama")
