@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 # before anything imports the libraries that read them
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The same examples every time, so that a red suite is red again. `--hypothesis-profile=search` looks for new ones.
+# The same examples every time, so that red stays red. `--hypothesis-profile=search` looks for new ones.
 settings.register_profile(
     "suite",
     max_examples=25,
@@ -33,6 +34,13 @@ settings.load_profile("suite")
 
 # Tests run side by side in processes, and almost all tensors here are tiny.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--write-snapshots` records what is, instead of comparing with what was recorded."""
+    parser.addoption(
+        "--write-snapshots", action="store_true", help="record public API and error messages anew"
+    )
 
 
 def assets_directory() -> Path:
@@ -65,6 +73,20 @@ def seeded() -> None:
 def assets() -> Path:
     """Directory of real models and texts; for tests that are marked `assets`."""
     return assets_directory()
+
+
+@pytest.fixture
+def snapshot(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
+    """Compares a text with a recorded file, or records it."""
+
+    def compare(path: Path, text: str) -> None:
+        if request.config.getoption("--write-snapshots"):
+            path.write_text(text, encoding="utf-8")
+        assert path.read_text(encoding="utf-8") == text, (
+            f"{path.name} is not up to date; look at the difference, then run this test with --write-snapshots"
+        )
+
+    return compare
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,8 @@ assert not loaded, f"imported: {{loaded}}"
 assert not torch.cuda.is_initialized(), "CUDA was initialised"
 loud = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 assert not loud, f"logged: {{loud}}"
-assert (threads, grad, dtype) == (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()), "torch was set"
+after = torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()
+assert (threads, grad, dtype) == after, "torch was set"
 assert environment == dict(os.environ), "the environment was changed"
 """
 
@@ -93,7 +94,7 @@ def run(
 
 
 def test_import_registers_the_names_and_does_nothing_else() -> None:
-    """No device is looked at, nothing optional is imported, nothing is logged or set; optional packages may be missing."""
+    """No device is looked at, nothing optional imported, nothing logged or set; optional packages may be missing."""
     code = """
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface

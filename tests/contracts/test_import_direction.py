@@ -38,6 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         f"{P}.corpus",
         f"{P}.fisher",
         f"{P}.needles",
+        f"{P}.observe",
         f"{P}.pricing",
         f"{P}.verify",
         f"{P}.patches",
@@ -45,7 +46,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # the face
     (P,),
     # evidence and the command line
-    (f"{P}.eval", f"{P}.cli"),
+    (f"{P}.eval", f"{P}.cli", f"{P}.calibrate_command", f"{P}.plan_command", f"{P}.plan_picture"),
 )
 """From the ground up; an entry stands for a module and for all that a package of that name holds."""
 
@@ -122,11 +123,11 @@ def into_forbidden_rooms(modules: Mapping[str, Module]) -> list[str]:
 
 
 def of_transformers(modules: Mapping[str, Module]) -> list[str]:
-    """Imports of Transformers by the core: only patches and eval know it."""
+    """Imports of Transformers by the core: only patches, eval and the command line know it."""
     return [
         f"{module.name}:{statement.line} imports {statement.target}"
         for module in modules.values()
-        if not within(module.name, f"{P}.patches") and not within(module.name, f"{P}.eval")
+        if not within(module.name, f"{P}.patches") and floor_of(module.name) != len(FLOORS) - 1
         for statement in module.imports
         if statement.target.split(".")[0] == "transformers"
     ]

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import adaattn_hf
+from adaattn_hf.cli import COMMANDS
+
 from ..support.source_tree import ROOT, Module, read_modules
 
 LONGEST, MEDIAN, LONGEST_FACE = 400, 150, 60
@@ -102,11 +105,23 @@ def speaks_of_the_workplace(source: str) -> Iterator[str]:
             yield f"{number}: {line.strip()}"
 
 
+def dead_advice(source: str) -> Iterator[str]:
+    """Functions and commands that a message or a docstring recommends and that do not exist."""
+    for number, line in enumerate(source.splitlines(), 1):
+        for name in re.findall(r"\badaattn_hf\.(\w+)\(", line):
+            if not hasattr(adaattn_hf, name):
+                yield f"{number}: adaattn_hf.{name}(…) is not public"
+        for name in re.findall(r"`adaattn (\w+)", line):
+            if name not in COMMANDS:
+                yield f"{number}: there is no command `adaattn {name}`"
+
+
 CHECKS: dict[str, Callable[[str], Iterator[str]]] = {
     "placeholders": placeholders,
     "swallowed": swallowed,
     "undocumented": undocumented,
     "workplace": speaks_of_the_workplace,
+    "advice": dead_advice,
 }
 PLANTED = {
     "placeholders": [
@@ -125,6 +140,7 @@ PLANTED = {
         '"""What this module is for."""\nclass A:\n    x = 1\n',
     ],
     "workplace": ["x = '/work/main'\n", "# see issue 5\n"],
+    "advice": ["raise ValueError('call adaattn_hf.repair(model)')\n", "# written by `adaattn mend`\n"],
 }
 
 

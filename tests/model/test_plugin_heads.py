@@ -31,8 +31,8 @@ CASES = [pytest.param(family, cls, id=cls.__name__) for family, heads in HEADS.i
 def inputs_of(cls: type[tf.PreTrainedModel]) -> dict[str, Any]:
     """Padded inputs of a head, with labels where it has a loss.
 
-    Padding is on the right: heads of BERT read the first token, and a language model's loss on the left would count what
-    the last token of padding says.
+    Padding is on the right: heads of BERT read the first token, and a language model's loss on the left would
+    count what the last token of padding says.
     """
     name = cls.__name__
     ids, mask = tokens(), padding("ones" if "QuestionAnswering" in name else "right")

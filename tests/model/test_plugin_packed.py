@@ -67,7 +67,7 @@ def test_document_borders_separate_documents_in_encoders(name: str) -> None:
 
 def test_stock_attention_leaks_where_ours_does_not() -> None:
     """The tests above can fail: stock attention reads the other document when borders alone tell it."""
-    stock, ours = pair("llama")
+    stock, _ = pair("llama")
     ids = tokens(batch=1)
     expected = one_by_one(stock, ids)
     with torch.no_grad():

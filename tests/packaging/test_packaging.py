@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from ..support.installing import checkout_files, copy_checkout, environment, install, run
 from ..support.source_tree import MAPPED, ROOT
@@ -27,7 +27,8 @@ for name in adaattn_hf.preset_names():
     assert adaattn_hf.load_preset(name).preset == name
 for name in {closed!r}:
     assert importlib.util.find_spec(name) is None, f"{{name}} is importable at the top level"
-config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=2)
+sizes = dict(vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)
 model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="adaattn")
 assert torch.isfinite(model(input_ids=torch.arange(6)[None]).logits).all()
 print(pathlib.Path(adaattn_hf.__file__).parent)
@@ -87,7 +88,9 @@ def test_wheel_says_what_it_needs_and_carries_the_licence(wheel: Path) -> None:
     for requirement in ("torch>=", "transformers<6,>=5.17", "typer>=", "pyyaml"):
         assert f"Requires-Dist: {requirement}" in text, requirement
     assert "adaattn = adaattn_hf.cli:main" in entry_points
-    assert wheel.name.endswith("-py3-none-any.whl"), "without the native library the wheel is for every platform"
+    assert wheel.name.endswith("-py3-none-any.whl"), (
+        "without the native library the wheel is for every platform"
+    )
 
 
 def test_sdist_holds_what_a_packager_needs(built: Path) -> None:
@@ -95,9 +98,19 @@ def test_sdist_holds_what_a_packager_needs(built: Path) -> None:
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     needed = {name for name in checkout_files() if name.partition("/")[0] in (*MAPPED, "tests")}
-    needed |= {"pyproject.toml", "setup.py", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints-dev.txt"}
+    needed |= {
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "Makefile",
+        "constraints-dev.txt",
+    }
     assert needed - names == set()
-    assert not [name for name in names if name.endswith((".so", ".pyc")) or name.startswith((".venv", "build"))]
+    assert not [
+        name for name in names if name.endswith((".so", ".pyc")) or name.startswith((".venv", "build"))
+    ]
 
 
 def test_installed_wheel_works_from_anywhere(wheel: Path, tmp_path: Path) -> None:
@@ -115,8 +128,12 @@ def test_editable_install_works_from_anywhere_and_sees_edits(tmp_path: Path) -> 
     install(python, "-e", source)
     face = source / "patches" / "__init__.py"
     face.write_text(face.read_text() + "\nEDITED = 1\n")
-    (source / "eval" / "added.py").write_text('"""A module that was not there when the package was installed."""\n')
-    code = WORKS.format(closed=CLOSED) + "import adaattn_hf.eval.added\nassert adaattn_hf.patches.EDITED == 1\n"
+    (source / "eval" / "added.py").write_text(
+        '"""A module that was not there when the package was installed."""\n'
+    )
+    code = (
+        WORKS.format(closed=CLOSED) + "import adaattn_hf.eval.added\nassert adaattn_hf.patches.EDITED == 1\n"
+    )
     package, patches = run([python, "-c", code], cwd=tmp_path).split()
     assert Path(package) == source / "adaattn_hf"
     assert Path(patches) == source / "patches"

@@ -37,7 +37,9 @@ def copy_checkout(target: Path, *, with_tests: bool = False) -> Path:
 
 def without_compiler() -> dict[str, str]:
     """An environment in which no C++ compiler is found: the native library is optional, and slow to compile."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV"))
+    }
     return {**kept, "CXX": "no-compiler-here", "HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1"}
 
 
@@ -59,8 +61,8 @@ def run(command: Sequence[str | Path], cwd: Path, timeout: float = 240) -> str:
 def environment(place: Path) -> Path:
     """A fresh virtual environment that sees the libraries of this one, but not this package; its python.
 
-    The directory of libraries is put on the path without processing the `.pth` files in it, one of which is the editable
-    install of this package.
+    The directory of libraries is put on the path without processing the `.pth` files in it, one of which is the
+    editable install of this package.
     """
     run([sys.executable, "-m", "venv", "--without-pip", place], cwd=place.parent)
     python = place / "bin" / "python"

@@ -63,10 +63,10 @@ def test_all_layers_of_a_forward_share_one_packed_structure() -> None:
 
 
 def test_several_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="cu_seq_lens_q: .* got a batch of 2; flatten the batch"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* got a batch of 2; flatten the batch"):
         with_documents(CallStructure(2, 5, 5), sums(2, 3), None)
 
 
 def test_causal_documents_of_unlike_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="cu_seq_lens_q: .* as many keys as queries, got 3 and 5"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* as many keys as queries, got 3 and 5"):
         with_documents(CallStructure(1, 3, 5, causal=True), sums(1, 2), sums(2, 3))

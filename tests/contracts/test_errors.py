@@ -1,0 +1,249 @@
+"""Whoever asks for what cannot be served is told the argument, what came, what was expected and the remedy.
+
+The messages themselves are recorded in docs/errors.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+import adaattn_hf
+from adaattn_hf import execute
+from adaattn_hf.approximate import LayerTensors
+from adaattn_hf.backends.select import BackendRefusal, by_name
+from adaattn_hf.patches.carrier import StructuredMask
+from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.plan import Choice, LayerPlan, Plan, PlanError
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.structure import CallStructure
+
+from ..support.models import config_of, fresh_pair, tokens
+from ..support.source_tree import ROOT
+
+TABLE = ROOT / "docs" / "errors.md"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mistake: what somebody does, and what the message must hold.
+
+    Attributes:
+        does: What is done, for the table.
+        call: Does it.
+        raises: Class of the error.
+        says: Argument, what came, what was expected, remedy.
+    """
+
+    does: str
+    call: Callable[[], Any]
+    raises: type[Exception]
+    says: tuple[str, str, str, str]
+
+
+def attend(
+    mask: Any = None, *, heads: int = 2, batch: int = 1, backend: str | None = None, **keywords: Any
+) -> Any:
+    """The registered function, on six tokens."""
+    query = torch.zeros(batch, heads, 6, 4, requires_grad=keywords.pop("requires_grad", False))
+    return attention_function(backend)(nn.Module(), query, query, query, mask, **keywords)
+
+
+def planned(choice: Choice, heads: int = 2, requires_grad: bool = False) -> Any:
+    """A layer that computes `choice` in each of two key/value heads, on keys with `heads` of them."""
+    program = execute.Program(LayerPlan(0, "hash", (choice, choice)), LayerTensors(), 64)
+    x = torch.zeros(1, heads, 6, 4, requires_grad=requires_grad)
+    return execute.attend(
+        program, AttentionRequest(x, x, x, CallStructure(1, 6, 6, causal=True), scaling=0.5)
+    )
+
+
+def run_with(**settings: Any) -> Any:
+    _, model = fresh_pair("gpt2")
+    model.config.adaattn = settings
+    return model(input_ids=tokens())
+
+
+def explain_stock() -> Any:
+    model = tf.AutoModelForCausalLM.from_config(config_of("gpt2"), attn_implementation="sdpa")
+    return adaattn_hf.explain(model)
+
+
+def run_unrouted() -> Any:
+    config = tf.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2, pad_token_id=0)
+    return adaattn_hf.check(config)
+
+
+SIX = StructuredMask(CallStructure(1, 6, 6, causal=True), torch.device("cpu"))
+EIGHT = StructuredMask(CallStructure(1, 8, 8, causal=True), torch.device("cpu"))
+
+CASES = (
+    Case(
+        "asks for an implementation that nobody registered",
+        lambda: adaattn_hf.resolve("adaattn_eagr"),
+        ValueError,
+        ("attn_implementation", "'adaattn_eagr'", "adaattn_sdpa", "Did you mean 'adaattn_eager'?"),
+    ),
+    Case(
+        "asks for a backend that does not exist",
+        lambda: by_name("flash"),
+        ValueError,
+        ("backend", "'flash'", "expected one of", "sdpa"),
+    ),
+    Case(
+        "forces a backend on a call that it cannot serve",
+        lambda: attend(backend="fa2"),
+        BackendRefusal,
+        ("'fa2'", "got cpu tensors", "runs on CUDA", 'attn_implementation="adaattn"'),
+    ),
+    Case(
+        "loads a model that computes attention by itself",
+        run_unrouted,
+        adaattn_hf.UnsupportedModel,
+        ("attn_implementation", "BloomConfig", "attention interface", "attn_implementation='eager'"),
+    ),
+    Case(
+        "names a preset that does not exist",
+        lambda: adaattn_hf.load_preset("exakt"),
+        adaattn_hf.ConfigError,
+        ("preset", "'exakt'", "expected one of", "Did you mean 'exact'?"),
+    ),
+    Case(
+        "misspells a setting",
+        lambda: run_with(bugdet=0.001),
+        adaattn_hf.ConfigError,
+        ("adaattn", "'bugdet'", "known are", "Did you mean 'budget'?"),
+    ),
+    Case(
+        "gives a budget in percent",
+        lambda: adaattn_hf.AdaAttnConfig(budget=5),
+        adaattn_hf.ConfigError,
+        ("adaattn.budget", "got 5", "from 0 (exact) to below 1", "0.1 % is 0.001"),
+    ),
+    Case(
+        "loads settings of another version",
+        lambda: adaattn_hf.AdaAttnConfig.from_dict({"version": 99}),
+        adaattn_hf.ConfigError,
+        ("adaattn.version", "got 99", "reads 1", "install the version"),
+    ),
+    Case(
+        "hands a mask for other lengths to a layer",
+        lambda: attend(EIGHT),
+        ValueError,
+        ("attention_mask", "8 queries and 8 keys", "got 6 queries and 6 keys", "attn_implementation='sdpa'"),
+    ),
+    Case(
+        "hands a mask of another batch to a layer",
+        lambda: attend(StructuredMask(CallStructure(3, 6, 6), torch.device("cpu")), batch=2),
+        ValueError,
+        ("structure", "batch of 3", "batch 2", "pass an attention_mask"),
+    ),
+    Case(
+        "hands over a mask of another type",
+        lambda: attend([[1, 1, 1, 1, 1, 1]]),
+        TypeError,
+        ("attention_mask", "got list", "expected a tensor", "True = attend"),
+    ),
+    Case(
+        "hands over a mask of another shape",
+        lambda: attend(torch.ones(1, 1, 5, 6, dtype=torch.bool)),
+        ValueError,
+        ("attention_mask", "(1, 1, 5, 6)", "expected", "(1, 2, 6, 6)"),
+    ),
+    Case(
+        "packs documents in several batch rows",
+        lambda: attend(batch=2, cu_seq_lens_q=torch.tensor([0, 2, 6])),
+        ValueError,
+        ("cu_seq_lens_q", "batch of 2", "one batch row", "flatten the batch"),
+    ),
+    Case(
+        "runs continuous batching",
+        lambda: attend(SIX, cache=object()),
+        ValueError,
+        ("cache", "Module", "paged cache", "generate()"),
+    ),
+    Case(
+        "asks to explain a model that runs stock attention",
+        explain_stock,
+        ValueError,
+        ("model", "'sdpa'", "none of AdaAttn's", 'set_attn_implementation("adaattn")'),
+    ),
+    Case(
+        "lets a cache grow by less than it holds",
+        lambda: adaattn_hf.GrowingCache(growth=0.5),
+        ValueError,
+        ("growth", "got 0.5", "larger than 1", "such as 1.25"),
+    ),
+    Case(
+        "writes a plan with an unknown choice",
+        lambda: Choice(kind="windw"),  # type: ignore[arg-type]
+        PlanError,
+        ("kind", "'windw'", "expected one of", "did you mean 'window'?"),
+    ),
+    Case(
+        "writes a plan with a window that is none",
+        lambda: Choice(kind="exact", window=64),
+        PlanError,
+        ("window", "is 64", "kind 'exact'", "only a window"),
+    ),
+    Case(
+        "loads a plan of another version",
+        lambda: Plan.from_dict({"format": 99}),
+        PlanError,
+        ("plan format", "99", "this version reads", "calibrate again"),
+    ),
+    Case(
+        "runs a plan on a model with other key/value heads",
+        lambda: planned(Choice(precision="bf16"), heads=4),
+        ValueError,
+        ("plan of layer 0", "got keys with 4", "made for 2 key/value heads", "calibrate the model"),
+    ),
+    Case(
+        "trains through a plan that rounds to int8",
+        lambda: planned(Choice(precision="int8"), requires_grad=True),
+        ValueError,
+        ("plan of layer 0", "int8", "no gradient", "remove_plan(model)"),
+    ),
+)
+
+
+def message_of(case: Case) -> str:
+    with pytest.raises(case.raises) as raised:
+        case.call()
+    assert type(raised.value) is case.raises
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.does)
+def test_the_message_says_argument_got_expected_and_remedy(case: Case) -> None:
+    message = message_of(case)
+    missing = [part for part in case.says if part not in message]
+    assert missing == [], message
+
+
+def recorded(message: str) -> str:
+    """A message without what depends on the machine, as a cell of a table."""
+    message = re.sub(r"CallSpec\([^)]*\)", "CallSpec(…)", message)
+    message = re.sub(r"flash-attn is not installed \([^)]*\); ", "", message)
+    return message.replace("|", "\\|").replace("\n", " ")
+
+
+def test_the_table_of_errors_is_up_to_date(snapshot: Callable[[Path, str], None]) -> None:
+    lines = [
+        "# Errors and what they say",
+        "",
+        "Recorded from the running code by `tests/contracts/test_errors.py`.",
+        "",
+        "| who … | gets | that says |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {case.does} | `{case.raises.__name__}` | {recorded(message_of(case))} |" for case in CASES]
+    snapshot(TABLE, "\n".join(lines) + "\n")
