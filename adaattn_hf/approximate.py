@@ -1,7 +1,7 @@
 """What each choice means, as a change of the request: the definition that the execution is tested against.
 
-`defined` turns a request into another one whose exact attention is the approximated function. It may build a dense mask
-and serves tests, `output_attentions` and calibration; `execute` computes the same with less work.
+`defined` turns a request into another one whose exact attention is the approximated function. It may build a
+dense mask and serves tests, `output_attentions` and calibration; `execute` computes the same with less work.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def heads_of(request: AttentionRequest, kv_heads: list[int]) -> AttentionRequest
 def windowed(structure: CallStructure, choice: Choice) -> CallStructure:
     """Returns the structure with the choice's window, never wider than the model's own.
 
-    A layer that has a window of its own drops far keys already: there the choice may shorten it, and adds no sinks.
+    A layer that has a window of its own drops far keys already: there the choice may shorten it, and adds no
+    sinks.
     """
     if structure.window is None:
         return structure.with_changes(window=choice.window, sinks=choice.sinks)
@@ -92,7 +93,9 @@ def windowed(structure: CallStructure, choice: Choice) -> CallStructure:
     return structure.with_changes(window=choice.window)
 
 
-def rounded(request: AttentionRequest, choice: Choice, kv_heads: list[int], tensors: LayerTensors) -> AttentionRequest:
+def rounded(
+    request: AttentionRequest, choice: Choice, kv_heads: list[int], tensors: LayerTensors
+) -> AttentionRequest:
     """Returns the request with queries, keys and values rounded as the choice says, in their own dtype."""
     query, key, value = request.query, request.key, request.value
     if choice.precision == "model" or query.shape[2] < PRECISE_ROWS:
@@ -108,15 +111,19 @@ def rounded(request: AttentionRequest, choice: Choice, kv_heads: list[int], tens
         smooth = through_int8(key)
     else:
         mean = tensors.key_mean[kv_heads].to(key)[None, :, None]
-        # Adding the mean back keeps softcapped scores and learned sinks right, which a shift of all scores would move.
+        # Adding the mean back keeps softcapped scores and learned sinks right, which a shift of all scores
+        # would move.
         smooth = through_int8(key - mean) + mean
     return replace(request, query=through_int8(query), key=smooth, value=through_int8(value))
 
 
-def ranked(request: AttentionRequest, choice: Choice, kv_heads: list[int], tensors: LayerTensors) -> AttentionRequest:
+def ranked(
+    request: AttentionRequest, choice: Choice, kv_heads: list[int], tensors: LayerTensors
+) -> AttentionRequest:
     """Returns the request with queries and keys in the `rank` columns that keep most of the scores.
 
-    One query, or a few, is folded back to the head's width instead: the same scores without touching the cached keys.
+    One query, or a few, is folded back to the head's width instead: the same scores without touching the
+    cached keys.
     """
     if not choice.rank:
         return request
@@ -133,7 +140,8 @@ def ranked(request: AttentionRequest, choice: Choice, kv_heads: list[int], tenso
 def block_mask(request: AttentionRequest, choice: Choice) -> Tensor | None:
     """Returns the boolean `[batch, heads, q_len, kv_len]` of keys in kept blocks, `None` where blocks do not apply.
 
-    Blocks are counted from the first key of each sequence, so they need a structure made of runs without a window.
+    Blocks are counted from the first key of each sequence, so they need a structure made of runs without a
+    window.
     """
     runs = request.structure.segments()
     if runs is None or request.structure.windowed or request.bias is not None:
@@ -173,12 +181,19 @@ def defined(
         kv_heads: Their indices in the layer, for `tensors`.
         tensors: Bases and means of the layer.
     """
-    changed = rounded(ranked(request, choice, kv_heads, tensors), choice, kv_heads, LayerTensors() if choice.rank else tensors)
+    changed = rounded(
+        ranked(request, choice, kv_heads, tensors),
+        choice,
+        kv_heads,
+        LayerTensors() if choice.rank else tensors,
+    )
     if choice.kind == "window":
         return replace(changed, structure=windowed(request.structure, choice))
     if choice.kind == "blocks":
         mask = block_mask(request, choice)
         if mask is not None:
             own = request.structure.mask
-            return replace(changed, structure=request.structure.with_changes(mask=mask if own is None else mask & own))
+            return replace(
+                changed, structure=request.structure.with_changes(mask=mask if own is None else mask & own)
+            )
     return changed

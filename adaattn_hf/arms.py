@@ -1,7 +1,8 @@
 """Running a model's exact and planned arm on the same tokens, with the vocabulary projection done in pieces.
 
-A forward to the last hidden state and a chunked projection keep memory at one chunk of logits. Whether `head(hidden)` is
-what the model returns is checked once per model; where it is not (capped or scaled logits) the model's own logits are used.
+A forward to the last hidden state and a chunked projection keep memory at one chunk of logits. Whether
+`head(hidden)` is what the model returns is checked once per model; where it is not (capped or scaled logits)
+the model's own logits are used.
 """
 
 from __future__ import annotations

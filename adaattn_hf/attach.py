@@ -1,8 +1,8 @@
 """Where a plan lives: in `config.adaattn["plan"]`, with bases and means in a safetensors file beside the weights.
 
-Each attention module resolves its own part of the plan at its first call and checks it: the hash of its weights, its
-dtype, the number of its key/value heads, the major version of Transformers. Whatever does not fit is refused with the
-reason; nothing is ignored in silence.
+Each attention module resolves its own part of the plan at its first call and checks it: the hash of its
+weights, its dtype, the number of its key/value heads, the major version of Transformers. Whatever does not
+fit is refused with the reason; nothing is ignored in silence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _tensors: dict[str, dict[str, Tensor]] = {}
 
 
 def weight_hash(module: nn.Module) -> str:
-    """Returns a hash of an attention module's own weights: name, shape, dtype and up to 65,536 spread entries of each."""
+    """Returns a hash of a module's own weights: name, shape, dtype and up to 65,536 spread entries of each."""
     digest = hashlib.sha256()
     for name, parameter in sorted(module.state_dict().items()):
         flat = parameter.detach().reshape(-1)
@@ -83,7 +83,9 @@ def _found(plan: Plan, source: str | None) -> dict[str, Tensor]:
     data = path.read_bytes()
     found = hashlib.sha256(data).hexdigest()
     if found != plan.tensors:
-        raise PlanError(f"{path} has hash {found[:12]}…, the plan names {plan.tensors[:12]}…; calibrate again")
+        raise PlanError(
+            f"{path} has hash {found[:12]}…, the plan names {plan.tensors[:12]}…; calibrate again"
+        )
     _tensors[plan.tensors] = load(data)
     return _tensors[plan.tensors]
 
@@ -94,7 +96,8 @@ def _file(source: str | None) -> Path | None:
     path = Path(source) / TENSORS_FILE
     if path.is_file():
         return path
-    if path.parent.is_dir():
+    # what is no name of a repository (`owner/name`) is a directory that is not there
+    if path.parent.is_dir() or source.count("/") != 1 or source.startswith((".", "/")):
         return None
     from huggingface_hub import try_to_load_from_cache
 
@@ -134,7 +137,9 @@ def _resolve(module: nn.Module, raw: Any) -> Program | None:
     layer = plan.layer(index)
     config: Any = module.config
     if plan.model_type != config.model_type:
-        raise PlanError(f"the plan was made for model type {plan.model_type!r}, this is {config.model_type!r}")
+        raise PlanError(
+            f"the plan was made for model type {plan.model_type!r}, this is {config.model_type!r}"
+        )
     check_versions(plan)
     if layer is None or index is None:
         return None
@@ -146,10 +151,14 @@ def _resolve(module: nn.Module, raw: Any) -> Program | None:
         )
     if weight_hash(module) != layer.weights:
         raise PlanError(
-            f"the weights of layer {index} are not those that the plan was calibrated on (fine-tuned, or another model); "
+            f"the weights of layer {index} are not those that the plan was calibrated on (fine-tuned, another model); "
             "calibrate again, or remove it with adaattn_hf.remove_plan(model)"
         )
-    tensors = _layer_tensors(plan, index, getattr(config, "_name_or_path", None)) if plan.tensors else LayerTensors()
+    tensors = (
+        _layer_tensors(plan, index, getattr(config, "_name_or_path", None))
+        if plan.tensors
+        else LayerTensors()
+    )
     return Program(layer, tensors, plan.max_length)
 
 
@@ -243,6 +252,8 @@ def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, 
         if not any(True for _ in module.parameters()) or not hasattr(module, "is_causal"):
             continue
         if index in seen:
-            raise PlanError(f"{seen[index]} and {name} both are layer {index}; plans serve models of one attention per layer")
+            raise PlanError(
+                f"{seen[index]} and {name} both are layer {index}; plans serve models of one attention per layer"
+            )
         seen[index] = name
         yield index, module

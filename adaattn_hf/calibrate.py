@@ -1,13 +1,13 @@
 """From a loss budget to a verified plan: measure risks and prices, choose, verify on held-out text, back off.
 
-    measure   risk of every (layer, key/value head, choice) from a few backward passes on sampled rows   -> fisher
-    price     the launches, timed on this machine                                                       -> pricing
-    choose    a multiple-choice knapsack inside the budget of every length                              -> policy.knapsack
-    re-scale  the sum of risks by one measured joint KL, and choose again
-    verify    held-out text, paired and clustered, with gates; on failure spend less on fresh text      -> verify
+    measure   risk of every (layer, key/value head, choice) from a few backward passes on sampled rows   ->
+    fisher price     the launches, timed on this machine
+    -> pricing choose    a multiple-choice knapsack inside the budget of every length
+    -> policy.knapsack re-scale  the sum of risks by one measured joint KL, and choose again verify
+    held-out text, paired and clustered, with gates; on failure spend less on fresh text      -> verify
 
-Everything random comes from one seed; with the prices of a file the plan is the same byte for byte. Prices timed anew
-differ in the last digits, and may tip a choice between two of nearly the same price.
+Everything random comes from one seed; with the prices of a file the plan is the same byte for byte. Prices
+timed anew differ in the last digits, and may tip a choice between two of nearly the same price.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adaattn_hf import attach, corpus, fisher, pricing, verify
+from adaattn_hf import attach, corpus, execute, fisher, pricing, verify
 from adaattn_hf.approximate import LayerTensors
 from adaattn_hf.arms import ModelArms, Progress, compare, plan_tap, programs_of, silent
 from adaattn_hf.calibration_state import CalibrationState, write_atomically
@@ -85,9 +85,13 @@ class CalibrationSettings:
 
     def __post_init__(self) -> None:
         if not self.budget > 0.0:
-            raise ValueError(f"budget is {self.budget}, expected a loss above 0 nats/token; no budget needs no plan")
+            raise ValueError(
+                f"budget is {self.budget}, expected a loss above 0 nats/token; no budget needs no plan"
+            )
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 32:
-            raise ValueError(f"lengths is {list(self.lengths)}, expected rising numbers of at least 32 tokens")
+            raise ValueError(
+                f"lengths is {list(self.lengths)}, expected rising numbers of at least 32 tokens"
+            )
         for name in ("sequences", "rows", "labels", "joint", "tries", "needles"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
@@ -129,7 +133,8 @@ def calibrate(
     """Returns a plan for a model, verified on held-out text.
 
     Args:
-        model: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
+        model: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run
+            in.
         encode: Text to token ids, without special tokens.
         data: Files and directories of text.
         settings: How the plan is made.
@@ -179,7 +184,9 @@ class _Run:
         self.layers = sorted(self.moments.shapes)
         kv_heads = {self.moments.shapes[index][1] for index in self.layers}
         if len(kv_heads) != 1:
-            raise ValueError(f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them")
+            raise ValueError(
+                f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them"
+            )
         self.kv_heads = kv_heads.pop()
         self.units = [(layer, head) for layer in self.layers for head in range(self.kv_heads)]
         self.model_type = self._attention_config().model_type
@@ -199,7 +206,11 @@ class _Run:
 
     # ------------------------------------------------------------------ text
     def _draw(
-        self, data: list[str | Path], verify_data: list[str | Path] | None, encode: Callable[[str], Sequence[int]], n: int
+        self,
+        data: list[str | Path],
+        verify_data: list[str | Path] | None,
+        encode: Callable[[str], Sequence[int]],
+        n: int,
     ) -> tuple[dict[str, list[TokenSequence]], str, str]:
         s = self.settings
         own = {"risk": s.sequences, "joint": s.joint}
@@ -218,7 +229,9 @@ class _Run:
         for module in self.model.modules():
             if hasattr(module, "layer_idx") and hasattr(module, "config") and hasattr(module, "is_causal"):
                 return module.config
-        raise ValueError("the model has no attention modules with a layer_idx; a plan could not name its layers")
+        raise ValueError(
+            "the model has no attention modules with a layer_idx; a plan could not name its layers"
+        )
 
     # ------------------------------------------------------------------ pass zero and one
     def _moments(self) -> fisher.Moments:
@@ -228,7 +241,9 @@ class _Run:
         for number, (length, (parts, _, _)) in enumerate(sorted(self.samples.items())):
             seen: list[AttentionRequest] = []
 
-            def tap(module: nn.Module, request: AttentionRequest, seen: list[AttentionRequest] = seen) -> Tensor:
+            def tap(
+                module: nn.Module, request: AttentionRequest, seen: list[AttentionRequest] = seen
+            ) -> Tensor:
                 seen.append(request)
                 return moments.tap(module, request)
 
@@ -236,10 +251,14 @@ class _Run:
             with torch.no_grad(), tapping(tap):
                 self.arms.hidden(self._tokens(parts["risk"][0]))
             if not seen:
-                raise ValueError("the model made no attention call through adaattn; it may not use the attention interface")
+                raise ValueError(
+                    "the model made no attention call through adaattn; it may not use the attention interface"
+                )
             self.calls[length] = seen[len(seen) // 2]
         if not all(moments.causal.values()):
-            raise ValueError("attention is bidirectional: calibration draws labels of the next token and serves causal models")
+            raise ValueError(
+                "attention is bidirectional: calibration draws labels of the next token and serves causal models"
+            )
         return moments
 
     def _layer_tensors(self, index: int) -> LayerTensors:
@@ -321,14 +340,12 @@ class _Run:
         if prices is None:
             prices = pricing.measure_prices(self.calls, self.candidates.choices, self.tensors[middle])
         self.table = prices
-        shared = pricing.shared_launches(self.calls[self.settings.lengths[-1]])
         self.prices, self.launches = pricing.unit_prices(
             prices,
             self.candidates.choices,
             self.units,
             lengths=self.settings.lengths,
             decode_tokens=self.settings.decode_tokens,
-            shared=shared,
         )
         self.progress("prices", 1, 1)
 
@@ -337,12 +354,57 @@ class _Run:
         """Returns the risks `[lengths, units, choices]` in nats/token, not re-scaled."""
         return np.stack([self.state.risks[length].mean() for length in self.settings.lengths])
 
-    def solve(self, budget: Array, demoted: Sequence[int] = ()) -> Allocation:
-        """Returns the cheapest allocation inside a budget per length, some units exact."""
+    def solve(
+        self, budget: Array, demoted: Sequence[int] = (), allowed: Callable[[Choice], bool] | None = None
+    ) -> Allocation:
+        """Returns the cheapest allocation inside a budget per length, some units exact, of allowed choices alone."""
         risks = self.risks()
+        for place, choice in enumerate(self.candidates.choices):
+            if place and allowed is not None and not allowed(choice):
+                risks[:, :, place] = np.inf
         for unit in demoted:
             risks[:, unit, 1:] = np.inf
         return allocate(self.prices, risks, budget, self.launches)
+
+    def ratio(self, picks: NDArray[np.int64], length: int, phase: str = "prefill") -> float:
+        """Returns how many times faster than exact attention the launches of an allocation are, by the price table."""
+        table = self.table
+        if table is None:
+            raise ValueError("no prices were measured; call price() first")
+        choices = self.candidates.choices
+
+        def seconds(mine: NDArray[np.int64]) -> float:
+            constants: dict[str, float] = {}
+            total = 0.0
+            for pick in mine:
+                price = table.price(phase, length, choices[pick].label)
+                name = execute.launch_name(choices[pick], table.shared)
+                constants[name] = max(constants.get(name, 0.0), price.constant)
+                total += price.slope
+            return total + sum(constants.values())
+
+        per_layer = picks.reshape(len(self.layers), self.kv_heads)
+        exact = seconds(np.zeros(self.kv_heads, dtype=np.int64)) * len(self.layers)
+        return exact / sum(seconds(mine) for mine in per_layer)
+
+    def evaluate(self, picks: NDArray[np.int64]) -> dict[str, float]:
+        """Returns predicted and measured loss and the price ratio of an allocation at the longest length."""
+        length = self.settings.lengths[-1]
+        held = self.samples[length][0]["try 1"]
+        evidence = verify.gather(self.arms, self.programs(picks), held)
+        bound = evidence.bound(0.95)
+        units = np.arange(len(self.units))
+        return {
+            "predicted": float(self.risks()[-1, units, picks].sum()),
+            "delta_nll": bound.mean,
+            "upper": bound.upper,
+            "kl": float(torch.cat(evidence.kl).mean()),
+            "ratio": self.ratio(picks, length),
+        }
+
+    def uniform(self, choice: Choice) -> dict[str, float]:
+        """Returns the same for one choice on every unit."""
+        return self.evaluate(np.full(len(self.units), self.candidates.choices.index(choice)))
 
     def programs(self, picks: NDArray[np.int64]) -> dict[int, Any]:
         """Returns the programs of an allocation."""
@@ -352,7 +414,9 @@ class _Run:
         """Returns the measured KL of an allocation on the sequences set aside for it."""
         tap = plan_tap(self.programs(picks))
         parts = self.samples[length][0]["joint"]
-        return float(np.mean([float(compare(self.arms, self._tokens(part), tap).kl.mean()) for part in parts]))
+        return float(
+            np.mean([float(compare(self.arms, self._tokens(part), tap).kl.mean()) for part in parts])
+        )
 
     def choose_and_verify(self) -> Calibration:
         """Returns the first plan that passes, or the exact plan."""
@@ -373,7 +437,8 @@ class _Run:
                 history.append({"predicted": predicted.tolist(), "measured": measured.tolist()})
                 before = alpha.copy()
                 alpha = np.array(
-                    [rescale(a, p, m) for a, p, m in zip(alpha, predicted, measured, strict=True)], dtype=np.float64
+                    [rescale(a, p, m) for a, p, m in zip(alpha, predicted, measured, strict=True)],
+                    dtype=np.float64,
                 )
                 # Spend what the budget allows, but never more because one measurement came out small.
                 alpha = np.maximum(alpha, 0.5 * before)
@@ -386,7 +451,9 @@ class _Run:
             history.append({"verified": asdict(verified)})
             if verified.passed:
                 plan, tensors = self._finish(found.picks, verified, alpha)
-                return Calibration(plan, tensors, True, verified.sentence, self._report(history, found, alpha))
+                return Calibration(
+                    plan, tensors, True, verified.sentence, self._report(history, found, alpha)
+                )
             sentence = verified.sentence
             risk = (self.risks() * alpha[:, None, None]).max(axis=0)
             backoff = backoff.failed(risk[np.arange(len(self.units)), found.picks])
@@ -408,7 +475,13 @@ class _Run:
                 self.progress(f"verify {length}", done, total)
 
             evidence = verify.gather(
-                self.arms, programs, held, haystacks=s.haystacks, needles=s.needles, seed=s.seed + tries, step=step
+                self.arms,
+                programs,
+                held,
+                haystacks=s.haystacks,
+                needles=s.needles,
+                seed=s.seed + tries,
+                step=step,
             )
             verdicts.append(
                 verify.judge(
@@ -425,7 +498,9 @@ class _Run:
         return worst
 
     # ------------------------------------------------------------------ the plan
-    def make_plan(self, picks: NDArray[np.int64], verified: Verified | None, lengths: tuple[int, ...]) -> Plan:
+    def make_plan(
+        self, picks: NDArray[np.int64], verified: Verified | None, lengths: tuple[int, ...]
+    ) -> Plan:
         """Returns the plan of an allocation."""
         choices = self.candidates.choices
         layers, units = [], []
@@ -469,7 +544,9 @@ class _Run:
             tensors="",
         )
 
-    def _finish(self, picks: NDArray[np.int64], verified: Verified | None, alpha: Array) -> tuple[Plan, dict[str, Tensor]]:
+    def _finish(
+        self, picks: NDArray[np.int64], verified: Verified | None, alpha: Array
+    ) -> tuple[Plan, dict[str, Tensor]]:
         plan = self.make_plan(picks, verified, self.settings.lengths)
         tensors: dict[str, Tensor] = {}
         for layer in plan.layers:
@@ -478,7 +555,9 @@ class _Run:
         settings.pop("budget"), settings.pop("seed"), settings.pop("lengths")
         table = self.table
         protocol = {
-            "settings": {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()},
+            "settings": {
+                name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
+            },
             "alpha": [float(value) for value in alpha],
             "prices": hashlib.sha256(table.to_json().encode()).hexdigest() if table is not None else "",
             "machine": table.machine if table is not None else "",
@@ -486,12 +565,15 @@ class _Run:
         }
         return replace(plan, protocol=protocol, tensors=attach.remember_tensors(tensors)), tensors
 
-    def _report(self, history: list[dict[str, Any]], found: Allocation | None, alpha: Array) -> dict[str, Any]:
+    def _report(
+        self, history: list[dict[str, Any]], found: Allocation | None, alpha: Array
+    ) -> dict[str, Any]:
         exact = np.zeros(len(self.units), dtype=np.int64)
         from adaattn_hf.policy.knapsack import evaluate
 
         base = evaluate(exact, self.prices, self.risks(), self.launches).price
         return {
+            "prices": self.table.to_json() if self.table is not None else "",
             "history": history,
             "alpha": alpha.tolist(),
             "verdicts": [asdict(verdict) for verdict in getattr(self, "verdicts", [])],
@@ -499,6 +581,26 @@ class _Run:
             "price_plan_seconds": found.price if found is not None else base,
             "risk": found.risk.tolist() if found is not None else [],
         }
+
+
+def prepare_run(
+    model: nn.Module,
+    encode: Callable[[str], Sequence[int]],
+    data: Sequence[str | Path],
+    settings: CalibrationSettings,
+    verify_data: Sequence[str | Path] | None = None,
+    prices: PriceTable | None = None,
+) -> _Run:
+    """Returns a calibration with risks and prices measured and nothing chosen, for studies."""
+    run = _Run(model, encode, list(data), settings, list(verify_data) if verify_data else None, silent)
+    run.measure(None, False)
+    run.price(prices)
+    return run
+
+
+def ablation_rows(run: _Run, allowed: Callable[[Choice], bool], budget: float) -> dict[str, float]:
+    """Returns predicted and measured loss and the price ratio of the best plan of allowed choices inside a budget."""
+    return run.evaluate(run.solve(np.full(len(run.settings.lengths), budget), allowed=allowed).picks)
 
 
 def _needed(layer: LayerPlan, tensors: LayerTensors) -> Mapping[str, Tensor]:
@@ -509,7 +611,9 @@ def _needed(layer: LayerPlan, tensors: LayerTensors) -> Mapping[str, Tensor]:
         needed[f"{prefix}key_mean"] = tensors.key_mean.cpu().contiguous()
     for head, choice in enumerate(layer.choices):
         if choice.rank:
-            needed[f"{prefix}query_basis.{head}"] = tensors.query_basis[head][:, : choice.rank].cpu().contiguous()
+            needed[f"{prefix}query_basis.{head}"] = (
+                tensors.query_basis[head][:, : choice.rank].cpu().contiguous()
+            )
             needed[f"{prefix}key_basis.{head}"] = tensors.key_basis[head][:, : choice.rank].cpu().contiguous()
     return needed
 

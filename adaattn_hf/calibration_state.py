@@ -32,14 +32,19 @@ class CalibrationState:
     Attributes:
         key: What the numbers belong to: settings, weights, text.
         risks: By length, the risk table over parts combined into choices.
-        dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean square.
+        dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean
+            square.
         done: By length, sequences finished.
     """
 
-    def __init__(self, identity: Mapping[str, Any], lengths: tuple[int, ...], units: int, choices: int) -> None:
+    def __init__(
+        self, identity: Mapping[str, Any], lengths: tuple[int, ...], units: int, choices: int
+    ) -> None:
         self.key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
         self.risks = {length: RiskTable(units, choices) for length in lengths}
-        self.dropped: dict[int, NDArray[np.float64]] = {length: np.zeros((units, choices, 3)) for length in lengths}
+        self.dropped: dict[int, NDArray[np.float64]] = {
+            length: np.zeros((units, choices, 3)) for length in lengths
+        }
         self.done = dict.fromkeys(lengths, 0)
 
     def save(self, directory: Path) -> None:

@@ -16,6 +16,9 @@ from typer.core import TyperGroup
 COMMANDS: dict[str, str] = {
     "eval": "adaattn_hf.eval.command:evaluate",
     "explain": "adaattn_hf.eval.explain_command:explain",
+    "calibrate": "adaattn_hf.calibrate_command:calibrate",
+    "plan": "adaattn_hf.plan_command:plan",
+    "ablate": "adaattn_hf.eval.ablate:ablate",
 }
 """Subcommand to the function that it calls."""
 

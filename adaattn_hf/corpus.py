@@ -1,7 +1,8 @@
 """Text files into token sequences of one length, sampled in one pass with memory that does not grow with the corpus.
 
-Every candidate sequence gets a random rank from the seed and its place; the sequences of smallest rank are kept (bottom-k
-sampling), which is a uniform sample without knowing how many there are. Order and content depend on seed and text alone.
+Every candidate sequence gets a random rank from the seed and its place; the sequences of smallest rank are
+kept (bottom-k sampling), which is a uniform sample without knowing how many there are. Order and content
+depend on seed and text alone.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def read_documents(paths: Iterable[str | Path]) -> Iterator[tuple[str, Iterator[
         if path.is_dir():
             yield from read_documents(sorted(child for child in path.iterdir() if child.is_file()))
         elif not path.exists():
-            raise FileNotFoundError(f"data: {path} does not exist; expected .txt or .jsonl files or directories of them")
+            raise FileNotFoundError(
+                f"data: {path} does not exist; expected .txt or .jsonl files or directories of them"
+            )
         elif path.suffix == ".jsonl":
             with path.open(encoding="utf-8") as lines:
                 for number, line in enumerate(lines):
@@ -90,7 +93,7 @@ def _pieces(path: Path) -> Iterator[str]:
 def sequences(
     documents: Iterable[tuple[str, Iterator[str]]], encode: Encode, length: int, seen: Callable[[str], None]
 ) -> Iterator[TokenSequence]:
-    """Yields stretches of `length` tokens; short documents of one file run on, a stretch is named by its first document.
+    """Yields stretches of `length` tokens; short documents run on, a stretch is named by its first document.
 
     Args:
         documents: Names and pieces of text.
@@ -112,7 +115,9 @@ def sequences(
                 name = document
 
 
-def draw(paths: Sequence[str | Path], encode: Encode, length: int, wanted: dict[str, int], seed: int) -> Sample:
+def draw(
+    paths: Sequence[str | Path], encode: Encode, length: int, wanted: dict[str, int], seed: int
+) -> Sample:
     """Returns disjoint uniform samples of sequences of `length` tokens for each use.
 
     Args:

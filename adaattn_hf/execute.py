@@ -1,8 +1,8 @@
 """Running a layer's plan: heads of one choice share a launch, and a launch is a request to a backend.
 
-Every choice is true to the mask of the call (padding, documents, windows, chunked prefill), to softcap and to learned
-sinks, in prefill and in decode. Rows beyond the calibrated length are exact, row by row: neither a longer neighbour in
-the batch nor a longer prompt changes what an earlier row computes.
+Every choice is true to the mask of the call (padding, documents, windows, chunked prefill), to softcap and to
+learned sinks, in prefill and in decode. Rows beyond the calibrated length are exact, row by row: neither a
+longer neighbour in the batch nor a longer prompt changes what an earlier row computes.
 """
 
 from __future__ import annotations
@@ -109,15 +109,18 @@ def rows_within(structure: CallStructure, limit: int, device: torch.device) -> b
 
 def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
     shared = native_launch.serves(request, backend)
+    few = request.query.shape[2] < PRECISE_ROWS
     groups: dict[str, list[int]] = {}
     for head, choice in enumerate(program.plan.choices):
-        groups.setdefault(launch_name(choice, shared), []).append(head)
+        name = launch_name(choice, shared)
+        if few and name.startswith("native "):
+            name = "native model"
+        groups.setdefault(name, []).append(head)
     results, order = [], []
     for name, heads in groups.items():
         part = heads_of(request, heads)
         choices = [program.plan.choices[head] for head in heads]
         if name.startswith("native "):
-            few = request.query.shape[2] < PRECISE_ROWS
             results.append(native_launch.attend(part, choices, "model" if few else choices[0].precision))
         else:
             results.append(_group(program, part, choices[0], heads, backend))
@@ -125,7 +128,9 @@ def _planned(program: Program, request: AttentionRequest, backend: str | None) -
     out = _in_order([result.out for result in results], order, request, dim=2)
     if not request.need_lse:
         return AttentionResult(out)
-    return AttentionResult(out, _in_order([r.lse for r in results if r.lse is not None], order, request, dim=1))
+    return AttentionResult(
+        out, _in_order([r.lse for r in results if r.lse is not None], order, request, dim=1)
+    )
 
 
 def _in_order(parts: list[Tensor], order: list[int], request: AttentionRequest, dim: int) -> Tensor:
@@ -166,6 +171,11 @@ def cast(request: AttentionRequest, choice: Choice, heads: list[int], program: P
             key=request.key.to(low),
             value=request.value.to(low),
             bias=None if request.bias is None else request.bias.to(low),
+        )
+    if choice.precision == "int8" and CallSpec.of(request).needs_grad:
+        raise ValueError(
+            f"plan of layer {program.plan.layer}: {choice.label} rounds to int8, which has no gradient; train with "
+            "adaattn_hf.remove_plan(model), or calibrate without int8 (--families window,bf16)"
         )
     tensors = program.tensors if not choice.rank else type(program.tensors)()
     return rounded(request, choice, heads, tensors)

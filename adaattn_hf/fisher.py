@@ -1,8 +1,9 @@
 """Pass one of calibration: the loss that every choice of every unit would cost, from a few backward passes.
 
-For labels drawn from the model, E[KL] = 1/2 E[(g . do)^2] with g the gradient of the sampled log-likelihood with respect
-to the attention output and do what the choice changes in it. One backward pass gives g of all heads of all layers; do is
-computed on sampled rows for every choice by the very code that will run. Rows are summed without cross terms.
+For labels drawn from the model, E[KL] = 1/2 E[(g . do)^2] with g the gradient of the sampled log-likelihood
+with respect to the attention output and do what the choice changes in it. One backward pass gives g of all
+heads of all layers; do is computed on sampled rows for every choice by the very code that will run. Rows are
+summed without cross terms.
 """
 
 from __future__ import annotations
@@ -167,7 +168,9 @@ class FisherRecorder:
             return out
         index = layer_index(module)
         if index in self.changes:
-            raise ValueError(f"layer {index} attends twice in one forward pass; plans serve one attention per layer")
+            raise ValueError(
+                f"layer {index} attends twice in one forward pass; plans serve one attention per layer"
+            )
         bare = replace(
             request, query=request.query.detach(), key=request.key.detach(), value=request.value.detach()
         )
@@ -196,7 +199,9 @@ def label_gradients(arms: ModelArms, hidden: Tensor, generator: torch.Generator,
         piece = state[:, start : start + 256].requires_grad_()
         logits = arms.logits(piece)
         likelihood = logits.log_softmax(-1)
-        drawn = torch.multinomial(likelihood[0].detach().exp().cpu(), labels, replacement=True, generator=generator)
+        drawn = torch.multinomial(
+            likelihood[0].detach().exp().cpu(), labels, replacement=True, generator=generator
+        )
         for index in range(labels):
             chosen = likelihood[0].gather(1, drawn[:, index : index + 1].to(state.device)).sum()
             (gradient,) = torch.autograd.grad(chosen, piece, retain_graph=index + 1 < labels)
@@ -242,8 +247,9 @@ def unit_risks(
 ) -> tuple[NDArray[np.float64], int]:
     """Returns `[units, choices]` sums of 1/2 (g . do)^2 over rows, and the number of rows.
 
-    Products are linear in do: those of the query heads that share a key/value head add up, and those of a combined choice
-    (a window in int8) are the sum of its parts. Each unit is one key/value head of one layer, layers rising.
+    Products are linear in do: those of the query heads that share a key/value head add up, and those of a
+    combined choice (a window in int8) are the sum of its parts. Each unit is one key/value head of one layer,
+    layers rising.
 
     Args:
         products: By layer index `[base choices, heads, rows]`.
@@ -261,6 +267,14 @@ def unit_risks(
 
 
 __all__ = [
-    "FisherRecorder", "Moments", "RowOutputs", "heads_of", "label_gradients", "layer_index", "measure", "row_outputs",
-    "row_visible", "unit_risks",
+    "FisherRecorder",
+    "Moments",
+    "RowOutputs",
+    "heads_of",
+    "label_gradients",
+    "layer_index",
+    "measure",
+    "row_outputs",
+    "row_visible",
+    "unit_risks",
 ]

@@ -1,8 +1,9 @@
 """Needles in the user's own text: does attention still find what lies far behind?
 
-A haystack is a stretch of the text. Several needles, each a key of tokens and a value of tokens, are written into it at
-spread depths; at the end every key is repeated and the value must come out as the likeliest tokens. Keys and values are
-drawn from the haystack's own vocabulary, and all needles share one context, so that a needle must be told from the others.
+A haystack is a stretch of the text. Several needles, each a key of tokens and a value of tokens, are written
+into it at spread depths; at the end every key is repeated and the value must come out as the likeliest
+tokens. Keys and values are drawn from the haystack's own vocabulary, and all needles share one context, so
+that a needle must be told from the others.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
     size = KEY + VALUE
     room = len(text) - 2 * needles * size
     if room < needles * size:
-        raise ValueError(f"needles is {needles} in a text of {len(text)} tokens, expected at most {len(text) // (3 * size)}")
+        raise ValueError(
+            f"needles is {needles} in a text of {len(text)} tokens, expected at most {len(text) // (3 * size)}"
+        )
     vocabulary = text.unique()
     drawn = vocabulary[torch.randint(len(vocabulary), (needles, size), generator=generator)]
     depths = tuple((index + 0.5) / needles for index in range(needles))

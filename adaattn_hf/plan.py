@@ -1,7 +1,7 @@
-"""The plan: per layer and key/value head, what attention computes. Data only, decided once and stored with a checkpoint.
+"""The plan: what attention computes per layer and key/value head. Data, decided once, stored with a checkpoint.
 
-A plan never depends on the values of a call. Whatever it changes is a function of one head's queries and of keys at or
-before them, so that it neither leaks the future into the past nor couples the examples of a batch.
+A plan never depends on the values of a call. Whatever it changes is a function of one head's queries and of
+keys at or before them, so that it neither leaks the future into the past nor couples the examples of a batch.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Choice:
     """What one key/value head (and the query heads that share it) computes.
 
     Attributes:
-        kind: `exact` keeps all keys that the mask allows; `window` keeps the first `sinks` keys of the sequence and the
-            last `window`; `blocks` keeps, per block of queries, the blocks of keys that hold a share `mass` of the
-            pooled attention, with sinks, the own and the previous block always.
+        kind: `exact` keeps all keys that the mask allows; `window` keeps the first `sinks` keys of the
+            sequence and the last `window`; `blocks` keeps, per block of queries, the blocks of keys that hold
+            a share `mass` of the pooled attention, with sinks, the own and the previous block always.
         window: Keys kept before a query, the query itself counted; 0 unless `kind` is `window`.
         sinks: First keys kept beside the window or the blocks.
         mass: Share of pooled attention kept; 0 unless `kind` is `blocks`.
         rank: Score rank, columns kept of queries and keys; 0 keeps all.
-        precision: `model` computes in the dtype at hand, `bf16` rounds queries, keys, weights and values to bfloat16,
-            `int8` quantises queries, smoothed keys and values per token.
+        precision: `model` computes in the dtype at hand, `bf16` rounds queries, keys, weights and values to
+            bfloat16, `int8` quantises queries, smoothed keys and values per token.
     """
 
     kind: Kind = "exact"
@@ -91,13 +91,17 @@ class Choice:
             if not _is_int(value) or value < 0:
                 raise PlanError(f"{name} is {value!r}, expected an integer of at least 0")
         if (self.kind == "window") != (self.window > 0):
-            raise PlanError(f"window is {self.window} with kind {self.kind!r}; a window (and only a window) has one > 0")
+            raise PlanError(
+                f"window is {self.window} with kind {self.kind!r}; a window (and only a window) has one > 0"
+            )
         if self.kind == "exact" and self.sinks:
             raise PlanError(f"sinks is {self.sinks} with kind 'exact', which keeps all keys; expected 0")
         if not isinstance(self.mass, (int, float)) or isinstance(self.mass, bool) or math.isnan(self.mass):
             raise PlanError(f"mass is {self.mass!r}, expected a share in (0, 1)")
         if (self.kind == "blocks") != (0.0 < self.mass < 1.0) or not 0.0 <= self.mass < 1.0:
-            raise PlanError(f"mass is {self.mass} with kind {self.kind!r}; blocks (and only blocks) have one in (0, 1)")
+            raise PlanError(
+                f"mass is {self.mass} with kind {self.kind!r}; blocks (and only blocks) have one in (0, 1)"
+            )
 
     @property
     def is_exact(self) -> bool:
@@ -161,7 +165,8 @@ class LayerPlan:
         """Returns the layer plan written by `asdict`."""
         kwargs = read_record(cls, data, where)
         kwargs["choices"] = tuple(
-            Choice.from_dict(item, f"{where}.choices[{index}]") for index, item in enumerate(kwargs["choices"])
+            Choice.from_dict(item, f"{where}.choices[{index}]")
+            for index, item in enumerate(kwargs["choices"])
         )
         return cls(**kwargs)
 
@@ -178,7 +183,8 @@ class UnitRecord:
         exact_price: Measured seconds of the exact choice there.
         dropped_mass: Mean attention weight that the choice leaves out, on calibration rows.
         dropped_mass_p95: Its 95th percentile; the run-time monitor tightens beyond three times this.
-        dropped_square: Mean square of it: risk / dropped_square turns a dropped mass seen at run time into a KL.
+        dropped_square: Mean square of it: risk / dropped_square turns a dropped mass seen at run time into a
+            KL.
     """
 
     layer: int
@@ -274,7 +280,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.format != PLAN_FORMAT:
-            raise PlanError(f"plan format is {self.format!r}, this version reads {PLAN_FORMAT}; calibrate again")
+            raise PlanError(
+                f"plan format is {self.format!r}, this version reads {PLAN_FORMAT}; calibrate again"
+            )
         if list(self.lengths) != sorted(set(self.lengths)) or any(length < 1 for length in self.lengths):
             raise PlanError(f"lengths are {list(self.lengths)}, expected rising positive numbers")
         indices = [layer.layer for layer in self.layers]
@@ -311,7 +319,9 @@ class Plan:
             PlanError: If a key is unknown or missing, the format is another, or a value is out of range.
         """
         if isinstance(data, Mapping) and data.get("format") != PLAN_FORMAT:
-            raise PlanError(f"plan format is {data.get('format')!r}, this version reads {PLAN_FORMAT}; calibrate again")
+            raise PlanError(
+                f"plan format is {data.get('format')!r}, this version reads {PLAN_FORMAT}; calibrate again"
+            )
         kwargs = read_record(cls, data, "plan")
         kwargs["lengths"] = tuple(kwargs["lengths"])
         kwargs["layers"] = tuple(

@@ -1,8 +1,8 @@
 """Prices of choices: the launches of a plan, timed on this machine with real queries, keys and values.
 
-Every choice is timed for one key/value head and for all of them, in prefill and in one decode step, at each length. The
-rounds are interleaved and the smallest time is kept, so that a busy moment of the machine strikes no choice alone. On a
-CPU the process's own CPU time is taken.
+Every choice is timed for one key/value head and for all of them, in prefill and in one decode step, at each
+length. The rounds are interleaved and the smallest time is kept, so that a busy moment of the machine strikes
+no choice alone. On a CPU the process's own CPU time is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ PHASES = ("prefill", "decode")
 
 def machine() -> str:
     """Returns the machine in words: processor or device, threads, torch."""
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
+    name = (
+        torch.cuda.get_device_name(0)
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine()
+    )
     return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
@@ -47,7 +51,11 @@ def _seconds(device: torch.device) -> float:
 
 
 def measure_prices(
-    requests: Mapping[int, AttentionRequest], choices: Sequence[Choice], tensors: LayerTensors, *, repeats: int = 3
+    requests: Mapping[int, AttentionRequest],
+    choices: Sequence[Choice],
+    tensors: LayerTensors,
+    *,
+    repeats: int = 3,
 ) -> PriceTable:
     """Returns the measured prices of every choice.
 
@@ -79,14 +87,11 @@ def measure_prices(
                         key = (choice.label, count)
                         best[key] = min(best.get(key, float("inf")), taken)
             table[phase][length] = {
-                choice.label: fit_price(counts, [best[choice.label, count] for count in counts]) for choice in choices
+                choice.label: fit_price(counts, [best[choice.label, count] for count in counts])
+                for choice in choices
             }
-    return PriceTable(machine(), table)
-
-
-def shared_launches(request: AttentionRequest) -> bool:
-    """Whether the native kernels would serve this call, so that choices of one precision share a launch."""
-    return native_launch.serves(request, None)
+    longest = requests[max(requests)]
+    return PriceTable(machine(), native_launch.serves(longest, None), table)
 
 
 def unit_prices(
@@ -96,7 +101,6 @@ def unit_prices(
     *,
     lengths: Sequence[int],
     decode_tokens: int,
-    shared: bool,
 ) -> tuple[Array, Launches]:
     """Returns prices `[units, choices]` in seconds and the launch constants, summed over the length bins.
 
@@ -108,7 +112,6 @@ def unit_prices(
         units: Layer and key/value head of each unit.
         lengths: Length bins.
         decode_tokens: Decode steps per prefill.
-        shared: Whether choices of one precision share a launch.
     """
     slopes = np.zeros(len(choices))
     constants = np.zeros(len(choices))
@@ -118,7 +121,7 @@ def unit_prices(
                 price = table.price(phase, length, choice.label)
                 slopes[place] += weight * price.slope
                 constants[place] += weight * price.constant
-    names = [execute.launch_name(choice, shared) for choice in choices]
+    names = [execute.launch_name(choice, table.shared) for choice in choices]
     groups = list(dict.fromkeys(names))
     launch = np.array([groups.index(name) for name in names])
     constant = np.array([float(np.median(constants[launch == group])) for group in range(len(groups))])

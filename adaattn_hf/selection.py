@@ -1,8 +1,9 @@
 """Which blocks of keys a query row keeps: the smallest set that holds a share of the pooled attention.
 
-Keys are averaged per block of 64, counted from the first key of their sequence. A row scores the finished blocks before
-its own with its own query, and the heads that share a key/value head pool their picks. A row's choice is a function of
-its query and of keys at or before it: the same in prefill, in a chunk and in one decode step, alone and in a batch.
+Keys are averaged per block of 64, counted from the first key of their sequence. A row scores the finished
+blocks before its own with its own query, and the heads that share a key/value head pool their picks. A row's
+choice is a function of its query and of keys at or before it: the same in prefill, in a chunk and in one
+decode step, alone and in a batch.
 """
 
 from __future__ import annotations

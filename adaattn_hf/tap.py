@@ -1,7 +1,7 @@
 """A tap: while one is open, every attention call of this thread is answered by it.
 
-Calibration and monitoring listen here. The attention function hands over the module and the request, and returns what the
-tap returns; nothing of a model is patched and nothing stays behind.
+Calibration and monitoring listen here. The attention function hands over the module and the request, and
+returns what the tap returns; nothing of a model is patched and nothing stays behind.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Gates:
 
     @classmethod
     def for_budget(cls, budget: float) -> Gates:
-        """Returns the gates of a budget: token differences grow like sqrt(2 KL), and so do flips of the likeliest token."""
+        """Returns the gates of a budget: flips of the likeliest token grow like sqrt(2 KL), as differences do."""
         return cls(budget, 1.0 - 0.32 * math.sqrt(budget))
 
     def failures(self, upper: float, kl: float, top1: float, lost: int, found: int) -> tuple[str, ...]:
@@ -89,7 +89,9 @@ class Gates:
         """
         reasons = []
         if not upper <= self.budget:
-            reasons.append(f"the upper bound of the loss difference is {upper:.2e} nats/token, above {self.budget:.2e}")
+            reasons.append(
+                f"the upper bound of the loss difference is {upper:.2e} nats/token, above {self.budget:.2e}"
+            )
         if not kl <= self.budget:
             reasons.append(f"the mean KL is {kl:.2e} nats/token, above {self.budget:.2e}")
         if not top1 >= self.top1:

@@ -1,7 +1,7 @@
 """What to do when a plan fails verification: spend less of the budget, and take back what cost most.
 
-Every failed try shrinks the share of the budget by 0.6 and demotes the three units with the largest measured or predicted
-loss. A share too small to matter means that the budget cannot be met and the plan is exact.
+Every failed try shrinks the share of the budget by 0.6 and demotes the three units with the largest measured
+or predicted loss. A share too small to matter means that the budget cannot be met and the plan is exact.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The choices a unit may take: kinds of sparsity and rank crossed with precisions.
 
-A combined choice is the sum of its parts to first order, so risks are measured for the parts and prices for the whole.
+A combined choice is the sum of its parts to first order, so risks are measured for the parts and prices for
+the whole.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def candidates(
 ) -> Candidates:
     """Returns the choices that make sense for sequences up to `length` and heads of `head_dim` in `dtype`.
 
-    Windows that reach half of the sequence are left out (they save nothing worth a launch), ranks are multiples of 16,
-    bfloat16 is a choice for float32 models alone.
+    Windows that reach half of the sequence are left out (they save nothing worth a launch), ranks are
+    multiples of 16, bfloat16 is a choice for float32 models alone.
 
     Raises:
         ValueError: If a family is unknown.
@@ -64,7 +65,11 @@ def candidates(
         kinds += [Choice("blocks", sinks=SINKS, mass=mass) for mass in masses]
     ranks: list[Choice] = []
     if "rank" in families:
-        ranks = [Choice(rank=rank) for rank in sorted({head_dim // 2, head_dim * 3 // 4}) if rank >= 16 and rank % 16 == 0]
+        ranks = [
+            Choice(rank=rank)
+            for rank in sorted({head_dim // 2, head_dim * 3 // 4})
+            if rank >= 16 and rank % 16 == 0
+        ]
     precisions = [EXACT]
     if "bf16" in families and dtype == "float32":
         precisions.append(Choice(precision="bf16"))

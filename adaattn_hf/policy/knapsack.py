@@ -48,7 +48,9 @@ class Allocation:
     risk: Array
 
 
-def evaluate(picks: NDArray[np.int64], prices: Array, risks: Array, launches: Launches | None = None) -> Allocation:
+def evaluate(
+    picks: NDArray[np.int64], prices: Array, risks: Array, launches: Launches | None = None
+) -> Allocation:
     """Returns the price and risks of given picks."""
     units = np.arange(len(picks))
     price = float(prices[units, picks].sum())
@@ -65,8 +67,8 @@ def allocate(
 
     Args:
         prices: `[units, choices]`; infinite forbids a choice.
-        risks: `[bins, units, choices]`, nats/token; infinite forbids a choice. Some choice of every unit must be
-            without risk (the exact one).
+        risks: `[bins, units, choices]`, nats/token; infinite forbids a choice. Some choice of every unit must
+            be without risk (the exact one).
         budget: `[bins]`, nats/token.
         launches: Fixed costs of launches.
         gap: Relative optimality gap at which the solver may stop.
@@ -101,7 +103,10 @@ def allocate(
     for place, limit in enumerate(budget):
         # Risks are of the order 1e-6: in units of the budget they stay clear of the solver's tolerances.
         unit_of_risk = limit if limit > 0 else 1.0
-        risk = np.where(allowed, np.where(np.isfinite(risks[place]), risks[place], 0.0), 0.0).ravel() / unit_of_risk
+        risk = (
+            np.where(allowed, np.where(np.isfinite(risks[place]), risks[place], 0.0), 0.0).ravel()
+            / unit_of_risk
+        )
         rows += [count] * items
         cols += list(range(items))
         data += risk.tolist()
@@ -140,7 +145,9 @@ def repair(
 ) -> Allocation:
     """Returns the picks with the riskiest units made exact until no budget is exceeded by the solver's tolerance."""
     picks = picks.copy()
-    safe = np.where((np.where(np.isfinite(risks), risks, 1.0) == 0.0).all(axis=0), prices, np.inf).argmin(axis=1)
+    safe = np.where((np.where(np.isfinite(risks), risks, 1.0) == 0.0).all(axis=0), prices, np.inf).argmin(
+        axis=1
+    )
     units = np.arange(len(picks))
     while True:
         over = risks[:, units, picks].sum(axis=1) - budget

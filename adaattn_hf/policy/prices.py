@@ -1,7 +1,8 @@
 """Prices: measured seconds of the launches a plan makes, interpolated between measured lengths and head counts.
 
-A launch serves all heads of one layer that share a launch group. Its time is taken as constant + slope * heads, both
-measured on this machine at a few lengths; between lengths it is interpolated linearly in the logarithms.
+A launch serves all heads of one layer that share a launch group. Its time is taken as constant + slope *
+heads, both measured on this machine at a few lengths; between lengths it is interpolated linearly in the
+logarithms.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def fit_price(heads: Sequence[int], seconds: Sequence[float]) -> Price:
         ValueError: If nothing was measured, or lengths differ.
     """
     if not heads or len(heads) != len(seconds):
-        raise ValueError(f"heads has {len(heads)} and seconds {len(seconds)} entries, expected as many and at least one")
+        raise ValueError(
+            f"heads has {len(heads)} and seconds {len(seconds)} entries, expected as many and at least one"
+        )
     mean_heads = sum(heads) / len(heads)
     mean_seconds = sum(seconds) / len(seconds)
     spread = sum((count - mean_heads) ** 2 for count in heads)
@@ -56,10 +59,13 @@ class PriceTable:
 
     Attributes:
         machine: What was measured on, in words.
-        prices: `prices[phase][length][launch]`; phases are `prefill` and `decode`, launches are choice labels.
+        shared: Whether choices of one precision share a launch there; see `execute.launch_name`.
+        prices: `prices[phase][length][launch]`; phases are `prefill` and `decode`, launches are choice
+            labels.
     """
 
     machine: str
+    shared: bool
     prices: Mapping[str, Mapping[int, Mapping[str, Price]]]
 
     def price(self, phase: str, length: int, launch: str) -> Price:
@@ -70,7 +76,9 @@ class PriceTable:
         """
         lengths = sorted(size for size, row in self.prices[phase].items() if launch in row)
         if not lengths:
-            raise KeyError(f"launch {launch!r} has no {phase} price; measured: {sorted(self.launches(phase))}")
+            raise KeyError(
+                f"launch {launch!r} has no {phase} price; measured: {sorted(self.launches(phase))}"
+            )
         points = [(size, self.prices[phase][size][launch]) for size in lengths]
         if len(points) == 1:
             return points[0][1]
@@ -93,7 +101,12 @@ class PriceTable:
             }
             for phase, table in sorted(self.prices.items())
         }
-        return json.dumps({"machine": self.machine, "prices": prices}, indent=1, sort_keys=True) + "\n"
+        return (
+            json.dumps(
+                {"machine": self.machine, "prices": prices, "shared": self.shared}, indent=1, sort_keys=True
+            )
+            + "\n"
+        )
 
     @classmethod
     def from_json(cls, text: str) -> PriceTable:
@@ -103,13 +116,18 @@ class PriceTable:
             ValueError: If the text is not such a table.
         """
         data: Any = json.loads(text)
-        if not isinstance(data, dict) or set(data) != {"machine", "prices"}:
-            raise ValueError("the prices file is not a table of prices; expected the keys 'machine' and 'prices'")
+        if not isinstance(data, dict) or set(data) != {"machine", "prices", "shared"}:
+            raise ValueError(
+                "the prices file is not a table of prices; expected the keys machine, prices and shared"
+            )
         return cls(
             data["machine"],
+            bool(data["shared"]),
             {
                 phase: {
-                    int(length): {launch: Price(float(pair[0]), float(pair[1])) for launch, pair in row.items()}
+                    int(length): {
+                        launch: Price(float(pair[0]), float(pair[1])) for launch, pair in row.items()
+                    }
                     for length, row in table.items()
                 }
                 for phase, table in data["prices"].items()

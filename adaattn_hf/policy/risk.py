@@ -1,8 +1,9 @@
 """Risk bookkeeping: predicted loss in nats/token of every (unit, choice), accumulated over a stream of samples.
 
-For small perturbations the mean loss difference equals the mean KL, and with labels drawn from the model itself
-E[KL] = 1/2 E[(g . do)^2], where g is the gradient of the sampled log-likelihood with respect to the attention output and
-do the change of that output (a diagonal Fisher form). Risks of units add up; a measured joint KL re-scales the sum.
+For small perturbations the mean loss difference equals the mean KL, and with labels drawn from the model
+itself E[KL] = 1/2 E[(g . do)^2], where g is the gradient of the sampled log-likelihood with respect to the
+attention output and do the change of that output (a diagonal Fisher form). Risks of units add up; a measured
+joint KL re-scales the sum.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class RiskTable:
         if rows < 1:
             raise ValueError(f"rows is {rows}, expected at least 1")
         if not np.isfinite(summed).all() or (summed < 0).any():
-            raise ValueError("summed holds a negative or non-finite risk; the model's gradients are not finite")
+            raise ValueError(
+                "summed holds a negative or non-finite risk; the model's gradients are not finite"
+            )
         self.total += summed
         self.means += summed / rows
         self.squares += (summed / rows) ** 2

@@ -1,8 +1,9 @@
 """A bound on the output error of any perturbation of the logits, from the perturbation's oscillation alone.
 
-For one row with weights p = softmax(s) and p' = softmax(s + e), and osc = max e - min e over the allowed keys:
-||p - p'||_1 <= 2 tanh(osc / 4) <= osc / 2, and ||o - o'||_2 <= ||p - p'||_1 * max_j ||v_j - c||_2 for any fixed c.
-The bound speaks for the data at hand: a rank chosen on calibration text carries it for that text only.
+For one row with weights p = softmax(s) and p' = softmax(s + e), and osc = max e - min e over the allowed
+keys: ||p - p'||_1 <= 2 tanh(osc / 4) <= osc / 2, and ||o - o'||_2 <= ||p - p'||_1 * max_j ||v_j - c||_2 for
+any fixed c. The bound speaks for the data at hand: a rank chosen on calibration text carries it for that text
+only.
 """
 
 from __future__ import annotations

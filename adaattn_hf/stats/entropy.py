@@ -2,10 +2,11 @@
 
 With a running maximum m, l = sum exp(s - m) and t = sum exp(s - m) (s - m), the entropy of softmax(s) is
 H = ln l - t / l: one pass, no matrix of attention weights. The second power sum gives the collision entropy
--ln sum p^2, whose exponential is the effective number of keys among which independent logit noise averages out.
+-ln sum p^2, whose exponential is the effective number of keys among which independent logit noise averages
+out.
 
-Entropy describes a head (peaked or diffuse) and is reported. It is a sparsity signal and not a rank: attention to one key
-has entropy zero and full rank, uniform attention has the largest entropy and rank one.
+Entropy describes a head (peaked or diffuse) and is reported. It is a sparsity signal and not a rank:
+attention to one key has entropy zero and full rank, uniform attention has the largest entropy and rank one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class RowEntropy:
     def normalised(self) -> Tensor:
         """Entropy divided by the logarithm of the number of visible keys, in [0, 1]; 0 where one key is visible."""
         ceiling = self.visible.clamp(min=1).to(self.entropy.dtype).log()
-        return torch.where(ceiling > 0, self.entropy / ceiling.clamp(min=1e-30), torch.zeros_like(self.entropy))
+        return torch.where(
+            ceiling > 0, self.entropy / ceiling.clamp(min=1e-30), torch.zeros_like(self.entropy)
+        )
 
 
 def row_entropy(
@@ -92,7 +95,9 @@ def row_entropy(
     empty = total == 0
     safe = torch.where(empty, torch.ones_like(total), total)
     entropy = torch.where(empty, torch.zeros_like(total), safe.log() - weighted / safe).clamp(min=0.0)
-    collision = torch.where(empty, torch.zeros_like(total), 2 * safe.log() - torch.where(empty, safe, squares).log())
+    collision = torch.where(
+        empty, torch.zeros_like(total), 2 * safe.log() - torch.where(empty, safe, squares).log()
+    )
     return RowEntropy(entropy, collision.clamp(min=0.0), maximum + total.log(), seen)
 
 

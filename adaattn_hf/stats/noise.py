@@ -1,8 +1,9 @@
 """Quantisation noise: what int8 and bf16 operands do to logits and outputs.
 
-Symmetric int8 with one scale per token: the scale is a function of that token alone, so rounding never looks at another
-token. Keys are smoothed by a fixed vector first; subtracting any vector from all keys shifts each row of logits by a
-constant and leaves softmax exactly unchanged, while it removes the offset that would waste the range.
+Symmetric int8 with one scale per token: the scale is a function of that token alone, so rounding never looks
+at another token. Keys are smoothed by a fixed vector first; subtracting any vector from all keys shifts each
+row of logits by a constant and leaves softmax exactly unchanged, while it removes the offset that would waste
+the range.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def through_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def logit_noise_variance(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """Returns the predicted variance of the int8 logit noise `[…, q_len, kv_len]` of already smoothed keys.
 
-    Rounding errors are uniform: variance scale^2 / 12 per entry, so sigma^2 = scaling^2 (s_q^2 |k|^2 + s_k^2 |q|^2) / 12.
+    Rounding errors are uniform: variance scale^2 / 12 per entry, so sigma^2 = scaling^2 (s_q^2 |k|^2 + s_k^2
+    |q|^2) / 12.
     """
     query_step = quantise(query)[1].square()
     key_step = quantise(key)[1].square()

@@ -1,7 +1,8 @@
 """Random probes of matrices that exist only as products: trace, Frobenius norm, spectral norm, range.
 
-An attention matrix A is n x n and never formed; A @ X is one attention call with the values replaced by X. These
-estimators need nothing else. For Q K^T itself none of them is needed: its spectrum is exact from small Grams.
+An attention matrix A is n x n and never formed; A @ X is one attention call with the values replaced by X.
+These estimators need nothing else. For Q K^T itself none of them is needed: its spectrum is exact from small
+Grams.
 """
 
 from __future__ import annotations
@@ -15,23 +16,31 @@ Product = Callable[[Tensor], Tensor]
 """Maps `[…, n, m]` to `[…, n, m]`: the product of an implicit square matrix with m vectors."""
 
 
-def rademacher(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.float64) -> Tensor:
+def rademacher(
+    shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """Returns random signs, +1 or -1 with equal chance."""
     return torch.randint(0, 2, shape, generator=generator).to(dtype).mul_(2).sub_(1)
 
 
-def hutchinson_trace(product: Product, size: int, probes: int, generator: torch.Generator) -> tuple[float, float]:
+def hutchinson_trace(
+    product: Product, size: int, probes: int, generator: torch.Generator
+) -> tuple[float, float]:
     """Returns an unbiased estimate of the trace of an implicit matrix and its standard error (Hutchinson, 1989)."""
     signs = rademacher((size, probes), generator)
     samples = (signs * product(signs)).sum(0)
-    return float(samples.mean()), float(samples.std(unbiased=True) / probes**0.5) if probes > 1 else float("inf")
+    return float(samples.mean()), float(samples.std(unbiased=True) / probes**0.5) if probes > 1 else float(
+        "inf"
+    )
 
 
-def frobenius_distance(first: Product, second: Product, size: int, probes: int, generator: torch.Generator) -> float:
+def frobenius_distance(
+    first: Product, second: Product, size: int, probes: int, generator: torch.Generator
+) -> float:
     """Returns an estimate of `||A - B||_F` of two implicit matrices: `E ||(A - B) z||^2 = ||A - B||_F^2`.
 
-    With attention operators, one call each with `probes` random value vectors compares two kernels without forming
-    their matrices.
+    With attention operators, one call each with `probes` random value vectors compares two kernels without
+    forming their matrices.
     """
     signs = rademacher((size, probes), generator)
     return float((first(signs) - second(signs)).square().sum().div(probes).sqrt())
@@ -74,8 +83,9 @@ def range_finder(
 ) -> Tensor:
     """Returns orthonormal columns `[size, rank + oversample]` that nearly span the range of an implicit matrix.
 
-    Halko, Martinsson and Tropp (2011), algorithm 4.4: QR after every product keeps small directions from drowning.
-    Right for the softmax matrix of a diffuse bidirectional head, the one place where a matrix here is implicit and n x n.
+    Halko, Martinsson and Tropp (2011), algorithm 4.4: QR after every product keeps small directions from
+    drowning. Right for the softmax matrix of a diffuse bidirectional head, the one place where a matrix here
+    is implicit and n x n.
     """
     width = min(size, rank + oversample)
     sketch = torch.randn(size, width, generator=generator, dtype=torch.float64)

@@ -1,8 +1,9 @@
 """Mass-distance profile: how much attention every window would drop, for all windows at once.
 
-Dropping the keys outside a set S and renormalising changes the output by delta * (mean of the dropped values - mean of the
-kept values), with delta = 1 - exp(lse_S - lse_all): two log-sum-exps measure the error of any window. One gathered
-attention of the sampled rows gives the lse of every distance bin, and so delta of every window.
+Dropping the keys outside a set S and renormalising changes the output by delta * (mean of the dropped values
+- mean of the kept values), with delta = 1 - exp(lse_S - lse_all): two log-sum-exps measure the error of any
+window. One gathered attention of the sampled rows gives the lse of every distance bin, and so delta of every
+window.
 """
 
 from __future__ import annotations
@@ -43,8 +44,13 @@ class MassProfile:
     def quartiles(self) -> Tensor:
         """Returns `[heads, windows, 4]`: the mean dropped mass in each quarter of the rows, early to late."""
         parts = self.dropped.tensor_split(4, dim=2)
-        return torch.stack([part.mean(dim=(0, 2)) if part.shape[2] else part.new_zeros(
-            part.shape[1], part.shape[3]) for part in parts], dim=-1)
+        return torch.stack(
+            [
+                part.mean(dim=(0, 2)) if part.shape[2] else part.new_zeros(part.shape[1], part.shape[3])
+                for part in parts
+            ],
+            dim=-1,
+        )
 
 
 def mass_profile(
@@ -70,7 +76,8 @@ def mass_profile(
         sinks: First keys kept beside every window.
         visible: Boolean, broadcastable to `[batch, heads, rows, kv_len]`, True = attend.
         softcap: `c` of `c * tanh(logit / c)`.
-        first_keys: Place of the first key of each row's document, `[rows]` or one number; sinks are counted from it.
+        first_keys: Place of the first key of each row's document, `[rows]` or one number; sinks are counted
+            from it.
     """
     ordered = tuple(sorted(windows))
     logits = masked(grouped_logits(query, key, scaling, softcap), visible)
@@ -92,8 +99,8 @@ def mass_profile(
 def extrapolated_mass(dropped: float, measured_at: int, window: int, length: int) -> float:
     """Returns the dropped mass to expect at `length` if far keys gained odds in proportion to their number.
 
-    odds(n) = odds(n0) * (n - W) / (n0 - W), the pessimistic extrapolation: every further far key is as attractive as the
-    far keys already seen. A window that fails it needs a measurement at that length.
+    odds(n) = odds(n0) * (n - W) / (n0 - W), the pessimistic extrapolation: every further far key is as
+    attractive as the far keys already seen. A window that fails it needs a measurement at that length.
 
     Raises:
         ValueError: If `dropped` is no share in [0, 1), or `measured_at` is not longer than the window.

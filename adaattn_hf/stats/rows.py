@@ -1,7 +1,8 @@
 """Which query rows a statistic looks at, and the logits of those rows.
 
-Every statistic of this package costs O(n * s): s sampled query rows against all n keys. The rows are chosen by position
-alone, stratified over the sequence, so that neither the first rows (short, peaked) nor the last ones stand for all.
+Every statistic of this package costs O(n * s): s sampled query rows against all n keys. The rows are chosen
+by position alone, stratified over the sequence, so that neither the first rows (short, peaked) nor the last
+ones stand for all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from torch import Tensor
 NEVER = float("-inf")
 
 
-def stratified_rows(length: int, count: int, generator: torch.Generator | None = None, first: int = 0) -> Tensor:
+def stratified_rows(
+    length: int, count: int, generator: torch.Generator | None = None, first: int = 0
+) -> Tensor:
     """Returns `[min(count, length - first)]` sorted positions, one drawn from each of `count` equal strata.
 
     Args:
@@ -40,7 +43,9 @@ def stratified_rows(length: int, count: int, generator: torch.Generator | None =
     return rows.clamp_(max=room - 1) + first
 
 
-def causal_visible(rows: Tensor, kv_len: int, q_offset: int = 0, window: int | None = None, sinks: int = 0) -> Tensor:
+def causal_visible(
+    rows: Tensor, kv_len: int, q_offset: int = 0, window: int | None = None, sinks: int = 0
+) -> Tensor:
     """Returns the boolean `[rows, kv_len]` visibility of causal attention, True where a row may attend.
 
     Args:

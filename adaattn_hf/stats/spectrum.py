@@ -1,8 +1,9 @@
 """The spectrum of Q K^T from head_dim x head_dim Gram matrices, and the best factors of a given score rank.
 
-sigma(Q K^T) = sigma(A^(1/2) B^(1/2)) with A = Q^T Q and B = K^T K: exact, O(n d^2 + d^3), no n x n matrix, and Grams of
-pieces add up. Centre the keys first: what is constant over keys shifts every logit of a row alike, and softmax does not
-see it. The best rank-r scores in the Frobenius norm are Q (A^(-1/2) U_r) (U_r^T A^(1/2)) K^T.
+sigma(Q K^T) = sigma(A^(1/2) B^(1/2)) with A = Q^T Q and B = K^T K: exact, O(n d^2 + d^3), no n x n matrix,
+and Grams of pieces add up. Centre the keys first: what is constant over keys shifts every logit of a row
+alike, and softmax does not see it. The best rank-r scores in the Frobenius norm are Q (A^(-1/2) U_r) (U_r^T
+A^(1/2)) K^T.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Gram:
     def __add__(self, other: Gram) -> Gram:
         """Returns the moments of both samples together."""
         return Gram(
-            self.query + other.query, self.key + other.key, self.key_sum + other.key_sum, self.count + other.count
+            self.query + other.query,
+            self.key + other.key,
+            self.key_sum + other.key_sum,
+            self.count + other.count,
         )
 
     @property
@@ -49,8 +53,8 @@ class Gram:
 def gram(query: Tensor, key: Tensor) -> Gram:
     """Returns the moments per key/value head, `[num_kv_heads, head_dim, head_dim]`, summed over batch and positions.
 
-    The Gram of the queries stacks all query heads that share the key/value head, because one basis of the keys must
-    serve them all.
+    The Gram of the queries stacks all query heads that share the key/value head, because one basis of the
+    keys must serve them all.
 
     Args:
         query: `[batch, heads, q_len, head_dim]`.
@@ -66,7 +70,9 @@ def _root(matrix: Tensor, inverse: bool = False) -> Tensor:
     values, vectors = torch.linalg.eigh(matrix)
     floor = values.amax(-1, keepdim=True) * torch.finfo(matrix.dtype).eps * matrix.shape[-1]
     kept = values > floor
-    powers = torch.where(kept, values.clamp(min=1e-300).pow(-0.5 if inverse else 0.5), torch.zeros_like(values))
+    powers = torch.where(
+        kept, values.clamp(min=1e-300).pow(-0.5 if inverse else 0.5), torch.zeros_like(values)
+    )
     return (vectors * powers[..., None, :]) @ vectors.mT
 
 
@@ -78,8 +84,8 @@ def score_spectrum(moments: Gram) -> Tensor:
 def score_factors(moments: Gram, rank: int) -> tuple[Tensor, Tensor]:
     """Returns the projections `(query_basis, key_basis)`, each `[…, head_dim, rank]`, of the best rank-r scores.
 
-    (Q @ query_basis) @ (K @ key_basis)^T is the best approximation of Q K^T of that rank in the Frobenius norm, over the
-    data that the moments were measured on.
+    (Q @ query_basis) @ (K @ key_basis)^T is the best approximation of Q K^T of that rank in the Frobenius
+    norm, over the data that the moments were measured on.
 
     Raises:
         ValueError: If `rank` is not in 1 … head_dim.

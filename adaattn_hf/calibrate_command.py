@@ -1,0 +1,178 @@
+"""`adaattn calibrate`: a loss budget in, a verified plan beside the weights out."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+BUDGET_NOT_MET = 4
+"""Exit code when the budget cannot be met and the plan is exact."""
+
+
+def nats(budget: str) -> float:
+    """Returns a budget in nats/token: `0.1%` is ln 1.001, a bare number is nats/token.
+
+    Raises:
+        ValueError: If it is neither, or not above 0.
+    """
+    text = budget.strip()
+    try:
+        value = math.log1p(float(text[:-1]) / 100.0) if text.endswith("%") else float(text)
+    except ValueError as error:
+        raise ValueError(
+            f"budget is {budget!r}, expected a rise of the perplexity such as 0.1% or a loss in nats/token such as 1e-3"
+        ) from error
+    if not 0.0 < value < 1.0:
+        raise ValueError(f"budget is {budget!r}, expected more than 0 and less than 1 nat/token")
+    return value
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Hub id or directory of a causal LM.")],
+    data: Annotated[
+        list[Path], typer.Option(help="Text: .txt, .jsonl with a field text, or directories of them.")
+    ],
+    budget: Annotated[str, typer.Option(help="Rise of the perplexity (0.1%) or nats/token (1e-3).")] = "0.1%",
+    verify_data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Held-out text of another source. Default: other parts of --data."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the plan goes. Default: MODEL, if it is a directory.")
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(help="Length bins in tokens, rising; longer sequences are exact.")
+    ] = "4096",
+    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
+    sequences: Annotated[int, typer.Option(help="Sequences per length that risks are measured on.")] = 4,
+    rows: Annotated[int, typer.Option(help="Query rows sampled per sequence.")] = 256,
+    labels: Annotated[int, typer.Option(help="Label draws per sequence, one backward pass each.")] = 2,
+    held_out: Annotated[int, typer.Option(help="Held-out sequences per length and try.")] = 12,
+    tries: Annotated[int, typer.Option(help="Plans verified before the answer is exact.")] = 3,
+    families: Annotated[
+        str, typer.Option(help="Kinds of choices: window,blocks,rank,bf16,int8.")
+    ] = "window,bf16,int8,rank",
+    decode_tokens: Annotated[int, typer.Option(help="Decode steps per prefill, for the prices.")] = 64,
+    prices: Annotated[
+        Path | None, typer.Option(help="Prices measured before: the plan is then the same byte for byte.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")
+    ] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda. Default: cuda where there is one.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Turn a loss budget into a plan per layer and head, prove it on held-out text, and store it with the model.
+
+    Exit codes: 0 a plan passed; 2 wrong arguments; 4 the budget cannot be met and the plan is exact.
+    """
+    console, errors = Console(), Console(stderr=True)
+    try:
+        target = out if out is not None else Path(model)
+        if out is None and not target.is_dir():
+            raise ValueError(
+                f"out is absent and {model!r} is no directory; say where the plan goes with --out DIRECTORY"
+            )
+        code = _run(locals(), console)
+    except (ValueError, FileNotFoundError) as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(2) from error
+    if code:
+        raise typer.Exit(code)
+
+
+def _run(given: dict[str, Any], console: Console) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import adaattn_hf  # noqa: F401  registers the name
+    from adaattn_hf.calibrate import CalibrationSettings, save_plan
+    from adaattn_hf.calibrate import calibrate as run
+    from adaattn_hf.calibration_state import write_atomically
+    from adaattn_hf.plan_picture import heat_map, summary
+    from adaattn_hf.policy.prices import PriceTable
+
+    if given["threads"] is not None:
+        torch.set_num_threads(given["threads"])
+    settings = CalibrationSettings(
+        budget=nats(given["budget"]),
+        lengths=tuple(int(part) for part in given["lengths"].split(",")),
+        families=tuple(part for part in given["families"].split(",") if part),
+        **{
+            name: given[name]
+            for name in ("seed", "sequences", "rows", "labels", "held_out", "tries", "decode_tokens")
+        },
+    )
+    known = (
+        PriceTable.from_json(given["prices"].read_text(encoding="utf-8"))
+        if given["prices"] is not None
+        else None
+    )
+    extra = {"gguf_file": given["gguf_file"]} if given["gguf_file"] else {}
+    tokenizer = AutoTokenizer.from_pretrained(given["model"], **extra)
+    device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = given["dtype"] if given["dtype"] == "auto" else getattr(torch, given["dtype"], None)
+    if dtype is None:
+        raise ValueError(f"dtype is {given['dtype']!r}, expected float32, bfloat16, float16 or auto")
+    model = AutoModelForCausalLM.from_pretrained(
+        given["model"], attn_implementation="adaattn", dtype=dtype, **extra
+    )
+    model.to(device)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return ids
+
+    target: Path = given["target"]
+    target.mkdir(parents=True, exist_ok=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, disable=given["quiet"] or not console.is_terminal) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        result = run(
+            model,
+            encode,
+            given["data"],
+            settings,
+            verify_data=given["verify_data"],
+            prices=known,
+            directory=target,
+            resume=given["resume"],
+            progress=progress,
+        )
+    save_plan(model, result, target)
+    write_atomically(target / "adaattn_prices.json", result.report.pop("prices").encode())
+    write_atomically(
+        target / "adaattn_report.json", (json.dumps(result.report, indent=1, sort_keys=True) + "\n").encode()
+    )
+    console.print(heat_map(result.plan))
+    for line in summary(result.plan):
+        console.print(line, markup=False, highlight=False)
+    console.print(result.sentence, markup=False, highlight=False)
+    console.print(f"plan: {target}", markup=False, highlight=False)
+    return 0 if result.met else BUDGET_NOT_MET

@@ -1,0 +1,519 @@
+"""Calibration end to end on a tiny model: decide, prove, store, reload, refuse."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from adaattn_hf import attach, execute, fisher, observe
+from adaattn_hf.arms import ModelArms, compare, exact_tap, plan_tap, programs_of
+from adaattn_hf.calibrate import Calibration, CalibrationSettings, calibrate, prepare_run, save_plan
+from adaattn_hf.calibrate_command import nats
+from adaattn_hf.calibration_state import FILE, CalibrationState
+from adaattn_hf.corpus import draw, read_documents
+from adaattn_hf.needles import build
+from adaattn_hf.plan import EXACT, Choice, Plan, PlanError
+from adaattn_hf.plan_command import read_plan
+from adaattn_hf.policy.prices import Price, PriceTable
+from adaattn_hf.tap import tapping
+
+LENGTH = 192
+CHOICES = (
+    "exact",
+    "int8",
+    "bf16",
+    "w32+16",
+    "w32+16 bf16",
+    "w32+16 int8",
+    "w64+16",
+    "w64+16 bf16",
+    "w64+16 int8",
+    "r16",
+)
+
+
+def _model(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.08,
+    )  # fmt: skip
+    config._attn_implementation = "adaattn"
+    return LlamaForCausalLM(config).eval()
+
+
+def encode(text: str) -> Sequence[int]:
+    return [ord(character) % 128 for character in text]
+
+
+def _prices(**seconds: float) -> PriceTable:
+    """A table in which windows cost a tenth, bf16 half and int8 as much as exact attention."""
+
+    def cost(label: str) -> float:
+        part = {"w32+16": 0.1, "w64+16": 0.2, "r16": 0.9}.get(label.split()[0], 1.0)
+        return seconds.get(label, part * (0.5 if "bf16" in label else 1.0))
+
+    row = {label: Price(0.0, cost(label)) for label in CHOICES}
+    return PriceTable("a table", False, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
+
+
+SETTINGS = CalibrationSettings(
+    budget=2e-3, lengths=(LENGTH,), sequences=2, rows=48, labels=2, held_out=4, tries=2, needles=2, windows=(32, 64),
+    families=("window", "bf16", "int8", "rank"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    random = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    words = ["".join(chr(97 + c) for c in random.integers(0, 26, random.integers(2, 8))) for _ in range(200)]
+    path.write_text("\n".join(" ".join(random.choice(words, 12)) for _ in range(120)), encoding="utf-8")
+    return [path]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return _model()
+
+
+@pytest.fixture(scope="module")
+def result(model: LlamaForCausalLM, text: list[Path]) -> Calibration:
+    return calibrate(model, encode, text, SETTINGS, prices=_prices())
+
+
+def test_a_plan_passes_inside_the_budget(result: Calibration) -> None:
+    assert result.met, result.sentence
+    verified = result.plan.verified
+    assert verified is not None
+    assert verified.passed
+    assert verified.upper <= SETTINGS.budget
+    assert verified.kl <= SETTINGS.budget
+    assert not result.plan.is_exact
+    assert verified.activation > 0
+    assert sum(unit.price for unit in result.plan.units) < sum(unit.exact_price for unit in result.plan.units)
+    assert verified.confidence == pytest.approx(0.975)
+
+
+def test_the_same_seed_gives_the_same_bytes(
+    model: LlamaForCausalLM, text: list[Path], result: Calibration
+) -> None:
+    again = calibrate(model, encode, text, SETTINGS, prices=_prices())
+    assert again.plan.to_json() == result.plan.to_json()
+    other = calibrate(model, encode, text, replace(SETTINGS, seed=1), prices=_prices())
+    assert other.plan.to_json() != result.plan.to_json()
+
+
+def test_predicted_risk_orders_and_sizes_the_measured_kl(model: LlamaForCausalLM, text: list[Path]) -> None:
+    """Untrained heads err in step over rows, which the diagonal form leaves out: the size holds to a small factor."""
+    settings = replace(SETTINGS, sequences=4, rows=LENGTH, labels=4, tries=1, held_out=6)
+    run = prepare_run(model, encode, text, settings, prices=_prices())
+    labels = [choice.label for choice in run.candidates.choices]
+    found = [
+        run.uniform(run.candidates.choices[labels.index(label)]) for label in ("w64+16", "w32+16", "r16")
+    ]
+    for one in found:
+        assert 1 / 4 < one["predicted"] / one["kl"] < 4, one
+    assert sorted(range(3), key=lambda i: found[i]["predicted"]) == sorted(
+        range(3), key=lambda i: found[i]["kl"]
+    )
+    assert found[0]["ratio"] == pytest.approx(5.0)
+
+
+def test_a_budget_that_cannot_be_met_is_exact_and_says_so(model: LlamaForCausalLM, text: list[Path]) -> None:
+    poor = calibrate(model, encode, text, replace(SETTINGS, budget=1e-12), prices=_prices())
+    assert not poor.met
+    assert poor.plan.is_exact
+    assert poor.plan.verified is None
+    assert "cannot be met" in poor.sentence
+    assert poor.sentence.endswith("the plan is exact")
+
+
+def test_no_saving_means_no_plan(model: LlamaForCausalLM, text: list[Path]) -> None:
+    dear = _prices(**{label: 2.0 for label in CHOICES if label != "exact"})
+    found = calibrate(model, encode, text, SETTINGS, prices=dear)
+    assert found.plan.is_exact
+    assert "no choice saves time" in found.sentence
+
+
+def test_failing_verification_backs_off(
+    model: LlamaForCausalLM, text: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from adaattn_hf import verify
+
+    real = verify.judge
+    shares = []
+
+    def harsh(evidence: Any, gates: Any, **kwargs: Any) -> Any:
+        shares.append(kwargs["predicted"])
+        return replace(real(evidence, gates, **kwargs), passed=False, sentence="failed: the test says so")
+
+    monkeypatch.setattr(verify, "judge", harsh)
+    found = calibrate(model, encode, text, SETTINGS, prices=_prices())
+    assert not found.met
+    assert found.plan.is_exact
+    assert "the test says so" in found.sentence
+    assert len(shares) == SETTINGS.tries
+    assert shares[1] < shares[0]
+
+
+def test_an_interrupted_run_goes_on(
+    model: LlamaForCausalLM,
+    text: list[Path],
+    result: Calibration,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = 0
+    real = fisher.measure
+
+    def stops(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(fisher, "measure", stops)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, encode, text, SETTINGS, prices=_prices(), directory=tmp_path)
+    assert (tmp_path / FILE).is_file()
+    with pytest.raises(ValueError, match="another model, text or settings"):
+        calibrate(
+            model, encode, text, replace(SETTINGS, seed=3), prices=_prices(), directory=tmp_path, resume=True
+        )
+    calls = 2
+    resumed = calibrate(model, encode, text, SETTINGS, prices=_prices(), directory=tmp_path, resume=True)
+    assert calls == 3
+    assert resumed.plan.to_json() == result.plan.to_json()
+    assert not (tmp_path / FILE).exists()
+
+
+def test_the_plan_travels_with_the_checkpoint(result: Calibration, tmp_path: Path) -> None:
+    model = _model()
+    save_plan(model, result, tmp_path)
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
+    tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        planned, stored = model(tokens).logits, loaded(tokens).logits
+        attach.detach(loaded)
+        exact = loaded(tokens).logits
+    torch.testing.assert_close(stored, planned)
+    assert (exact - planned).abs().max() > 1e-5
+    assert attach.plan_of(loaded) is None
+    assert read_plan(tmp_path) == result.plan
+
+
+def _tampered(directory: Path, **changes: Any) -> LlamaForCausalLM:
+    data = json.loads((directory / "config.json").read_text())
+    data["adaattn"]["plan"].update(changes)
+    (directory / "config.json").write_text(json.dumps(data))
+    return LlamaForCausalLM.from_pretrained(directory, attn_implementation="adaattn")  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def stored(result: Calibration, tmp_path: Path) -> Path:
+    model = _model()
+    save_plan(model, result, tmp_path)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gpt2"}, "made for model type 'gpt2'"),
+        ({"transformers": "4.57.0"}, "another major version"),
+        ({"format": 99}, "format is 99"),
+        ({"dtype": "bfloat16"}, "calibrated in bfloat16"),
+        ({"unheard": 1}, "unknown key 'unheard'"),
+    ],
+)
+def test_a_plan_that_does_not_belong_is_refused(stored: Path, changes: dict[str, Any], reason: str) -> None:
+    loaded = _tampered(stored, **changes)
+    with pytest.raises(PlanError, match=reason):
+        loaded(torch.zeros(1, 8, dtype=torch.long))
+
+
+def test_other_weights_and_lost_or_changed_tensors_are_refused(stored: Path, result: Calibration) -> None:
+    other = _model(seed=1)
+    with pytest.raises(PlanError, match="not those that the plan was calibrated on"):
+        attach.attach(other, result.plan)
+    attach.attach(_model(), result.plan)
+    with pytest.raises(PlanError, match="the plan has layers"):
+        attach.attach(_model(), replace(result.plan, layers=(replace(result.plan.layers[0], layer=7),)))
+    needs = replace(result.plan, tensors="0" * 64)
+    with pytest.raises(PlanError, match="needs adaattn_plan.safetensors"):
+        attach.read_tensors(needs, stored / "nowhere")
+    (stored / attach.TENSORS_FILE).write_bytes(b"x")
+    with pytest.raises(PlanError, match="the plan names"):
+        attach.read_tensors(needs, stored)
+
+
+def test_int8_tensors_are_stored_and_needed(
+    model: LlamaForCausalLM, text: list[Path], tmp_path: Path
+) -> None:
+    cheap = _prices(**{"int8": 0.01})
+    found = calibrate(model, encode, text, replace(SETTINGS, families=("int8",), budget=0.5), prices=cheap)
+    assert found.met, found.sentence
+    assert found.plan.tensors
+    fresh = _model()
+    save_plan(fresh, found, tmp_path)
+    fresh.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 128, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = fresh(tokens).logits
+    attach._tensors.clear()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, wanted)
+    attach._tensors.clear()
+    (tmp_path / attach.TENSORS_FILE).unlink()
+    lost = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
+    with pytest.raises(PlanError, match="copy it beside the weights"):
+        lost(tokens)
+
+
+def _window_everywhere(model: LlamaForCausalLM, result: Calibration, choice: Choice) -> Plan:
+    layers = tuple(
+        replace(
+            result.plan.layers[0], layer=index, weights=attach.weight_hash(module), choices=(choice, choice)
+        )
+        for index, module in attach.attention_modules(model, "llama")
+    )
+    units = tuple(
+        replace(result.plan.units[0], layer=i, head=h, dropped_mass_p95=1e-6) for i in (0, 1) for h in (0, 1)
+    )
+    return replace(result.plan, layers=layers, units=units, tensors="")
+
+
+def test_generate_with_a_plan_equals_the_full_forward(result: Calibration) -> None:
+    model = _model()
+    attach.attach(model, _window_everywhere(model, result, Choice("window", 32, 4)))
+    tokens = torch.randint(0, 128, (1, 100), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        cached = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+        logits = model(cached).logits[0, 99:-1]
+    assert torch.equal(logits.argmax(-1), cached[0, 100:])
+
+
+def test_output_attentions_are_those_of_the_plan(result: Calibration) -> None:
+    model = _model()
+    attach.attach(model, _window_everywhere(model, result, Choice("window", 32, 4)))
+    tokens = torch.randint(0, 128, (1, 100), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        weights = model(tokens, output_attentions=True).attentions
+    assert weights[0][0, 0, 90, 4:59].abs().max() == 0
+    torch.testing.assert_close(weights[0].sum(-1), torch.ones(1, 4, 100))
+
+
+def test_the_monitor_counts_tightens_and_warns_once(
+    result: Calibration, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = _model()
+    plan = _window_everywhere(model, result, Choice("window", 32, 4))
+    attach.attach(model, plan)
+    tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    with (
+        torch.no_grad(),
+        caplog.at_level(logging.WARNING, logger="adaattn_hf"),
+        observe.monitoring(model) as monitor,
+    ):
+        for _ in range(10):
+            last = model(tokens).logits
+    statistics = observe.statistics(model)
+    assert len(statistics) == 2
+    assert statistics[0]["calls"] == 10
+    assert statistics[0]["pairs"] == 10 * 4 * LENGTH
+    # the eighth row seen is in the eighth call, from which on the layer is exact
+    assert statistics[0]["activation"] == pytest.approx(0.8 * (LENGTH - 36) / LENGTH)
+    assert statistics[0]["tightened"] == [0, 1]
+    assert len([record for record in caplog.records if "exact from here on" in record.message]) == 1
+    with torch.no_grad(), tapping(exact_tap):
+        torch.testing.assert_close(last, model(tokens).logits)
+    assert all(mass > 0 for mass in monitor.layers[0].dropped_mass)
+    attach.detach(model)
+    with pytest.raises(ValueError, match="carries no plan"), observe.monitoring(model):
+        pass
+
+
+def test_dropped_mass_of_the_monitor_against_the_weights(
+    result: Calibration, model: LlamaForCausalLM
+) -> None:
+    seen: list[Any] = []
+
+    def tap(module: Any, request: Any) -> Any:
+        seen.append(request)
+        return exact_tap(module, request)
+
+    tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), tapping(tap):
+        model(tokens)
+    for choice in (Choice("window", 32, 4), Choice("blocks", mass=0.3)):
+        program = next(iter(programs_of(_window_everywhere(model, result, choice), {}).values()))
+        rows = torch.tensor([20, 100, 190])
+        found = observe.dropped_mass(program, seen[0], rows)
+        exact = execute.attention_weights(seen[0])[0][:, rows]
+        kept = execute.weights(program, seen[0])[0][:, rows] > 0
+        wanted = (exact * ~kept).sum(-1).view(2, 2, 3).amax(1)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        assert found[:, 2].min() > 0
+
+
+def test_comparing_an_arm_with_itself_gives_nothing(model: LlamaForCausalLM) -> None:
+    tokens = torch.randint(0, 128, (1, 64), generator=torch.Generator().manual_seed(0))
+    scores = compare(ModelArms(model), tokens, exact_tap)
+    assert scores.delta.abs().max() == 0
+    assert scores.kl.abs().max() < 1e-12
+    assert scores.agree.all()
+    with torch.no_grad():
+        stock = torch.nn.functional.cross_entropy(
+            model(tokens).logits[0, :-1], tokens[0, 1:], reduction="none"
+        )
+    torch.testing.assert_close(scores.stock.float(), stock, atol=1e-5, rtol=1e-5)
+
+
+def test_fisher_gradients_equal_autograd(model: LlamaForCausalLM) -> None:
+    """g of the recorder is the gradient of the sampled log-likelihood with respect to the attention output."""
+    tokens = torch.randint(0, 128, (1, 40), generator=torch.Generator().manual_seed(0))
+    found: list[dict[int, torch.Tensor]] = []
+    recorder = fisher.measure(
+        ModelArms(model), tokens, [Choice("window", 8)], {}, rows=40, labels=1,
+        generator=torch.Generator().manual_seed(3), on_products=found.append,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        chances = model(tokens).logits[0].softmax(-1)
+    labels = torch.multinomial(chances, 1, replacement=True, generator=generator)
+    step = 1e-2 * recorder.changes[1][0]
+
+    def shifted(sign: float) -> float:
+        def tap(module: Any, request: Any) -> torch.Tensor:
+            out = exact_tap(module, request)
+            return out + sign * step.transpose(0, 1)[None] if module.layer_idx == 1 else out
+
+        with torch.no_grad(), tapping(tap):
+            return float(model(tokens).logits[0].double().log_softmax(-1).gather(1, labels).sum())
+
+    slope = (shifted(1.0) - shifted(-1.0)) / 2e-2
+    assert slope == pytest.approx(float(found[0][1].sum()), rel=2e-2)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_samples_are_disjoint_and_depend_on_the_seed(text: list[Path]) -> None:
+    first = draw(text, encode, 64, {"a": 3, "b": 4}, 0)
+    again = draw(text, encode, 64, {"a": 3, "b": 4}, 0)
+    assert first == again
+    everything = [sequence.tokens for part in first.parts.values() for sequence in part]
+    assert len(set(everything)) == 7
+    assert draw(text, encode, 64, {"a": 3, "b": 4}, 1).parts != first.parts
+    with pytest.raises(ValueError, match="give more text"):
+        draw(text, encode, 64, {"a": 10_000}, 0)
+
+
+def test_documents_of_jsonl_and_directories(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "b.txt").write_text("three")
+    assert [(name, "".join(pieces)) for name, pieces in read_documents([tmp_path])] == [
+        ("a.jsonl:0", "one"), ("a.jsonl:1", "two"), ("b.txt", "three"),
+    ]  # fmt: skip
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        list(read_documents([tmp_path / "c"]))
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n')
+    with pytest.raises(ValueError, match="no string field 'text'"):
+        list(read_documents([tmp_path / "a.jsonl"]))
+
+
+def test_needles_lie_where_they_say() -> None:
+    haystack = build(torch.arange(400) % 90, 3, torch.Generator().manual_seed(0))
+    assert len(haystack.tokens) == 400
+    for answer in haystack.answers:
+        question = haystack.tokens[answer - 6 : answer + 4]
+        windows = haystack.tokens.unfold(0, 10, 1)
+        assert int((windows == question).all(1).sum()) == 2
+    with pytest.raises(ValueError, match="expected at most"):
+        build(torch.arange(50), 3, torch.Generator())
+
+
+def test_a_plan_that_cuts_the_context_loses_needles() -> None:
+    """The gate is no ornament: attention that copies over a distance finds, a window forgets."""
+    from adaattn_hf.policy.acceptance import Gates
+    from adaattn_hf.verify import Evidence, judge
+
+    evidence = Evidence()
+    tokens = torch.zeros(10)
+    from adaattn_hf.arms import TokenScores
+
+    for index in range(4):
+        evidence.add(str(index), TokenScores(tokens, tokens, tokens, torch.ones(10, dtype=torch.bool)))
+    evidence.add_needles([True] * 8, [True] * 8)
+    kwargs: dict[str, Any] = {"confidence": 0.95, "tries": 1, "share": (1.0, 1.0), "predicted": 0.0}
+    assert judge(evidence, Gates.for_budget(1e-3), **kwargs).passed
+    evidence.add_needles([True] * 8, [False] * 6 + [True] * 2)
+    verdict = judge(evidence, Gates.for_budget(1e-3), **kwargs)
+    assert not verdict.passed
+    assert "6 of 16 needles are lost" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [("0.1%", math.log(1.001)), ("1e-3", 1e-3), (" 1 %", math.log(1.01))]
+)
+def test_budgets(given: str, wanted: float) -> None:
+    assert nats(given) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("bad", ["", "much", "0", "-1%", "5"])
+def test_bad_budgets(bad: str) -> None:
+    with pytest.raises(ValueError, match="budget is"):
+        nats(bad)
+
+
+def test_stock_attention_is_refused_for_calibration(text: list[Path]) -> None:
+    model = _model()
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="expected 'adaattn'"):
+        calibrate(model, encode, text, SETTINGS, prices=_prices())
+
+
+def test_plan_command(stored: Path, tmp_path: Path) -> None:
+    from adaattn_hf.cli import app
+
+    shown = CliRunner().invoke(app, ["plan", "show", str(stored)])
+    assert shown.exit_code == 0, shown.output
+    assert "passed" in shown.output
+    same = CliRunner().invoke(app, ["plan", "diff", str(stored), str(stored)])
+    assert "0 units differ" in same.output
+    assert CliRunner().invoke(app, ["plan", "paint", str(stored)]).exit_code == 2
+    assert CliRunner().invoke(app, ["plan", "show", str(tmp_path / "none")]).exit_code == 2
+
+
+def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:
+    state = CalibrationState({"a": 1}, (8,), 1, 2)
+    state.save(tmp_path)
+    assert CalibrationState({"a": 1}, (8,), 1, 2).load(tmp_path)
+    assert not CalibrationState({"a": 1}, (8,), 1, 2).load(tmp_path / "none")
+    with pytest.raises(ValueError, match="another model"):
+        CalibrationState({"a": 2}, (8,), 1, 2).load(tmp_path)
+
+
+def test_plan_tap_is_exact_where_the_plan_is_silent(model: LlamaForCausalLM) -> None:
+    tokens = torch.randint(0, 128, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        with tapping(plan_tap({})):
+            found = model(tokens).logits
+        torch.testing.assert_close(found, model(tokens).logits)
+    assert EXACT.is_exact

@@ -1,0 +1,229 @@
+"""What a plan computes: true to the mask, to causality and to the neighbours, and equal to its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adaattn_hf import execute, reference
+from adaattn_hf.approximate import LayerTensors, Program, defined, heads_of
+from adaattn_hf.plan import EXACT, Choice, LayerPlan
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.structure import CallStructure
+
+KV, GROUP, D, N = 2, 2, 16, 300
+CHOICES = [
+    Choice("window", 48, 4),
+    Choice("blocks", mass=0.6, sinks=4),
+    Choice(precision="int8"),
+    Choice(rank=8),
+    Choice("window", 48, 4, rank=8, precision="int8"),
+    Choice("blocks", mass=0.6, precision="int8"),
+]
+LOOSE = [Choice(precision="bf16"), Choice("window", 48, 4, precision="bf16")]
+
+
+def _tensors() -> LayerTensors:
+    generator = torch.Generator().manual_seed(9)
+    bases = {head: torch.linalg.qr(torch.randn(D, 8, generator=generator)).Q for head in range(KV)}
+    return LayerTensors(torch.randn(KV, D, generator=generator), bases, bases)
+
+
+def _program(choice: Choice, limit: int = 10**6) -> Program:
+    return Program(LayerPlan(0, "", (choice, EXACT)), _tensors(), limit)
+
+
+def _qkv(batch: int = 1, n: int = N, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(batch, KV * GROUP, n, D, generator=generator) * 2
+    key = torch.randn(batch, KV, n, D, generator=generator) + 0.5
+    return query, key, torch.randn(batch, KV, n, D, generator=generator)
+
+
+def _run(
+    program: Program, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rules: object
+) -> torch.Tensor:
+    structure = CallStructure(query.shape[0], query.shape[2], key.shape[2], **{"causal": True, **rules})  # type: ignore[arg-type]
+    return execute.attend(program, AttentionRequest(query, key, value, structure, D**-0.5)).out
+
+
+def _structures() -> dict[str, CallStructure]:
+    left = torch.ones(2, N, dtype=torch.bool)
+    left[1, :77] = False
+    documents = torch.arange(N)[None].expand(2, -1) // 140
+    return {
+        "causal": CallStructure(2, N, N, causal=True),
+        "left padding": CallStructure(2, N, N, causal=True, key_padding=left, pads_queries=True),
+        "right padding": CallStructure(2, N, N, causal=True, key_padding=left.flip(1)),
+        "documents": CallStructure(2, N, N, causal=True, q_segments=documents, k_segments=documents),
+        "own window": CallStructure(2, N, N, causal=True, window=100),
+        "bidirectional": CallStructure(2, N, N, key_padding=left),
+        "chunk of a prefill": CallStructure(2, 60, N, causal=True, q_offset=N - 60),
+    }
+
+
+@pytest.mark.parametrize("name", list(_structures()))
+@pytest.mark.parametrize("choice", CHOICES + LOOSE, ids=lambda choice: choice.label)
+def test_execution_equals_the_definition(name: str, choice: Choice) -> None:
+    structure = _structures()[name]
+    query, key, value = _qkv(2)
+    request = AttentionRequest(query[:, :, -structure.q_len :], key, value, structure, D**-0.5)
+    program = _program(choice)
+    found = execute.attend(program, request).out
+    parts = [
+        reference.attention(defined(heads_of(request, [head]), pick, [head], program.tensors)).out
+        for head, pick in enumerate(program.plan.choices)
+    ]
+    tolerance = 2e-2 if choice.precision == "bf16" else 2e-5
+    torch.testing.assert_close(found.double(), torch.cat(parts, 2), atol=tolerance, rtol=tolerance)
+    exact = reference.attention(request).out
+    assert (found[:, :, GROUP:].double() - exact[:, :, GROUP:]).abs().max() < 2e-5
+    if name == "causal":  # the approximation is no empty one
+        assert not torch.allclose(found[:, :, :GROUP].double(), exact[:, :, :GROUP], atol=1e-6)
+
+
+@pytest.mark.parametrize("extra", ["softcap", "sink_logits"])
+@pytest.mark.parametrize("choice", CHOICES[:3], ids=lambda choice: choice.label)
+def test_softcap_and_learned_sinks_are_kept(extra: str, choice: Choice) -> None:
+    query, key, value = _qkv()
+    more = {"softcap": 3.0} if extra == "softcap" else {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}
+    request = AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5, **more)  # type: ignore[arg-type]
+    program = _program(choice)
+    parts = [
+        reference.attention(defined(heads_of(request, [head]), pick, [head], program.tensors)).out
+        for head, pick in enumerate(program.plan.choices)
+    ]
+    found = execute.attend(program, request).out
+    torch.testing.assert_close(found.double(), torch.cat(parts, 2), atol=2e-5, rtol=2e-5)
+    plain = AttentionRequest(query, key, value, request.structure, D**-0.5)
+    assert not torch.allclose(found, execute.attend(program, plain).out, atol=1e-3)
+
+
+@pytest.mark.parametrize("choice", CHOICES + LOOSE, ids=lambda choice: choice.label)
+def test_the_future_changes_nothing(choice: Choice) -> None:
+    query, key, value = _qkv()
+    program = _program(choice)
+    before = _run(program, query, key, value)
+    for tensor in (query, key, value):
+        tensor[:, :, 130:] = tensor[:, :, 130:] * -3 + 1
+    after = _run(program, query, key, value)
+    torch.testing.assert_close(after[:, :130], before[:, :130], atol=1e-6, rtol=1e-6)
+    assert not torch.allclose(after[:, 130:], before[:, 130:], atol=1e-2)
+
+
+@pytest.mark.parametrize("choice", CHOICES + LOOSE, ids=lambda choice: choice.label)
+def test_neighbours_and_padding_change_nothing(choice: Choice) -> None:
+    program = _program(choice)
+    query, key, value = _qkv(1, N - 80)
+    alone = _run(program, query, key, value)
+    others = _qkv(3, N, seed=5)
+    padded = [torch.zeros_like(other) for other in others]
+    for slot, other, mine in zip(padded, others, (query, key, value), strict=True):
+        slot[:] = other
+        slot[1, :, 80:] = mine[0]
+    padding = torch.ones(3, N, dtype=torch.bool)
+    padding[1, :80] = False
+    together = _run(program, *padded, key_padding=padding)
+    tolerance = 2e-2 if choice.precision == "bf16" else 2e-5
+    torch.testing.assert_close(together[1, 80:], alone[0], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("choice", CHOICES[:2] + CHOICES[3:4], ids=lambda choice: choice.label)
+def test_decode_steps_equal_the_prefill(choice: Choice) -> None:
+    program = _program(choice)
+    query, key, value = _qkv()
+    whole = _run(program, query, key, value)
+    for place in (60, 140, N - 1):
+        step = _run(
+            program,
+            query[:, :, place : place + 1],
+            key[:, :, : place + 1],
+            value[:, :, : place + 1],
+            q_offset=place,
+        )
+        torch.testing.assert_close(step[:, 0], whole[:, place], atol=2e-5, rtol=2e-5)
+        preallocated = _run(program, query[:, :, place : place + 1], key, value, q_offset=torch.tensor(place))
+        torch.testing.assert_close(preallocated[:, 0], whole[:, place], atol=2e-5, rtol=2e-5)
+
+
+def test_a_decode_step_is_at_least_as_exact_in_precision() -> None:
+    query, key, value = _qkv()
+    exact = reference.attention(
+        AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)
+    ).out
+    step = _run(_program(Choice(precision="int8")), query[:, :, -1:], key, value, q_offset=N - 1)
+    torch.testing.assert_close(step[:, 0].double(), exact[:, -1], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
+def test_rows_beyond_the_calibrated_length_are_exact(choice: Choice) -> None:
+    query, key, value = _qkv()
+    exact = reference.attention(
+        AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)
+    ).out
+    free = _run(_program(choice), query, key, value)
+    found = _run(_program(choice, limit=150), query, key, value)
+    torch.testing.assert_close(found[:, 150:].double(), exact[:, 150:], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found[:, :150], free[:, :150], atol=2e-5, rtol=2e-5)
+    assert not torch.allclose(free[:, 150:].double(), exact[:, 150:], atol=1e-4)
+    beyond = _run(_program(choice, limit=10), query[:, :, 100:], key, value, q_offset=100)
+    torch.testing.assert_close(beyond.double(), exact[:, 100:], atol=2e-5, rtol=2e-5)
+
+
+def test_length_is_counted_from_each_sequence() -> None:
+    padding = torch.ones(2, N, dtype=torch.bool)
+    padding[1, :80] = False
+    structure = CallStructure(2, N, N, causal=True, key_padding=padding)
+    within = execute.rows_within(structure, 100, torch.device("cpu"))
+    assert isinstance(within, torch.Tensor)
+    assert within[0].tolist() == [place < 100 for place in range(N)]
+    assert within[1, 80:].tolist() == [place < 100 for place in range(N - 80)]
+    assert execute.rows_within(structure, N, torch.device("cpu")) is True
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
+def test_weights_are_those_of_the_approximated_function(choice: Choice) -> None:
+    query, key, value = _qkv()
+    request = AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)
+    program = _program(choice)
+    weights = execute.weights(program, request)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, KV * GROUP, N), atol=1e-5, rtol=1e-5)
+    if choice.precision == "model":
+        out = weights @ value.repeat_interleave(GROUP, 1)
+        torch.testing.assert_close(
+            out.transpose(1, 2), execute.attend(program, request).out, atol=2e-5, rtol=2e-5
+        )
+    if choice.kind == "window":
+        assert weights[0, 0, 150, 10:100].abs().max() == 0
+        assert weights[0, GROUP, 150, 10:100].abs().max() > 0
+
+
+@pytest.mark.parametrize("choice", [CHOICES[0], CHOICES[1], CHOICES[3]], ids=lambda choice: choice.label)
+def test_gradients_are_those_of_the_definition(choice: Choice) -> None:
+    tensors = [tensor.double().requires_grad_() for tensor in _qkv(1, 150)]
+    structure = CallStructure(1, 150, 150, causal=True)
+    request = AttentionRequest(*tensors, structure, D**-0.5)  # type: ignore[arg-type]
+    program = _program(choice)
+    out = execute.attend(program, request).out
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = torch.autograd.grad(out, tensors, upstream)
+    parts = [
+        reference.attention(defined(heads_of(request, [head]), pick, [head], program.tensors)).out
+        for head, pick in enumerate(program.plan.choices)
+    ]
+    wanted = torch.autograd.grad(torch.cat(parts, 2), tensors, upstream)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+def test_rounding_refuses_gradients() -> None:
+    query, key, value = _qkv()
+    with pytest.raises(ValueError, match="int8, which has no gradient"):
+        _run(_program(Choice(precision="int8")), query.requires_grad_(), key, value)
+
+
+def test_a_plan_for_other_heads_is_refused() -> None:
+    query, key, value = _qkv()
+    program = Program(LayerPlan(0, "", (EXACT,) * 3), LayerTensors(), 10)
+    with pytest.raises(ValueError, match="made for 3 key/value heads"):
+        _run(program, query, key, value)
