@@ -41,15 +41,20 @@ class BackendRefusal(RuntimeError):
 
 
 def order(spec: CallSpec) -> tuple[str, ...]:
-    """Names of the backends that `auto` tries for a call, best first.
+    """Names of the backends that `auto` tries for a call, best first, as measured (docs/results/gpu.md).
 
-    On CUDA, plain calls go to torch: on Hopper its cuDNN kernel is as fast as flash-attn 3 in prefill and several
-    times faster for one small decode step (docs/results/gpu.md). What torch can only say with a mask (padding,
-    documents, windows) goes to flash-attn first.
+    On CUDA plain calls go to torch: on Hopper its cuDNN kernel is as fast as flash-attn 3 in prefill and several times
+    faster for one small decode step. What torch can only say with a mask goes to kernels that walk segments: to
+    our own where flash-attn would have to gather tokens first, else to flash-attn.
     """
-    if spec.device == "cuda" and (spec.windowed or spec.softcap or spec.sink_logits or spec.kind == "ragged"):
-        return ("fa3", "fa3_fwd", "fa2", "triton", "sdpa", "eager")
-    return ("sdpa", "eager")
+    if spec.device != "cuda":
+        return ("sdpa", "eager")
+    special = spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
+    if not special and (spec.decode or spec.kind in ("full", "causal")):
+        return ("sdpa", "eager")
+    if spec.kind == "ragged" or spec.decode:
+        return ("triton", "fa3", "fa3_fwd", "fa2", "sdpa", "eager")
+    return ("fa3", "fa3_fwd", "fa2", "triton", "sdpa", "eager")
 
 
 def by_name(name: str) -> Backend:
