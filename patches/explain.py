@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..backends.select import BACKENDS, choose, order, refusals_of
-from ..request import CallSpec
+from adaattn_hf.backends.select import BACKENDS, choose, order, refusals_of
+from adaattn_hf.request import CallSpec
+
 from .recorder import Recorder, recording
 
 __all__ = ["Explanation", "LayerChoice", "explain"]

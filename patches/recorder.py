@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..request import CallSpec
+from adaattn_hf.request import CallSpec
 
 __all__ = ["Recorder", "active_recorder", "recording"]
 

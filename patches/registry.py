@@ -8,7 +8,8 @@ from types import MappingProxyType
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..backends.select import BACKENDS
+from adaattn_hf.backends.select import BACKENDS
+
 from .interface import attention_function
 from .masks import adaattn_mask
 

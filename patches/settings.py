@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ..config import AdaAttnConfig
-from ..presets import load_preset
+from adaattn_hf.config import AdaAttnConfig
+from adaattn_hf.presets import load_preset
 
 __all__ = ["configure"]
 
