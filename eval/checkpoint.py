@@ -24,6 +24,8 @@ DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
 }
 _HASHED_BYTES = 1 << 20
+_LOADING = (OSError, ValueError, KeyError, ImportError)
+"""What Transformers raises where a checkpoint is absent, broken or needs a package that is not installed."""
 
 
 @dataclass(frozen=True)
@@ -175,14 +177,14 @@ def load(
     source = {**common, "gguf_file": gguf_file} if gguf_file else common
     try:
         config = AutoConfig.from_pretrained(model, **source)
-        kind = _objective(config, objective, name)
-        auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
+    except _LOADING as error:
+        raise _not_loaded(model, error) from error
+    kind = _objective(config, objective, name)
+    auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
+    try:
         result: Any = auto.from_pretrained(model, dtype=torch_dtype, output_loading_info=True, **source)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelUnavailable(
-            f"model: cannot load {str(model)!r}: {_first_line(error)}. Expected a hub id that can be "
-            "reached or is cached, or a directory that save_pretrained wrote (a GGUF file needs --gguf-file)"
-        ) from error
+    except _LOADING as error:
+        raise _not_loaded(model, error) from error
     loaded, report = result
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -192,12 +194,19 @@ def load(
         )
     try:
         tokens = AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except _LOADING as error:
         raise ModelUnavailable(
             f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; pass --tokenizer "
             "NAME_OR_PATH"
         ) from error
     return Checkpoint(name, loaded.eval().to(where), tokens, kind)
+
+
+def _not_loaded(model: str | Path, error: Exception) -> ModelUnavailable:
+    return ModelUnavailable(
+        f"model: cannot load {str(model)!r}: {_first_line(error)}. Expected a hub id that can be reached or is cached, "
+        "or a directory that save_pretrained wrote (a GGUF file needs --gguf-file)"
+    )
 
 
 def _first_line(error: BaseException) -> str:

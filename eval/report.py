@@ -61,7 +61,7 @@ def rows(report: Report) -> tuple[list[str], Rows]:
     compared("Δnll, 95 % CI (nats/token)", lambda c: _limits(c["delta_nll"]))
     compared("Δnll, one-sided 95 % bound", lambda c: _number(c["delta_nll"]["upper"], "+.3e"))
     compared("perplexity ratio - 1", lambda c: f"{c['perplexity_ratio']['value'] - 1:+.3e}")
-    compared("mean |Δnll| per token", lambda c: f"{c['abs_delta_nll_mean']:.3e}")
+    compared("mean absolute Δnll per token", lambda c: f"{c['abs_delta_nll_mean']:.3e}")
     compared("KL, mean (nats/token)", lambda c: f"{c['kl_mean']:.3e}")
     compared("KL, 99.9th percentile", lambda c: f"{c['kl_p999']:.3e}")
     compared("top-1 agreement", lambda c: f"{c['top1_agreement']:.5f}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -259,8 +260,19 @@ def _fingerprint(
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON in one step: a reader sees the old file or the new one, never half of it."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    """Write JSON in one step: a reader sees the old file or the new one, never half of it.
+
+    JSON has no infinity: what is too large for a float (an untrained model's word perplexity) is written as null.
+    """
+    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: Path, text: str) -> None:

@@ -47,7 +47,9 @@ def run(given: Mapping[str, Any], settings: Settings, where: Path, console: Cons
         )
     texts = (
         corpora.wikitext_corpus(heldout_pages(), "held-out pages in the package", "pages"),
-        corpora.lastword_corpus(lastword_items(), "last-word passages in the package", "last-word"),
+        corpora.lastword_corpus(
+            [item["text"] for item in lastword_items()], "last-word passages in the package", "last-word"
+        ),
     )
     reports = []
     for name in MODELS:

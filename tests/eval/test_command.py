@@ -1,0 +1,234 @@
+"""`adaattn eval` and `adaattn explain` as a user meets them: arguments, files, exit codes, messages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as tf
+from typer.testing import CliRunner, Result
+
+from adaattn_hf.cli import COMMANDS, app
+from adaattn_hf.eval import runner, scoring
+from adaattn_hf.eval.errors import EXIT_CODES, unknown
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], terminal_width=200)
+
+
+def evaluate(*arguments: object) -> Result:
+    return invoke("eval", *arguments, "--impl", "eager")
+
+
+def report_of(directory: Path, name: str) -> dict[str, Any]:
+    return json.loads((directory / name / runner.REPORT).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def test_two_corpora_make_two_reports_and_one_page(llama: Path, texts: Path, tmp_path: Path) -> None:
+    data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--data", f"lambada:{texts / 'passages.jsonl'}")
+    result = invoke("eval", llama, *data, "--batch-size", 2, "--output", tmp_path, "--anchor", "eager")
+    assert result.exit_code == 0, result.output
+    pages, lastword = report_of(tmp_path, "wikitext"), report_of(tmp_path, "lambada")
+    assert [a["implementation"] for a in pages["quality"]["arms"]] == ["sdpa", "adaattn", "eager"]
+    assert abs(pages["quality"]["comparisons"][0]["perplexity_ratio"]["value"] - 1) < 1e-5
+    assert pages["activation"][1]["rate"] == 0.0
+    assert lastword["quality"]["arms"][0]["items"] == 6
+    page = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "## tiny-llama on wikitext (3 documents), float32" in page
+    assert "## tiny-llama on lambada (6 documents), float32" in page
+    assert f"{pages['quality']['arms'][1]['word_perplexity']:.6f}" in page
+    assert "adaattn (tested)" in result.output
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_the_other_families(request: pytest.FixtureRequest, kind: str, texts: Path, tmp_path: Path) -> None:
+    directory = request.getfixturevalue(kind)
+    data = ("--data", texts / "plain.txt", "--limit-tokens", 60, "--mask-fraction", 0.5)
+    result = invoke("eval", directory, *data, "--output", tmp_path, "--quiet")
+    assert result.exit_code == 0, result.output
+    report = report_of(tmp_path, "plain")
+    assert report["model"]["objective"] == ("masked" if kind == "bert" else "causal")
+    assert report["quality"]["arms"][0]["word_perplexity"] is None  # the text was cut: words are not counted
+    assert "sdpa" not in result.output  # quiet
+
+
+def test_bounds_decide_the_exit_code(llama: Path, texts: Path, tmp_path: Path) -> None:
+    data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--limit-docs", 2)
+    kept = evaluate(llama, *data, "--max-delta-nll", 0.01, "--max-ppl-ratio", 1.01, "--output", tmp_path / "a")
+    assert kept.exit_code == 0, kept.output
+    assert all(bound["kept"] for bound in report_of(tmp_path / "a", "wikitext")["bounds"])
+    broken = evaluate(llama, *data, "--max-delta-nll", -1.0, "--output", tmp_path / "b")
+    assert broken.exit_code == 1
+    assert "max_delta_nll -1" in broken.output
+    assert "above it" in (tmp_path / "b" / "report.md").read_text(encoding="utf-8")
+
+
+def test_one_window_proves_no_bound(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("the lamp", encoding="utf-8")
+    result = evaluate(llama, "--data", path, "--max-delta-nll", 1.0, "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "no interval" in result.output
+
+
+def test_an_interrupted_command_says_how_to_go_on_and_does(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (llama, "--data", f"wikitext:{texts / 'pages.txt'}", "--context", 16, "--output", tmp_path)
+    forward, calls = scoring.forward, []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return forward(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scoring, "forward", interrupted)
+        first = evaluate(*arguments)
+    assert first.exit_code == 130
+    assert f"--resume --output {tmp_path}" in first.output
+    assert evaluate(*arguments).exit_code == 5
+    assert evaluate(*arguments, "--resume").exit_code == 0
+    assert report_of(tmp_path, "wikitext")["quality"]["arms"][0]["tokens"] > 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("--data", "{pages}", "--impl", "adaatn"), 4, "Did you mean 'adaattn'"),
+        (("--data", "{pages}", "--dtype", "fp8"), 2, "dtype: got 'fp8'"),
+        (("--data", "{pages}", "--device", "nowhere"), 2, "device: got 'nowhere'"),
+        (("--data", "{pages}", "--device", "cuda:99"), 2, "CUDA devices"),
+        (("--data", "{pages}", "--windows", "stridden"), 2, "Did you mean 'strided'"),
+        (("--data", "{pages}", "--padding", "top"), 2, "padding: got 'top'"),
+        (("--data", "{pages}", "--context", "900"), 2, "at most the 64 tokens"),
+        (("--data", "{pages}", "--context", "16", "--stride", "17"), 2, "leave tokens out"),
+        (("--data", "{pages}", "--batch-size", "0"), 2, "batch_size: got 0"),
+        (("--data", "{pages}", "--mask-fraction", "2"), 2, "mask_fraction: got 2"),
+        (("--data", "{pages}", "--threads", "0"), 2, "threads: got 0"),
+        (("--data", "{pages}", "--resume"), 2, "no --output"),
+        (("--data", "{pages}", "--resume", "--overwrite"), 2, "both"),
+        (("--data", "{pages}", "--data", "{pages}"), 2, "different names"),
+        (("--data", "{pages}", "--objective", "seq2seq"), 2, "objective: got 'seq2seq'"),
+        (("--data", "{passages}", "--limit-tokens", "9"), 2, "--limit-docs"),
+        (("--data", "nowhere.txt"), 3, "no file or directory here"),
+        (("--data", "{pages}", "--tokenizer", "/nowhere"), 4, "tokenizer: cannot load"),
+        (("--data", "{pages}", "--no-such-option",), 2, "No such option"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, code: int, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"pages": f"wikitext:{texts / 'pages.txt'}", "passages": f"lambada:{texts / 'passages.jsonl'}"}
+    result = invoke("eval", llama, *(a.format(**names) for a in arguments))
+    assert result.exit_code == code, result.output
+    assert says in result.output
+    assert not list(tmp_path.rglob("report.json"))
+
+
+def test_models_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> None:
+    data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output", tmp_path / "out")
+    absent = evaluate(tmp_path / "nothing", *data)
+    assert (absent.exit_code, "cannot load" in absent.output) == (4, True)
+    config = tf.AutoConfig.from_pretrained(llama)
+    tf.AutoModel.from_config(config).save_pretrained(tmp_path / "headless")
+    tf.AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "headless")
+    headless = evaluate(tmp_path / "headless", *data)
+    assert (headless.exit_code, "language-model head" in headless.output) == (4, True)
+    forced = evaluate(tmp_path / "headless", *data, "--objective", "causal")
+    assert (forced.exit_code, "would be random" in forced.output) == (4, True)
+
+
+def test_a_backend_that_refuses_is_a_model_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> None:
+    data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output", tmp_path)
+    result = invoke("eval", llama, *data, "--impl", "adaattn_fa2", "--device", "cpu")
+    assert result.exit_code == 4
+    assert "flash-attn" in result.output
+
+
+def test_rolling_windows_need_a_prefix_token(llama: Path, texts: Path, tmp_path: Path) -> None:
+    tokenizer = tf.AutoTokenizer.from_pretrained(llama)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = ("--data", texts / "plain.txt", "--tokenizer", tmp_path / "tokenizer", "--output", tmp_path / "out")
+    refused = evaluate(llama, *data)
+    assert (refused.exit_code, "--prefix-token" in refused.output) == (2, True)
+    assert evaluate(llama, *data, "--prefix-token", 1).exit_code == 0
+    strided = evaluate(llama, *data, "--windows", "strided", "--overwrite")
+    assert strided.exit_code == 0
+
+
+def test_help_states_the_exit_codes() -> None:
+    result = invoke("eval", "--help")
+    assert result.exit_code == 0
+    shown = " ".join(result.output.split())
+    for code in EXIT_CODES:
+        assert f"{code} " in shown
+    assert "data unavailable" in shown
+
+
+def test_every_command_is_listed_and_can_be_imported() -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for name in COMMANDS:
+        assert name in result.output
+        assert invoke(name, "--help").exit_code == 0
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    result = invoke("evl")
+    assert result.exit_code == 2
+    assert "eval" in result.output
+
+
+def test_explain_reads_the_configuration_alone(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    result = invoke("explain", tmp_path, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "prefill" in result.output
+    assert "flash-attn is not installed" in result.output or "flash-attn runs on CUDA" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("{llama}", "--impl", "sdpa"), 2, "impl: got 'sdpa'"),
+        (("{llama}", "--impl", "adaattn_fa2", "--device", "cpu"), 4, "cannot explain"),
+        (("/nowhere",), 4, "cannot explain"),
+        (("{llama}", "--dtype", "int4"), 2, "dtype: got 'int4'"),
+    ],
+)
+def test_explain_refuses(llama: Path, arguments: tuple[str, ...], code: int, says: str) -> None:
+    result = invoke("explain", *(a.format(llama=llama) for a in arguments))
+    assert result.exit_code == code, result.output
+    assert says in result.output
+
+
+def test_an_unknown_name_without_a_near_one_lists_all() -> None:
+    assert unknown("x", "zzz", ["b", "a"], "Do this.") == "x: got 'zzz', expected one of a, b. Do this."
+
+
+def test_the_script_in_the_checkout_is_the_command(checkout: Path, llama: Path, texts: Path, tmp_path: Path) -> None:
+    script = checkout / "eval" / "perplexity.py"
+    if not script.exists():
+        pytest.skip("runs from a checkout alone")
+    data = ["--data", f"wikitext:{texts / 'pages.txt'}", "--limit-docs", "1", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(script), str(llama), *data, "--quiet"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert report_of(tmp_path, "wikitext")["data"]["documents"] == 1

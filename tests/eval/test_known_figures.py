@@ -1,0 +1,22 @@
+"""Stock figures of real models on real text that were known before this harness was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from adaattn_hf.eval import checkpoint, corpora, runner
+from adaattn_hf.eval.settings import Settings
+
+pytestmark = pytest.mark.assets
+
+
+@pytest.mark.parametrize(("model", "tokens", "perplexity"), [("stories15M-hf", 942, 3.115), ("stories260K-hf", 1804, 3.548)])
+def test_tiny_stories(assets: Path, model: str, tokens: int, perplexity: float) -> None:
+    """Each story stripped, BOS by the tokenizer, every token after it scored."""
+    loaded = checkpoint.load(assets / "models" / model, device="cpu")
+    corpus = corpora.load(str(assets / "data" / "tinystories_sample.txt"), separator="<|endoftext|>")
+    arms = runner.evaluate(loaded, corpus, Settings(windows="strided"))["quality"]["arms"]
+    assert [arm["tokens"] for arm in arms] == [tokens, tokens]
+    assert [round(arm["perplexity"], 3) for arm in arms] == [perplexity, perplexity]

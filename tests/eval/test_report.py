@@ -1,0 +1,223 @@
+"""Reports: tables say what the JSON says, the JSON says where it came from, and cost and activation are measured."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import evaluate
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from adaattn_hf.eval import activation, bounds, checkpoint, corpora, cost, provenance, report, runner, showcase
+from adaattn_hf.eval.activation import Counts
+from adaattn_hf.eval.metric_compute import compute, metric_path
+from adaattn_hf.eval.settings import Settings
+
+from .conftest import PAGES, PASSAGES
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def reports(llama: Path) -> dict[str, dict[str, Any]]:
+    """A report of each kind, as it comes back from its JSON."""
+    loaded = checkpoint.load(llama, device="cpu")
+    corpus = {
+        "pages": corpora.wikitext_corpus(PAGES, "own pages"),
+        "lastword": corpora.lastword_corpus(PASSAGES, "own passages"),
+    }
+    made = {
+        kind: runner.evaluate(loaded, c, Settings(impl="adaattn", anchor="eager", batch_size=2))
+        for kind, c in corpus.items()
+    }
+    return {kind: json.loads(json.dumps(r, allow_nan=False)) for kind, r in made.items()}
+
+
+def shown(made: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=240)
+    console.print(report.terminal_table(made))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["pages", "lastword"])
+def test_both_tables_hold_the_numbers_of_the_json(reports: dict[str, Any], kind: str) -> None:
+    made = reports[kind]
+    for text in (shown(made), report.markdown([made])):
+        assert f"{made['quality']['arms'][0]['perplexity']:.6f}" in text
+        assert f"{made['quality']['comparisons'][1]['kl_mean']:.3e}" in text
+        assert f"{made['cost']['speed'][1]['speed_ratio_wall']['median']:.3f}" in text
+    assert made["protocol"] in report.markdown([made])
+
+
+def test_a_table_follows_its_json(reports: dict[str, Any]) -> None:
+    changed = copy.deepcopy(reports["pages"])
+    changed["quality"]["arms"][1]["perplexity"] = 12345.678
+    changed["quality"]["comparisons"][0]["delta_nll"] |= {"mean": 0.5, "low": None, "upper": None}
+    changed["activation"][1]["rate"] = 0.25
+    changed["bounds"], _ = bounds.check(changed, 0.1, None)
+    text = report.markdown([changed])
+    assert "12345.678000" in text
+    assert "+5.000e-01 (one cluster: no interval)" in text
+    assert "| 0.2500 |" in text
+    assert "* Bound max_delta_nll: asked 0.1, no interval" in text
+
+
+def test_last_word_rows_are_there_only_for_last_words(reports: dict[str, Any]) -> None:
+    assert "McNemar" in report.markdown([reports["lastword"]])
+    assert "McNemar" not in report.markdown([reports["pages"]])
+    assert "bits per byte" in report.markdown([reports["pages"]])
+    assert "bits per byte" not in report.markdown([reports["lastword"]])
+
+
+def test_markdown_tables_are_square(reports: dict[str, Any]) -> None:
+    lines = [line for line in report.markdown(list(reports.values())).splitlines() if line.startswith("|")]
+    assert len(lines) > 30
+    assert {line.count("|") for line in lines} == {5}
+
+
+def test_provenance_is_complete(reports: dict[str, Any]) -> None:
+    source = reports["pages"]["provenance"]
+    assert source["versions"]["torch"] == torch.__version__
+    assert source["threads"] == torch.get_num_threads()
+    assert source["device"] == "cpu"
+    assert source["cpu"]
+    assert reports["pages"]["data"]["sha256"] == corpora.wikitext_corpus(PAGES, "elsewhere").sha256
+    assert re.fullmatch(r"[0-9a-f]{64}", reports["pages"]["model"]["weights_sha256"])
+
+
+def test_the_commit_is_that_of_the_checkout_alone(checkout: Path, tmp_path: Path) -> None:
+    if (checkout / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{40}(\+dirty)?", provenance.commit(checkout / "adaattn_hf") or "")
+    assert provenance.commit(tmp_path) is None
+
+
+def test_weights_decide_the_fingerprint(llama: Path) -> None:
+    first, second = (checkpoint.load(llama, device="cpu") for _ in range(2))
+    assert first.fingerprint() == second.fingerprint()
+    with torch.no_grad():
+        second.model.lm_head.weight[3, 3] += 1e-4
+    assert first.fingerprint() != second.fingerprint()
+
+
+def test_arms_share_weights_and_nothing_else(llama: Path) -> None:
+    loaded = checkpoint.load(llama, device="cpu")
+    first, second = checkpoint.arms(loaded, ["sdpa", "eager"])
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert a.data_ptr() == b.data_ptr()
+    assert first.config is not second.config
+    assert (first.config._attn_implementation, second.config._attn_implementation) == ("sdpa", "eager")
+    assert first.model.layers[0].self_attn.config is first.config
+
+
+def test_peak_bytes_on_a_known_course() -> None:
+    def course() -> None:
+        first = torch.ones(1000)
+        second = first + 1
+        del first
+        third = second.view(10, 100) * 2  # a view is no new storage
+        del second
+        third.add_(1)  # nor is an operation in place
+
+    peak, how = cost.peak_bytes(course, CPU)
+    assert peak == 8000
+    assert "operators" in how
+
+
+def test_peak_bytes_follow_the_batch(llama: Path) -> None:
+    loaded = checkpoint.load(llama, device="cpu")
+    corpus = corpora.wikitext_corpus(PAGES, "own pages")
+    peaks = [
+        runner.measure(loaded, corpus, Settings(impl="eager", context=n)).memory[0]["peak_bytes"] for n in (16, 64)
+    ]
+    assert peaks[1] > 3 * peaks[0]
+
+
+def test_turns_give_every_arm_the_first_place() -> None:
+    assert [cost.turn(3, batch) for batch in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
+
+
+def test_ratios_are_stock_over_arm() -> None:
+    summary = cost.ratio_summary([2.0, 4.0, 6.0], [1.0, 1.0, 1.0])
+    assert (summary["median"], summary["quartile_25"], summary["quartile_75"]) == (4.0, 3.0, 5.0)
+    assert (summary["total"], summary["batches"]) == (4.0, 3)
+
+
+def test_timed_returns_result_and_seconds() -> None:
+    result, elapsed = cost.timed(lambda: sum(range(100_000)), CPU)
+    assert result == 4999950000
+    assert elapsed.wall > 0
+    assert elapsed.process > 0
+
+
+def test_the_rate_is_of_pairs() -> None:
+    found = activation.rate("adaattn", True, [Counts(100, 10), None, Counts(300, 90)])
+    assert (found.rate, found.pairs, found.batches) == (0.25, 400, 2)
+
+
+def test_without_a_plan_nothing_is_approximate(llama: Path) -> None:
+    loaded = checkpoint.load(llama, device="cpu")
+    assert not activation.has_plan(loaded.model, "adaattn")
+    assert activation.rate("adaattn", False, [None]).rate == 0.0
+    assert "no plan" in str(activation.rate("adaattn", False, [None]).reason)
+
+
+def test_stock_has_no_rate_and_says_why() -> None:
+    assert activation.rate("sdpa", False, [None]).as_dict()["rate"] is None
+    assert activation.rate("adaattn", True, [None]).reason == "no attention call was counted"
+
+
+@pytest.mark.parametrize("batches", [1, 31, 32, 33, 500])
+def test_watched_batches_are_few_and_spread(batches: int) -> None:
+    watched = [i for i in range(batches) if activation.is_watched(i, batches)]
+    assert watched[0] == 0
+    assert min(batches, 16) <= len(watched) <= activation.WATCHED_BATCHES
+    assert batches - watched[-1] <= max(1, -(-batches // activation.WATCHED_BATCHES))
+
+
+def test_the_metric_loads_from_the_package_and_computes(llama: Path, tmp_path: Path) -> None:
+    metric = evaluate.load(metric_path(), cache_dir=str(tmp_path))
+    texts = list(PASSAGES[:3])
+    found = metric.compute(predictions=texts, model_id=str(llama), impl="adaattn", device="cpu")
+    loaded = checkpoint.load(llama, device="cpu")
+    corpus = corpora.text_corpus([(t, t) for t in texts], "texts", "texts")
+    expected = runner.evaluate(loaded, corpus, Settings())["quality"]["arms"][1]
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-9)
+    assert found["tokens"] == expected["tokens"]
+    assert len(found["perplexities"]) == 3
+    assert found["mean_perplexity"] == pytest.approx(np.mean(found["perplexities"]))
+    assert abs(found["delta_nll"]) < 1e-6
+
+
+def test_the_metric_against_itself_is_nothing(llama: Path) -> None:
+    found = compute(PASSAGES[:2], str(llama), impl="eager", against="eager", device="cpu")
+    assert (found["delta_nll"], found["upper"], found["kl_mean"]) == (0.0, 0.0, 0.0)
+
+
+def test_bars_of_the_showcase() -> None:
+    def made(dtype: str, delta: float, anchor: float, half: float) -> dict[str, Any]:
+        def entry(name: str, mean: float) -> dict[str, Any]:
+            limits = {"mean": mean, "low": mean - half, "high": mean + half}
+            return {"implementation": name, "delta_nll": limits, "perplexity_ratio": {"value": float(np.exp(mean))}}
+
+        quality = {"comparisons": [entry("adaattn", delta), entry("eager", anchor)]}
+        return {"model": {"name": "m", "dtype": dtype}, "data": {"name": "d"}, "quality": quality}
+
+    assert showcase.verdict(made("float32", 9e-6, 0, 0))[0]
+    assert not showcase.verdict(made("float32", -1.1e-5, 0, 1))[0]
+    assert showcase.verdict(made("bfloat16", 3e-4, -2e-4, 1.5e-4))[0]
+    kept, sentence = showcase.verdict(made("bfloat16", 4e-4, -2e-4, 1.5e-4))
+    assert not kept
+    assert "4.00e-04 > 3.50e-04, eager's from stock" in sentence
+
+
+def test_a_perplexity_beyond_floats_is_written_as_absent(tmp_path: Path) -> None:
+    runner.write_json(tmp_path / "x.json", {"a": float("inf"), "b": [1.5, float("nan")]})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a": None, "b": [1.5, None]}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
