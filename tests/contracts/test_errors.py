@@ -18,7 +18,7 @@ from torch import nn
 
 import adaattn_hf
 from adaattn_hf import execute
-from adaattn_hf.approximate import LayerTensors
+from adaattn_hf.approximate import LayerTensors, Program
 from adaattn_hf.backends.select import BackendRefusal, by_name
 from adaattn_hf.patches.carrier import StructuredMask
 from adaattn_hf.patches.interface import attention_function
@@ -59,7 +59,7 @@ def attend(
 
 def planned(choice: Choice, heads: int = 2, requires_grad: bool = False) -> Any:
     """A layer that computes `choice` in each of two key/value heads, on keys with `heads` of them."""
-    program = execute.Program(LayerPlan(0, "hash", (choice, choice)), LayerTensors(), 64)
+    program = Program(LayerPlan(0, "hash", (choice, choice)), LayerTensors(), 64)
     x = torch.zeros(1, heads, 6, 4, requires_grad=requires_grad)
     return execute.attend(
         program, AttentionRequest(x, x, x, CallStructure(1, 6, 6, causal=True), scaling=0.5)

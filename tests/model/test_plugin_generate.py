@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 from ..support.models import DECODERS, ENCODER_DECODERS, assert_same, padding, pair, tokens
 
-CACHES = MappingProxyType(
+CACHES: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "dynamic": {},
         "static": dict(cache_implementation="static", disable_compile=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_switching_at_run_time_and_back(name: str) -> None:
 
 def composite() -> tf.LlavaConfig:
     text = dict(config_of("llama").to_dict(), vocab_size=72)
-    vision = dict(
+    vision: dict[str, Any] = dict(
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,

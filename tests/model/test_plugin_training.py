@@ -95,7 +95,8 @@ def test_ten_steps_of_training_follow_eager(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
 def test_attention_dropout_is_active_in_training_alone(name: str) -> None:
     key = {"gpt2": "attn_pdrop", "bert": "attention_probs_dropout_prob", "llama": "attention_dropout"}[name]
-    stock, ours = fresh_pair(name, **{key: 0.5})
+    changes: dict[str, Any] = {key: 0.5}
+    stock, ours = fresh_pair(name, **changes)
     ids = tokens()
     with torch.no_grad():
         assert_same(main_output(stock(input_ids=ids)), main_output(ours(input_ids=ids)))

@@ -7,7 +7,7 @@ wide enough that every key counts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ BATCH, LENGTH = 3, 11
 RTOL = 1e-5
 """DESIGN: fp32 attention is exact to 1e-5."""
 
-_LLAMA = MappingProxyType(
+_LLAMA: Mapping[str, Any] = MappingProxyType(
     dict(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -37,9 +37,9 @@ _LLAMA = MappingProxyType(
         eos_token_id=None,
     )
 )
-_GROUPED = MappingProxyType({**_LLAMA, "num_key_value_heads": 2})
-_SIZED = MappingProxyType({**_GROUPED, "head_dim": 8})
-_GPT2 = MappingProxyType(
+_GROUPED: Mapping[str, Any] = MappingProxyType({**_LLAMA, "num_key_value_heads": 2})
+_SIZED: Mapping[str, Any] = MappingProxyType({**_GROUPED, "head_dim": 8})
+_GPT2: Mapping[str, Any] = MappingProxyType(
     dict(
         vocab_size=VOCABULARY,
         n_embd=HIDDEN,
@@ -54,7 +54,15 @@ _GPT2 = MappingProxyType(
         embd_pdrop=0.0,
     )
 )
-_BERT = MappingProxyType({**_LLAMA, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
+_BERT: Mapping[str, Any] = MappingProxyType(
+    {**_LLAMA, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+)
+
+# keywords of the base class, which the signatures of these two do not name
+_LOCAL: Mapping[str, Any] = MappingProxyType(
+    {"local_attention": 4, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
+)
+_STARTS_WITH_PADDING: Mapping[str, Any] = MappingProxyType({"decoder_start_token_id": 0})
 
 Recipe = Callable[[], tuple[type[tf.PreTrainedModel], tf.PreTrainedConfig]]
 
@@ -146,9 +154,7 @@ ENCODERS: dict[str, Recipe] = {
     "roberta": lambda: (tf.RobertaModel, tf.RobertaConfig(**_BERT)),
     "modernbert-local": lambda: (
         tf.ModernBertModel,
-        tf.ModernBertConfig(
-            **_LLAMA, local_attention=4, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
-        ),
+        tf.ModernBertConfig(**_LLAMA, **_LOCAL),
     ),
 }
 ENCODER_DECODERS: dict[str, Recipe] = {
@@ -161,10 +167,10 @@ ENCODER_DECODERS: dict[str, Recipe] = {
             d_ff=48,
             num_layers=2,
             num_heads=4,
-            decoder_start_token_id=0,
             pad_token_id=0,
             eos_token_id=None,
             dropout_rate=0.0,
+            **_STARTS_WITH_PADDING,
         ),
     ),
     "bart": lambda: (

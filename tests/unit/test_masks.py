@@ -25,6 +25,7 @@ from transformers.masking_utils import (
 )
 
 from adaattn_hf.patches.carrier import StructuredMask
+from adaattn_hf.patches.family import FAMILIES
 from adaattn_hf.patches.masks import adaattn_mask
 
 MaskFunction = Callable[..., Any]
@@ -39,7 +40,7 @@ def every_third(batch: Any, head: Any, query: Any, key: Any) -> Any:
 def rules(draw: st.DrawFn, batch: int, length: int) -> tuple[str, MaskFunction]:
     """A mask function as Transformers composes it, for `length` keys that start at index 0."""
     number = st.integers(1, length + 2)
-    kinds = {
+    kinds: dict[str, Callable[[], MaskFunction]] = {
         "causal": lambda: causal_mask_function,
         "bidirectional": lambda: bidirectional_mask_function,
         "window": lambda: sliding_window_causal_mask_function(draw(number)),
@@ -97,6 +98,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
 @given(call=calls())
 def test_structure_equals_the_dense_stock_mask(call: dict[str, Any]) -> None:
     expected = sdpa_mask(**call, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    assert expected is not None
     found = adaattn_mask(**call)
     assert isinstance(found, StructuredMask)
     assert torch.equal(found.dense(), expected.expand(found.shape))
@@ -116,7 +118,9 @@ def test_packed_documents_equal_the_dense_stock_mask(lengths: list[int], window:
     found = adaattn_mask(**call)
     assert isinstance(found, StructuredMask)
     assert found.structure.mask is None
-    assert torch.equal(found.dense(), sdpa_mask(**call, allow_is_causal_skip=False))
+    expected = sdpa_mask(**call, allow_is_causal_skip=False)
+    assert expected is not None
+    assert torch.equal(found.dense(), expected)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +177,8 @@ def test_a_short_padding_mask_hides_the_keys_that_it_does_not_cover() -> None:
 
 
 def test_a_family_that_computes_with_masks_gets_a_tensor() -> None:
-    config = LlamaConfig()
-    config.model_type = "gemma4"
+    config: Any = LlamaConfig()
+    config.model_type = next(name for name, family in FAMILIES.items() if family.dense_mask)
     found = adaattn_mask(batch_size=1, q_length=3, kv_length=3, config=config)
     assert type(found) is Tensor
     assert found.dtype == torch.bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ class Picky:
         return EagerBackend().attend(request)
 
 
-def spec(**changes: object) -> CallSpec:
+def spec(**changes: Any) -> CallSpec:
     x = torch.zeros(1, 2, 3, 4)
     request = AttentionRequest(x, x, x, CallStructure(1, 3, 3), scaling=1.0)
     return CallSpec.of(request)._replace(**changes)
