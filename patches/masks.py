@@ -8,15 +8,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from adaattn_hf.patches.carrier import StructuredMask
-from adaattn_hf.patches.family import needs_dense_mask, queries_are_keys
+from adaattn_hf.patches.family import needs_dense_mask, skips_padding
 from adaattn_hf.patches.mask_pattern import MaskPattern, read_pattern
 from adaattn_hf.patches.refusal import UnsupportedModel, unsupported, uses_interface
 from adaattn_hf.structure import CallStructure
 
 __all__ = ["adaattn_mask"]
+
+# Whether the two bare mask functions are causal.
+_BARE: dict[Any, bool] = {causal_mask_function: True, bidirectional_mask_function: False}
 
 
 def adaattn_mask(
@@ -45,9 +48,16 @@ def adaattn_mask(
         return attention_mask
     if config is not None and not uses_interface(type(config)):
         raise UnsupportedModel(unsupported(type(config).__name__))
+    dense = config is not None and needs_dense_mask(config)
+    if type(q_offset) is int and not (use_vmap or dense):
+        causal = _BARE.get(mask_function)
+        if causal is not None and (attention_mask is None or _hides_nothing(attention_mask, kv_length + kv_offset)):
+            # the most frequent masks of all: nothing to read
+            bare = CallStructure(batch_size, q_length, kv_length, causal, q_offset - kv_offset)
+            return StructuredMask(bare, device if isinstance(device, torch.device) else torch.device(device))
 
     def stock(padding: Tensor | None) -> Tensor:
-        dense: Tensor = sdpa_mask(
+        built: Tensor = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -60,9 +70,9 @@ def adaattn_mask(
             use_vmap=use_vmap,
             device=device,
         )
-        return dense
+        return built
 
-    if config is not None and needs_dense_mask(config):
+    if dense:
         return stock(attention_mask)
     pattern = None if use_vmap else read_pattern(mask_function)
     if pattern is not None and (pattern.causal is None or pattern.padding is not None):
@@ -78,7 +88,9 @@ def adaattn_mask(
         )
     else:
         structure = _structure(pattern, batch_size, q_length, kv_length, offset, kv_offset, padding, config)
-    return StructuredMask(_settled(structure, device), torch.device(device))
+    return StructuredMask(
+        _settled(structure, device), device if isinstance(device, torch.device) else torch.device(device)
+    )
 
 
 def _structure(
@@ -112,7 +124,7 @@ def _structure(
         chunk=pattern.chunk,
         chunk_start=chunk_start,
         key_padding=padding,
-        pads_queries=padding is not None and (causal or (q_len == kv_len and queries_are_keys(config))),
+        pads_queries=padding is not None and (causal or q_len == kv_len) and skips_padding(config, causal),
         q_segments=pattern.documents,
         k_segments=pattern.documents,
         spans=spans,
@@ -122,7 +134,7 @@ def _structure(
 def _settled(structure: CallStructure, device: Any) -> CallStructure:
     """As it is; while a graph is traced, with the dense mask fixed once for all layers if one is needed."""
     if torch.compiler.is_compiling():
-        if structure.plain and not structure.windowed:
+        if structure.plain:
             return structure
         return CallStructure(
             structure.batch,
@@ -132,6 +144,16 @@ def _settled(structure: CallStructure, device: Any) -> CallStructure:
             mask=structure.visible(device=device),
         )
     return structure
+
+
+def _hides_nothing(attention_mask: Any, length: int) -> bool:
+    """A 2-D mask of ones, where looking is free: on the CPU and outside of traced graphs."""
+    return (
+        not torch.compiler.is_compiling()
+        and attention_mask.is_cpu
+        and attention_mask.shape[1] >= length
+        and bool(attention_mask.all())
+    )
 
 
 def _padding_of_keys(attention_mask: Tensor | None, kv_len: int, kv_offset: int) -> Tensor | None:

@@ -1,0 +1,346 @@
+"""Families of every kind against stock eager attention: the mathematics that the three main families lack.
+
+Softcap, learned sinks, position bias, sliding and chunked layers mixed, cross-attention, images, keys chosen by an
+indexer, key and value heads of different sizes. The list is `breadth.yaml`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+import yaml
+from torch import Tensor
+
+from adaattn_hf import UnsupportedModel, check
+from adaattn_hf.patches.recorder import Recorder, recording
+
+from ..support.models import Pair, build, main_output, padding, tokens
+
+LISTED: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
+    (Path(__file__).parent / "breadth.yaml").read_text(encoding="utf-8")
+)
+USUAL: dict[str, Any] = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=96,
+    type_vocab_size=2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+    cls_token_id=1,
+    sep_token_id=2,
+    decoder_start_token_id=0,
+    embedding_size=32,
+    d_model=32,
+    d_kv=8,
+    d_ff=48,
+    num_layers=2,
+    num_heads=4,
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    hidden_dim=48,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    num_experts=4,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+    image_size=16,
+    patch_size=4,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+    dropout=0.0,
+    attention_dropout=0.0,
+    activation_dropout=0.0,
+    dropout_rate=0.0,
+)
+"""Sizes and switches that a configuration takes where it knows the name."""
+
+MLA: dict[str, Any] = dict(
+    num_key_value_heads=4,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    head_dim=8,
+    v_head_dim=12,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=2,
+)
+
+
+def configured(model_type: str, changes: dict[str, Any]) -> tf.PreTrainedConfig:
+    """A tiny configuration."""
+    known = tf.AutoConfig.for_model(model_type)
+    usual = {name: value for name, value in USUAL.items() if hasattr(known, name)}
+    if hasattr(known, "kv_lora_rank"):
+        usual |= MLA
+    return tf.AutoConfig.for_model(model_type, **{**usual, **changes})
+
+
+def models(model_type: str, changes: dict[str, Any], auto: Any) -> Pair:
+    """The tiny model of a family, under stock eager attention and under ours."""
+    config = configured(model_type, changes)
+    cls = auto._model_mapping[type(config)]
+    return build(cls[0] if isinstance(cls, (list, tuple)) else cls, config)
+
+
+def outputs(pair: Pair, **inputs: Any) -> tuple[Tensor, Tensor]:
+    """Of both models; ours must have been asked, and only on the interface's own terms."""
+    with torch.no_grad():
+        expected = main_output(pair.stock(**inputs))
+    with torch.no_grad(), recording(Recorder()) as heard:
+        actual = main_output(pair.ours(**inputs))
+    assert heard.calls, "no attention layer asked for our function"
+    return expected, actual
+
+
+def assert_near(expected: Tensor, actual: Tensor, valid: Tensor | None = None, rtol: float = 1e-5) -> None:
+    """Equal to `rtol` of the largest value that there is, where tokens are real."""
+    assert torch.isfinite(actual).all()
+    difference = (actual - expected).abs()
+    if valid is not None:
+        difference, expected = difference[valid.bool()], expected[valid.bool()]
+    assert float(expected.abs().max()) > 1e-3, "an output of zeros compares equal to anything"
+    assert float(difference.max()) <= rtol * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("family", LISTED["decoders"])
+def test_decoder_equals_eager_in_prompt_and_decoding(family: str) -> None:
+    pair = models(family, LISTED["decoders"][family], tf.AutoModelForCausalLM)
+    ids = tokens()
+    for side in ("none", "left", "right"):
+        mask = padding(side)
+        assert_near(*outputs(pair, input_ids=ids, attention_mask=mask), mask)
+    left = padding("left")
+    assert left is not None
+    steps = []
+    for model in pair:
+        with torch.no_grad():
+            state = model(input_ids=ids[:, :8], attention_mask=left[:, :8], use_cache=True)
+            logits = []
+            for end in (9, 11):  # one token, then two at once
+                state = model(
+                    input_ids=ids[:, (8 if end == 9 else 9) : end],
+                    attention_mask=left[:, :end],
+                    past_key_values=state.past_key_values,
+                    use_cache=True,
+                )
+                logits.append(state.logits)
+        steps.append(torch.cat(logits, dim=1))
+    assert_near(*steps)
+
+
+@pytest.mark.parametrize("family", LISTED["encoders"])
+def test_encoder_equals_eager(family: str) -> None:
+    pair = models(family, LISTED["encoders"][family], tf.AutoModel)
+    for side in ("none", "left", "right", "holes"):
+        mask = padding(side)
+        assert_near(*outputs(pair, input_ids=tokens(), attention_mask=mask), mask)
+
+
+@pytest.mark.parametrize("family", LISTED["encoder-decoders"])
+def test_encoder_decoder_equals_eager(family: str) -> None:
+    pair = models(family, LISTED["encoder-decoders"][family], tf.AutoModelForSeq2SeqLM)
+    target = torch.ones(3, 6, dtype=torch.long)
+    target[0, 4:] = 0
+    for side in ("none", "left", "right"):
+        given: dict[str, Any] = dict(input_ids=tokens(), attention_mask=padding(side))
+        given |= dict(decoder_input_ids=tokens()[:, :6], decoder_attention_mask=target)
+        assert_near(*outputs(pair, **given), target)
+
+
+@pytest.mark.parametrize("family", LISTED["vision"])
+def test_vision_model_equals_eager(family: str) -> None:
+    pair = models(family, LISTED["vision"][family], tf.AutoModel)
+    assert_near(*outputs(pair, pixel_values=torch.randn(2, 3, 16, 16)))
+
+
+@pytest.mark.parametrize("family", LISTED["sparse"])
+def test_keys_that_the_model_selects_are_the_only_ones_seen(family: str) -> None:
+    pair = models(family, LISTED["sparse"][family], tf.AutoModelForCausalLM)
+    for side in ("none", "left", "right"):
+        mask = padding(side)
+        assert_near(*outputs(pair, input_ids=tokens(), attention_mask=mask), mask)
+
+
+def test_a_mask_of_selected_blocks_is_read_per_group_of_heads() -> None:
+    from types import SimpleNamespace
+
+    from adaattn_hf.patches.selected import with_selected_keys
+    from adaattn_hf.structure import CallStructure
+
+    module: Any = SimpleNamespace(indexer=SimpleNamespace(block_size=3))
+    blocks = torch.tensor([[[[0, -1], [1, 2]], [[2, 0], [-1, -1]]]])
+    structure = with_selected_keys(module, CallStructure(1, 2, 7), 4, {"block_indices": blocks})
+    first = [[1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1]]
+    second = [[1, 1, 1, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0]]
+    assert structure.visible().int().tolist() == [[first, first, second, second]]
+
+
+@pytest.mark.parametrize("size", [5, 7, 8, 13, 33, 64, 80, 128, 256])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_any_head_size(family: str, size: int) -> None:
+    width = (
+        dict(n_embd=2 * size, n_head=2)
+        if family == "gpt2"
+        else dict(hidden_size=2 * size, num_attention_heads=2)
+    )
+    auto = tf.AutoModelForCausalLM if family == "gpt2" else tf.AutoModel
+    sizes: dict[str, Any] = dict(n_layer=1, attn_pdrop=0.0) if family == "gpt2" else {}
+    pair = models(family, {**width, **sizes}, auto)
+    for side in ("none", "left"):
+        mask = padding(side)
+        assert_near(*outputs(pair, input_ids=tokens(), attention_mask=mask), mask)
+
+
+@pytest.mark.parametrize("size", [8, 24, 40, 72, 96, 112, 160, 192, 256])
+def test_any_head_size_with_rotary_embeddings_and_grouped_heads(size: int) -> None:
+    pair = models("llama", dict(head_dim=size, num_hidden_layers=1), tf.AutoModelForCausalLM)
+    for side in ("none", "left"):
+        mask = padding(side)
+        assert_near(*outputs(pair, input_ids=tokens(), attention_mask=mask), mask)
+
+
+def test_image_tokens_see_one_another_both_ways() -> None:
+    config = tf.Gemma3Config(
+        text_config=configured(
+            "gemma3_text", dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+        ).to_dict(),
+        vision_config=configured("siglip_vision_model", {}).to_dict(),
+        mm_tokens_per_image=4,
+        image_token_id=63,
+        boi_token_id=62,
+        eoi_token_id=61,
+    )
+    pair = build(tf.Gemma3ForConditionalGeneration, config)
+    ids = tokens(2, 14) % 60 + 3
+    ids[0, 3:7] = ids[1, 6:10] = 63
+    types = (ids == 63).long()
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    given: dict[str, Any] = dict(input_ids=ids, attention_mask=mask, token_type_ids=types)
+    given["pixel_values"] = torch.randn(2, 3, 16, 16)
+    expected, actual = outputs(pair, **given)
+    assert_near(expected, actual, mask)
+    without = outputs(pair, **{**given, "token_type_ids": torch.zeros_like(types)})[1]
+    assert float((without - actual).abs()[mask.bool()].max()) > 1e-3, "image spans changed nothing"
+
+
+def test_learned_sinks_take_part_in_the_softmax() -> None:
+    pair = models("gpt_oss", LISTED["decoders"]["gpt_oss"], tf.AutoModelForCausalLM)
+    before = outputs(pair, input_ids=tokens())[1]
+    with torch.no_grad():
+        for model in pair:
+            for name, parameter in model.named_parameters():
+                if name.endswith("sinks"):
+                    parameter.fill_(3.0)
+    expected, actual = outputs(pair, input_ids=tokens())
+    assert_near(expected, actual)
+    assert float((actual - before).abs().max()) > 1e-3
+
+
+def test_rows_of_padding_stay_out_of_the_way_of_gemma3n() -> None:
+    """It divides by the magnitude of each row: a row of zeros would make the gradient of the model NaN."""
+    config = configured(
+        "gemma3n_text",
+        dict(
+            num_hidden_layers=4,
+            num_kv_shared_layers=2,
+            layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            sliding_window=4,
+            vocab_size_per_layer_input=64,
+            hidden_size_per_layer_input=4,
+            laurel_rank=4,
+            activation_sparsity_pattern=[0.0] * 4,
+        ),
+    )
+    model = tf.Gemma3nForCausalLM._from_config(config, attn_implementation="adaattn").train()
+    ids, mask = tokens(), padding("right")
+    assert mask is not None
+    ids = ids * mask  # the embedding of the padding token is zero
+    model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert grads
+    assert all(torch.isfinite(grad).all() for grad in grads)
+
+
+# model type -> how it is refused when it runs unchecked
+UNROUTED = {
+    "bloom": "raises",
+    "mpt": "raises",
+    "rembert": "raises",
+    "xglm": "raises",
+    "mpnet": "raises",
+    "roformer": "raises",
+    "bigbird_pegasus": "raises",
+    "gptj": "KeyError",
+    "falcon": "KeyError",
+    "gpt_neo": "KeyError",
+    "deberta": "silent",
+    "deberta-v2": "silent",
+}
+
+
+@pytest.mark.parametrize("family", UNROUTED)
+def test_check_refuses_what_takes_no_implementation_by_name(family: str) -> None:
+    with pytest.raises(UnsupportedModel, match="attn_implementation='eager'") as refused:
+        check(tf.AutoConfig.for_model(family))
+    sentence = str(refused.value)
+    assert sentence.count("\n") == 0
+    assert type(tf.AutoConfig.for_model(family)).__name__ in sentence
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "bert", "t5", "vit", "llava", "gemma3", "modernbert", "gpt_oss"]
+)
+def test_check_lets_routed_families_pass(family: str) -> None:
+    check(tf.AutoConfig.for_model(family))
+
+
+@pytest.mark.parametrize("family", ["bloom", "rembert", "mpnet"])
+def test_a_model_that_makes_its_own_scores_raises_one_sentence(family: str) -> None:
+    config = configured(family, dict(n_head=4, n_layer=2) if family == "bloom" else {})
+    model = tf.AutoModel.from_config(config, attn_implementation="adaattn").eval()
+    with pytest.raises(UnsupportedModel, match="does not route its attention"):
+        model(input_ids=tokens(), attention_mask=padding("left"))
+    with pytest.raises(UnsupportedModel, match="does not route its attention"):
+        check(model)
+
+
+def test_a_mask_that_is_added_to_foreign_scores_raises() -> None:
+    model = tf.AutoModel.from_config(configured("bigbird_pegasus", {}), attn_implementation="adaattn").eval()
+    model.encoder.set_attention_type("original_full")
+    with pytest.raises(UnsupportedModel, match="adds the attention mask"):
+        model(input_ids=tokens(), attention_mask=padding("left"), decoder_input_ids=tokens()[:, :4])
+
+
+def test_a_model_that_never_asks_is_found_by_check_alone() -> None:
+    model = tf.AutoModel.from_config(configured("deberta-v2", {}), attn_implementation="adaattn").eval()
+    with torch.no_grad(), recording(Recorder()) as heard:
+        model(input_ids=tokens())
+    assert not heard.calls
+    with pytest.raises(UnsupportedModel):
+        check(model)
+
+
+def test_towers_with_another_implementation_are_not_refused() -> None:
+    model = tf.AutoModel.from_config(configured("deberta-v2", {}), attn_implementation="eager")
+    check(model)
