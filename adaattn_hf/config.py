@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["AdaAttnConfig", "ConfigError", "settings_in"]
+__all__ = ["AdaAttnConfig", "ConfigError", "raw_settings", "settings_in"]
 
 CONFIG_VERSION = 1
 
@@ -43,14 +43,22 @@ class AdaAttnConfig:
         for name, kinds, expected in (
             ("preset", str, "a preset's name"),
             ("backend", (str, type(None)), "a backend's name or None"),
-            ("plan", (Mapping, type(None)), "a plan as a dictionary (written by `adaattn calibrate`) or None"),
+            (
+                "plan",
+                (Mapping, type(None)),
+                "a plan as a dictionary (written by `adaattn calibrate`) or None",
+            ),
             ("monitor", bool, "True or False"),
             ("version", int, f"{CONFIG_VERSION}"),
         ):
             value = getattr(self, name)
             if not isinstance(value, kinds):
                 raise ConfigError(f"adaattn.{name}: got {value!r}, expected {expected}")
-        if isinstance(self.budget, bool) or not isinstance(self.budget, (int, float)) or not 0 <= self.budget < 1:
+        if (
+            isinstance(self.budget, bool)
+            or not isinstance(self.budget, (int, float))
+            or not 0 <= self.budget < 1
+        ):
             raise ConfigError(
                 f"adaattn.budget: got {self.budget!r}, expected a number from 0 (exact) to below 1; 0.1 % is 0.001"
             )
@@ -88,12 +96,22 @@ _parsed: dict[int, tuple[Any, AdaAttnConfig]] = {}
 _PARSED_LIMIT = 256
 
 
+def raw_settings(config: Any) -> Any:
+    """What lies in `config.adaattn`, None where nothing does.
+
+    Looks past `PretrainedConfig.__getattribute__`, which takes microseconds to miss: every layer asks.
+    """
+    if config is None or torch.compiler.is_compiling():
+        return getattr(config, "adaattn", None)
+    return object.__getattribute__(config, "__dict__").get("adaattn")
+
+
 def settings_in(config: Any) -> AdaAttnConfig:
     """The settings that a model's configuration carries; exact where it carries none.
 
     Parsed once per dictionary object: this is asked for in every layer of every forward pass.
     """
-    raw = getattr(config, "adaattn", None)
+    raw = raw_settings(config)
     if raw is None:
         return EXACT
     if torch.compiler.is_compiling():

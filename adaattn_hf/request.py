@@ -92,28 +92,36 @@ class CallSpec(NamedTuple):
     @classmethod
     def of(cls, request: AttentionRequest) -> CallSpec:
         """The spec of a request."""
-        q, k, v = request.query, request.key, request.value
-        grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        if torch.is_grad_enabled() and not grad:
-            grad = any(t is not None and t.requires_grad for t in (request.bias, request.sink_logits))
-        kind, compiling = request.structure.kind, torch.compiler.is_compiling()
-        if kind == "ragged" and not compiling and q.device.type != "meta" and request.structure.segments() is None:
+        # Runs in every layer: positional, nothing read twice, and no torch.device made where none is needed.
+        q, k, v, structure = request.query, request.key, request.value, request.structure
+        bias, sink_logits = request.bias, request.sink_logits
+        grad = torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (sink_logits is not None and sink_logits.requires_grad)
+        )
+        device = "cpu" if q.is_cpu else q.device.type
+        kind, compiling = structure.kind, torch.compiler.is_compiling()
+        if kind == "ragged" and not compiling and device not in ("cpu", "meta") and structure.segments() is None:
             kind = "irregular"  # padding with holes is no better than a dense mask
+        _, heads, q_len, head_dim = q.shape
         return cls(
-            device=q.device.type,
-            dtype=q.dtype,
-            head_dim=q.shape[3],
-            head_dim_v=v.shape[3],
-            groups=q.shape[1] // k.shape[1],
-            kind=kind,
-            windowed=request.structure.windowed,
-            window_sinks=request.structure.sinks > 0,
-            decode=q.shape[2] == 1,
-            needs_grad=grad,
-            dropout=request.dropout > 0,
-            softcap=request.softcap is not None,
-            sink_logits=request.sink_logits is not None,
-            bias=request.bias is not None,
-            need_lse=request.need_lse,
-            compiling=compiling,
+            device,
+            q.dtype,
+            head_dim,
+            v.shape[3],
+            heads // k.shape[1],
+            kind,
+            structure.window is not None and structure.windowed,
+            structure.sinks > 0,
+            q_len == 1,
+            grad,
+            request.dropout > 0,
+            request.softcap is not None,
+            sink_logits is not None,
+            bias is not None,
+            request.need_lse,
+            compiling,
         )

@@ -101,6 +101,12 @@ class CallStructure:
         `suffix` is causal with queries that stand behind the first key (chunked prefill, one decode step);
         `ragged` needs data (padding, documents, a device-side offset) to become segments.
         """
+        known: str | None = self._memo.get("kind")
+        if known is None:
+            known = self._memo["kind"] = self._kind()
+        return known
+
+    def _kind(self) -> str:
         if self.spans is not None or self.mask is not None:
             return "irregular"
         if not self.plain:
@@ -146,17 +152,19 @@ class CallStructure:
         This is the definition of every rule; it allocates one band of `stop - start` rows.
         """
         stop = self.q_len if stop is None else stop
-        q = torch.arange(start, stop, device=device)
-        p = q + self.q_offset
-        j = torch.arange(self.kv_len, device=device)
-        p_, j_ = p[None, None, :, None], j[None, None, None, :]
         keep: Tensor | None = None
 
         def both(a: Tensor | None, b: Tensor) -> Tensor:
             return b if a is None else a & b
 
+        # small padded batches come here in every forward pass, so nothing is made that no rule asks for
+        positional = self.causal or self.window is not None or self.chunk is not None or self.spans is not None
+        if positional:
+            p = torch.arange(start, stop, device=device) + self.q_offset
+            j = torch.arange(self.kv_len, device=device)
+            p_, j_ = p[None, None, :, None], j[None, None, None, :]
         if self.causal:
-            keep = both(keep, j_ <= p_)
+            keep = j_ <= p_
         if self.window is not None:
             near = (j_ > p_ - self.window) if self.causal else ((p_ - j_).abs() < self.window)
             if self.sinks:
@@ -183,7 +191,11 @@ class CallStructure:
             real = self.key_padding.to(device)
             keep = both(keep, real[:, None, None, :])
             if self.pads_queries:
-                at_p = real.gather(1, p.clamp(0, self.kv_len - 1).expand(real.shape[0], -1))
+                if isinstance(self.q_offset, int) and 0 <= self.q_offset <= self.kv_len - self.q_len:
+                    at_p = real[:, start + self.q_offset : stop + self.q_offset]
+                else:
+                    p = torch.arange(start, stop, device=device) + self.q_offset
+                    at_p = real.gather(1, p.clamp(0, self.kv_len - 1).expand(real.shape[0], -1))
                 keep = both(keep, at_p[:, None, :, None])
         if self.mask is not None:
             band = self.mask if self.mask.shape[-2] == 1 else self.mask[..., start:stop, :]
@@ -228,7 +240,7 @@ class CallStructure:
 
     def _settle(self) -> CallStructure:
         changes: dict[str, Any] = {}
-        if self.key_padding is not None and bool(self.key_padding.all()):
+        if self.key_padding is not None and not self.key_padding.is_meta and bool(self.key_padding.all()):
             changes = {"key_padding": None, "pads_queries": False}
         if not isinstance(self.q_offset, int):
             changes["q_offset"] = self.offset()

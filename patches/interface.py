@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
-from .. import execute
-from ..attach import program_of
-from ..backends.eager import attention_weights
-from ..backends.select import choose
-from ..config import settings_in
-from ..request import AttentionRequest, CallSpec
-from ..structure import CallStructure
-from ..tap import active_tap
+from adaattn_hf import execute
+from adaattn_hf.attach import program_of
+from adaattn_hf.backends.eager import attention_weights
+from adaattn_hf.backends.select import choose
+from adaattn_hf.config import raw_settings, settings_in
+from adaattn_hf.request import AttentionRequest, CallSpec
+from adaattn_hf.structure import CallStructure
+from adaattn_hf.tap import active_tap
+
 from .carrier import StructuredMask
 from .packing import with_documents
 from .recorder import active_recorder
@@ -59,40 +60,39 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         The keywords are those of Transformers' own implementations. `sliding_window` is not read: the mask carries
         the window, and where no mask was made stock attention has none either.
         """
-        for name in _UNSERVED:
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"{name}: {type(module).__name__} keeps its keys in a paged cache, which adaattn does not serve; "
-                    "use generate() instead of generate_batch(), or load the model with attn_implementation='sdpa'"
-                )
+        compiling = torch.compiler.is_compiling()
         out_dtype = query.dtype
         query, key, value = _one_dtype(module, query, key, value)
         structure, bias = _read_mask(module, query, key, attention_mask, is_causal)
-        if kwargs.get("cu_seq_lens_q") is not None:
-            structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
-        structure = with_selected_keys(module, structure, query.shape[1], kwargs)
+        if kwargs:
+            structure = _with_keywords(module, structure, query, kwargs)
+        if not compiling:
+            structure = structure.settled()
         if position_bias is not None:
             position_bias = position_bias[..., : structure.q_len, : structure.kv_len]
             bias = position_bias if bias is None else bias + position_bias
         request = AttentionRequest(
-            query=query,
-            key=key,
-            value=value,
-            structure=structure,
-            scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
-            dropout=dropout,
-            softcap=softcap,
-            sink_logits=s_aux if s_aux is not None else sinks,
-            bias=bias,
+            query,
+            key,
+            value,
+            structure,
+            query.shape[3] ** -0.5 if scaling is None else scaling,
+            dropout,
+            softcap,
+            s_aux if s_aux is not None else sinks,
+            bias,
         )
         spec = CallSpec.of(request)
-        forced = backend if backend is not None else settings_in(getattr(module, "config", None)).backend
-        if not spec.compiling and (recorder := active_recorder()) is not None:
+        forced, config = backend, getattr(module, "config", None)
+        adapted = raw_settings(config) is not None
+        if adapted and forced is None:
+            forced = settings_in(config).backend
+        if not compiling and (recorder := active_recorder()) is not None:
             recorder.record(module, spec, forced)
             if recorder.dry:
                 return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
-        program = program_of(module, spec.compiling)
-        if not spec.compiling and (tap := active_tap()) is not None:
+        program = program_of(module, compiling) if adapted else None
+        if not compiling and (tap := active_tap()) is not None:
             out = tap(module, request)
         elif program is not None:
             out = execute.attend(program, request, forced).out
@@ -101,11 +101,32 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         # Autocast defines the output's dtype, as it does for stock attention; nothing else may change it.
         if out.dtype != out_dtype and not _autocasts(query.device.type):
             out = out.to(out_dtype)
-        if not _wants_weights(kwargs, spec.compiling):
+        if not _wants_weights(kwargs, compiling):
             return out, None
         return out, attention_weights(request) if program is None else execute.weights(program, request)
 
     return adaattn
+
+
+def _with_keywords(
+    module: nn.Module, structure: CallStructure, query: Tensor, kwargs: dict[str, Any]
+) -> CallStructure:
+    """The structure with what came by keyword: packed documents, selected keys.
+
+    Raises:
+        ValueError: The keys lie in a paged cache.
+    """
+    for name in _UNSERVED:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name}: {type(module).__name__} keeps its keys in a paged cache, which adaattn does not serve; "
+                "use generate() instead of generate_batch(), or load the model with attn_implementation='sdpa'"
+            )
+    if kwargs.get("cu_seq_lens_q") is not None:
+        structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
+    if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
+        structure = with_selected_keys(module, structure, query.shape[1], kwargs)
+    return structure
 
 
 def _autocasts(device: str) -> bool:
@@ -118,16 +139,23 @@ def _one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> 
 
     Rotary embeddings leave queries and keys in fp32 under autocast while values are half; GPT-2 may ask for fp32.
     """
-    device = query.device.type
+    device = "cpu" if query.is_cpu else query.device.type
     if _autocasts(device):
         dtype = torch.get_autocast_dtype(device)
-    elif query.dtype == key.dtype == value.dtype:
+    elif query.dtype is key.dtype is value.dtype:
         dtype = query.dtype
     else:
         dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-    if getattr(module, "reorder_and_upcast_attn", False):
+    if _upcasts(module):
         dtype = torch.promote_types(dtype, torch.float32)
+    if query.dtype is dtype is key.dtype is value.dtype:
+        return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _upcasts(module: nn.Module) -> bool:
+    """GPT-2's setting; asked of the instance's dictionary because `Module.__getattr__` is slow to miss."""
+    return bool(module.__dict__.get("reorder_and_upcast_attn", False))
 
 
 def _read_mask(
@@ -139,11 +167,14 @@ def _read_mask(
         TypeError: Something that is neither a mask of ours nor a tensor.
         ValueError: A mask for other lengths.
     """
-    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
-    # learned queries come once for the whole batch
-    batch = max(batch, key.shape[0])
+    batch, _, q_len, _ = query.shape
+    rows, _, kv_len, _ = key.shape
+    if rows > batch:  # learned queries come once for the whole batch
+        batch = rows
     if isinstance(attention_mask, StructuredMask):
-        structure = attention_mask.structure.expanded(batch)
+        structure = attention_mask.structure
+        if structure.batch != batch:
+            structure = structure.expanded(batch)
         if structure.q_len != q_len or structure.kv_len != kv_len:
             raise ValueError(
                 f"attention_mask: made for {structure.q_len} queries and {structure.kv_len} keys, got {q_len} queries and "

@@ -40,6 +40,9 @@ class MaskPattern:
     padding: Tensor | None = None
 
 
+_CAUSAL, _BOTH_WAYS = MaskPattern(causal=True), MaskPattern(causal=False)
+
+
 def read_pattern(function: Callable[..., Any]) -> MaskPattern | None:
     """The pattern of a mask function, or None if it is not one of Transformers' own compositions.
 
@@ -51,9 +54,9 @@ def read_pattern(function: Callable[..., Any]) -> MaskPattern | None:
             return MaskPattern(causal=True)
         return MaskPattern(causal=False) if name == "bidirectional_mask_function" else None
     if function is masking_utils.causal_mask_function:
-        return MaskPattern(causal=True)
+        return _CAUSAL
     if function is masking_utils.bidirectional_mask_function:
-        return MaskPattern(causal=False)
+        return _BOTH_WAYS
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return None
     captured = dict(

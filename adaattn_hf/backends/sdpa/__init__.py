@@ -24,6 +24,4 @@ class SdpaBackend:
             reasons.append("the log-sum-exp is not returned from traced graphs or under dropout")
         return tuple(reasons)
 
-    def attend(self, request: AttentionRequest) -> AttentionResult:
-        """Attention by as few operator calls as the structure allows."""
-        return attend(request)
+    attend = staticmethod(attend)

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from ...structure import CallStructure
 from .parts import Part, Program, empty_rows
 
-__all__ = ["dense_part", "dense_program"]
+__all__ = ["SMALL_PAIRS", "dense_part", "dense_program"]
 
 # Masks of a structure are kept for all layers up to so many bytes, beyond it each layer makes them again.
 _KEPT_BYTES = 1 << 28
 
+SMALL_PAIRS = 1 << 14
+"""Pairs of queries and keys up to which a padded batch is one masked call without further ado."""
 
-def dense_program(structure: CallStructure, device: torch.device, dtype: torch.dtype, step: int) -> Program:
-    """Bands of `step` rows against the keys that any of their queries sees."""
-    shown = structure.visible(0, min(1, structure.q_len), device=device)
-    size = shown.shape[0] * shown.shape[1] * structure.q_len * structure.kv_len * dtype.itemsize
-    keep = size <= _KEPT_BYTES
+
+def dense_program(
+    structure: CallStructure, device: torch.device, dtype: torch.dtype, step: int, lse: bool = True
+) -> Program:
+    """Bands of `step` rows against the keys that any of their queries sees.
+
+    Without `lse` it is not told which rows a small mask leaves empty.
+    """
+    heads = 1 if structure.mask is None else structure.mask.shape[1]
+    pairs = structure.batch * heads * structure.q_len * structure.kv_len
+    keep = pairs * dtype.itemsize <= _KEPT_BYTES
+    if pairs <= SMALL_PAIRS and step >= structure.q_len:
+        # looking for what to leave out would cost more than computing it
+        whole = Part(0, structure.batch, 0, structure.q_len, 0, structure.kv_len)
+        mask = torch.where(structure.visible(device=device), _constant(0.0, dtype, device), _constant(float("-inf"), dtype, device))
+        return Program((whole._replace(mask=mask, empty=empty_rows(mask) if lse else None),), True, merges=False)
     parts = []
     covered = True
     for start in range(0, structure.q_len, step):
@@ -32,6 +47,11 @@ def dense_program(structure: CallStructure, device: torch.device, dtype: torch.d
         part = Part(0, structure.batch, start, stop - start, low, high - low)
         parts.append(_with_mask(part, visible, dtype) if keep else part)
     return Program(tuple(parts), covered, merges=False, dense=not keep)
+
+
+@functools.cache
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def dense_part(part: Part, structure: CallStructure, device: torch.device, dtype: torch.dtype) -> Part:

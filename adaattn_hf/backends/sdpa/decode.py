@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...request import AttentionRequest
@@ -14,42 +15,70 @@ __all__ = ["attend_few"]
 
 # Share of the keys between the first and the last valid one that may be padding before rows are walked one by one.
 _WASTE = 0.25
+# Keys up to which the plain operator is quicker than anything around it.
+_SHORT = 128
 
 
 def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | None:
     """`[batch, 1, heads, head_dim]` for one query per row, or None where the structure is not made of runs."""
     query, key, value = request.query, request.key, request.value
     batch, heads, _, dim = query.shape
+    kv_heads, kv_len = key.shape[1], key.shape[2]
+    if structure.plain and not structure.windowed:
+        stop = min(kv_len, structure.offset() + 1) if structure.causal else kv_len
+        if stop < kv_len:
+            key, value = key[:, :, :stop], value[:, :, :stop]
+        if stop <= _SHORT or (heads == kv_heads and query.dtype == torch.float32):
+            out = F.scaled_dot_product_attention(
+                query, key, value, scale=request.scaling, enable_gqa=heads != kv_heads
+            )
+            return out.transpose(1, 2)
+        spans = [(0, stop)]
+    else:
+        found = _ranges(structure)
+        if found is None:
+            return None
+        spans = found
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return None
     if value.shape[3] != dim or batch != structure.batch or key.shape[0] != batch:
         return None
-    spans = _ranges(structure)
-    if spans is None:
+    if key.stride(3) != 1 or value.stride(3) != 1:
         return None
-    kv_heads = key.shape[1]
     folded = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     doubled = heads == kv_heads and query.dtype != torch.float32
     if doubled:
         # half-precision products with a single row miss the fast kernel; a repeated row does not
         folded = folded.expand(batch, kv_heads, 2, dim)
-    low, high = min(a for a, _ in spans), max(b for _, b in spans)
-    if key.stride(3) != 1 or value.stride(3) != 1:
-        return None
-    total = sum(b - a for a, b in spans)
+    out = _folded(request, structure, folded, key, value, spans)
+    if doubled:
+        out = out[:, :, :1]
+    return out.reshape(batch, 1, heads, dim)
+
+
+def _folded(
+    request: AttentionRequest,
+    structure: CallStructure,
+    folded: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: list[tuple[int, int]],
+) -> Tensor:
+    """`[batch, num_kv_heads, rows, head_dim]`: one call, one masked call, or one call per batch row."""
     call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    if total == batch * (high - low):
-        out = call(folded, key[:, :, low:high], value[:, :, low:high], scale=request.scaling)[0]
-    elif total > (1 - _WASTE) * batch * (high - low) or high - low < 128:
-        mask = _mask(structure, low, high, query)
-        out = call(folded, key[:, :, low:high], value[:, :, low:high], attn_mask=mask, scale=request.scaling)[0]
-    else:
-        out = query.new_zeros((batch, kv_heads, folded.shape[2], dim))
+    low, high = min(a for a, _ in spans), max(b for _, b in spans)
+    total, most = sum(b - a for a, b in spans), len(spans) * (high - low)
+    if total < (1 - _WASTE) * most and high - low >= _SHORT:
+        out = folded.new_zeros(folded.shape)
         for row, (a, b) in enumerate(spans):
             if b > a:
                 one = slice(row, row + 1)
                 out[one] = call(folded[one], key[one, :, a:b], value[one, :, a:b], scale=request.scaling)[0]
-    if doubled:
-        out = out[:, :, :1]
-    return out.reshape(batch, 1, heads, dim)
+        return out
+    mask = None if total == most else _mask(structure, low, high, folded)
+    own = slice(low, high)
+    out = call(folded, key[:, :, own], value[:, :, own], attn_mask=mask, scale=request.scaling)[0]
+    return out
 
 
 def _ranges(structure: CallStructure) -> list[tuple[int, int]] | None:

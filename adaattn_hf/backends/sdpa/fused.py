@@ -16,7 +16,7 @@ from .bands import dense_part
 from .kernels import Kernel
 from .parts import EMPTY, Part, Program, empty_rows
 
-__all__ = ["Fused", "run_forward"]
+__all__ = ["Fused", "is_single", "run_forward", "run_single"]
 
 
 def _view(t: Tensor, part: Part, start: int, length: int) -> Tensor:
@@ -59,6 +59,31 @@ def _mask(part: Part, bias: Tensor | None) -> Tensor | None:
 def _empty(part: Part, mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """Rows that see nothing; a bias may hide keys, too."""
     return part.empty if bias is None or mask is None else empty_rows(mask)
+
+
+def is_single(program: Program, structure: CallStructure) -> bool:
+    """One part answers the whole call."""
+    if len(program.parts) != 1 or program.dense:
+        return False
+    part = program.parts[0]
+    return part.rows == structure.batch and part.q_len == structure.q_len and not part.sinks
+
+
+def run_single(
+    kernel: Kernel,
+    part: Part,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    bias: Tensor | None,
+) -> Tensor:
+    """`out` `[batch, q_len, heads, head_dim_v]` of a program of one part."""
+    if part.k_len != key.shape[2]:
+        own = slice(part.k_start, part.k_start + part.k_len)
+        key, value = key[:, :, own], value[:, :, own]
+    mask = part.mask if bias is None else _mask(part, bias)
+    return kernel.forward(query, key, value, mask, part.causal, scaling)[0].transpose(1, 2)
 
 
 def run_forward(

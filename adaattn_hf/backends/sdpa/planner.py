@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...structure import CallStructure, Segment
-from .bands import dense_program
+from .bands import SMALL_PAIRS, dense_program
 from .parts import Part, Program, Run, band_mask, empty_rows, may_be_empty
 from .runs import Local, Rules, local_parts
 
@@ -27,6 +27,7 @@ class Target(NamedTuple):
         work: Operations per visible pair of a query and a key, all heads.
         rate: Operations per second that the kernel reaches here.
         call: Seconds that one more call costs.
+        lse: The log-sum-exp will be looked at.
     """
 
     device: torch.device
@@ -39,6 +40,7 @@ class Target(NamedTuple):
     work: int
     rate: float
     call: float
+    lse: bool
 
 
 # A single masked call is considered up to so many pairs per batch.
@@ -63,6 +65,9 @@ def _program(structure: CallStructure, target: Target) -> Program:
         whole = Segment(0, 0, structure.q_len, 0, structure.kv_len, structure.offset())
         groups = [(structure.batch, [(whole, 1)])]
     else:
+        pairs = structure.batch * structure.q_len * structure.kv_len
+        if pairs <= SMALL_PAIRS and target.device.type == "cpu":
+            return dense_program(structure, target.device, target.dtype, structure.q_len, target.lse)
         segments = structure.segments()
         if segments is None:
             return dense_program(structure, target.device, target.dtype, target.band)

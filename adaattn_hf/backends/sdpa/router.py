@@ -10,7 +10,7 @@ from ...request import AttentionRequest, AttentionResult
 from ...structure import CallStructure
 from .compact import compacted, scattered
 from .decode import attend_few
-from .fused import Fused, run_forward
+from .fused import Fused, is_single, run_forward, run_single
 from .kernels import EfficientKernel, FlashCpuKernel, Kernel, MathKernel
 from .parts import EMPTY
 from .planner import Target, program_for
@@ -24,23 +24,28 @@ _TILE = 1 << 19
 
 def attend(request: AttentionRequest) -> AttentionResult:
     """Attention by the cheapest exact way."""
-    query, key, value = request.query, request.key, request.value
+    query, value = request.query, request.value
     bare = request.bias is None and request.softcap is None and request.sink_logits is None and not request.need_lse
     if torch.compiler.is_compiling():
         return AttentionResult(_traced(_expanded(request), bare).transpose(1, 2))
     structure = request.structure.settled()
     kind = structure.kind
-    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if bare and query.shape[2] == 1 and not grad and not request.dropout and query.device.type == "cpu":
-        out = attend_few(request, structure)
-        if out is not None:
-            return AttentionResult(out)
-    if bare and kind in ("full", "causal") and value.shape[3] == query.shape[3]:
-        return AttentionResult(plain_call(request, kind == "causal").transpose(1, 2))
+    if bare:
+        if query.shape[2] == 1 and query.is_cpu and not request.dropout:
+            few = attend_few(request, structure)
+            if few is not None:
+                return AttentionResult(few)
+        if query.shape[2] == 1 and kind == "suffix" and query.is_cuda and value.shape[3] == query.shape[3]:
+            # the operator's own kernels split the keys among programs and read grouped heads once
+            stop = min(structure.kv_len, structure.offset() + 1)
+            one = request.with_tensors(query, request.key[:, :, :stop], request.value[:, :, :stop])
+            return AttentionResult(plain_call(one, False).transpose(1, 2))
+        if (kind == "causal" or kind == "full") and value.shape[3] == query.shape[3]:
+            return AttentionResult(plain_call(request, kind == "causal").transpose(1, 2))
     request = _expanded(request)
     if request.dropout:
         return AttentionResult(run_traced(program_for(structure, _traced_target(request)), request).transpose(1, 2))
-    gathered = compacted(structure) if request.bias is None and kind == "ragged" else None
+    gathered = compacted(structure) if kind == "ragged" and request.bias is None else None
     if gathered is None:
         return _fused(request, structure)
     return scattered(gathered, request, _fused)
@@ -84,7 +89,10 @@ def _fused(request: AttentionRequest, structure: CallStructure) -> AttentionResu
     if not program.parts:
         return _nothing(request)
     lse: Tensor | None
-    if grad:
+    if sink_logits is None and not request.need_lse and is_single(program, structure) and isinstance(kernel, FlashCpuKernel):
+        # torch knows the derivative of a single call
+        out, lse = run_single(kernel, program.parts[0], query, key, value, request.scaling, bias), None
+    elif grad:
         out, lse = Fused.apply(query, key, value, bias, sink_logits, kernel, program, structure, request.scaling)
     else:
         out, lse = run_forward(
@@ -126,8 +134,10 @@ def _target(request: AttentionRequest, kernel: Kernel, grad: bool) -> Target:
         band = step
     else:
         step, band = (128 if grad else 64) if cpu else 256, 256
+    lse = grad or request.need_lse or request.sink_logits is not None
+    call = 25e-6 if cpu else 4e-5
     return Target(
-        query.device, query.dtype, True, kernel.flag, step, request.bias is None, band, work, rate, 25e-6 if cpu else 4e-5
+        query.device, query.dtype, True, kernel.flag, step, request.bias is None, band, work, rate, call, lse
     )
 
 
@@ -135,7 +145,7 @@ def _traced_target(request: AttentionRequest) -> Target:
     """Parts for `run_traced`: nothing merged, one call per part."""
     band = request.structure.q_len if torch.compiler.is_compiling() else 256
     flag = request.bias is None and request.softcap is None and request.sink_logits is None
-    return Target(request.query.device, request.query.dtype, False, flag, 128, False, band, 1, 1e14, 0.0)
+    return Target(request.query.device, request.query.dtype, False, flag, 128, False, band, 1, 1e14, 0.0, False)
 
 
 def _traced(request: AttentionRequest, bare: bool) -> Tensor:
