@@ -75,7 +75,7 @@ def sinusoids(positions: int, width: int, scale: float) -> Tensor:
 
 def _start_positions(table: torch.nn.Embedding, recipe: Recipe) -> None:
     with torch.no_grad():
-        table.weight.copy_(sinusoids(*table.weight.shape, recipe.initializer_range))
+        table.weight.copy_(sinusoids(table.num_embeddings, table.embedding_dim, recipe.initializer_range))
 
 
 def build(name: str, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> PreTrainedModel:

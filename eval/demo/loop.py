@@ -108,7 +108,7 @@ def validation_batches(
     """Disjoint windows over the whole stream, with masks that are the same every time."""
     span = _span(recipe)
     windows = stream[: len(stream) // span * span].view(-1, span)
-    for index, rows in enumerate(windows.split(4 * recipe.batch_size)):
+    for index, rows in enumerate(torch.split(windows, 4 * recipe.batch_size)):
         yield _example(rows, recipe, tokenizer, _generator(recipe, -1 - index, stream.device))
 
 
@@ -122,7 +122,7 @@ def stream_nll(
     model: PreTrainedModel, stream: Tensor, recipe: Recipe, tokenizer: PreTrainedTokenizerFast
 ) -> float:
     """Mean nll of a stream in nats per predicted token, over disjoint windows."""
-    model.eval()
+    model.train(False)
     total, count = 0.0, 0
     for batch in validation_batches(stream, recipe, tokenizer):
         with autocast(stream.device):

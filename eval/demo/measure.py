@@ -60,7 +60,9 @@ def nll_map(
         limit: Use at most this many windows.
     """
     causal = recipe.objective == "causal"
-    mask = window and window_mask(recipe.context, window, causal=causal, device=stream.device)
+    mask = (
+        None if window is None else window_mask(recipe.context, window, causal=causal, device=stream.device)
+    )
     rows: list[Tensor] = []
     for batch in validation_batches(stream, recipe, tokenizer):
         for first in range(0, len(batch["labels"]), PART):
@@ -112,7 +114,7 @@ def measure(
         recipe: Of the model.
         tokenizer: Of the model.
     """
-    model.eval()
+    model.train(False)
     heldout = streams["heldout"]
     full = nll_map(model, heldout, recipe, tokenizer)
     windows: Sequence[int] = (1, 8, 32, 128)

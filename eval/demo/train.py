@@ -92,6 +92,12 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
+def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """The model, moved."""
+    torch.nn.Module.to(model, device)
+    return model
+
+
 def train_one(
     name: str,
     documents: Sequence[Document],
@@ -107,7 +113,7 @@ def train_one(
         for split in ("train", "validation", "heldout")
     }
     torch.manual_seed(recipe.seed)
-    model = build(name, tokenizer, recipe).to(device)
+    model = on_device(build(name, tokenizer, recipe), device)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
         task = bars.add_task(name, total=recipe.steps)
@@ -134,7 +140,7 @@ def train_one(
     model.load_state_dict(torch.load(work / "best.pt", map_location=device, weights_only=True))
     directory = out / f"model-{name}"
     export(model, tokenizer, directory)
-    stored: PreTrainedModel = type(model).from_pretrained(directory).to(device)
+    stored: PreTrainedModel = on_device(type(model).from_pretrained(directory), device)
     record: dict[str, Any] = {
         "model": name,
         "parameters": stored.num_parameters(),

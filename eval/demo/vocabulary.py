@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -28,11 +29,17 @@ def _byte_level_bpe(
     return tokenizer
 
 
+def _wrapped(**settings: Any) -> PreTrainedTokenizerFast:
+    make: Any = PreTrainedTokenizerFast  # its constructor has no annotations
+    tokenizer: PreTrainedTokenizerFast = make(**settings)
+    return tokenizer
+
+
 def gpt2_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     """GPT-2's kind: byte-level BPE, one special token that separates documents."""
     end = "<|endoftext|>"
     tokenizer = _byte_level_bpe(texts, [end], pre_tokenizers.ByteLevel(add_prefix_space=False))
-    return PreTrainedTokenizerFast(
+    return _wrapped(
         tokenizer_object=tokenizer, bos_token=end, eos_token=end, unk_token=end, model_max_length=512
     )
 
@@ -55,7 +62,7 @@ def llama_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
         pair=f"{begin} $A {begin}:1 $B:1",
         special_tokens=[(begin, tokenizer.token_to_id(begin))],
     )
-    return PreTrainedTokenizerFast(
+    return _wrapped(
         tokenizer_object=tokenizer, bos_token=begin, eos_token=end, pad_token=end, model_max_length=1024
     )
 
@@ -92,7 +99,7 @@ def bert_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
     )
-    return PreTrainedTokenizerFast(
+    return _wrapped(
         tokenizer_object=tokenizer,
         unk_token="[UNK]",  # noqa: S106
         pad_token="[PAD]",  # noqa: S106

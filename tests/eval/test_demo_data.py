@@ -92,7 +92,7 @@ def test_wordpiece_gives_back_the_words() -> None:
     for text in demo.heldout_pages():
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         assert tokenizer.unk_token_id not in ids
-        decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        decoded = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         assert re.sub(r"\s", "", decoded) == re.sub(r"\s", "", text.lower())
 
 
