@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,14 +20,14 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from adaattn_hf.cache.growing import GROWTH, GrowingTensor
 
-__all__ = ["GrowingCache", "GrowingLayer", "GrowingSlidingLayer", "grow_in_place"]
+__all__ = ["GrowingCache", "GrowingLayer", "GrowingSlidingLayer", "grow_in_place", "holds_tokens"]
 
 
 class _InPlace:
     """What full and sliding layers share: `keys` and `values` are windows on growing storage."""
 
-    keys: Tensor | None
-    values: Tensor | None
+    keys: Any
+    values: Any
     is_initialized: bool
     device: torch.device
     reserve: int = 0
@@ -129,12 +129,12 @@ class _InPlace:
         self._look()
 
 
-class GrowingLayer(_InPlace, DynamicLayer):  # type: ignore[misc]
+class GrowingLayer(_InPlace, DynamicLayer):
     """A layer of full attention: keeps everything, in place."""
 
     def __init__(self, reserve: int = 0, growth: float = GROWTH) -> None:
         """`reserve` tokens of room at once, then `growth` times the length whenever it is used up."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.reserve, self.growth = reserve, growth
 
     def update(
@@ -158,7 +158,7 @@ class GrowingLayer(_InPlace, DynamicLayer):  # type: ignore[misc]
         self._look()
 
 
-class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[misc]
+class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
     """A layer of sliding or chunked attention: keeps the window, in place."""
 
     def __init__(self, sliding_window: int, growth: float = GROWTH) -> None:
@@ -238,7 +238,7 @@ def _growing(layer: Any, reserve: int, growth: float) -> Any:
     return layer
 
 
-class GrowingCache(DynamicCache):  # type: ignore[misc]
+class GrowingCache(DynamicCache):
     """`DynamicCache` without concatenation: same methods, same values, same tokens.
 
     Layers of other kinds than full, sliding or chunked attention (recurrent states, indexers) are stock ones.
@@ -280,7 +280,8 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
                     else GrowingSlidingLayer(int(sliding), growth)
                 )
             if keys is not None and values is not None:
-                self.layers[index].update(keys, values)
+                layer: Any = self.layers[index]
+                layer.update(keys, values)
 
 
 def grow_in_place(cache: Cache, *, reserve: int = 0, growth: float = GROWTH) -> Cache:
@@ -291,19 +292,20 @@ def grow_in_place(cache: Cache, *, reserve: int = 0, growth: float = GROWTH) -> 
     """
     if not growth > 1 or reserve < 0:
         GrowingTensor(torch.empty(0, 0, 0, 0), reserve=reserve, growth=growth)
-    if any(
-        layer.is_initialized
-        for layer in cache.layers
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-    ):
+    if holds_tokens(cache):
         raise ValueError(
-            f"cache: this {type(cache).__name__} holds tokens already; "
-            "change its layers before the first update"
+            f"cache: this {type(cache).__name__} holds tokens already; change its layers before the first update"
         )
     cache.layers = [_growing(layer, reserve, growth) for layer in cache.layers]
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = functools.partial(GrowingLayer, reserve, growth)
+        cache.layer_class_to_replicate = cast(Any, functools.partial(GrowingLayer, reserve, growth))
     return cache
+
+
+def holds_tokens(cache: Cache) -> bool:
+    """Some layer of full or sliding attention has been updated."""
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    return any(layer.is_initialized for layer in cache.layers if isinstance(layer, kinds))
 
 
 def _negative(tokens_to_remove: int) -> None:

@@ -12,15 +12,16 @@ import inspect
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from .cache import GrowingCache, grow_in_place
+from .cache import GrowingCache, grow_in_place, holds_tokens
 from .unpad import Unpadding, probe, refusals, trunk_of
 from .unpad.call import arguments_of, makes_cache
+from .unpad.direct import DirectForward, called_directly
+from .unpad.hooks import tracing
 
 __all__ = ["PrepareError", "prepare", "restore", "unpad_calls"]
 
@@ -41,7 +42,7 @@ class _GrowingHook:
         self.handle: RemovableHandle = model.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if tracing():
             return None
         arguments = arguments_of(self.signature, args, kwargs)
         cache = arguments.get("past_key_values")
@@ -54,7 +55,7 @@ class _GrowingHook:
             }
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        if type(cache) is DynamicCache and not any(layer.is_initialized for layer in cache.layers):
+        if type(cache) is DynamicCache and not holds_tokens(cache):
             grow_in_place(cache)
         return None
 
@@ -65,8 +66,11 @@ class _Prepared:
     def __init__(self) -> None:
         self.unpadding: Unpadding | None = None
         self.growing: _GrowingHook | None = None
+        self.direct: DirectForward | None = None
 
     def remove(self) -> None:
+        if self.direct is not None:
+            self.direct.remove()
         if self.unpadding is not None:
             self.unpadding.remove()
         if self.growing is not None:
@@ -114,6 +118,8 @@ def prepare(model: Model, *, unpad: bool = True, growing_cache: bool = True, on_
                 prepared.growing = _GrowingHook(one)
             if unpad:
                 prepared.unpadding = _unpadded(one, on_padded)
+                if any(one is module for module in called_directly(model)):
+                    prepared.direct = DirectForward(one, prepared.unpadding)
         done = True
     finally:
         if not done:

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from .call import PackedCall, Pass, arguments_of, has_cache, pack_call, read_layout, scored_padding
 from .positions import position_rule
 
-__all__ = ["PaddedCallError", "Unpadding"]
+__all__ = ["PaddedCallError", "Unpadding", "tracing"]
 
 logger = logging.getLogger("adaattn_hf")
 
@@ -107,9 +107,13 @@ class Unpadding:
             handle.remove()
         self._handles.clear()
 
+    def runs(self, module: nn.Module) -> bool:
+        """The hooks have nothing to do at an entrance to `module` now: it is being run, or they stand aside."""
+        return not self.enabled or tracing() or any(frame.module is module for frame in _frames.get())
+
     # ------------------------------------------------------------------ entrances
     def _enter_top(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.enabled or _tracing():
+        if not self.enabled or tracing():
             return None
         arguments = arguments_of(self._top_signature, args, kwargs)
         frame = _Frame(module, self)
@@ -120,7 +124,7 @@ class Unpadding:
         return None
 
     def _enter_trunk(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.enabled or _tracing():
+        if not self.enabled or tracing():
             return None
         outer = next((f for f in reversed(_frames.get()) if f.owner is self and f.module is not module), None)
         frame = _Frame(module, self, within=outer.call if outer is not None else None)
@@ -175,7 +179,7 @@ class Unpadding:
 
     # ------------------------------------------------------------------ exits
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if _tracing():
+        if tracing():
             return None
         frames = _frames.get()
         if not frames or frames[-1].module is not module:
@@ -196,7 +200,7 @@ class Unpadding:
 
     def _current(self) -> _Frame | None:
         """The frame of the trunk that runs now, if it runs on packed tokens."""
-        if _tracing():
+        if tracing():
             return None
         frames = _frames.get()
         if not frames or frames[-1].owner is not self:
@@ -226,9 +230,9 @@ class Unpadding:
         return value
 
 
-def _tracing() -> bool:
+def tracing() -> bool:
     """A graph is being recorded: the number of real tokens is data, so hooks stand aside."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _keeps_all_logits(arguments: dict[str, Any]) -> bool:

@@ -72,7 +72,7 @@ class PackedLayout:
         """`[1, tokens, ...]` to `[batch, length, ...]`; padding is zero."""
         flat = packed.new_zeros((self.batch * self.length, *packed.shape[2:]))
         flat = flat.index_copy_(0, self.index.to(packed.device), packed[0])
-        return flat.unflatten(0, (self.batch, self.length))
+        return flat.view(self.batch, self.length, *packed.shape[2:])
 
     def pad_heads(self, packed: Tensor) -> Tensor:
         """`[1, heads, tokens, head_dim]` to `[batch, heads, length, head_dim]`; padding is zero."""

@@ -46,6 +46,6 @@ def _after_padding_index(padding_index: int) -> PositionRule:
 def position_rule(trunk: nn.Module, config: Any) -> PositionRule:
     """How this model counts positions."""
     for module in trunk.modules():
-        if hasattr(module, "create_position_ids_from_inputs_embeds") and hasattr(module, "padding_idx"):
-            return _after_padding_index(int(module.padding_idx))
+        if hasattr(module, "create_position_ids_from_inputs_embeds") and "padding_idx" in vars(module):
+            return _after_padding_index(int(vars(module)["padding_idx"]))
     return _real_tokens if getattr(config, "model_type", "") in _COUNT_MASK else _columns

@@ -12,7 +12,7 @@ from .layout import PackedLayout
 __all__ = ["PackedPrefill"]
 
 
-class PackedPrefill(Cache):  # type: ignore[misc]
+class PackedPrefill(Cache):
     """Stands in for an empty cache, or for none, during one forward pass over packed tokens.
 
     To the model it is empty: masks and positions come out as without a cache. Keys and values pass through to

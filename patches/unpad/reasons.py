@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from adaattn_hf.patches.masks import uses_interface
+from adaattn_hf.patches.refusal import uses_interface
 from adaattn_hf.patches.registry import NAMES
 
 __all__ = ["refusals", "trunk_of"]
@@ -56,11 +56,7 @@ def refusals(model: PreTrainedModel) -> tuple[str, ...]:
     if any("relative_attention_bias" in name for name, _ in trunk.named_modules()):
         reasons.append("its attention adds a bias by relative position in the padded batch")
     reasons.extend(_signature_refusals(trunk))
-    if (
-        trunk is model
-        and getattr(model, "base_model_prefix", "")
-        and re.search("For[A-Z]", type(model).__name__)
-    ):
+    if trunk is model and model.base_model_prefix and re.search("For[A-Z]", type(model).__name__):
         reasons.append(f"it has a head and no separate base model {model.base_model_prefix!r}")
     return tuple(reasons)
 

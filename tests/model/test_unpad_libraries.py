@@ -1,0 +1,124 @@
+"""sentence-transformers, the real library, on encoders without padding."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import adaattn_hf
+
+sentence_transformers = pytest.importorskip("sentence_transformers")
+losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+
+WORDS = [f"word{i}" for i in range(50)]
+SENTENCES = [" ".join(WORDS[i % 7 : i % 7 + n]) for i, n in enumerate((1, 30, 3, 12, 2, 5))]
+EXAMPLE = "examples/sentence_transformers_unpad.py"
+
+
+@pytest.fixture(scope="module")
+def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer BERT with a word tokenizer, saved like a checkpoint."""
+    directory = tmp_path_factory.mktemp("encoder")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(special + WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    fast = tf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    fast.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = tf.BertConfig(
+        vocab_size=len(special + WORDS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    tf.BertModel(config).save_pretrained(directory)
+    return directory
+
+
+def embedder(path: Path, implementation: str) -> Any:
+    """The model of a directory, with sentence-transformers' own mean pooling."""
+    return sentence_transformers.SentenceTransformer(
+        str(path), model_kwargs={"attn_implementation": implementation, "dtype": torch.float32}, device="cpu"
+    )
+
+
+def test_embeddings_are_those_of_the_stock_model(tiny_encoder: Path) -> None:
+    stock, ours = embedder(tiny_encoder, "sdpa"), embedder(tiny_encoder, "adaattn")
+    assert adaattn_hf.prepare(ours) is ours
+    expected, actual = (m.encode(SENTENCES, convert_to_tensor=True) for m in (stock, ours))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    assert adaattn_hf.unpad_calls(ours) == {"unpadded": 1}
+    one = ours.encode(SENTENCES[0], convert_to_tensor=True)
+    torch.testing.assert_close(one, expected[0], rtol=1e-5, atol=1e-6)
+    assert "forward" in vars(ours[0].model)
+    adaattn_hf.restore(ours)
+    assert "forward" not in vars(ours[0].model)
+    again = ours.encode(SENTENCES, convert_to_tensor=True)
+    torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_training_losses_see_the_same_gradients(tiny_encoder: Path) -> None:
+    gradients = []
+    for implementation in ("sdpa", "adaattn"):
+        model = embedder(tiny_encoder, implementation)
+        if implementation == "adaattn":
+            adaattn_hf.prepare(model)
+        model.eval()
+        features = [model.tokenizer(SENTENCES[a : a + 3], padding=True, return_tensors="pt") for a in (0, 3)]
+        loss = losses.MultipleNegativesRankingLoss(model)([dict(f) for f in features], torch.zeros(3))
+        loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_example_runs(
+    tiny_encoder: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [EXAMPLE, str(tiny_encoder), "--sentences", "4"])
+    monkeypatch.setattr("random.Random.choices", lambda self, words, k: words[: min(k, 20)])
+    runpy.run_path(str(checkout / EXAMPLE), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "times as fast" in said
+    assert "{'unpadded':" in said
+
+
+@pytest.mark.assets
+def test_a_real_encoder_is_exact_and_faster_on_a_ragged_batch(assets: Path) -> None:
+    path = assets / "models" / "all-MiniLM-L6-v2-hf"
+    if not path.is_dir():
+        pytest.skip(f"needs the encoder {path}")
+    stock, ours = embedder(path, "sdpa"), embedder(path, "adaattn")
+    adaattn_hf.prepare(ours)
+    text = (
+        "Embeddings of a ragged batch cost what its longest sentence costs, unless padding is left out. " * 12
+    )
+    words = text.split()
+    batch = [" ".join(words[:n]) for n in (4, 6, 9, 12, 15, 20, 30, 160)]
+    seconds: dict[str, list[float]] = {"stock": [], "ours": []}
+    embeddings: dict[str, Any] = {}
+    for _ in range(3):
+        for name, model in (("stock", stock), ("ours", ours)):
+            start = time.process_time()
+            embeddings[name] = model.encode(batch, batch_size=len(batch), convert_to_tensor=True)
+            seconds[name].append(time.process_time() - start)
+    torch.testing.assert_close(embeddings["ours"], embeddings["stock"], rtol=1e-4, atol=1e-5)
+    # a fifth of the batch is real, so that even a busy machine must see a difference
+    assert min(seconds["ours"]) < 0.7 * min(seconds["stock"])

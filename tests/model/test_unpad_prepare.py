@@ -1,0 +1,377 @@
+"""Preparing and restoring: what is refused and why, what is left behind, how libraries and trainers get along."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+import adaattn_hf
+from adaattn_hf.patches.unpad import PaddedCallError, hooks
+
+from ..support.models import (
+    BATCH,
+    HIDDEN,
+    VOCABULARY,
+    assert_same,
+    build,
+    config_of,
+    fresh_pair,
+    padding,
+    tokens,
+)
+from .test_unpad import SMALL, UNPADDED
+
+
+def hooks_of(model: nn.Module) -> int:
+    """Number of hooks on all modules of a model."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+# ---------------------------------------------------------------- what is refused
+def refusal_of(model: nn.Module) -> str:
+    before = hooks_of(model)
+    with pytest.raises(adaattn_hf.PrepareError) as caught:
+        adaattn_hf.prepare(model)
+    assert hooks_of(model) == before, "a refused model must be left as it was"
+    return str(caught.value)
+
+
+def test_another_implementation_is_refused() -> None:
+    model = tf.BertModel._from_config(config_of("bert"), attn_implementation="sdpa")
+    message = refusal_of(model)
+    assert "'sdpa'" in message
+    assert "attn_implementation='adaattn'" in message
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_encoder_decoders_are_refused(name: str) -> None:
+    assert "encoder-decoder" in refusal_of(fresh_pair(name).ours)
+
+
+def test_cross_attention_is_refused() -> None:
+    config = config_of("bert")
+    config.is_decoder, config.add_cross_attention = True, True
+    assert "cross-attention" in refusal_of(tf.BertModel._from_config(config, attn_implementation="adaattn"))
+
+
+def test_relative_positions_are_refused() -> None:
+    config = tf.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=HIDDEN,
+        d_kv=8,
+        d_ff=48,
+        num_layers=1,
+        num_heads=4,
+        is_encoder_decoder=False,
+    )
+    assert "relative position" in refusal_of(
+        tf.T5EncoderModel._from_config(config, attn_implementation="adaattn")
+    )
+
+
+def test_convolutions_are_refused() -> None:
+    config = tf.ConvBertConfig(**SMALL)
+    assert "convolutions" in refusal_of(tf.ConvBertModel._from_config(config, attn_implementation="adaattn"))
+
+
+def test_recurrent_layers_are_refused() -> None:
+    config = tf.JambaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=2,
+        use_mamba_kernels=False,
+    )
+    message = refusal_of(tf.JambaForCausalLM._from_config(config, attn_implementation="adaattn"))
+    assert "from one packed row into the next" in message
+
+
+def test_attention_that_is_not_ours_is_refused() -> None:
+    model = tf.MptForCausalLM(tf.MptConfig(d_model=HIDDEN, n_heads=4, n_layers=1, vocab_size=VOCABULARY))
+    model.config._attn_implementation = "adaattn"
+    message = refusal_of(model)
+    assert "attention interface" in message
+    assert "takes no position_ids" in message
+
+
+def test_several_towers_are_refused() -> None:
+    text = tf.CLIPTextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    vision = tf.CLIPVisionConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        image_size=8,
+        patch_size=4,
+    )
+    config = tf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict())
+    assert "several towers" in refusal_of(tf.CLIPModel._from_config(config, attn_implementation="adaattn"))
+
+
+def test_a_model_that_mixes_neighbours_unseen_is_found_out() -> None:
+    """No attribute tells that this model looks at the token before: the test batch does."""
+    model = fresh_pair("llama").ours
+
+    def add_previous(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output + output.roll(1, dims=1)
+
+    model.model.layers[0].mlp.register_forward_hook(add_previous)
+    assert "of a test batch differs" in refusal_of(model)
+
+
+def test_the_test_batch_leaves_no_trace() -> None:
+    model = fresh_pair("llama").ours.train()
+    model.model.layers[0].eval()
+    state = torch.random.get_rng_state()
+    adaattn_hf.prepare(model)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert model.training
+    assert not model.model.layers[0].training
+    assert adaattn_hf.unpad_calls(model) == {}
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_wrong_arguments_are_told() -> None:
+    with pytest.raises(ValueError, match="on_padded: got 'maybe'"):
+        adaattn_hf.prepare(fresh_pair("bert").ours, on_padded="maybe")
+    with pytest.raises(adaattn_hf.PrepareError, match="holds no Transformers model"):
+        adaattn_hf.prepare(nn.Linear(2, 2))
+
+
+# ---------------------------------------------------------------- calls that need their padding
+def test_calls_that_need_their_padding_raise_where_that_was_asked_for() -> None:
+    model = adaattn_hf.prepare(fresh_pair("llama").ours, on_padded="raise")
+    mask = padding("right")
+    with torch.no_grad():
+        with pytest.raises(PaddedCallError, match="output_attentions"):
+            model(tokens(), attention_mask=mask, output_attentions=True)
+        with pytest.raises(PaddedCallError, match="a label is scored"):
+            model(tokens(), attention_mask=mask, labels=tokens())
+        # nothing to take out is no reason to raise
+        model(tokens())
+        model(tokens(), attention_mask=torch.ones_like(mask))
+        model(tokens(), attention_mask=mask)
+    assert hooks._frames.get() == ()
+    calls = adaattn_hf.unpad_calls(model)
+    assert (calls["no attention_mask"], calls["no padding"], calls[UNPADDED]) == (1, 1, 1)
+
+
+REASONS: dict[str, dict[str, Any]] = {
+    "attention_mask is not the 2-D mask of the padding": {
+        "attention_mask": torch.ones(BATCH, 1, 11, 11, dtype=torch.bool).tril()
+    },
+    "already packed (cu_seq_lens_q)": {
+        "input_ids": tokens(batch=1),
+        "attention_mask": torch.tensor([[1] * 9 + [0] * 2]),
+        "cu_seq_lens_q": torch.tensor([0, 4, 11], dtype=torch.int32),
+    },
+    "nothing but padding": {"attention_mask": torch.zeros(BATCH, 11, dtype=torch.long)},
+    "position_ids has shape [3, 3, 11], which is not [batch, length, ...]": {
+        "position_ids": torch.arange(11).expand(3, BATCH, 11)
+    },
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_each_reason_is_counted(reason: str) -> None:
+    model = fresh_pair("llama").ours
+    adaattn_hf.prepare(model)
+    inputs = {"input_ids": tokens(), "attention_mask": padding("right"), **REASONS[reason]}
+    if "position_ids" in inputs:  # the model itself cannot take these; what counts is what the hook says
+        with pytest.raises(PaddedCallError, match="position_ids has shape"):
+            adaattn_hf.prepare(model, on_padded="raise")(**inputs)
+        return
+    with torch.no_grad():
+        model(**inputs)
+    assert adaattn_hf.unpad_calls(model) == {reason: 1}
+
+
+def test_an_error_inside_the_model_leaves_nothing_open() -> None:
+    model = adaattn_hf.prepare(fresh_pair("llama").ours)
+    mask = padding("right")
+
+    def fail(*_: Any) -> None:
+        raise KeyError("broken layer")
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="broken layer"):
+        model(tokens(), attention_mask=mask)
+    handle.remove()
+    assert hooks._frames.get() == ()
+    with torch.no_grad():
+        assert model.model(tokens(), attention_mask=mask).last_hidden_state.shape[:2] == mask.shape
+
+
+def test_threads_do_not_see_one_another() -> None:
+    stock, ours = fresh_pair("bert")
+    adaattn_hf.prepare(ours)
+    results: dict[str, Tensor] = {}
+
+    def work(side: str) -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                results[side] = ours(tokens(), attention_mask=padding(side)).last_hidden_state
+
+    threads = [threading.Thread(target=work, args=(side,)) for side in ("right", "holes")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for side, result in results.items():
+        with torch.no_grad():
+            assert_same(
+                stock(tokens(), attention_mask=padding(side)).last_hidden_state, result, padding(side)
+            )
+
+
+# ---------------------------------------------------------------- what stays and what goes
+def test_restore_takes_every_hook_away(tmp_path: Path) -> None:
+    model = fresh_pair("llama").ours
+    keys, before = set(model.state_dict()), hooks_of(model)
+    assert adaattn_hf.prepare(model) is model
+    assert hooks_of(model) > before
+    assert set(model.state_dict()) == keys
+    once = hooks_of(model)
+    adaattn_hf.prepare(model)
+    assert hooks_of(model) == once, "preparing twice is preparing once"
+    assert adaattn_hf.restore(model) is model
+    assert hooks_of(model) == before
+    assert adaattn_hf.unpad_calls(model) == {}
+    adaattn_hf.restore(model)
+    with torch.no_grad():
+        out = model(tokens(), attention_mask=padding("right"))
+    assert type(out.past_key_values.layers[0]).__name__ == "DynamicLayer"
+
+
+def test_a_prepared_model_is_saved_and_copied_like_any_other(tmp_path: Path) -> None:
+    model = adaattn_hf.prepare(fresh_pair("llama").ours)
+    mask = padding("right")
+    model.save_pretrained(tmp_path)
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(tokens(), attention_mask=mask).logits
+        assert_same(expected, again(tokens(), attention_mask=mask).logits, mask)
+        assert_same(expected, twin(tokens(), attention_mask=mask).logits)
+    assert adaattn_hf.unpad_calls(twin) == {UNPADDED: 1}
+    adaattn_hf.restore(twin)
+    assert hooks_of(twin) < hooks_of(model)
+    assert adaattn_hf.unpad_calls(model) == {UNPADDED: 1}
+
+
+def test_each_part_can_be_had_alone() -> None:
+    model = fresh_pair("llama").ours
+    mask = padding("right")
+    adaattn_hf.prepare(model, unpad=False)
+    with torch.no_grad():
+        out = model(tokens(), attention_mask=mask, use_cache=True)
+    assert type(out.past_key_values) is adaattn_hf.GrowingCache
+    assert adaattn_hf.unpad_calls(model) == {}
+    adaattn_hf.prepare(model, growing_cache=False)
+    with torch.no_grad():
+        out = model(tokens(), attention_mask=mask, use_cache=True)
+    assert type(out.past_key_values) is tf.DynamicCache
+    assert adaattn_hf.unpad_calls(model) == {UNPADDED: 1}
+
+
+def test_encoder_decoders_get_growing_caches() -> None:
+    stock, ours = fresh_pair("bart")
+    adaattn_hf.prepare(ours, unpad=False)
+    outs = [
+        m.generate(tokens(), attention_mask=padding("right"), max_new_tokens=6, return_dict_in_generate=True)
+        for m in (stock, ours)
+    ]
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    layers = outs[1].past_key_values.self_attention_cache.layers
+    assert {type(layer).__name__ for layer in layers} == {"GrowingLayer"}
+
+
+# ---------------------------------------------------------------- training and other libraries
+class Ragged(torch.utils.data.Dataset[dict[str, list[int]]]):
+    """Twelve sequences of 3 to 14 tokens."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        ids = tokens(batch=1, length=3 + index, seed=index)[0].tolist()
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": index % 2}  # type: ignore[dict-item]
+
+
+def collate(rows: list[dict[str, Any]], causal: bool) -> dict[str, Tensor]:
+    """Right padding; labels of padding are hidden."""
+
+    def padded(name: str, value: int) -> Tensor:
+        return nn.utils.rnn.pad_sequence([torch.tensor(r[name]) for r in rows], True, value)
+
+    batch = {"input_ids": padded("input_ids", 0), "attention_mask": padded("attention_mask", 0)}
+    batch["labels"] = padded("input_ids", -100) if causal else torch.tensor([r["labels"] for r in rows])
+    return batch
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_trainer_reaches_the_same_weights(causal: bool, tmp_path: Path) -> None:
+    cls = tf.LlamaForCausalLM if causal else tf.BertForSequenceClassification
+    stock, ours = build(cls, config_of("llama" if causal else "bert"))
+    adaattn_hf.prepare(ours)
+    losses = []
+    for name, model in (("stock", stock), ("ours", ours)):
+        arguments = tf.TrainingArguments(
+            str(tmp_path / name),
+            per_device_train_batch_size=4,
+            max_steps=4,
+            learning_rate=1e-3,
+            gradient_accumulation_steps=2,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = tf.Trainer(
+            model, arguments, train_dataset=Ragged(), data_collator=lambda rows: collate(rows, causal)
+        )
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert adaattn_hf.unpad_calls(ours)[UNPADDED] >= 6
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_adapters_of_peft_are_trained_without_padding() -> None:
+    peft = pytest.importorskip("peft")
+    stock, ours = fresh_pair("llama")
+    mask = padding("right")
+    labels = tokens().masked_fill(mask == 0, -100)
+    gradients = []
+    for model in (stock, ours):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        wrapped = peft.get_peft_model(model, config)
+        if model is ours:
+            adaattn_hf.prepare(wrapped)
+        wrapped(input_ids=tokens(), attention_mask=mask, labels=labels).loss.backward()
+        gradients.append({n: p.grad for n, p in wrapped.named_parameters() if p.requires_grad})
+    assert gradients[0]
+    for name, gradient in gradients[0].items():
+        assert_same(gradient, gradients[1][name])
+    assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1}
