@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...structure import CallStructure, Segment
-from .bands import SMALL_PAIRS, dense_program
+from . import limits
+from .bands import dense_program
 from .parts import Part, Program, Run, band_mask, empty_rows, may_be_empty
 from .runs import Local, Rules, local_parts
 
@@ -43,10 +44,6 @@ class Target(NamedTuple):
     lse: bool
 
 
-# A single masked call is considered up to so many pairs per batch.
-_MASKED_PAIRS = 1 << 18
-
-
 def program_for(structure: CallStructure, target: Target) -> Program:
     """The program of a structure; made once and kept with it."""
     memo = structure._memo.setdefault("programs", {})
@@ -66,7 +63,7 @@ def _program(structure: CallStructure, target: Target) -> Program:
         groups = [(structure.batch, [(whole, 1)])]
     else:
         pairs = structure.batch * structure.q_len * structure.kv_len
-        if pairs <= SMALL_PAIRS and target.device.type == "cpu":
+        if pairs <= limits.SMALL_PAIRS and target.device.type == "cpu":
             return dense_program(structure, target.device, target.dtype, structure.q_len, target.lse)
         segments = structure.segments()
         if segments is None:
@@ -79,6 +76,8 @@ def _program(structure: CallStructure, target: Target) -> Program:
         for segment, count in runs:
             run = Run(segment.q_len, segment.k_len, segment.offset)
             for local in local_parts(run, rules):
+                if not local.k_len:
+                    continue  # queries before the first key; torch's kernels divide by the number of keys
                 if not local.merge:
                     covered += rows * local.q_len * local.count * count
                 parts.extend(_placed(local, run, segment, rows, count, target, masks))
@@ -181,7 +180,7 @@ def additive(keep: Tensor, target: Target, some_empty: bool) -> tuple[Tensor, Te
 def _masked_is_cheaper(structure: CallStructure, program: Program, target: Target) -> bool:
     """Whether one masked call over everything beats the calls of a program: many short sequences."""
     pairs = structure.batch * structure.q_len * structure.kv_len
-    if len(program.parts) <= 1 or pairs > _MASKED_PAIRS:
+    if len(program.parts) <= 1 or pairs > limits.MASKED_PAIRS:
         return False
     own = sum(p.rows * p.count * p.q_len * p.k_len * (0.5 if p.causal else 1.0) for p in program.parts)
     return (pairs - own) * target.work / target.rate < (len(program.parts) - 1) * target.call

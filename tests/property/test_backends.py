@@ -1,0 +1,204 @@
+"""Every backend against attention in double precision, over calls of every shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from adaattn_hf import reference
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.structure import CallStructure
+
+from ..support.requests import HALF, ON_CPU, bound, generator, leaves, refuses, requests
+
+EXAMPLES = settings(max_examples=150)
+FEWER = settings(max_examples=40)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@EXAMPLES
+@given(request_=requests())
+def test_output_equals_the_reference(name: str, request_: AttentionRequest) -> None:
+    assume(not refuses(name, request_))
+    truth = reference.attention(request_)
+    found = ON_CPU[name].attend(request_)
+    assert found.out.dtype == request_.query.dtype
+    assert found.out.shape == truth.out.shape
+    assert torch.isfinite(found.out).all()
+    assert float((found.out.double() - truth.out).abs().amax()) <= bound(request_, truth.out)
+    blind = torch.isinf(truth.lse)
+    assert not found.out.transpose(1, 2)[blind & (truth.lse < 0)].any(), "a row that sees nothing is zero"
+    if request_.need_lse:
+        assert found.lse is not None
+        assert found.lse.shape == truth.lse.shape
+        assert torch.equal(torch.isinf(found.lse), blind)
+        largest = max(1.0, float(truth.lse[~blind].abs().amax())) if (~blind).any() else 1.0
+        assert float((found.lse.double() - truth.lse)[~blind].abs().sum()) <= 1e-5 * largest * max(
+            1, blind.numel()
+        )
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ON_CPU)
+@FEWER
+@given(data=st.data())
+def test_half_precision_stays_within_its_rounding(name: str, dtype: torch.dtype, data: st.DataObject) -> None:
+    request = data.draw(requests(dtype=dtype))
+    assume(not refuses(name, request))
+    truth = reference.attention(request).out
+    found = ON_CPU[name].attend(request).out
+    assert found.dtype == dtype
+    assert float((found.double() - truth).abs().amax()) <= bound(request, truth)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@FEWER
+@given(request_=requests())
+def test_gradients_equal_those_of_the_reference(name: str, request_: AttentionRequest) -> None:
+    ours, tensors = leaves(request_)
+    ours = replace(ours, need_lse=False)
+    assume(not refuses(name, ours))
+    weight = torch.randn(reference.attention(ours).out.shape, generator=generator(5))
+    found = torch.autograd.grad((ON_CPU[name].attend(ours).out * weight).sum(), tensors, allow_unused=True)
+    theirs, copies = leaves(request_)
+    truth = torch.autograd.grad((reference.attention(theirs).out * weight).sum(), copies, allow_unused=True)
+    scores = float(request_.query.abs().amax() * request_.key.abs().amax()) * abs(request_.scaling)
+    for tensor, mine, exact in zip(tensors, found, truth, strict=True):
+        mine = torch.zeros_like(tensor) if mine is None else mine
+        exact = torch.zeros_like(tensor) if exact is None else exact
+        assert torch.isfinite(mine).all()
+        scale = max(1.0, float(exact.abs().amax()), float(tensor.detach().abs().amax()))
+        assert float((mine - exact).abs().amax()) <= 3e-6 * scale * (10 + scores)
+
+
+CASES = {
+    "queries before the first key": CallStructure(2, 2, 3, causal=True, q_offset=-2),
+    "one query before a later one": CallStructure(2, 2, 3, causal=True, q_offset=-1),
+    "causal": CallStructure(2, 4, 4, causal=True),
+    "suffix": CallStructure(2, 2, 5, causal=True, q_offset=3),
+    "window": CallStructure(2, 5, 5, causal=True, window=2, sinks=1),
+    "padding": CallStructure(2, 4, 4, key_padding=torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]]).bool()),
+    "mask": CallStructure(
+        2,
+        4,
+        4,
+        mask=torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]])[None, None].bool(),
+    ),
+}
+
+
+@pytest.mark.parametrize("extra", ["plain", "softcap", "sinks", "bias"])
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("name", ON_CPU)
+def test_gradcheck_in_double_precision(name: str, case: str, extra: str) -> None:
+    structure = CASES[case]
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    query = tensor(2, 4, structure.q_len, 3)
+    key, value = tensor(2, 2, structure.kv_len, 3), tensor(2, 2, structure.kv_len, 3)
+    softcap = 3.0 if extra == "softcap" else None
+    more = {"sinks": [tensor(4)], "bias": [tensor(1, 4, structure.q_len, structure.kv_len)]}.get(extra, [])
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        given_ = {"sinks": "sink_logits", "bias": "bias"}.get(extra)
+        request = AttentionRequest(
+            *tensors[:3], structure, 0.6, softcap=softcap, **({given_: tensors[3]} if given_ else {})
+        )
+        if refuses(name, request):
+            pytest.skip(f"{name} refuses double precision")
+        return ON_CPU[name].attend(request).out
+
+    assert torch.autograd.gradcheck(attend, (query, key, value, *more))
+
+
+def rows(request: AttentionRequest, index: int) -> AttentionRequest:
+    """One example of a batch, alone."""
+
+    def one(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor if tensor.shape[0] == 1 else tensor[index : index + 1]
+
+    s = request.structure
+    alone = s.with_changes(
+        batch=1,
+        key_padding=one(s.key_padding),
+        spans=one(s.spans),
+        mask=one(s.mask),
+        chunk_start=one(s.chunk_start),
+        q_segments=one(s.q_segments),
+        k_segments=one(s.k_segments),
+    )
+    q, k, v = (tensor[index : index + 1] for tensor in (request.query, request.key, request.value))
+    return replace(request, query=q, key=k, value=v, structure=alone, bias=one(request.bias))
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@FEWER
+@given(request_=requests())
+def test_an_example_does_not_depend_on_its_batch(name: str, request_: AttentionRequest) -> None:
+    assume(not refuses(name, request_))
+    together = ON_CPU[name].attend(request_).out
+    truth = reference.attention(request_).out
+    for index in range(request_.query.shape[0]):
+        alone = ON_CPU[name].attend(rows(request_, index)).out
+        assert float((together[index] - alone[0]).abs().amax()) <= bound(request_, truth)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@FEWER
+@given(request_=requests())
+def test_what_is_not_seen_has_no_influence(name: str, request_: AttentionRequest) -> None:
+    """Later tokens, padding and other documents may hold anything, not-a-number excepted, and no bit changes."""
+    assume(not refuses(name, request_))
+    seen = request_.structure.visible().any(dim=2).any(dim=1)
+    unseen = ~seen.expand(request_.key.shape[0], -1)[:, None, :, None]
+    changed = replace(
+        request_,
+        key=torch.where(unseen, request_.key * -7 + 3, request_.key),
+        value=torch.where(unseen, request_.value * 50 - 9, request_.value),
+        structure=request_.structure.with_changes(),
+    )
+    before, after = ON_CPU[name].attend(request_).out, ON_CPU[name].attend(changed).out
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@FEWER
+@given(request_=requests(), cut=st.integers(0, 39))
+def test_a_later_token_changes_no_earlier_output(name: str, request_: AttentionRequest, cut: int) -> None:
+    structure = request_.structure
+    assume(structure.causal and structure.spans is None and not refuses(name, request_))
+    cut = cut % structure.kv_len
+    later = (torch.arange(structure.kv_len) > cut)[None, None, :, None]
+    changed = replace(
+        request_,
+        key=torch.where(later, -request_.key, request_.key),
+        value=torch.where(later, request_.value + 2, request_.value),
+        structure=structure.with_changes(),
+    )
+    earlier = torch.arange(structure.q_len) + structure.offset() <= cut
+    before, after = ON_CPU[name].attend(request_).out, ON_CPU[name].attend(changed).out
+    truth = reference.attention(request_).out
+    if earlier.any():
+        assert float((before - after)[:, earlier].abs().amax()) <= bound(request_, truth)
+
+
+def test_the_bound_notices_a_key_too_many() -> None:
+    """The comparison can fail: one key that should be hidden is far outside the bound."""
+    query, key, value = (torch.randn(1, 2, 17, 16) for _ in range(3))
+    request = AttentionRequest(query, key, value, CallStructure(1, 17, 17, causal=True), 0.25)
+    wrong = replace(request, structure=CallStructure(1, 17, 17, causal=True, q_offset=1))
+    truth = reference.attention(request).out
+    error = float((ON_CPU["eager"].attend(wrong).out.double() - truth).abs().amax())
+    assert error > 1000 * bound(request, truth)
+
+
+def test_all_backends_for_processors_are_drawn() -> None:
+    assert set(ON_CPU) == {"eager", "sdpa", "native"}
+    assert not ON_CPU["eager"].missing()
+    assert not ON_CPU["sdpa"].missing()

@@ -1,0 +1,146 @@
+"""Attention calls of every shape, drawn by hypothesis, and the tolerance that a backend has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adaattn_hf import reference
+from adaattn_hf.backends.base import Backend
+from adaattn_hf.backends.eager import EagerBackend
+from adaattn_hf.backends.native.backend import NativeBackend
+from adaattn_hf.backends.sdpa import SdpaBackend
+from adaattn_hf.request import AttentionRequest, CallSpec
+from adaattn_hf.structure import CallStructure
+
+HALF = (torch.bfloat16, torch.float16)
+ON_CPU: dict[str, Backend] = {"sdpa": SdpaBackend(), "eager": EagerBackend(), "native": NativeBackend()}
+"""Backends for this machine's processor; `native` lacks its library where there was no compiler."""
+
+
+def generator(seed: int) -> torch.Generator:
+    """A source of numbers of its own."""
+    return torch.Generator().manual_seed(seed)
+
+
+@st.composite
+def structures(draw: st.DrawFn, batch: int, q_len: int, kv_len: int) -> CallStructure:
+    """Any conjunction of rules over `q_len` queries and `kv_len` keys."""
+    rules: dict[str, Any] = {"causal": draw(st.booleans())}
+    # queries at the end of the keys as in generation, before the first key, or behind the last one
+    rules["q_offset"] = draw(st.sampled_from([kv_len - q_len, 0, -1, 2]))
+    square = q_len == kv_len
+    if draw(st.booleans()):
+        rules["window"] = draw(st.integers(1, kv_len + 1))
+        rules["sinks"] = draw(st.integers(0, 3))
+    kind = draw(
+        st.sampled_from(["none", "none", "padding", "documents", "chunks", "spans", "mask", "offset"])
+    )
+    if kind == "padding":
+        padding = torch.rand(batch, kv_len, generator=generator(draw(st.integers(0, 99)))) > 0.4
+        if draw(st.booleans()):  # without holes
+            padding = padding.sort(dim=1, descending=draw(st.booleans())).values
+        rules["key_padding"] = padding
+        rules["pads_queries"] = square and rules["q_offset"] == 0 and draw(st.booleans())
+    elif kind == "documents" and square:
+        rules["q_offset"] = 0
+        edges = torch.rand(1, kv_len, generator=generator(draw(st.integers(0, 99)))) > 0.7
+        rules["k_segments"] = rules["q_segments"] = (
+            edges.long().cumsum(1).expand(draw(st.sampled_from([1, batch])), -1)
+        )
+    elif kind == "chunks":
+        rules["chunk"] = draw(st.integers(1, kv_len))
+        starts = st.lists(st.integers(0, kv_len), min_size=batch, max_size=batch)
+        rules["chunk_start"] = torch.tensor(draw(starts))
+    elif kind == "spans":
+        rules["spans"] = torch.randint(-1, 2, (batch, kv_len), generator=generator(draw(st.integers(0, 99))))
+    elif kind == "mask":
+        shape = (draw(st.sampled_from([1, batch])), 1, draw(st.sampled_from([1, q_len])), kv_len)
+        rules["mask"] = torch.rand(shape, generator=generator(draw(st.integers(0, 99)))) > 0.4
+    elif kind == "offset":
+        rules["q_offset"] = torch.tensor(rules["q_offset"])
+    return CallStructure(batch, q_len, kv_len, **rules)
+
+
+@st.composite
+def requests(
+    draw: st.DrawFn,
+    dtype: torch.dtype = torch.float32,
+    longest: int = 40,
+    extras: bool = True,
+) -> AttentionRequest:
+    """A call: odd lengths and head sizes, grouped heads, strided inputs, huge logits, learned sinks, softcap, bias."""
+    batch = draw(st.integers(1, 3))
+    kv_heads, groups = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 1, 2, 3]))
+    kv_len = draw(st.sampled_from([1, 2, 3, 7, 16, 17, 31, longest]))
+    q_len = draw(st.sampled_from([1, kv_len, kv_len, max(1, kv_len // 2), max(1, kv_len - 1)]))
+    head_dim = draw(st.sampled_from([1, 3, 8, 16, 20, 64]))
+    head_dim_v = draw(st.sampled_from([head_dim, head_dim, 5, 12]))
+    random = generator(draw(st.integers(0, 999)))
+
+    def tensor(heads: int, length: int, size: int) -> Tensor:
+        drawn = torch.randn(batch, length, heads, size, generator=random).to(dtype)
+        # as Transformers hands them over, or laid out plainly
+        return drawn.transpose(1, 2) if strided else drawn.transpose(1, 2).contiguous()
+
+    strided = draw(st.booleans())
+    query = tensor(kv_heads * groups, q_len, head_dim)
+    key, value = tensor(kv_heads, kv_len, head_dim), tensor(kv_heads, kv_len, head_dim_v)
+    if draw(st.integers(0, 4)) == 0 and dtype not in HALF:
+        query = query * 300  # scores beyond what an exponential without a maximum bears
+    more: dict[str, Any] = {}
+    if extras and draw(st.integers(0, 2)) == 0:
+        more["softcap"] = draw(st.sampled_from([2.0, 30.0]))
+    if extras and draw(st.integers(0, 2)) == 0:
+        more["sink_logits"] = torch.randn(kv_heads * groups, generator=random)
+    if extras and draw(st.integers(0, 2)) == 0:
+        shape = (
+            draw(st.sampled_from([1, batch])),
+            kv_heads * groups,
+            draw(st.sampled_from([1, q_len])),
+            kv_len,
+        )
+        more["bias"] = torch.randn(shape, generator=random)
+    if extras and draw(st.integers(0, 2)) == 0:
+        more["need_lse"] = True
+    structure = draw(structures(batch, q_len, kv_len))
+    return AttentionRequest(
+        query, key, value, structure, draw(st.sampled_from([head_dim**-0.5, 1.0])), **more
+    )
+
+
+def refuses(name: str, request: AttentionRequest) -> bool:
+    """A backend says that it cannot serve a call."""
+    backend = ON_CPU[name]
+    return bool(backend.missing() or backend.refusals(CallSpec.of(request)))
+
+
+def bound(request: AttentionRequest, truth: Tensor) -> float:
+    """Largest error that a backend may have: twice that of the same mathematics in its dtype, and one rounding.
+
+    The reference is evaluated in the request's dtype (at least fp32, its result rounded), which is what reordering the
+    same operations costs; both errors are against double precision.
+    """
+    dtype = request.value.dtype
+    low = reference.attention(request, torch.promote_types(dtype, torch.float32)).out.to(dtype)
+    band = torch.finfo(dtype).eps * max(1.0, float(truth.abs().amax()))
+    scores = float(request.query.abs().amax() * request.key.abs().amax()) * abs(request.scaling)
+    # a score of size s is known to s * eps, and its weight as well
+    return 2 * float((low.double() - truth).abs().amax()) + band * (
+        4 + scores * request.query.shape[3] ** 0.5
+    )
+
+
+def leaves(request: AttentionRequest) -> tuple[AttentionRequest, list[Tensor]]:
+    """The request over tensors that collect gradients, and these tensors."""
+    found: dict[str, Tensor] = {}
+    for name in ("query", "key", "value", "sink_logits", "bias"):
+        tensor = getattr(request, name)
+        if tensor is not None:
+            found[name] = tensor.detach().clone().requires_grad_()
+    changed: dict[str, Any] = dict(found)
+    return replace(request, structure=request.structure.with_changes(), **changed), list(found.values())
