@@ -93,3 +93,22 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
     document = tmp_path / "a.md"
     document.write_text("[here](b.md) [there](https://example.org) [self](a.md#top)\n```\n[x](c.md)\n```\n")
     assert dead_links(document) == ["b.md"]
+
+
+def dead_paths(document: Path) -> list[str]:
+    """Files and directories of the package that a document names and that do not exist."""
+    named = re.findall(
+        r"`((?:adaattn_hf|patches|configs|eval|tests|docs)/[\w./]*)`", document.read_text(encoding="utf-8")
+    )
+    return [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_named_files_exist(document: Path) -> None:
+    assert dead_paths(document) == []
+
+
+def test_a_dead_path_is_found(tmp_path: Path) -> None:
+    document = tmp_path / "a.md"
+    document.write_text("`adaattn_hf/structure.py` and `adaattn_hf/engine_manager.py`, in `patches/`\n")
+    assert dead_paths(document) == ["adaattn_hf/engine_manager.py"]
