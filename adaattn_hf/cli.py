@@ -43,7 +43,7 @@ class LazyCommands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Like typer's; an unknown name finds its nearest among the table's."""
-        self.commands = dict.fromkeys(COMMANDS)  # what typer draws its suggestions from
+        self.commands: Any = dict.fromkeys(COMMANDS)  # what typer draws its suggestions from
         return super().resolve_command(ctx, args)
 
 

@@ -115,7 +115,8 @@ def settings_in(config: Any) -> AdaAttnConfig:
     if raw is None:
         return EXACT
     if torch.compiler.is_compiling():
-        return _constant_settings(raw)
+        constant: AdaAttnConfig = _constant_settings(raw)
+        return constant
     known = _parsed.get(id(raw))
     if known is not None and known[0] is raw:
         return known[1]

@@ -68,7 +68,7 @@ class CallStructure:
     k_segments: Tensor | None = None
     spans: Tensor | None = None
     mask: Tensor | None = None
-    _memo: dict[str, Any] = field(default_factory=dict, repr=False)
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     # ------------------------------------------------------------------ facts that need no data
     @property

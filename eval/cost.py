@@ -56,7 +56,7 @@ class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensor storages made while it is on, and the most that were alive at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self._seen: set[int] = set()
@@ -84,7 +84,8 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, str]:

@@ -85,7 +85,8 @@ class StructuredMask:
 
     def __and__(self, other: Any) -> Tensor:
         """Conjunction with a dense mask."""
-        return self.dense() & other
+        both: Tensor = self.dense() & other
+        return both
 
     def __invert__(self) -> Tensor:
         """Hidden instead of visible."""

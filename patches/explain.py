@@ -105,8 +105,8 @@ def explain(
     device = device or model.device.type
     dtype = dtype or model.dtype
     with torch.device("meta"):
-        ghost = type(model)(copy.deepcopy(model.config))
-    ghost = ghost.to(dtype).eval()
+        ghost: Any = type(model)(copy.deepcopy(model.config))
+    ghost.to(dtype=dtype).eval()
     layer_names = {module: name for name, module in ghost.named_modules()}
     choices: list[LayerChoice] = []
     seen: set[tuple[str, str, CallSpec]] = set()

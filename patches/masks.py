@@ -51,17 +51,19 @@ def adaattn_mask(
     dense = config is not None and needs_dense_mask(config)
     if type(q_offset) is int and not (use_vmap or dense):
         causal = _BARE.get(mask_function)
-        if causal is not None and (attention_mask is None or _hides_nothing(attention_mask, kv_length + kv_offset)):
+        if causal is not None and (
+            attention_mask is None or _hides_nothing(attention_mask, kv_length + kv_offset)
+        ):
             # the most frequent masks of all: nothing to read
             bare = CallStructure(batch_size, q_length, kv_length, causal, q_offset - kv_offset)
             return StructuredMask(bare, device if isinstance(device, torch.device) else torch.device(device))
 
     def stock(padding: Tensor | None) -> Tensor:
-        built: Tensor = sdpa_mask(
+        built = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
-            q_offset=q_offset,
+            q_offset=q_offset,  # type: ignore[arg-type]  # also a tensor, whatever its signature says
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=padding,
@@ -70,6 +72,7 @@ def adaattn_mask(
             use_vmap=use_vmap,
             device=device,
         )
+        assert built is not None  # only the skips give none
         return built
 
     if dense:

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -55,17 +56,19 @@ def check(model: PreTrainedModel | PreTrainedConfig) -> None:
             raise UnsupportedModel(reason)
 
 
-def refusal_of(config: PreTrainedConfig) -> str | None:
-    """The sentence that refuses models of a configuration class, None if they are served."""
+def refusal_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> str | None:
+    """The sentence that refuses models of a configuration (or its class), None if they are served."""
+    config_class = config if isinstance(config, type) else type(config)
+    name = config_class.__name__
     family = family_of(config)
     if family is not None and family.unrouted:
-        return unsupported(type(config).__name__, family.unrouted)
-    source = _modeling_source(type(config))
+        return unsupported(name, family.unrouted)
+    source = _modeling_source(config_class)
     if source is None or not _ATTENTION_CLASS.search(source):
         return None
     if _OWN_TABLE.search(source):
-        return unsupported(type(config).__name__, "looks its attention up in a table of its own")
-    return None if "ALL_ATTENTION_FUNCTIONS" in source else unsupported(type(config).__name__)
+        return unsupported(name, "looks its attention up in a table of its own")
+    return None if "ALL_ATTENTION_FUNCTIONS" in source else unsupported(name)
 
 
 def _configs(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -34,7 +34,8 @@ def with_selected_keys(
     if indices is not None:
         keep = _scattered(indices, structure.kv_len)[:, None]
     if blocks is not None:
-        size = module.indexer.block_size  # type: ignore[union-attr]
+        indexer: Any = module.indexer
+        size: int = indexer.block_size
         count = -(-structure.kv_len // size)
         chosen = _scattered(blocks, count).repeat_interleave(size, dim=-1)[..., : structure.kv_len]
         keep = chosen.repeat_interleave(heads // chosen.shape[1], dim=1)

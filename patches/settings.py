@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from adaattn_hf.config import AdaAttnConfig
@@ -25,7 +27,7 @@ def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnC
     """
     chosen = load_preset(settings) if isinstance(settings, str) else settings
     data = chosen.to_dict()
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     configs[id(model.config)] = model.config
     for config in configs.values():
         if hasattr(config, "to_dict"):

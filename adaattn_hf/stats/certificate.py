@@ -35,13 +35,14 @@ def output_bound(perturbation: Tensor, value: Tensor, visible: Tensor | None = N
         visible: Boolean `[…, q_len, kv_len]`, True = attend.
     """
     if visible is None:
-        reach = (value - value.mean(-2, keepdim=True)).norm(dim=-1).amax(-1)[..., None]
+        reach: Tensor = (value - value.mean(-2, keepdim=True)).norm(dim=-1).amax(-1)[..., None]
     else:
         wide = visible.expand_as(perturbation)
         count = wide.sum(-1, keepdim=True).clamp(min=1)
         centre = (wide.to(value.dtype) @ value) / count
         reach = torch.cdist(centre, value).masked_fill(~wide, 0.0).amax(-1)
-    return weight_bound(perturbation, visible) * reach
+    bound: Tensor = weight_bound(perturbation, visible) * reach
+    return bound
 
 
 def dropped_mass_bound(kept_lse: Tensor, full_lse: Tensor, value: Tensor) -> Tensor:
