@@ -18,14 +18,16 @@ def build_native(target: Path) -> None:
     report = native["build"](target)
     built.append(bool(report["built"]))
     levels = ", ".join(report["levels"])
-    print(f"native library: {levels}" if report["built"] else f"native library: not built: {report['reason']}")
+    print(
+        f"native library: {levels}" if report["built"] else f"native library: not built: {report['reason']}"
+    )
 
 
 class BuildNative(Command):
     """`python setup.py build_native`: compile in place."""
 
     description = "compile the native library in place"
-    user_options = []
+    user_options: list[tuple[str, str | None, str]] = []  # noqa: RUF012  (so does setuptools)
 
     def initialize_options(self) -> None:
         pass
@@ -46,7 +48,7 @@ class BuildPy(build_py):
 
 
 class Wheel(bdist_wheel):
-    """The library depends on the platform and not on the version of Python; without it the wheel is for any platform."""
+    """The library depends on the platform and not on the version of Python; without it, on neither."""
 
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
@@ -60,4 +62,6 @@ class WithLibrary(Distribution):
         return True
 
 
-setup(distclass=WithLibrary, cmdclass={"build_native": BuildNative, "build_py": BuildPy, "bdist_wheel": Wheel})
+setup(
+    distclass=WithLibrary, cmdclass={"build_native": BuildNative, "build_py": BuildPy, "bdist_wheel": Wheel}
+)

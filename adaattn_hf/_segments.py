@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ def _runs(ids: NDArray[np.int64]) -> list[Run]:
     """Half-open runs of equal numbers; empty if a number comes back after another one."""
     edges = np.flatnonzero(np.diff(ids)) + 1
     bounds = [0, *edges.tolist(), len(ids)]
-    runs = list(zip(bounds[:-1], bounds[1:], strict=True))
+    runs = list(itertools.pairwise(bounds))
     if len({int(ids[a]) for a, _ in runs}) != len(runs):
         return []
     return runs
@@ -57,7 +58,9 @@ def find_segments(structure: CallStructure) -> tuple[Segment, ...] | None:
             if structure.chunk is None:
                 pieces = [(q_low, q_high, k_low, k_high)]
             else:
-                origin = k_low if structure.k_segments is not None else (0 if starts is None else int(starts[row]))
+                origin = (
+                    k_low if structure.k_segments is not None else (0 if starts is None else int(starts[row]))
+                )
                 pieces = _chunks(structure.chunk, origin, offset, (q_low, q_high), (k_low, k_high))
             for a, b, c, d in pieces:
                 if structure.causal:

@@ -18,7 +18,13 @@ __all__ = ["ReferenceResult", "attention"]
 
 
 class ReferenceResult(NamedTuple):
-    """`out` `[batch, q_len, heads, head_dim_v]`, `weights` `[batch, heads, q_len, kv_len]`, `lse` `[batch, heads, q_len]`."""
+    """What attention is.
+
+    Attributes:
+        out: `[batch, q_len, heads, head_dim_v]`.
+        weights: `[batch, heads, q_len, kv_len]`.
+        lse: `[batch, heads, q_len]`, nats.
+    """
 
     out: Tensor
     weights: Tensor

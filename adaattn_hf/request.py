@@ -60,7 +60,11 @@ class AttentionRequest:
 
 
 class AttentionResult(NamedTuple):
-    """`out` `[batch, q_len, heads, head_dim_v]` in the query's dtype; `lse` `[batch, heads, q_len]` fp32 (nats) or None.
+    """What a backend answers.
+
+    Attributes:
+        out: `[batch, q_len, heads, head_dim_v]` in the query's dtype.
+        lse: `[batch, heads, q_len]`, fp32, nats; None where it was not asked for.
 
     Rows that see no key are zero in `out` and -inf in `lse`.
     """
@@ -104,7 +108,12 @@ class CallSpec(NamedTuple):
         )
         device = "cpu" if q.is_cpu else q.device.type
         kind, compiling = structure.kind, torch.compiler.is_compiling()
-        if kind == "ragged" and not compiling and device not in ("cpu", "meta") and structure.segments() is None:
+        if (
+            kind == "ragged"
+            and not compiling
+            and device not in ("cpu", "meta")
+            and structure.segments() is None
+        ):
             kind = "irregular"  # padding with holes is no better than a dense mask
         _, heads, q_len, head_dim = q.shape
         return cls(

@@ -177,8 +177,9 @@ def _read_mask(
             structure = structure.expanded(batch)
         if structure.q_len != q_len or structure.kv_len != kv_len:
             raise ValueError(
-                f"attention_mask: made for {structure.q_len} queries and {structure.kv_len} keys, got {q_len} queries and "
-                f"{kv_len} keys in {type(module).__name__}; load the model with attn_implementation='sdpa' and report it"
+                f"attention_mask: made for {structure.q_len} queries and {structure.kv_len} keys, got "
+                f"{q_len} queries and {kv_len} keys in {type(module).__name__}; load the model with "
+                "attn_implementation='sdpa' and report it"
             )
         return structure, None
     if attention_mask is None:
@@ -187,8 +188,8 @@ def _read_mask(
         return CallStructure(batch, q_len, kv_len, causal=bool(causal) and q_len > 1), None
     if not isinstance(attention_mask, Tensor):
         raise TypeError(
-            f"attention_mask: got {type(attention_mask).__name__}, expected a tensor [batch, 1 or heads, q_len, kv_len] "
-            "(boolean, True = attend, or added to the scores) or [batch, kv_len]"
+            f"attention_mask: got {type(attention_mask).__name__}, expected a tensor "
+            "[batch, 1 or heads, q_len, kv_len] (boolean, True = attend, or added to the scores) or [batch, kv_len]"
         )
     if attention_mask.ndim == 2:
         return CallStructure(batch, q_len, kv_len, key_padding=attention_mask.bool()[:, -kv_len:]), None

@@ -58,7 +58,7 @@ def check(model: PreTrainedModel | PreTrainedConfig) -> None:
 
 def refusal_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> str | None:
     """The sentence that refuses models of a configuration (or its class), None if they are served."""
-    config_class = config if isinstance(config, type) else type(config)
+    config_class: Any = config if isinstance(config, type) else type(config)
     name = config_class.__name__
     family = family_of(config)
     if family is not None and family.unrouted:

@@ -130,9 +130,8 @@ def bound(request: AttentionRequest, truth: Tensor) -> float:
     band = torch.finfo(dtype).eps * max(1.0, float(truth.abs().amax()))
     scores = float(request.query.abs().amax() * request.key.abs().amax()) * abs(request.scaling)
     # a score of size s is known to s * eps, and its weight as well
-    return 2 * float((low.double() - truth).abs().amax()) + band * (
-        4 + scores * request.query.shape[3] ** 0.5
-    )
+    spread: float = 4 + scores * request.query.shape[3] ** 0.5
+    return 2 * float((low.double() - truth).abs().amax()) + band * spread
 
 
 def leaves(request: AttentionRequest) -> tuple[AttentionRequest, list[Tensor]]:
