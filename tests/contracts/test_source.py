@@ -15,7 +15,7 @@ from adaattn_hf.cli import COMMANDS
 
 from ..support.source_tree import ROOT, Module, read_modules
 
-LONGEST, MEDIAN, LONGEST_FACE = 400, 150, 60
+LONGEST, MEDIAN, LONGEST_FACE = 400, 150, 100
 DRAWERS = {"utils", "util", "common", "helpers", "misc", "manager"}
 UNFINISHED = re.compile(
     r"\b(TODO|FIXME|XXX|HACK|WIP)\b|not (yet )?implemented|placeholder|stub", re.IGNORECASE
