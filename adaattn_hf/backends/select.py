@@ -82,7 +82,8 @@ def choose(spec: CallSpec, forced: str | None = None) -> Backend:
     Raises:
         BackendRefusal: `forced` cannot serve the call.
     """
-    known = _chosen.get((spec, forced))
+    # A traced graph guards whatever it reads: a memory that grows would make it stale.
+    known = None if spec.compiling else _chosen.get((spec, forced))
     if known is not None:
         return known
     names = (forced,) if forced is not None else order(spec)
@@ -91,8 +92,8 @@ def choose(spec: CallSpec, forced: str | None = None) -> Backend:
         reasons = refusals_of(name, spec)
         if not reasons:
             backend = BACKENDS[name]
-            _chosen[(spec, forced)] = backend
-            if not spec.compiling:  # a traced graph cannot log
+            if not spec.compiling:
+                _chosen[(spec, forced)] = backend
                 _say(spec, name, passed)
             return backend
         passed.append(f"{name}: {'; '.join(reasons)}")
