@@ -5,6 +5,8 @@ Importing the package registers the names and does nothing else.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from .config import AdaAttnConfig, ConfigError
 from .patches import (
     NAMES,
@@ -24,8 +26,12 @@ from .patches import (
 )
 from .presets import load_preset, preset_names
 
+if TYPE_CHECKING:
+    from .patches.callback import AdaAttnCallback
+
 __all__ = [
     "NAMES",
+    "AdaAttnCallback",
     "AdaAttnConfig",
     "ConfigError",
     "Explanation",
@@ -47,5 +53,15 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """The callback, imported when it is asked for: it loads the Trainer's modules."""
+    if name == "AdaAttnCallback":
+        from .patches.callback import AdaAttnCallback
+
+        return AdaAttnCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 register()

@@ -12,6 +12,7 @@ from adaattn_hf.backends.select import BACKENDS
 
 from .interface import attention_function
 from .masks import adaattn_mask
+from .paged import engine_takes_names, paged_function
 
 __all__ = ["NAMES", "register", "resolve", "unregister"]
 
@@ -38,6 +39,9 @@ def register() -> None:
         AttentionInterface.register(name, attention_function(backend))
         # without a mask function of the same name Transformers drops padding in silence
         AttentionMaskInterface.register(name, adaattn_mask)
+        if engine_takes_names():
+            # with a mask function of this name the engine would ask it for a mask of the wrong size
+            AttentionInterface.register(f"paged|{name}", paged_function(backend))
 
 
 def unregister() -> None:
@@ -45,3 +49,4 @@ def unregister() -> None:
     for name in NAMES:
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
+        AttentionInterface._global_mapping.pop(f"paged|{name}", None)

@@ -1,0 +1,94 @@
+"""Continuous batching: many requests packed in one row, their keys in the engine's paged cache.
+
+The engine of Transformers 5.17 and 5.18 runs `paged|NAME` for a model that is set to `NAME`. Later engines
+take a fixed list of names, so that there nothing is registered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from adaattn_hf import execute
+from adaattn_hf.attach import program_of
+from adaattn_hf.backends.select import choose
+from adaattn_hf.request import AttentionRequest, CallSpec
+from adaattn_hf.structure import CallStructure
+
+__all__ = ["engine_takes_names", "paged_function"]
+
+
+def engine_takes_names() -> bool:
+    """Whether the installed Transformers runs continuous batching under `paged|NAME`."""
+    return "paged|sdpa" in AttentionInterface._global_mapping
+
+
+def paged_function(backend: str | None = None) -> Any:
+    """The function to register as `paged|NAME`.
+
+    Args:
+        backend: Name of the backend to use for every call, or None to choose one per kind of call.
+    """
+
+    def adaattn_paged(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        cache: Any = None,
+        cu_seq_lens_q: Any = None,
+        cu_seq_lens_k: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention `[1, q_len, heads, head_dim_v]` of all requests; what belongs to no request is zero.
+
+        Raises:
+            ValueError: The call is no step of continuous batching, or asks for a block table.
+        """
+        if cache is None or kwargs.get("block_table") is not None:
+            raise ValueError(
+                "attn_implementation: 'paged|adaattn' serves steps of continuous batching without a block table; use "
+                "'adaattn' for everything else"
+            )
+        window = getattr(module, "sliding_window", None) or None
+        if isinstance(cu_seq_lens_k, dict):
+            cu_seq_lens_k = cu_seq_lens_k["full_attention" if window is None else "sliding_attention"]
+        key, value = cache.update(
+            key_states=key,
+            value_states=value,
+            layer_idx=module.layer_idx,
+            read_index=kwargs["read_index"],
+            write_index=kwargs["write_index"],
+        )
+        key, value = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+        out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
+        program = program_of(module, False)
+        q_borders, k_borders = cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist()
+        for q, q_stop, k, k_stop in zip(q_borders, q_borders[1:], k_borders, k_borders[1:], strict=False):
+            if q_stop <= q or k_stop <= k:
+                continue
+            # a request's queries are the last of its tokens
+            past = (k_stop - k) - (q_stop - q)
+            request = AttentionRequest(
+                query[:, :, q:q_stop],
+                key[:, :, k:k_stop],
+                value[:, :, k:k_stop],
+                CallStructure(1, q_stop - q, k_stop - k, causal=True, q_offset=past, window=window),
+                query.shape[3] ** -0.5 if scaling is None else scaling,
+                softcap=softcap,
+                sink_logits=s_aux,
+            )
+            if program is not None:
+                out[:, q:q_stop] = execute.attend(program, request, backend).out
+            else:
+                out[:, q:q_stop] = choose(CallSpec.of(request), backend).attend(request).out
+        return out, None
+
+    return adaattn_paged

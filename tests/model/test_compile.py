@@ -1,0 +1,124 @@
+"""What a traced graph holds: no mask where causality says all, one graph for many lengths, and export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..support.models import ENCODERS, assert_same, fresh_pair, main_output, padding, pair, tokens
+
+FAMILIES = ("gpt2", "llama", "bert")
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """A compiler backend that keeps the graphs."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.found.append(graph)
+        return graph.forward
+
+    def calls(self, target: Any) -> list[Any]:
+        """Nodes that call a function."""
+        return [
+            n for g in self.found for n in g.graph.nodes if n.op == "call_function" and n.target is target
+        ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plain_batch_is_traced_without_a_mask(family: str) -> None:
+    _, ours = pair(family)
+    graphs = Graphs()
+    with torch.no_grad():
+        torch.compile(ours, backend=graphs, fullgraph=True)(input_ids=tokens())
+    calls = graphs.calls(F.scaled_dot_product_attention)
+    assert len(calls) == 2
+    for call in calls:
+        assert call.kwargs.get("attn_mask") is None
+        assert bool(call.kwargs.get("is_causal")) == (family != "bert")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_five_lengths_take_two_graphs_at_most(family: str, side: str) -> None:
+    stock, ours = pair(family)
+    graphs = Graphs()
+    compiled = torch.compile(ours, backend=graphs, fullgraph=True)
+    keywords: dict[str, Any] = {} if family in ENCODERS else dict(use_cache=False)
+    for length in (11, 9, 13, 21, 17):
+        ids, mask = tokens(length=length), padding(side, length=length)
+        with torch.no_grad():
+            actual = main_output(compiled(input_ids=ids, attention_mask=mask, **keywords))
+            expected = main_output(stock(input_ids=ids, attention_mask=mask, **keywords))
+        assert_same(expected, actual, mask)
+    assert len(graphs.found) <= 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_is_one_graph_forward_and_backward(family: str) -> None:
+    stock, ours = fresh_pair(family)
+    graphs: list[Any] = []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        from functorch.compile import make_boxed_func
+
+        return make_boxed_func(graph.forward)
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiled = torch.compile(ours, backend=aot_autograd(fw_compiler=counted), fullgraph=True)
+    keywords: dict[str, Any] = {} if family in ENCODERS else dict(use_cache=False)
+    mask = padding("right")
+    assert mask is not None
+    direction = torch.randn(1, generator=torch.Generator().manual_seed(2))
+    for model in (stock, compiled):
+        output = main_output(model(input_ids=tokens(), attention_mask=mask, **keywords))[mask.bool()]
+        (output * direction).square().mean().backward()
+    assert len(graphs) == 2, "one forward, one backward"
+    for (name, before), after in zip(stock.named_parameters(), ours.parameters(), strict=True):
+        if before.grad is not None:
+            assert after.grad is not None, name
+            assert_same(before.grad, after.grad, rtol=1e-4)
+
+
+class Exported(nn.Module):
+    """A model as a function of two tensors."""
+
+    def __init__(self, model: Any, **keywords: Any) -> None:
+        super().__init__()
+        self.model, self.keywords = model, keywords
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return main_output(self.model(input_ids=input_ids, attention_mask=attention_mask, **self.keywords))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_gives_the_same_numbers(family: str) -> None:
+    stock, ours = pair(family)
+    keywords: dict[str, Any] = {} if family in ENCODERS else dict(use_cache=False)
+    mask = padding("left")
+    assert mask is not None
+    with torch.no_grad():
+        program = torch.export.export(Exported(ours, **keywords), (tokens(), mask), strict=False)
+        for side in ("left", "right"):
+            given = padding(side)
+            assert given is not None
+            ids = tokens(seed=4)
+            expected = main_output(stock(input_ids=ids, attention_mask=given, **keywords))
+            assert_same(expected, program.module()(ids, given), given)

@@ -1,0 +1,261 @@
+"""Ways of generating beyond the usual caches: quantised and offloaded, drafts, reuse, compiled and batched steps."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from adaattn_hf.patches.paged import engine_takes_names
+
+from ..support.models import assert_same, fresh_pair, padding, pair, tokens
+
+DECODERS = ("gpt2", "llama", "mistral-window", "gemma3-hybrid")
+
+
+def greedy(model: Any, ids: Tensor, **settings: Any) -> Tensor:
+    """Tokens of greedy decoding."""
+    settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids), **settings}
+    with torch.no_grad():
+        found: Tensor = model.generate(ids, **settings)
+    return found
+
+
+def assert_equal_generation(name: str, ids: Tensor, **settings: Any) -> None:
+    """Both implementations give the same tokens, and they are not all the same one."""
+    stock, ours = pair(name)
+    expected, actual = greedy(stock, ids, **settings), greedy(ours, ids, **settings)
+    assert torch.equal(expected, actual)
+    assert expected.shape[1] > ids.shape[1]
+    assert len(expected[:, ids.shape[1] :].unique()) > 1
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_offloaded_cache(name: str) -> None:
+    if not torch.cuda.is_available():
+        # prefetching is a matter of streams; without them the layers are moved to and fro at once
+        stock, ours = pair(name)
+        for model in (stock, ours):
+            cache = DynamicCache(config=model.config)
+            assert (
+                greedy(model, tokens(), past_key_values=cache, attention_mask=padding("left")).shape[1] == 17
+            )
+        return
+    assert_equal_generation(name, tokens(), cache_implementation="offloaded")
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma3-hybrid"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_sliding_layers_past_their_window(name: str, kind: str) -> None:
+    """Prompt and answer are several windows long, so that layers have dropped keys."""
+    settings: dict[str, Any] = dict(max_new_tokens=12, attention_mask=padding("left"))
+    if kind == "static":
+        settings |= dict(cache_implementation="static", disable_compile=True)
+    assert_equal_generation(name, tokens(), **settings)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_quantised_cache_in_fp8(name: str) -> None:
+    if tuple(int(part) for part in tf.__version__.split(".")[:2]) < (5, 21):
+        pytest.skip("Transformers has no fp8 cache before 5.21")
+    stock, ours = pair(name)
+    ids = tokens()
+    found = []
+    for model in (stock, ours):
+        cache = tf.QuantizedCache("fp8", model.config)
+        with torch.no_grad():
+            prompt = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+            step = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits
+        found.append((prompt, step))
+    assert_same(found[0][0], found[1][0])
+    # keys that differ in the last bit may fall into neighbouring steps of eight bits
+    assert_same(found[0][1], found[1][1], rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("draft", ["model", "prompt lookup"])
+def test_drafts_change_nothing(name: str, draft: str) -> None:
+    _, ours = pair(name)
+    ids = tokens(1).repeat(1, 2)
+    plain = greedy(ours, ids, max_new_tokens=10)
+    if draft == "model":
+        drafted = greedy(ours, ids, max_new_tokens=10, assistant_model=fresh_pair(name).ours)
+    else:
+        drafted = greedy(ours, ids, max_new_tokens=10, prompt_lookup_num_tokens=3)
+    assert torch.equal(plain, drafted)
+    assert torch.equal(plain, greedy(pair(name).stock, ids, max_new_tokens=10))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "settings", [dict(num_beams=3), dict(num_beams=4, num_return_sequences=2, length_penalty=0.5)]
+)
+def test_beams_from_a_padded_batch(name: str, settings: dict[str, Any]) -> None:
+    stock, ours = pair(name)
+    mask = padding("left")
+    assert torch.equal(
+        greedy(stock, tokens(), attention_mask=mask, **settings),
+        greedy(ours, tokens(), attention_mask=mask, **settings),
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
+def test_a_prefix_is_computed_once_and_reused(name: str) -> None:
+    stock, ours = pair(name)
+    prefix, ends = tokens(1, 6), (tokens(1, 4, seed=1), tokens(1, 7, seed=2))
+    with torch.no_grad():
+        shared = ours(
+            input_ids=prefix, past_key_values=DynamicCache(config=ours.config), use_cache=True
+        ).past_key_values
+    for end in ends:
+        whole = torch.cat([prefix, end], dim=1)
+        reused = greedy(ours, whole, past_key_values=copy.deepcopy(shared))
+        assert torch.equal(reused, greedy(stock, whole))
+
+
+def test_several_turns_with_one_static_cache() -> None:
+    stock, ours = pair("llama")
+    turns = []
+    for model in (stock, ours):
+        cache = StaticCache(config=model.config, max_cache_len=48)
+        ids = tokens(1, 5)
+        for seed in (1, 2):
+            ids = greedy(
+                model,
+                torch.cat([ids, tokens(1, 4, seed=seed)], dim=1),
+                past_key_values=cache,
+                disable_compile=True,
+            )
+        turns.append(ids)
+    assert torch.equal(*turns)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_compiled_decoding_step_takes_the_same_graphs_as_stock(name: str) -> None:
+    """Static cache: one graph for steps of decoding, whatever the length; prompts stay outside of the graph."""
+    counts = []
+    for implementation in ("sdpa", "adaattn"):
+        torch._dynamo.reset()
+        model = fresh_pair(name, "adaattn").ours
+        model.set_attn_implementation(implementation)
+        graphs = 0
+
+        def counted(graph: Any, inputs: Any) -> Any:
+            nonlocal graphs
+            graphs += 1
+            return graph.forward
+
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        step = torch.compile(model.forward, backend=counted)
+        ids = tokens(1, 6)
+        seen = []
+        with torch.no_grad():
+            token = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            for place in range(6, 18):
+                position = torch.tensor([[place]])
+                mask = tf.masking_utils.create_causal_mask(
+                    config=model.config,
+                    inputs_embeds=torch.empty(1, 1, 32),
+                    attention_mask=None,
+                    past_key_values=cache,
+                    position_ids=position,
+                )
+                logits = step(
+                    input_ids=token,
+                    attention_mask=mask,
+                    past_key_values=cache,
+                    position_ids=position,
+                    use_cache=True,
+                ).logits
+                token = logits[:, -1:].argmax(-1)
+                seen.append(logits)
+        counts.append((graphs, torch.cat(seen, dim=1)))
+    torch._dynamo.reset()
+    assert counts[1][0] <= counts[0][0]
+    assert_same(counts[0][1], counts[1][1], rtol=2e-5)
+
+
+def test_continuous_batching_as_the_installed_engine_allows() -> None:
+    stock, ours = fresh_pair("llama")
+    inputs = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
+    settings: dict[str, Any] = dict(
+        inputs=inputs,
+        generation_config=tf.GenerationConfig(
+            max_new_tokens=6, do_sample=False, eos_token_id=63, pad_token_id=0
+        ),
+        continuous_batching_config=tf.ContinuousBatchingConfig(
+            num_blocks=16, max_batch_tokens=64, block_size=32
+        ),
+        progress_bar=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not engine_takes_names():
+            with pytest.raises(ValueError, match="adaattn is not supported for continuous batching"):
+                ours.generate_batch(**settings)
+            return
+        found = [[r.generated_tokens for r in m.generate_batch(**settings).values()] for m in (stock, ours)]
+    assert found[0] == found[1]
+    assert ours.config._attn_implementation == "adaattn"
+
+
+class Paged:
+    """A stand-in for the engine's cache: keys and values of all requests lie behind one another."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self.key, self.value = key, value
+
+    def update(self, key_states: Tensor, value_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.key, self.value
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_step_of_continuous_batching_is_attention_request_by_request(window: int | None) -> None:
+    from adaattn_hf.patches.paged import paged_function
+    from adaattn_hf.reference import attention
+    from adaattn_hf.request import AttentionRequest
+    from adaattn_hf.structure import CallStructure
+
+    module: Any = torch.nn.Module()
+    module.layer_idx, module.sliding_window = 0, window
+    query = torch.randn(1, 4, 8, 16)
+    key, value = torch.randn(16, 2, 16), torch.randn(16, 2, 16)
+    q_borders, k_borders = torch.tensor([0, 4, 5, 7]), torch.tensor([0, 4, 10, 16])
+    out, _ = paged_function()(
+        module,
+        query,
+        query[:, :2],
+        query[:, :2],
+        cache=Paged(key, value),
+        cu_seq_lens_q=q_borders,
+        cu_seq_lens_k={"full_attention": k_borders, "sliding_attention": k_borders},
+        read_index=[],
+        write_index=[],
+    )
+    for q, q_end, k, k_end in ((0, 4, 0, 4), (4, 5, 4, 10), (5, 7, 10, 16)):
+        structure = CallStructure(
+            1, q_end - q, k_end - k, causal=True, q_offset=(k_end - k) - (q_end - q), window=window
+        )
+        request = AttentionRequest(
+            query[:, :, q:q_end],
+            key[k:k_end].transpose(0, 1)[None],
+            value[k:k_end].transpose(0, 1)[None],
+            structure,
+            0.25,
+        )
+        assert_same(attention(request).out.float(), out[:, q:q_end])
+    assert not out[:, 7:].any(), "what belongs to no request is zero"
+
+
+def test_paged_attention_outside_of_the_engine_is_refused() -> None:
+    from adaattn_hf.patches.paged import paged_function
+
+    query = torch.randn(1, 4, 8, 16)
+    with pytest.raises(ValueError, match="steps of continuous batching"):
+        paged_function()(torch.nn.Module(), query, query, query)

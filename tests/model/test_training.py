@@ -1,0 +1,417 @@
+"""Fine-tuning with Trainer and the libraries around it, step by step against stock attention."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+import adaattn_hf
+
+from ..support.models import RECIPES, assert_same, build, fresh_pair, padding, tokens
+
+FAMILIES = ("gpt2", "bert", "llama")
+HEADS: dict[str, Any] = {
+    "gpt2": tf.GPT2LMHeadModel,
+    "bert": tf.BertForMaskedLM,
+    "llama": tf.LlamaForCausalLM,
+}
+LENGTH = 16
+
+
+def examples(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Sentences of different lengths in which each token depends on the one before, padded to the right."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        length = int(torch.randint(6, LENGTH + 1, (1,), generator=generator))
+        ids = torch.randint(3, 64, (length,), generator=generator)
+        ids[1::2] = (ids[::2][: len(ids[1::2])] * 7) % 61 + 3
+        missing = LENGTH - length
+        found.append(
+            dict(
+                input_ids=ids.tolist() + [0] * missing,
+                attention_mask=[1] * length + [0] * missing,
+                labels=ids.tolist() + [-100] * missing,
+            )
+        )
+    return found
+
+
+def arguments(directory: Path, **changes: Any) -> tf.TrainingArguments:
+    """Settings that make two runs comparable: one seed, no dropout, every step logged."""
+    settings: dict[str, Any] = dict(
+        output_dir=str(directory),
+        per_device_train_batch_size=4,
+        learning_rate=3e-3,
+        max_steps=50,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        seed=0,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    return tf.TrainingArguments(**{**settings, **changes})
+
+
+def model_of(family: str, implementation: str) -> Any:
+    """A tiny model with a language-modelling head and the same weights whatever the implementation."""
+    config = copy.deepcopy(RECIPES[family]()[1])
+    torch.manual_seed(1)
+    return HEADS[family]._from_config(config, attn_implementation=implementation)
+
+
+def losses(family: str, implementation: str, directory: Path, **changes: Any) -> list[float]:
+    """The training loss of every step."""
+    trainer = tf.Trainer(
+        model=model_of(family, implementation),
+        args=arguments(directory, **changes),
+        train_dataset=examples(64),
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def largest(first: list[float], second: list[float]) -> float:
+    """Largest distance of two curves."""
+    assert len(first) == len(second)
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fifty_steps_follow_eager_in_fp32(family: str, tmp_path: Path) -> None:
+    stock = losses(family, "eager", tmp_path)
+    ours = losses(family, "adaattn", tmp_path)
+    assert len(stock) == 50
+    assert stock[-1] < stock[0] - 0.05, "nothing was learnt, so nothing was compared"
+    assert largest(stock, ours) <= 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_stays_as_near_to_eager_as_stock_sdpa(family: str, tmp_path: Path) -> None:
+    eager, sdpa, ours = (
+        losses(family, name, tmp_path, bf16=True, max_steps=30) for name in ("eager", "sdpa", "adaattn")
+    )
+    # losses are logged with four decimals
+    assert largest(eager, ours) <= 2 * largest(eager, sdpa) + 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_gives_gradients_like_stock(family: str, dtype: torch.dtype) -> None:
+    ids, mask = tokens(), padding("right")
+    assert mask is not None
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in ("eager", "sdpa", "adaattn"):
+        model = model_of(family, name).eval()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        loss.backward()
+        found[name] = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    exact = model_of(family, "eager").eval()
+    exact(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+    total = dict.fromkeys(found, 0.0)
+    for key, parameter in exact.named_parameters():
+        if parameter.grad is not None:
+            for name, grads in found.items():
+                assert torch.isfinite(grads[key]).all()
+                total[name] += float((grads[key] - parameter.grad).square().sum())
+    assert total["adaattn"] <= 4 * max(total["sdpa"], total["eager"]) + 1e-12
+
+
+def test_dropout_of_attention_weights_has_the_right_statistics() -> None:
+    """With equal weights and values of one, an output is the share of weights kept over the share expected."""
+    from adaattn_hf.patches.interface import attention_function
+
+    module = torch.nn.Module()
+    module.train()
+    query = torch.zeros(8, 4, 64, 16)
+    value = torch.ones(8, 4, 64, 16)
+    rate = 0.25
+    out, _ = attention_function()(module, query, query, value, None, dropout=rate, is_causal=False)
+    kept = out[..., 0].flatten()
+    assert float(kept.mean()) == pytest.approx(1.0, abs=0.01)
+    # variance of a mean of 64 Bernoulli variables, scaled by 1 / (1 - rate)
+    assert float(kept.var()) == pytest.approx(rate / (1 - rate) / 64, rel=0.15)
+    again, _ = attention_function()(module, query, query, value, None, dropout=rate, is_causal=False)
+    assert not torch.equal(out, again)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_replays_under_checkpointing(family: str) -> None:
+    grads = []
+    for checkpointed in (False, True):
+        model = model_of(family, "adaattn").train()
+        config = model.config
+        assert (
+            max(getattr(config, n, 0.0) for n in ("attn_pdrop", "attention_dropout", "hidden_dropout_prob"))
+            == 0
+        )
+        for module in model.modules():
+            for name in ("attention_dropout", "dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.2)
+        if checkpointed:
+            if hasattr(model, "activation_checkpointing_enable"):
+                model.activation_checkpointing_enable({"use_reentrant": False})
+            else:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(3)
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for name, grad in grads[0].items():
+        assert torch.equal(grad, grads[1][name]), name
+
+
+def test_resuming_equals_an_uninterrupted_run(tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(
+        max_steps=8, save_strategy="steps", save_steps=4, lr_scheduler_type="constant"
+    )
+    whole = losses("llama", "adaattn", tmp_path / "whole", **settings)
+    first = tf.Trainer(
+        model=model_of("llama", "adaattn"),
+        args=arguments(tmp_path / "parts", **settings),
+        train_dataset=examples(64),
+    )
+    first.train()
+    second = tf.Trainer(
+        model=model_of("llama", "adaattn"),
+        args=arguments(tmp_path / "parts", **settings),
+        train_dataset=examples(64),
+    )
+    second.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-4"))
+    resumed = [entry["loss"] for entry in second.state.log_history if "loss" in entry]
+    assert resumed == whole
+    for name, parameter in first.model.named_parameters():
+        assert torch.equal(parameter, second.model.get_parameter(name)), name
+    written = tf.LlamaConfig.from_pretrained(tmp_path / "parts" / "checkpoint-8").to_dict()
+    assert "adaattn" not in str(written)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_packed_batches_train_like_separate_documents(family: str, tmp_path: Path) -> None:
+    documents = [
+        {"input_ids": [t for t, real in zip(e["input_ids"], e["attention_mask"], strict=True) if real]}
+        for e in examples(4)
+    ]
+    collator = tf.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = collator([dict(d) for d in documents])
+    assert batch["input_ids"].shape[0] == 1
+    ours = model_of(family, "adaattn")
+    stock = model_of(family, "eager")
+    scored = 0
+    total = torch.zeros(())
+    for document in documents:
+        ids = torch.tensor([document["input_ids"]])
+        count = ids.shape[1] - 1
+        total = total + stock.eval()(input_ids=ids, labels=ids).loss * count
+        scored += count
+    (total / scored).backward()
+    loss = ours.eval()(**batch).loss
+    loss.backward()
+    assert loss.item() == pytest.approx((total / scored).item(), abs=1e-5)
+    for name, parameter in stock.named_parameters():
+        if parameter.grad is not None:
+            assert_same(parameter.grad, ours.get_parameter(name).grad, rtol=1e-5)
+    trainer = tf.Trainer(
+        model=ours.train(),
+        args=arguments(tmp_path, max_steps=3, remove_unused_columns=False),
+        train_dataset=documents * 4,
+        data_collator=collator,
+    )
+    assert trainer.train().training_loss > 0
+
+
+def test_callback_adds_its_numbers_to_every_log(tmp_path: Path) -> None:
+    heard: list[dict[str, float]] = []
+
+    class Listener(tf.TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            heard.append(dict(kwargs["logs"]))
+
+    trainer = tf.Trainer(
+        model=model_of("llama", "adaattn"),
+        args=arguments(tmp_path, max_steps=4, logging_steps=2),
+        train_dataset=examples(32),
+        callbacks=[Listener()],
+    )
+    adaattn_hf.AdaAttnCallback().attach(trainer)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 2
+    for entry, said in zip(logged, heard, strict=False):
+        assert entry["adaattn/calls"] == 2 * 2  # layers x steps
+        shares = [value for name, value in entry.items() if name.startswith("adaattn/backend/")]
+        assert sum(shares) == pytest.approx(1.0)
+        assert said["adaattn/calls"] == entry["adaattn/calls"]
+    from adaattn_hf.patches.recorder import active_recorder
+
+    assert active_recorder() is None
+
+
+def test_callback_reports_the_plan() -> None:
+    from dataclasses import fields
+
+    from adaattn_hf.attach import attach, attention_modules, module_dtype, weight_hash
+    from adaattn_hf.patches.callback import plan_statistics
+    from adaattn_hf.plan import PLAN_FORMAT, Choice, LayerPlan, Plan, UnitRecord
+
+    model = model_of("llama", "adaattn").eval()
+    assert plan_statistics(model) == {}
+    module = dict(attention_modules(model, "llama"))[1]
+    given: dict[str, Any] = dict(
+        layer=1, weights=weight_hash(module), choices=(Choice(kind="window", window=4), Choice())
+    )
+    layer = LayerPlan(**{f.name: given[f.name] for f in fields(LayerPlan) if f.name in given})
+    plan = Plan(
+        format=PLAN_FORMAT,
+        model_type="llama",
+        weight_hash="",
+        dtype=module_dtype(module),
+        adaattn=adaattn_hf.__version__,
+        torch=torch.__version__,
+        transformers=tf.__version__,
+        budget=0.01,
+        seed=0,
+        data_fingerprint="",
+        protocol={},
+        lengths=(64,),
+        layers=(layer,),
+        units=(
+            UnitRecord(1, 0, 0.002, 1.0, 4.0, 0.0, 0.0, 0.0),
+            UnitRecord(1, 1, 0.0, 4.0, 4.0, 0.0, 0.0, 0.0),
+        ),
+        verified=None,
+        tensors="",
+    )
+    attach(model, plan)
+    assert plan_statistics(model) == {
+        "adaattn/plan/heads": 2.0,
+        "adaattn/plan/window": 1.0,
+        "adaattn/plan/exact": 1.0,
+        "adaattn/plan/predicted_risk": 0.002,
+        "adaattn/plan/price": 5 / 8,
+    }
+
+
+@pytest.mark.parametrize("placed", ["device_map", "cpu_offload", "disk_offload"])
+def test_accelerate_hooks_leave_the_outputs_alone(placed: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    _, ours = fresh_pair("llama")
+    ids, mask = tokens(), padding("left")
+    with torch.no_grad():
+        expected = ours(input_ids=ids, attention_mask=mask).logits
+    if placed == "device_map":
+        ours.save_pretrained(tmp_path)
+        hooked = tf.LlamaForCausalLM.from_pretrained(
+            tmp_path, attn_implementation="adaattn", device_map={"": "cpu"}
+        )
+    elif placed == "cpu_offload":
+        hooked = accelerate.cpu_offload(ours, execution_device=torch.device("cpu"))
+    else:
+        hooked = accelerate.disk_offload(ours, str(tmp_path), execution_device=torch.device("cpu"))
+    with torch.no_grad():
+        assert torch.equal(expected, hooked(input_ids=ids, attention_mask=mask).logits)
+
+
+# PEFT asks for the property by its old name
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora_adapters_train_like_under_eager() -> None:
+    peft = pytest.importorskip("peft")
+    stock, ours = fresh_pair("llama")
+    settings: dict[str, Any] = dict(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    grads = []
+    for model in (stock, ours):
+        torch.manual_seed(5)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
+        ids, mask = tokens(), padding("left")
+        adapted(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+        grads.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
+    assert len(grads[0]) == 2 * 2 * 2
+    assert all("lora" in name for name in grads[0])
+    for name, grad in grads[0].items():
+        assert_same(grad, grads[1][name], rtol=1e-5)
+
+
+def test_sft_trainer_runs_and_follows_eager(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [t for t in e["input_ids"] if t]} for e in examples(32)]
+    curves = []
+    for name in ("eager", "adaattn"):
+        vocabulary = {f"t{i}": i for i in range(64)}
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        words = Tokenizer(models.WordLevel(vocabulary, unk_token="t2"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer = tf.PreTrainedTokenizerFast(
+            tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2"
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = trl.SFTTrainer(
+                model=model_of("llama", name),
+                args=trl.SFTConfig(**{**arguments(tmp_path, max_steps=10).to_dict(), "bf16": False}),
+                train_dataset=datasets.Dataset.from_list(rows),
+                processing_class=tokenizer,
+            )
+            trainer.train()
+        curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(curves[0]) == 10
+    assert largest(*curves) <= 1e-4
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one() -> None:
+    """DDP, and FSDP with and without checkpointing: two gloo processes, each with half of the batch."""
+    script = Path(__file__).parent.parent / "support" / "two_processes.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["ddp", "fsdp", "fsdp-checkpointing"]
+
+
+def test_peft_and_accelerate_are_tested_where_they_are_installed() -> None:
+    """The extras of development name them, so that a skip above is never silent in the project's own environment."""
+    if importlib.util.find_spec("lm_eval") is None:
+        pytest.skip("not the development environment")
+    assert importlib.util.find_spec("peft")
+    assert importlib.util.find_spec("accelerate")
+
+
+def test_wide_weights_train_without_a_nan() -> None:
+    """Scores far apart and rows of padding: the gradients are finite in every dtype."""
+    for dtype in (torch.float32, torch.bfloat16):
+        _, ours = build(tf.LlamaForCausalLM, RECIPES["llama"]()[1])
+        ours = ours.to(dtype).train()
+        with torch.no_grad():
+            for name, parameter in ours.named_parameters():
+                if "q_proj" in name or "k_proj" in name:
+                    parameter.mul_(30)
+        ids, mask = tokens(), padding("left")
+        assert mask is not None
+        ours(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+        for name, parameter in ours.named_parameters():
+            assert parameter.grad is not None
+            assert torch.isfinite(parameter.grad).all(), name
