@@ -8,16 +8,10 @@ import torch
 from torch import Tensor
 
 from ...structure import CallStructure
+from . import limits
 from .parts import Part, Program, empty_rows
 
-__all__ = ["SMALL_PAIRS", "dense_part", "dense_program"]
-
-# Masks of a structure are kept for all layers up to so many bytes, beyond it each layer makes them again.
-_KEPT_BYTES = 1 << 28
-
-SMALL_PAIRS = 1 << 14
-"""Pairs of queries and keys up to which a padded batch is one masked call without further ado."""
-
+__all__ = ["dense_part", "dense_program"]
 
 def dense_program(
     structure: CallStructure, device: torch.device, dtype: torch.dtype, step: int, lse: bool = True
@@ -28,8 +22,8 @@ def dense_program(
     """
     heads = 1 if structure.mask is None else structure.mask.shape[1]
     pairs = structure.batch * heads * structure.q_len * structure.kv_len
-    keep = pairs * dtype.itemsize <= _KEPT_BYTES
-    if pairs <= SMALL_PAIRS and step >= structure.q_len:
+    keep = pairs * dtype.itemsize <= limits.KEPT_BYTES
+    if pairs <= limits.SMALL_PAIRS and step >= structure.q_len:
         # looking for what to leave out would cost more than computing it
         whole = Part(0, structure.batch, 0, structure.q_len, 0, structure.kv_len)
         mask = torch.where(structure.visible(device=device), _constant(0.0, dtype, device), _constant(float("-inf"), dtype, device))

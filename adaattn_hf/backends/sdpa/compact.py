@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...request import AttentionRequest, AttentionResult
 from ...structure import CallStructure, Segment
-from .bands import SMALL_PAIRS
+from . import limits
 
 __all__ = ["Gathered", "compacted", "scattered"]
 
@@ -30,7 +30,7 @@ def compacted(structure: CallStructure) -> Gathered | None:
     """
     if structure.key_padding is None or structure.windowed:
         return None
-    if structure.batch * structure.q_len * structure.kv_len <= SMALL_PAIRS or structure.segments() is not None:
+    if structure.batch * structure.q_len * structure.kv_len <= limits.SMALL_PAIRS or structure.segments() is not None:
         return None
     if structure.chunk is not None or structure.k_segments is not None or structure.spans is not None:
         return None

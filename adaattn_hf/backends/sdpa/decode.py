@@ -8,15 +8,12 @@ from torch import Tensor
 
 from ...request import AttentionRequest
 from ...structure import CallStructure
+from . import limits
 from .bands import dense_part
 from .parts import Part
 
 __all__ = ["attend_few"]
 
-# Share of the keys between the first and the last valid one that may be padding before rows are walked one by one.
-_WASTE = 0.25
-# Keys up to which the plain operator is quicker than anything around it.
-_SHORT = 128
 
 
 def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | None:
@@ -28,7 +25,7 @@ def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | 
         stop = min(kv_len, structure.offset() + 1) if structure.causal else kv_len
         if stop < kv_len:
             key, value = key[:, :, :stop], value[:, :, :stop]
-        if stop <= _SHORT or (heads == kv_heads and query.dtype == torch.float32):
+        if stop <= limits.SHORT_KEYS or (heads == kv_heads and query.dtype == torch.float32):
             out = F.scaled_dot_product_attention(
                 query, key, value, scale=request.scaling, enable_gqa=heads != kv_heads
             )
@@ -68,7 +65,7 @@ def _folded(
     call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     low, high = min(a for a, _ in spans), max(b for _, b in spans)
     total, most = sum(b - a for a, b in spans), len(spans) * (high - low)
-    if total < (1 - _WASTE) * most and high - low >= _SHORT:
+    if total < (1 - limits.PADDING_SHARE) * most and high - low >= limits.SHORT_KEYS:
         out = folded.new_zeros(folded.shape)
         for row, (a, b) in enumerate(spans):
             if b > a:
@@ -77,8 +74,8 @@ def _folded(
         return out
     mask = None if total == most else _mask(structure, low, high, folded)
     own = slice(low, high)
-    out = call(folded, key[:, :, own], value[:, :, own], attn_mask=mask, scale=request.scaling)[0]
-    return out
+    answer: Tensor = call(folded, key[:, :, own], value[:, :, own], attn_mask=mask, scale=request.scaling)[0]
+    return answer
 
 
 def _ranges(structure: CallStructure) -> list[tuple[int, int]] | None:

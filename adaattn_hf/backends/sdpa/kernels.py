@@ -133,7 +133,8 @@ def _repeated(t: Tensor, query: Tensor) -> Tensor:
 def _summed(grad: Tensor, kv_heads: int) -> Tensor:
     if grad.shape[1] == kv_heads:
         return grad
-    return grad.unflatten(1, (kv_heads, -1)).sum(dim=2)
+    summed: Tensor = grad.unflatten(1, (kv_heads, -1)).sum(dim=2)
+    return summed
 
 
 def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

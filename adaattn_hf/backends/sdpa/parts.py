@@ -38,7 +38,7 @@ class Part(NamedTuple):
     k_start: int
     k_len: int
     causal: bool = False
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody needs
     merge: bool = False
     sinks: int = 0
     sink_start: int = 0

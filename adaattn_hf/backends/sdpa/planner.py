@@ -59,7 +59,9 @@ def _program(structure: CallStructure, target: Target) -> Program:
         structure.causal, window, structure.sinks if window is not None else 0, target.merges, target.flag, target.step
     )
     if structure.plain:
-        whole = Segment(0, 0, structure.q_len, 0, structure.kv_len, structure.offset())
+        # with causality, queries before the first key see nothing and take no part
+        before = max(0, -structure.offset()) if structure.causal else 0
+        whole = Segment(0, before, max(0, structure.q_len - before), 0, structure.kv_len, structure.offset() + before)
         groups = [(structure.batch, [(whole, 1)])]
     else:
         pairs = structure.batch * structure.q_len * structure.kv_len

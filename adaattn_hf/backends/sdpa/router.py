@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...request import AttentionRequest, AttentionResult
 from ...structure import CallStructure
+from . import limits
 from .compact import compacted, scattered
 from .decode import attend_few
 from .fused import Fused, is_single, run_forward, run_single
@@ -18,14 +19,16 @@ from .traced import masked_call, plain_call, run_traced
 
 __all__ = ["attend"]
 
-# Score elements that the written-out kernel holds at a time.
-_TILE = 1 << 19
-
 
 def attend(request: AttentionRequest) -> AttentionResult:
     """Attention by the cheapest exact way."""
     query, value = request.query, request.value
-    bare = request.bias is None and request.softcap is None and request.sink_logits is None and not request.need_lse
+    bare = (
+        request.bias is None
+        and request.softcap is None
+        and request.sink_logits is None
+        and not request.need_lse
+    )
     if torch.compiler.is_compiling():
         return AttentionResult(_traced(_expanded(request), bare).transpose(1, 2))
     structure = request.structure.settled()
@@ -44,7 +47,9 @@ def attend(request: AttentionRequest) -> AttentionResult:
             return AttentionResult(plain_call(request, kind == "causal").transpose(1, 2))
     request = _expanded(request)
     if request.dropout:
-        return AttentionResult(run_traced(program_for(structure, _traced_target(request)), request).transpose(1, 2))
+        return AttentionResult(
+            run_traced(program_for(structure, _traced_target(request)), request).transpose(1, 2)
+        )
     gathered = compacted(structure) if kind == "ragged" and request.bias is None else None
     if gathered is None:
         return _fused(request, structure)
@@ -56,7 +61,8 @@ def _expanded(request: AttentionRequest) -> AttentionRequest:
     batch = request.structure.batch
     if request.query.shape[0] == batch and request.key.shape[0] == batch:
         return request
-    return request.with_tensors(*(t.expand(batch, -1, -1, -1) for t in (request.query, request.key, request.value)))
+    query, key, value = (t.expand(batch, -1, -1, -1) for t in (request.query, request.key, request.value))
+    return request.with_tensors(query, key, value)
 
 
 def _kernel(request: AttentionRequest) -> Kernel:
@@ -67,7 +73,11 @@ def _kernel(request: AttentionRequest) -> Kernel:
             return FlashCpuKernel()
         wanted = 16 // query.dtype.itemsize
         sizes = (query.shape[3], request.value.shape[3])
-        if query.device.type == "cuda" and query.dtype != torch.float64 and not any(size % wanted for size in sizes):
+        if (
+            query.device.type == "cuda"
+            and query.dtype != torch.float64
+            and not any(size % wanted for size in sizes)
+        ):
             return EfficientKernel()
     return MathKernel(request.softcap, bias_gradient)
 
@@ -89,14 +99,30 @@ def _fused(request: AttentionRequest, structure: CallStructure) -> AttentionResu
     if not program.parts:
         return _nothing(request)
     lse: Tensor | None
-    if sink_logits is None and not request.need_lse and is_single(program, structure) and isinstance(kernel, FlashCpuKernel):
+    if (
+        sink_logits is None
+        and not request.need_lse
+        and is_single(program, structure)
+        and isinstance(kernel, FlashCpuKernel)
+    ):
         # torch knows the derivative of a single call
         out, lse = run_single(kernel, program.parts[0], query, key, value, request.scaling, bias), None
     elif grad:
-        out, lse = Fused.apply(query, key, value, bias, sink_logits, kernel, program, structure, request.scaling)
+        out, lse = Fused.apply(  # type: ignore[no-untyped-call]
+            query, key, value, bias, sink_logits, kernel, program, structure, request.scaling
+        )
     else:
         out, lse = run_forward(
-            kernel, program, structure, query, key, value, request.scaling, bias, sink_logits, request.need_lse
+            kernel,
+            program,
+            structure,
+            query,
+            key,
+            value,
+            request.scaling,
+            bias,
+            sink_logits,
+            request.need_lse,
         )
     if out.shape[3] != size:
         out = out[..., :size]
@@ -115,7 +141,9 @@ def _nothing(request: AttentionRequest) -> AttentionResult:
     if not request.need_lse:
         return AttentionResult(out)
     lse = request.query.new_full((batch, heads, q_len), float("-inf"), dtype=torch.float32)
-    return AttentionResult(out, lse if request.sink_logits is None else lse + request.sink_logits.reshape(1, -1, 1))
+    return AttentionResult(
+        out, lse if request.sink_logits is None else lse + request.sink_logits.reshape(1, -1, 1)
+    )
 
 
 def _dense_last(t: Tensor) -> Tensor:
@@ -128,14 +156,20 @@ def _target(request: AttentionRequest, kernel: Kernel, grad: bool) -> Target:
     heads = query.shape[1]
     work = 2 * heads * (query.shape[3] + request.value.shape[3])
     cpu = query.device.type == "cpu"
-    rate = 6e10 * torch.get_num_threads() if cpu else 1e14
+    rate = limits.CPU_RATE * torch.get_num_threads() if cpu else limits.CUDA_RATE
     if isinstance(kernel, MathKernel):
-        step = max(16, min(256, _TILE // max(1, structure.batch * heads * structure.kv_len) // 16 * 16))
+        step = max(
+            16,
+            min(
+                limits.BAND_ROWS, limits.TILE // max(1, structure.batch * heads * structure.kv_len) // 16 * 16
+            ),
+        )
         band = step
     else:
-        step, band = (128 if grad else 64) if cpu else 256, 256
+        step = limits.WINDOW_ROWS_GRADIENT if grad or not cpu else limits.WINDOW_ROWS
+        band = limits.BAND_ROWS
     lse = grad or request.need_lse or request.sink_logits is not None
-    call = 25e-6 if cpu else 4e-5
+    call = limits.CPU_CALL if cpu else limits.CUDA_CALL
     return Target(
         query.device, query.dtype, True, kernel.flag, step, request.bias is None, band, work, rate, call, lse
     )
@@ -143,9 +177,21 @@ def _target(request: AttentionRequest, kernel: Kernel, grad: bool) -> Target:
 
 def _traced_target(request: AttentionRequest) -> Target:
     """Parts for `run_traced`: nothing merged, one call per part."""
-    band = request.structure.q_len if torch.compiler.is_compiling() else 256
+    band = request.structure.q_len if torch.compiler.is_compiling() else limits.BAND_ROWS
     flag = request.bias is None and request.softcap is None and request.sink_logits is None
-    return Target(request.query.device, request.query.dtype, False, flag, 128, False, band, 1, 1e14, 0.0, False)
+    return Target(
+        request.query.device,
+        request.query.dtype,
+        False,
+        flag,
+        limits.WINDOW_ROWS_GRADIENT,
+        False,
+        band,
+        1,
+        1e14,
+        0.0,
+        False,
+    )
 
 
 def _traced(request: AttentionRequest, bare: bool) -> Tensor:

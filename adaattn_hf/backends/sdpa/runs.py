@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from . import limits
 from .parts import Part, Run
 
 __all__ = ["Local", "Rules", "banded", "local_parts"]
-
-# Queries up to which a causal run behind a past is one masked call; above, the past and the square are merged.
-FEW_ROWS = 48
-
 
 class Rules(NamedTuple):
     """What decides visibility inside a run, and what the kernel can do about it.
@@ -39,7 +36,7 @@ class Local(NamedTuple):
     k_start: int
     k_len: int
     causal: bool = False
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody needs
     merge: bool = False
     sinks: int = 0
     band: bool = False
@@ -55,9 +52,11 @@ class Local(NamedTuple):
 def local_parts(run: Run, rules: Rules) -> Iterator[Local]:
     """The cheapest exact parts of a run."""
     window = rules.window
-    if window is not None and window + rules.sinks < run.offset + run.q_len:
-        yield from _windowed(run, rules, window)
-    elif window is not None and not rules.causal and window < run.k_len - run.offset:
+    if run.q_len == 0:
+        return
+    if window is not None and (
+        window + rules.sinks < run.offset + run.q_len or (not rules.causal and window < run.k_len - run.offset)
+    ):
         yield from _windowed(run, rules, window)
     elif rules.causal:
         yield from _causal(run, rules)
@@ -75,7 +74,7 @@ def _causal(run: Run, rules: Rules) -> Iterator[Local]:
         yield Local(0, q_len, 0, k_len)
     elif offset == 0 and rules.flag:
         yield Local(0, q_len, 0, k_len, causal=True)
-    elif rules.flag and rules.merges and q_len > FEW_ROWS:
+    elif rules.flag and rules.merges and q_len > limits.FEW_ROWS:
         yield Local(0, q_len, 0, offset)
         yield Local(0, q_len, offset, k_len - offset, causal=True, merge=True)
     else:

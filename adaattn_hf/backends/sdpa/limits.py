@@ -1,0 +1,44 @@
+"""Where one way becomes cheaper than another. Measured on two AVX-512 cores; `adaattn bench` shows what they do elsewhere."""
+
+from __future__ import annotations
+
+__all__: list[str] = []
+
+SMALL_PAIRS = 1 << 14
+"""Pairs of queries and keys up to which a padded batch is one masked call without looking for its runs."""
+
+MASKED_PAIRS = 1 << 18
+"""Pairs up to which one masked call is weighed against the calls of a program."""
+
+FEW_ROWS = 48
+"""Queries up to which a causal run behind a past is one masked call; above, the past and the square are merged."""
+
+WINDOW_ROWS = 64
+"""Rows of a band of a window, forward; short bands compute fewer hidden pairs."""
+
+WINDOW_ROWS_GRADIENT = 128
+"""The same where a backward pass follows, which walks the bands one by one."""
+
+BAND_ROWS = 256
+"""Rows of a band with a mask of its own."""
+
+TILE = 1 << 19
+"""Score elements that the written-out kernel holds at a time."""
+
+SHORT_KEYS = 128
+"""Keys up to which one query is served by the plain operator, which is quicker than anything around it."""
+
+PADDING_SHARE = 0.25
+"""Share of padding among the keys of a decode step from which batch rows are walked one by one."""
+
+KEPT_BYTES = 1 << 28
+"""Bytes of masks that are kept for all layers; beyond, each layer makes them again."""
+
+CPU_RATE = 6e10
+"""Operations per second and thread of the fused CPU kernel."""
+
+CUDA_RATE = 1e14
+"""Operations per second of a CUDA kernel."""
+
+CPU_CALL, CUDA_CALL = 25e-6, 4e-5
+"""Seconds that one more call costs."""
