@@ -69,7 +69,7 @@ OTHER_ENCODERS: dict[str, tuple[Any, Any]] = {
         ),
     ),
 }
-FAMILIES = (
+FAMILIES: tuple[str, ...] = (
     "gpt2",
     "llama",
     "bert-decoder",

@@ -44,7 +44,8 @@ def loss_of(net: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """A loss that is a mean over rows, so that the mean over processes is the loss of the whole batch."""
     logits = net(input_ids=ids, attention_mask=mask, use_cache=False).logits
     rows = (logits.square() * mask[..., None]).sum((1, 2))
-    return rows.mean()
+    mean: torch.Tensor = rows.mean()
+    return mean
 
 
 def worker(rank: int, port: int) -> None:
@@ -90,4 +91,4 @@ if __name__ == "__main__":
         found.bind(("127.0.0.1", 0))
         free = found.getsockname()[1]
     sys.stdout.flush()
-    mp.spawn(worker, args=(free,), nprocs=2)
+    mp.spawn(worker, args=(free,), nprocs=2)  # type: ignore[attr-defined]
