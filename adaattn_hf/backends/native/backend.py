@@ -28,7 +28,9 @@ class NativeBackend:
         if spec.device != "cpu":
             reasons.append(f"the native kernels run on CPUs, the tensors are on {spec.device}")
         if spec.dtype not in _DTYPES:
-            reasons.append(f"the native kernels have no {spec.dtype}; they have float32, bfloat16 and float16")
+            reasons.append(
+                f"the native kernels have no {spec.dtype}; they have float32, bfloat16 and float16"
+            )
         if spec.dropout:
             reasons.append("the native kernels have no dropout")
         return tuple(reasons)
@@ -54,7 +56,9 @@ class NativeBackend:
             from .autograd import Differentiable
 
             return AttentionResult(
-                *Differentiable.apply(q, k, v, request.bias, request.sink_logits, request.scaling, rules)
+                *Differentiable.apply(  # type: ignore[no-untyped-call]
+                    q, k, v, request.bias, request.sink_logits, request.scaling, rules
+                )
             )
         out, lse = call.forward(q, k, v, request.scaling, rules, need_lse=request.need_lse)
         assert out is not None

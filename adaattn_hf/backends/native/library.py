@@ -13,14 +13,13 @@ import torch
 
 from .build import NAME, REPORT
 
-__all__ = ["LEVELS", "Library", "level_names", "library", "missing"]
+__all__ = ["LEVELS", "Library", "level_names", "library", "load", "missing"]
 
 ABI_VERSION = 1
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "neon")
 """Instruction sets by their number in the C interface."""
 
 LEVEL_VARIABLE = "ADAATTN_NATIVE_LEVEL"
-_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,11 @@ class Library:
         return bool(self.handle.ada_has_level(LEVELS.index(name)))
 
 
-def _load() -> tuple[Library | None, tuple[str, ...]]:
-    path = _HERE / NAME
+def load(directory: Path) -> tuple[Library | None, tuple[str, ...]]:
+    """The library that lies in a directory, or None with all the reasons why it cannot be used."""
+    path = directory / NAME
     if not path.is_file():
-        return None, (f"the native library {NAME} is not installed: {_why_not_built()}",)
+        return None, (f"the native library {NAME} is not installed: {_why_not_built(directory)}",)
     try:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
@@ -96,15 +96,15 @@ def _share_threads(handle: ctypes.CDLL) -> str:
     return "threads of the OpenMP runtime that torch has loaded"
 
 
-def _why_not_built() -> str:
-    report = _HERE / REPORT
+def _why_not_built(directory: Path) -> str:
+    report = directory / REPORT
     if report.is_file():
         return str(json.loads(report.read_text(encoding="utf-8"))["reason"])
     return "it was never built here; run `python -m adaattn_hf.backends.native`"
 
 
 # Loaded with this module, which the backend imports at its first use: a traced graph then finds plain values here.
-_LOADED, _MISSING = _load()
+_LOADED, _MISSING = load(Path(__file__).parent)
 
 
 def library() -> Library | None:

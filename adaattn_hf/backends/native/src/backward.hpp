@@ -8,7 +8,9 @@
 
 namespace ADA_NS {
 
-constexpr int64_t BACK_KEYS = 96;  // keys per tile; query columns per tile are KEYS
+constexpr int64_t BACK_KEYS = 96;  // keys per tile
+constexpr int64_t COLUMNS = 256;   // query columns per tile
+constexpr int64_t LDC = COLUMNS + 16, LDW = COLUMNS + 32;
 
 template <class T> struct Back {
   typedef typename T::elem elem;
@@ -25,7 +27,7 @@ template <class T> static int64_t back_layout(Back<T> &w, char *base, const ada_
   char *at = base;
   w.dk = round_up(a.dim, NR);
   w.dv = round_up(a.dim_v, NR);
-  w.qn = round_up(qn, KEYS);
+  w.qn = round_up(qn, COLUMNS);
   w.kn = round_up(kn, BACK_KEYS);
   w.k = (elem *)take(at, w.kn * w.dk * E);
   w.v = (elem *)take(at, w.kn * w.dv * E);
@@ -34,12 +36,12 @@ template <class T> static int64_t back_layout(Back<T> &w, char *base, const ada_
   w.gt = (elem *)take(at, w.qn * w.dv * E);
   w.q = (elem *)take(at, w.qn * w.dk * E);
   w.g = (elem *)take(at, w.qn * w.dv * E);
-  w.s = (float *)take(at, BACK_KEYS * LDS * 4);
-  w.dp = (float *)take(at, BACK_KEYS * LDS * 4);
-  w.p = T::STEP == 1 ? (elem *)w.s : (elem *)take(at, BACK_KEYS * LDP * E);
-  w.ds = T::STEP == 1 ? (elem *)w.dp : (elem *)take(at, BACK_KEYS * LDP * E);
-  w.panels = (elem *)take(at, BACK_KEYS * KEYS * E);
-  w.stage = (elem *)take(at, greater(NR * greater(w.dk, w.dv), 4 * KEYS) * 4);
+  w.s = (float *)take(at, BACK_KEYS * LDC * 4);
+  w.dp = (float *)take(at, BACK_KEYS * LDC * 4);
+  w.p = T::STEP == 1 ? (elem *)w.s : (elem *)take(at, BACK_KEYS * LDW * E);
+  w.ds = T::STEP == 1 ? (elem *)w.dp : (elem *)take(at, BACK_KEYS * LDW * E);
+  w.panels = (elem *)take(at, BACK_KEYS * COLUMNS * E);
+  w.stage = (elem *)take(at, greater(NR * greater(w.dk, w.dv), 4 * COLUMNS) * 4);
   w.lse = (float *)take(at, w.qn * 4);
   w.delta = (float *)take(at, w.qn * 4);
   w.dq = (float *)take(at, w.dk * w.qn * 4);
@@ -180,7 +182,7 @@ template <class T> static void pack_head(const ada_args &a, const AdaUnit &u, in
 template <class T>
 static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int64_t j0, int64_t i0, Back<T> &w) {
   typedef typename T::elem elem;
-  constexpr int64_t ldp = T::STEP == 1 ? LDS : LDP;
+  constexpr int64_t ldp = T::STEP == 1 ? LDC : LDW;
   constexpr int64_t STRIPS = (BACK_KEYS + MR - 1) / MR;
   const bool special = a.softcap > 0 || a.bias || a.mask;
   const float c = special ? LOG2E : (float)(a.scaling * 1.4426950408889634);
@@ -191,25 +193,25 @@ static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int
     for (int64_t j = s * MR; j < lesser((s + 1) * MR, rows); ++j) {
       int64_t lo, hi;
       seen_by(a, u, j0 + j, lo, hi);
-      bits[s] |= panel_bits(lo, hi, i0);
+      bits[s] |= panel_bits(lo, hi, i0, COLUMNS);
     }
     any |= bits[s];
   }
   if (!any) return;
-  for (int64_t n = 0; n < KEYS / NR; ++n) {
+  for (int64_t n = 0; n < COLUMNS / NR; ++n) {
     if (!(any >> n & 1)) continue;
     const elem *qt = w.qt + (i0 + n * NR) * w.dk, *gt = w.gt + (i0 + n * NR) * w.dv;
     for (int64_t s = 0; s < STRIPS; ++s) {
       if (!(bits[s] >> n & 1)) continue;
       const int64_t r = s * MR, count = lesser((int64_t)MR, BACK_KEYS - r);
-      strip<T, ZERO>(count, w.k + (j0 + r) * w.dk, w.dk, qt, w.dk / T::STEP, w.s + r * LDS + n * NR, LDS, nullptr);
-      strip<T, ZERO>(count, w.v + (j0 + r) * w.dv, w.dv, gt, w.dv / T::STEP, w.dp + r * LDS + n * NR, LDS, nullptr);
+      strip<T, ZERO>(count, w.k + (j0 + r) * w.dk, w.dk, qt, w.dk / T::STEP, w.s + r * LDC + n * NR, LDC, nullptr);
+      strip<T, ZERO>(count, w.v + (j0 + r) * w.dv, w.dv, gt, w.dv / T::STEP, w.dp + r * LDC + n * NR, LDC, nullptr);
     }
   }
-  float slope[KEYS];
+  float slope[COLUMNS];
   for (int64_t s = 0; s < STRIPS; ++s)
     for (int64_t j = s * MR; j < lesser((s + 1) * MR, BACK_KEYS); ++j) {
-      float *sj = w.s + j * LDS, *dpj = w.dp + j * LDS;
+      float *sj = w.s + j * LDC, *dpj = w.dp + j * LDC;
       elem *pj = w.p + j * ldp, *dsj = w.ds + j * ldp;
       int64_t lo = 0, hi = 0, c0, c1;
       if (j < rows) seen_by(a, u, j0 + j, lo, hi);
@@ -250,8 +252,8 @@ static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int
                         w.dk, nullptr);
       }
     }
-  pack_rows<T>(w.panels, BACK_KEYS, w.ds, T::STEP == 1 ? ADA_F32 : ADA_BF16, 0, ldp, 1, BACK_KEYS, KEYS, KEYS, w.stage);
-  for (int64_t n = 0; n < KEYS / NR; ++n) {
+  pack_rows<T>(w.panels, BACK_KEYS, w.ds, T::STEP == 1 ? ADA_F32 : ADA_BF16, 0, ldp, 1, BACK_KEYS, COLUMNS, COLUMNS, w.stage);
+  for (int64_t n = 0; n < COLUMNS / NR; ++n) {
     if (!(any >> n & 1)) continue;
     for (int64_t d = 0; d < w.dk; d += MR)
       strip<T, ADD>(lesser((int64_t)MR, w.dk - d), w.kt + d * w.kn + j0, w.kn, w.panels + n * NR * BACK_KEYS,
@@ -269,7 +271,7 @@ static void backward_unit(const ada_args &a, const AdaShape &sh, const AdaUnit &
     const int64_t head = u.head * sh.group + h;
     pack_head<T>(a, u, head, w);
     for (int64_t j0 = 0; j0 < u.kn; j0 += BACK_KEYS)
-      for (int64_t i0 = 0; i0 < u.qn; i0 += KEYS) backward_tile<T>(a, u, head, j0, i0, w);
+      for (int64_t i0 = 0; i0 < u.qn; i0 += COLUMNS) backward_tile<T>(a, u, head, j0, i0, w);
     if (a.dq)
       for (int64_t i = 0; i < u.qn; ++i) {
         const int64_t at = u.row * a.dqs[0] + head * a.dqs[1] + (u.q0 + i) * a.dqs[2];

@@ -7,24 +7,6 @@ namespace ADA_NS {
 constexpr int64_t FEW = 24;  // most query rows of one key/value head that this path takes
 
 #if defined(__AVX512F__)
-// Lane i of the result is the sum of v[i].
-ADA_INLINE __m512 reduce16(const __m512 *v) {
-  __m512 a[8], b[4], c[2];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i)
-    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
-    b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i)
-    c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
-                         _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
-}
-
 // s[r * LDS + key] = lane r * KB + key, for R rows of KB keys
 template <int R> ADA_INLINE void scatter(float *s, __m512 x) {
   if constexpr (R == 1) {
@@ -111,7 +93,7 @@ template <int KD> struct Wide {
           vf kv = load_part<KD>(row[b] + whole, dim - whole);
           for (int r = 0; r < R; ++r) acc[r * KB + b] += load(q + r * ldq + whole) * kv;
         }
-      scatter<R>(s + j, reduce16((const __m512 *)acc));
+      scatter<R>(s + j, (__m512)lanes_sum(acc));
     }
 #else
     for (int64_t j = 0; j < n; ++j) {
@@ -198,7 +180,7 @@ struct Pairs {
           for (int r = 0; r < R; ++r) acc[r * KB + b] = _mm512_dpbf16_ps(acc[r * KB + b], qv[r], kv);
         }
       }
-      scatter<R>(s + j, reduce16(acc));
+      scatter<R>(s + j, (__m512)lanes_sum((const vf *)acc));
     }
   }
 

@@ -211,6 +211,9 @@ void fill_unit(const ada_args &a, const AdaShape &sh, AdaUnit &u, int64_t s, int
     u.kn = last < u.kn ? (last > 0 ? last : 0) : u.kn;
   }
   u.tiles = (u.kn + ADA_KEYS - 1) / ADA_KEYS;
+  u.pitch = u.kn < ADA_KEYS ? (u.kn + 63) / 64 * 64 : ADA_KEYS;
+  u.k_bytes = (u.pitch * sh.k_size + 63) / 64 * 64;
+  u.tile_bytes = u.k_bytes + (u.pitch * sh.v_size + sh.extra + 63) / 64 * 64;
   int64_t per = 1;
   if (a.block_ptr) {
     int64_t inside = (a.block_q + sh.rows - 1) / sh.rows;
@@ -314,8 +317,8 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
     for (int64_t i = at; i < total; ++i, ++count) {
       AdaUnit u;
       fill_unit(a, job.shape, u, i / a.kv_heads, i % a.kv_heads);
-      if (count && bytes + u.tiles * job.shape.tile_bytes > static_cast<int64_t>(KEEP)) break;
-      bytes += u.tiles * job.shape.tile_bytes;
+      if (count && bytes + u.tiles * u.tile_bytes > static_cast<int64_t>(KEEP)) break;
+      bytes += u.tiles * u.tile_bytes;
     }
     char *table = t_units.get(static_cast<size_t>(count) * (sizeof(AdaUnit) + sizeof(std::atomic<int64_t>)) + 64);
     char *pack = t_pack.get(static_cast<size_t>(bytes) + 64);
@@ -330,7 +333,7 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
       AdaUnit &u = job.units[i];
       fill_unit(a, job.shape, u, (at + i) / a.kv_heads, (at + i) % a.kv_heads);
       u.pack = pack;
-      pack += u.tiles * job.shape.tile_bytes;
+      pack += u.tiles * u.tile_bytes;
       u.first_task = job.tasks;
       job.tasks += u.tasks;
       job.pack_tasks += u.tiles;

@@ -7,7 +7,7 @@ namespace ADA_NS {
 constexpr int64_t KEYS = ADA_KEYS;
 constexpr int64_t LDS = KEYS + 16;  // not a power of two: rows of a tile must not fall on the same cache sets
 constexpr int64_t LDP = KEYS + 32;
-constexpr int64_t ROWS = 48;
+constexpr int64_t ROWS = 24;  // with KEYS a measured optimum: weights and a panel of values stay in the L1 cache
 constexpr float LOG2E = 1.44269504088896340736f, LN2 = 0.69314718055994530942f;
 
 struct Row {
@@ -34,6 +34,7 @@ template <class T> struct Work {
   float *scale, *shift, *factor;  // int8: of the queries, of the scores and of the weights
   Row *rows;
   Strip *strips;
+  uint64_t *panels;  // of each row
 };
 
 ADA_INLINE char *take(char *&at, int64_t bytes) {
@@ -45,18 +46,19 @@ ADA_INLINE char *take(char *&at, int64_t bytes) {
 template <class T> static int64_t layout(Work<T> &w, char *base, int64_t dk, int64_t dv) {
   char *at = base;
   w.q = (typename T::elem *)take(at, ROWS * dk * (int64_t)sizeof(typename T::elem));
-  w.s = (float *)take(at, greater(ROWS * LDS, greater(dk, dv)) * 4);
+  w.s = (float *)take(at, greater(ROWS * LDS, NR * greater(dk, dv)) * 4);
   w.p = T::STEP == 1 ? (typename T::elem *)w.s
                      : (typename T::elem *)take(at, ROWS * LDP * (int64_t)sizeof(typename T::elem));
   w.o = (float *)take(at, ROWS * dv * 4);
-  w.m = (float *)take(at, ROWS * 4);
-  w.l = (float *)take(at, ROWS * 4);
-  w.alpha = (float *)take(at, ROWS * 4);
-  w.scale = (float *)take(at, ROWS * 4);
-  w.shift = (float *)take(at, ROWS * 4);
-  w.factor = (float *)take(at, ROWS * 4);
+  w.m = (float *)take(at, (ROWS + W) * 4);
+  w.l = (float *)take(at, (ROWS + W) * 4);
+  w.alpha = (float *)take(at, (ROWS + W) * 4);
+  w.scale = (float *)take(at, (ROWS + W) * 4);
+  w.shift = (float *)take(at, (ROWS + W) * 4);
+  w.factor = (float *)take(at, (ROWS + W) * 4);
   w.rows = (Row *)take(at, ROWS * (int64_t)sizeof(Row));
   w.strips = (Strip *)take(at, ROWS * (int64_t)sizeof(Strip));
+  w.panels = (uint64_t *)take(at, ROWS * 8);
   w.stage = (typename T::elem *)take(at, NR * greater(dk, dv) * 4);
   return at - base;
 }
@@ -75,10 +77,10 @@ ADA_INLINE void visible(const ada_args &a, const AdaUnit &u, int64_t i, Row &r) 
   }
 }
 
-// Bits of the panels of tile [t0, t0 + KEYS) that [lo, hi) touches.
-ADA_INLINE uint64_t panel_bits(int64_t lo, int64_t hi, int64_t t0) {
+// Bits of the panels of tile [t0, t0 + columns) that [lo, hi) touches.
+ADA_INLINE uint64_t panel_bits(int64_t lo, int64_t hi, int64_t t0, int64_t columns = KEYS) {
   lo = greater(lo - t0, (int64_t)0);
-  hi = lesser(hi - t0, KEYS);
+  hi = lesser(hi - t0, columns);
   if (lo >= hi) return 0;
   int64_t a = lo / NR, b = (hi + NR - 1) / NR;
   uint64_t upto_b = b >= 64 ? ~0ull : (1ull << b) - 1;
@@ -168,6 +170,77 @@ ADA_INLINE void softmax_row(float *s, typename T::elem *p, uint64_t panels, floa
   m = next;
 }
 
+ADA_INLINE vf largest(const float *s, uint64_t panels) {
+  int64_t c0, c1;
+  vf x = splat(-INFINITY), y = x;
+  for (uint64_t bits = panels; next_run(bits, c0, c1);)
+    for (int64_t i = c0; i < c1; i += 2 * W) {
+      x = vmax(x, load(s + i));
+      y = vmax(y, load(s + i + W));
+    }
+  return vmax(x, y);
+}
+
+// The same for W rows at a time, whose reductions then share one tree and one exponential. Rows from `n` on are absent;
+// `m`, `l` and `alpha` have room for W. Value scales and `factor` belong to int8 alone.
+template <class T>
+ADA_INLINE void softmax_rows(float *s, typename T::elem *p, int64_t ldp, const uint64_t *panels, int64_t n, float c,
+                             const float *value_scale, float *m, float *l, float *alpha, float *factor) {
+  (void)value_scale, (void)factor;
+  vf part[W];
+  for (int64_t r = 0; r < W; ++r) part[r] = r < n ? largest(s + r * LDS, panels[r]) : splat(-INFINITY);
+  const vf before = load(m), next = vmax(before, lanes_max(part) * splat(c));  // c >= 0
+  const vf base = next > splat(-INFINITY) ? next : vf{};                       // a row that has seen nothing yet
+  const vf f = exp2_neg<5>(before - base);
+  store(m, next);
+  store(alpha, f);
+  float start[W];
+  store(start, base);
+  const vf cc = splat(c);
+  vf peak[W];
+  for (int64_t r = 0; r < W; ++r) {
+    part[r] = peak[r] = vf{};
+    if (r >= n) continue;
+    int64_t c0, c1;
+    vf x0 = vf{}, y0 = vf{}, top = vf{};
+    const vf mm = splat(start[r]);
+    float *sr = s + r * LDS;
+    for (uint64_t bits = panels[r]; next_run(bits, c0, c1);)
+      for (int64_t i = c0; i < c1; i += 2 * W) {
+        vf x = exp2_neg<T::EXP_DEGREE>(load(sr + i) * cc - mm);
+        vf y = exp2_neg<T::EXP_DEGREE>(load(sr + i + W) * cc - mm);
+        x0 += x;
+        y0 += y;
+        if constexpr (T::STEP == 4) {
+          x *= load(value_scale + i);
+          y *= load(value_scale + i + W);
+          top = vmax(top, vmax(x, y));
+          store(sr + i, x);
+          store(sr + i + W, y);
+        } else {
+          store_p(T{}, p + r * ldp + i, x, y);
+        }
+      }
+    part[r] = x0 + y0;
+    peak[r] = top;
+  }
+  store(l, load(l) * f + lanes_sum(part));
+#ifdef ADA_HAS_BF16
+  if constexpr (T::STEP == 4) {
+    const vf tops = lanes_max(peak);
+    store(factor, tops * splat(1.0f / 255.0f));
+    for (int64_t r = 0; r < n; ++r) {
+      int64_t c0, c1;
+      const vf inverse = splat(tops[r] > 0 ? 255.0f / tops[r] : 0.0f);
+      for (uint64_t bits = panels[r]; next_run(bits, c0, c1);)
+        for (int64_t i = c0; i < c1; i += W)
+          _mm_storeu_si128((__m128i *)(p + r * ldp + i),
+                           _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32((__m512)(load(s + r * LDS + i) * inverse))));
+    }
+  }
+#endif
+}
+
 static void finish_row(const ada_args &a, const AdaUnit &u, const Row &row, const float *o, float m, float l,
                        int64_t dv) {
   float inv = 0, lse = -INFINITY;
@@ -240,9 +313,9 @@ static void round_query(const ada_args &a, const AdaShape &sh, const AdaUnit &u,
 static void pack_bytes(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t t, char *scratch) {
   Work<I8> w;
   layout<I8>(w, scratch, sh.dk, sh.dv);
-  char *base = u.pack + t * sh.tile_bytes;
-  uint8_t *kp = (uint8_t *)base, *vp = (uint8_t *)base + sh.k_bytes;
-  Scales &sc = *(Scales *)(base + sh.tile_bytes - (int64_t)sizeof(Scales));
+  char *base = u.pack + t * u.tile_bytes;
+  uint8_t *kp = (uint8_t *)base, *vp = (uint8_t *)base + u.k_bytes;
+  Scales &sc = *(Scales *)(base + u.tile_bytes - (int64_t)sizeof(Scales));
   const int64_t key = u.k0 + t * KEYS, n = lesser(KEYS, u.kn - t * KEYS);
   float *x = w.s;  // free while packing, and longer than any head that the layout admits
   uint8_t *stage = (uint8_t *)w.stage;
@@ -277,7 +350,7 @@ static void pack_bytes(const ada_args &a, const AdaShape &sh, const AdaUnit &u, 
     }
     for (int64_t d = 0; d < sh.dv; d += NR)
       for (int64_t i = 0; i < NR; ++i)
-        for (int64_t k = 0; k < 4; ++k) vp[d * KEYS + j * NR + i * 4 + k] = stage[k * sh.dv + d + i];
+        for (int64_t k = 0; k < 4; ++k) vp[d * u.pitch + j * NR + i * 4 + k] = stage[k * sh.dv + d + i];
   }
 }
 #endif
@@ -304,9 +377,11 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
       st.sink = greater(st.sink, w.rows[r].sink);
     }
   }
-  for (int64_t r = 0; r < n; ++r) {
+  for (int64_t r = 0; r < ROWS + W; ++r) {
     w.m[r] = -INFINITY;
     w.l[r] = 0;
+  }
+  for (int64_t r = 0; r < n; ++r) {
 #ifdef ADA_HAS_BF16
     if constexpr (T::STEP == 4) {
       round_query(a, sh, u, w, r);
@@ -336,9 +411,9 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
       any |= st.panels;
     }
     if (!any) continue;
-    const elem *kp = (const elem *)(u.pack + t * sh.tile_bytes);
-    const elem *vp = (const elem *)(u.pack + t * sh.tile_bytes + sh.k_bytes);
-    const Scales *sc = (const Scales *)(u.pack + (t + 1) * sh.tile_bytes - (int64_t)sizeof(Scales));  // int8 alone
+    const elem *kp = (const elem *)(u.pack + t * u.tile_bytes);
+    const elem *vp = (const elem *)(u.pack + t * u.tile_bytes + u.k_bytes);
+    const Scales *sc = (const Scales *)(u.pack + (t + 1) * u.tile_bytes - (int64_t)sizeof(Scales));  // int8 alone
     (void)sc;
     for (int64_t j = 0; j < KEYS / NR; ++j) {
       if (!(any >> j & 1)) continue;
@@ -355,24 +430,19 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
                          w.s + st.r0 * LDS + j * NR, LDS, nullptr);
       }
     }
-    for (int64_t i = 0; i < strips; ++i) {
-      const Strip &st = w.strips[i];
-      for (int64_t r = st.r0; r < st.r0 + st.rows; ++r) {
-        const Row &row = w.rows[r];
-        float *s = w.s + r * LDS;
-        int64_t c0, c1;
-        for (uint64_t bits = st.panels; next_run(bits, c0, c1);) {
-          if (special) adjust(a, u, row, s, c0, c1, t0);
-          if (t0 + c0 < row.lo || t0 + c1 > row.hi) hide(row, s, c0, c1, t0);
-        }
-#ifdef ADA_HAS_BF16
-        if constexpr (T::STEP == 4)
-          softmax_bytes(s, w.p + r * ldp, st.panels, c, sc->value, w.m[r], w.l[r], w.alpha[r], w.factor[r]);
-        else
-#endif
-          softmax_row<T>(s, w.p + r * ldp, st.panels, c, w.m[r], w.l[r], w.alpha[r]);
+    for (int64_t r = 0; r < n; ++r) {
+      const Row &row = w.rows[r];
+      float *s = w.s + r * LDS;
+      w.panels[r] = w.strips[r / MR].panels;
+      int64_t c0, c1;
+      for (uint64_t bits = w.panels[r]; next_run(bits, c0, c1);) {
+        if (special) adjust(a, u, row, s, c0, c1, t0);
+        if (t0 + c0 < row.lo || t0 + c1 > row.hi) hide(row, s, c0, c1, t0);
       }
     }
+    for (int64_t r = 0; r < n; r += W)
+      softmax_rows<T>(w.s + r * LDS, w.p + r * ldp, ldp, w.panels + r, n - r, c, sc->value, w.m + r, w.l + r,
+                      w.alpha + r, w.factor + r);
     if (!a.out) continue;
     for (int64_t d = 0; d < sh.dv; d += NR)
       for (int64_t i = 0; i < strips; ++i) {
@@ -380,7 +450,7 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
         int64_t c0, c1;
         bool first = true;
         for (uint64_t bits = st.panels; next_run(bits, c0, c1); first = false) {
-          const elem *p = w.p + st.r0 * ldp + c0, *v = vp + d * KEYS + c0 * NR;
+          const elem *p = w.p + st.r0 * ldp + c0, *v = vp + d * u.pitch + c0 * NR;
           float *o = w.o + st.r0 * sh.dv + d;
           // no row of the strip sees a key from here on, so its weights are 0
           const int64_t stop = lesser(c1, greater(st.hi, st.sink) - t0);
@@ -405,31 +475,54 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
     finish_row(a, u, w.rows[r], w.o + r * sh.dv, w.m[r], w.l[r], a.dim_v);
 }
 
+// Rows of int8 times the scale of each row, as float32.
+static void dequantise(float *to, const void *src, int64_t at, int64_t row_stride, int64_t stride, const float *scale,
+                       int64_t scale_stride, int64_t rows, int64_t n) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < n; ++i)
+      to[r * n + i] = (float)((const int8_t *)src)[at + r * row_stride + i * stride] * scale[r * scale_stride];
+}
+
 template <class T>
 static void pack_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t t, char *scratch) {
   typedef typename T::elem elem;
   Work<T> w;
   layout<T>(w, scratch, sh.dk, sh.dv);
-  elem *kp = (elem *)(u.pack + t * sh.tile_bytes), *vp = (elem *)(u.pack + t * sh.tile_bytes + sh.k_bytes);
+  elem *kp = (elem *)(u.pack + t * u.tile_bytes), *vp = (elem *)(u.pack + t * u.tile_bytes + u.k_bytes);
   const int64_t key = u.k0 + t * KEYS, n = lesser(KEYS, u.kn - t * KEYS);
-  for (int64_t j = 0; j < round_up(n, NR); j += NR)
-    pack_transposed<T>(kp + j * sh.dk, a.k, a.kv_dtype, u.row * a.ks[0] + u.head * a.ks[1] + (key + j) * a.ks[2],
-                       a.ks[2], a.ks[3], n - j, a.dim, sh.dk, w.stage);
+  const int64_t kb = u.row * a.ks[0] + u.head * a.ks[1] + key * a.ks[2];
+  const int64_t vb = u.row * a.vs[0] + u.head * a.vs[1] + key * a.vs[2];
+  for (int64_t j = 0; j < round_up(n, NR); j += NR) {
+    if (a.kv_dtype == ADA_I8) {
+      const float *f = a.k_scale + u.row * a.kss[0] + u.head * a.kss[1] + (key + j) * a.kss[2];
+      dequantise(w.s, a.k, kb + j * a.ks[2], a.ks[2], a.ks[3], f, a.kss[2], lesser((int64_t)NR, n - j), a.dim);
+      pack_transposed<T>(kp + j * sh.dk, w.s, ADA_F32, 0, a.dim, 1, n - j, a.dim, sh.dk, w.stage);
+    } else {
+      pack_transposed<T>(kp + j * sh.dk, a.k, a.kv_dtype, kb + j * a.ks[2], a.ks[2], a.ks[3], n - j, a.dim, sh.dk,
+                         w.stage);
+    }
+  }
   if (!a.out) return;
-  pack_rows<T>(vp, KEYS, a.v, a.kv_dtype, u.row * a.vs[0] + u.head * a.vs[1] + key * a.vs[2], a.vs[2], a.vs[3], n,
-               a.dim_v, sh.dv, w.stage);
+  for (int64_t j = 0; a.kv_dtype == ADA_I8 && j < n; j += NR) {
+    const float *f = a.v_scale + u.row * a.vss[0] + u.head * a.vss[1] + (key + j) * a.vss[2];
+    const int64_t rows = lesser((int64_t)NR, n - j);
+    dequantise(w.s, a.v, vb + j * a.vs[2], a.vs[2], a.vs[3], f, a.vss[2], rows, a.dim_v);
+    pack_rows<T>(vp + j * NR, u.pitch, w.s, ADA_F32, 0, a.dim_v, 1, rows, a.dim_v, sh.dv, w.stage);
+  }
+  if (a.kv_dtype != ADA_I8)
+    pack_rows<T>(vp, u.pitch, a.v, a.kv_dtype, vb, a.vs[2], a.vs[3], n, a.dim_v, sh.dv, w.stage);
   const int64_t done = round_up(n, T::STEP), padded = round_up(n, NR);  // a run of panels may end past the last key
   for (int64_t d = 0; d < sh.dv; d += NR)
-    memset(vp + d * KEYS + done * NR, 0, (size_t)((padded - done) * NR) * sizeof(elem));
+    memset(vp + d * u.pitch + done * NR, 0, (size_t)((padded - done) * NR) * sizeof(elem));
 }
 
 template <class T> static void shape_of(const ada_args &a, AdaShape &sh) {
   sh.group = a.q_heads / a.kv_heads;
   sh.dk = round_up(a.dim, T::STEP);
   sh.dv = round_up(a.dim_v, NR);
-  sh.k_bytes = round_up(KEYS * sh.dk * (int64_t)sizeof(typename T::elem), 64);
-  sh.tile_bytes = sh.k_bytes + KEYS * sh.dv * (int64_t)sizeof(typename T::elem);
-  if (T::STEP == 4) sh.tile_bytes += (int64_t)sizeof(Scales);
+  sh.k_size = sh.dk * (int64_t)sizeof(typename T::elem);
+  sh.v_size = sh.dv * (int64_t)sizeof(typename T::elem);
+  sh.extra = T::STEP == 4 ? (int64_t)sizeof(Scales) : 0;
   sh.rows = ROWS;
   Work<T> w;
   sh.scratch = layout<T>(w, nullptr, sh.dk, sh.dv);

@@ -13,7 +13,7 @@ struct F32 {
 struct BF16 {
   typedef uint16_t elem;
   static constexpr int STEP = 2;
-  static constexpr int EXP_DEGREE = 4;
+  static constexpr int EXP_DEGREE = 3;
 };
 
 enum Init { ZERO, ADD, SCALE };  // C starts at 0, at itself, at itself times alpha[row]

@@ -9,7 +9,7 @@ namespace ADA_NS {
 struct I8 {
   typedef uint8_t elem;  // left operands are unsigned, packed right operands signed
   static constexpr int STEP = 4;
-  static constexpr int EXP_DEGREE = 4;
+  static constexpr int EXP_DEGREE = 3;
 };
 
 template <int ROWS>
@@ -112,40 +112,6 @@ ADA_INLINE float round_row(uint8_t *to, const float *x, int64_t n, int64_t padde
   return scale;
 }
 
-// The online softmax of one row, weights times value scales rounded to bytes; `factor` undoes the rounding's scale.
-ADA_INLINE void softmax_bytes(float *s, uint8_t *p, uint64_t panels, float c, const float *value_scale, float &m,
-                              float &l, float &alpha, float &factor) {
-  int64_t c0, c1;
-  vf top = splat(-INFINITY);
-  for (uint64_t bits = panels; next_run(bits, c0, c1);)
-    for (int64_t i = c0; i < c1; i += W) top = vmax(top, load(s + i));
-  const float next = greater(m, hmax(top) * c);
-  alpha = 1;
-  factor = 0;
-  if (!(next > -INFINITY)) {
-    for (uint64_t bits = panels; next_run(bits, c0, c1);) memset(p + c0, 0, (size_t)(c1 - c0));
-    return;
-  }
-  alpha = m > -INFINITY ? exp2f(m - next) : 0.0f;
-  m = next;
-  vf sum = vf{}, most = vf{};
-  const vf cc = splat(c), mm = splat(next);
-  for (uint64_t bits = panels; next_run(bits, c0, c1);)
-    for (int64_t i = c0; i < c1; i += W) {
-      vf x = exp2_neg<I8::EXP_DEGREE>(load(s + i) * cc - mm);
-      sum += x;
-      x *= load(value_scale + i);
-      most = vmax(most, x);
-      store(s + i, x);
-    }
-  l = l * alpha + hsum(sum);
-  const float peak = hmax(most);
-  const vf inverse = splat(peak > 0 ? 255.0f / peak : 0.0f);
-  factor = peak / 255.0f;
-  for (uint64_t bits = panels; next_run(bits, c0, c1);)
-    for (int64_t i = c0; i < c1; i += W)
-      _mm_storeu_si128((__m128i *)(p + i), _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32((__m512)(load(s + i) * inverse))));
-}
 #endif
 
 }  // namespace ADA_NS

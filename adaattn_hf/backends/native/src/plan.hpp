@@ -8,6 +8,9 @@ struct AdaUnit {  // one segment and one key/value head
   int64_t window, sinks;
   char *pack;         // packed keys and values of this unit
   int64_t tiles;      // key tiles
+  int64_t pitch;      // keys that a packed tile has room for
+  int64_t k_bytes;    // packed bytes of the keys of a tile
+  int64_t tile_bytes; // of keys, values and scales together
   int64_t heads_per;  // query heads folded into one row tile
   int64_t row_tiles;  // row tiles per head group
   int64_t first_task, tasks;
@@ -19,8 +22,8 @@ struct AdaShape {
   int64_t compute;         // the arithmetic in use: ADA_F32, ADA_BF16 or ADA_I8
   int64_t group;           // query heads per key/value head
   int64_t dk, dv;          // padded head sizes as packed
-  int64_t k_bytes;         // packed bytes of one key tile (keys)
-  int64_t tile_bytes;      // keys and values together
+  int64_t k_size, v_size;  // packed bytes of one key and of one value
+  int64_t extra;           // bytes of a tile beside these
   int64_t scratch;         // bytes of working memory one thread needs
   int64_t rows;            // query rows of one tile
 };
@@ -37,7 +40,7 @@ struct AdaKernels {
   void (*backward)(const ada_args &, const AdaShape &, const AdaUnit &, char *scratch);
 };
 
-constexpr int64_t ADA_KEYS = 256;  // keys per tile
+constexpr int64_t ADA_KEYS = 512;  // keys per tile
 constexpr int64_t ADA_BLOCK = 64;  // keys per block of a block list
 
 const AdaKernels *ada_kernels_portable();

@@ -71,39 +71,71 @@ ADA_INLINE float hsum(vf x) {
 #endif
 }
 
-// 2^x for x <= 0; -inf gives exactly 0. Minimax fits of 2^r on [-1/2, 1/2] with 2^0 = 1 exactly: the relative error is
-// 1e-7 at DEGREE 5 and 3e-6 at DEGREE 4, which is enough before a rounding to bfloat16.
+// 2^x for x <= 0; -inf gives exactly 0. Minimax fits of 2^r on [0, 1] with 2^0 = 1 exactly: the relative error is 1e-7
+// at DEGREE 5 and 9e-5 at DEGREE 3, which is enough before a rounding to bfloat16 (2e-3).
 template <int DEGREE> ADA_INLINE vf exp2_neg(vf x) {
 #if defined(__AVX512F__)
-  __m512 r = _mm512_reduce_ps((__m512)x, 0x08);  // x - nearest integer; 0 for -inf
+  vf r = (vf)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x); 0 for -inf
 #else
-  x = vmax(x, splat(-127.0f));
+  x = vmax(x, splat(-126.5f));
   const vf magic = splat(12582912.0f);
-  vf t = x + magic;
+  vf t = (x - splat(0.5f)) + magic;  // floor(x), or one less where x is an integer: then r is 1
   vf r = x - (t - magic);
 #endif
   vf p;
-  if constexpr (DEGREE == 4) {
-    p = splat(9.582853020e-3f);
-    p = p * (vf)r + splat(5.590642460e-2f);
-    p = p * (vf)r + splat(2.402409861e-1f);
-    p = p * (vf)r + splat(6.931241934e-1f);
+  if constexpr (DEGREE == 3) {
+    p = splat(7.706704364e-2f) * r + splat(2.276449889e-1f);
+    p = p * r + splat(6.951167872e-1f);
   } else {
-    p = splat(1.326465239e-3f);
-    p = p * (vf)r + splat(9.671511324e-3f);
-    p = p * (vf)r + splat(5.550733963e-2f);
-    p = p * (vf)r + splat(2.402224212e-1f);
-    p = p * (vf)r + splat(6.931469775e-1f);
+    p = splat(1.867131478e-3f) * r + splat(9.017024660e-3f);
+    p = p * r + splat(5.579992042e-2f);
+    p = p * r + splat(2.401644466e-1f);
+    p = p * r + splat(6.931513124e-1f);
   }
-  p = p * (vf)r + splat(1.0f);
+  p = p * r + splat(1.0f);
 #if defined(__AVX512F__)
-  __m512 n = _mm512_sub_ps((__m512)x, r);
-  return (vf)_mm512_scalef_ps((__m512)p, n);
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
 #else
-  vi e = ((vi)t << 23) + splat_i(127 << 23);  // n = -127 gives a zero exponent and so exactly 0
+  vi e = ((vi)t << 23) + splat_i(127 << 23);  // the clamp ends at -127, a zero exponent and so exactly 0
   return p * (vf)e;
 #endif
 }
+
+// Lane i of the result is the largest element (the sum) of v[i]: one tree for W vectors in place of W trees.
+#if defined(__AVX512F__)
+template <class Op> ADA_INLINE __m512 reduce_lanes(const __m512 *v, Op op) {
+  __m512 a[8], b[4], c[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    a[i] = op(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
+    b[i] = op(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i)
+    c[i] = op(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88), _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+  return op(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+}
+ADA_INLINE vf lanes_sum(const vf *v) {
+  return (vf)reduce_lanes((const __m512 *)v, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); });
+}
+ADA_INLINE vf lanes_max(const vf *v) {
+  return (vf)reduce_lanes((const __m512 *)v, [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); });
+}
+#else
+ADA_INLINE vf lanes_sum(const vf *v) {
+  vf r;
+  for (int i = 0; i < W; ++i) r[i] = hsum(v[i]);
+  return r;
+}
+ADA_INLINE vf lanes_max(const vf *v) {
+  vf r;
+  for (int i = 0; i < W; ++i) r[i] = hmax(v[i]);
+  return r;
+}
+#endif
 
 ADA_INLINE float from_bf16(uint16_t x) {
   uint32_t u = (uint32_t)x << 16;

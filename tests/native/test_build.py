@@ -1,0 +1,96 @@
+"""Building, loading, and the words for when that is not possible."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adaattn_hf.backends.native import build, library
+
+from .sanitize import compile_fuzzer
+
+NATIVE = Path(build.__file__).parent
+
+
+def test_without_a_compiler_the_build_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    (tmp_path / build.NAME).write_bytes(b"stale")
+    report = build.build(tmp_path)
+    assert report["built"] is False
+    assert "no C++ compiler" in str(report["reason"])
+    assert json.loads((tmp_path / build.REPORT).read_text()) == report
+    assert not (tmp_path / build.NAME).exists()
+    found, reasons = library.load(tmp_path)
+    assert found is None
+    assert "no C++ compiler" in reasons[0]
+
+
+def test_a_compiler_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    report = build.build(tmp_path)
+    assert report["built"] is False
+    assert "the compiler failed" in str(report["reason"])
+
+
+def test_a_file_that_is_no_library_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / build.NAME).write_bytes(b"not an object file")
+    found, reasons = library.load(tmp_path)
+    assert found is None
+    assert "cannot be loaded" in reasons[0]
+
+
+@pytest.mark.skipif(bool(library.missing()), reason="; ".join(library.missing()) or "present")
+def test_an_unknown_level_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.LEVEL_VARIABLE, "avx1024")
+    found, reasons = library.load(NATIVE)
+    assert found is None
+    assert "portable" in reasons[0]
+    monkeypatch.setenv(library.LEVEL_VARIABLE, "portable")
+    found, reasons = library.load(NATIVE)
+    assert found is not None and found.level_name == "portable"
+    assert not reasons
+
+
+@pytest.mark.skipif(bool(library.missing()), reason="; ".join(library.missing()) or "present")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_no_second_openmp_runtime_is_loaded() -> None:
+    code = """
+import torch
+def runtimes():
+    import re
+    return sorted({line.split()[-1] for line in open("/proc/self/maps") if re.search(r"/lib(gomp|omp|iomp5)\\b", line)})
+torch.set_num_threads(2)
+torch.randn(300, 300) @ torch.randn(300, 300)
+before = runtimes()
+from adaattn_hf.backends.native import call, library
+q = torch.randn(1, 4, 500, 64)
+call.forward(q, q, q, 0.125)
+assert "OpenMP runtime that torch has loaded" in library.library().threads, library.library().threads
+assert before and runtimes() == before, (before, runtimes())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_library_leaves_openmp_and_torch_unnamed() -> None:
+    if library.missing() or shutil.which("nm") is None:
+        pytest.skip("needs the library and nm")
+    symbols = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(NATIVE / build.NAME)], capture_output=True, text=True, check=True
+    ).stdout
+    assert not any(word in symbols for word in ("GOMP_", "omp_", "torch", "c10", "Py_"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_fuzz_under_sanitizers(tmp_path: Path) -> None:
+    program = compile_fuzzer(tmp_path, ["portable", library.level_names()[-1]] if library.level_names() else None)
+    environment = {**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1"}
+    done = subprocess.run([str(program), "1", "40"], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

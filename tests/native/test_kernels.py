@@ -1,0 +1,279 @@
+"""Every instruction set that this machine has, on random calls, against double precision."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adaattn_hf import reference
+from adaattn_hf.backends.native import call
+from adaattn_hf.backends.native.call import Rules
+from adaattn_hf.backends.native.library import LEVELS, level_names, missing
+from adaattn_hf.backends.native.monitor import dropped_mass
+from adaattn_hf.backends.native.rules import rules_of, with_extras
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.stats.noise import quantise, sqnr, through_int8
+from adaattn_hf.structure import CallStructure
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def tensor(seed: int, shape: tuple[int, ...], dtype: torch.dtype, layout: int, scale: float = 1.0) -> Tensor:
+    """`[batch, heads, len, dim]` in one of four memory layouts, the last with a gap behind each row."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(scale).to(dtype)
+    if layout == 1:
+        return made.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == 2:
+        return made.transpose(2, 3).contiguous().transpose(2, 3)
+    if layout == 3:
+        wide = made.new_zeros(*shape[:3], shape[3] + 3)
+        wide[..., : shape[3]] = made
+        return wide[..., : shape[3]]
+    return made
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> AttentionRequest:
+    batch, kv_heads, groups = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 8]))
+    q_len = draw(st.one_of(st.integers(1, 8), st.integers(9, 80), st.just(533)))
+    kv_len = draw(st.one_of(st.integers(1, 80), st.sampled_from([511, 512, 513, 1100])))
+    dim, dim_v = draw(st.sampled_from([1, 7, 16, 33, 64, 80])), draw(st.sampled_from([1, 5, 16, 40, 64]))
+    dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.integers(0, 3))
+    causal = draw(st.booleans())
+    window = draw(st.one_of(st.none(), st.integers(1, 70)))
+    structure = CallStructure(
+        batch,
+        q_len,
+        kv_len,
+        causal=causal,
+        q_offset=draw(st.sampled_from([kv_len - q_len, 0, 3])),
+        window=window,
+        sinks=0 if window is None else draw(st.integers(0, 5)),
+    )
+    heads = kv_heads * groups
+    scale = draw(st.sampled_from([1.0, 1.0, 30.0]))
+    sinks = torch.linspace(-1, 2, heads) if draw(st.booleans()) else None
+    return AttentionRequest(
+        tensor(1, (batch, heads, q_len, dim), dtype, layout, scale),
+        tensor(2, (batch, kv_heads, kv_len, dim), dtype, layout),
+        tensor(3, (batch, kv_heads, kv_len, dim_v), dtype, layout),
+        structure,
+        dim**-0.5,
+        softcap=draw(st.sampled_from([None, None, 5.0])),
+        sink_logits=sinks,
+    )
+
+
+def native(asked: AttentionRequest, level: str) -> tuple[Tensor, Tensor]:
+    rules = rules_of(asked.structure)
+    rules = with_extras(rules, asked.bias, asked.sink_logits, asked.softcap or 0.0, asked.key.shape[2])
+    out, lse = call.forward(
+        asked.query, asked.key, asked.value, asked.scaling, rules, need_lse=True, level=LEVELS.index(level)
+    )
+    assert out is not None and lse is not None
+    return out, lse
+
+
+@pytest.mark.parametrize("level", level_names())
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(asked=calls())
+def test_random_calls(level: str, asked: AttentionRequest) -> None:
+    out, lse = native(asked, level)
+    truth = reference.attention(asked)
+    sharp = 30.0 if asked.query.float().abs().max() > 15 else 1.0
+    seen = torch.isfinite(truth.lse)
+    assert torch.equal(torch.isfinite(lse), seen)
+    # products in bfloat16 use a shorter exponential: 9e-5 relative, a twentieth of the rounding of the weights
+    loose = 1e-4 if asked.query.dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(lse[seen].double(), truth.lse[seen], atol=loose * sharp, rtol=1e-6)
+    error = (out.double() - truth.out).abs().max().item()
+    eps = torch.finfo(asked.query.dtype).eps
+    # rounding of the weights and of the output, of values that are at most about 4
+    assert error <= (1e-5 * sharp if eps < 1e-6 else 4 * eps * max(1.0, truth.out.abs().max().item()))
+    assert not out[~seen.transpose(1, 2)].any()
+
+
+@pytest.mark.parametrize("level", level_names())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [1, 3, 300])
+@pytest.mark.parametrize("scale", [1.0, 12.0])
+def test_error_is_1e_5_or_at_most_twice_that_of_torch(level: str, dtype: torch.dtype, q_len: int, scale: float) -> None:
+    q = tensor(1, (1, 4, q_len, 64), dtype, 0, scale)
+    k, v = tensor(2, (1, 2, 700, 64), dtype, 0), tensor(3, (1, 2, 700, 64), dtype, 0)
+    structure = CallStructure(1, q_len, 700, causal=True, q_offset=700 - q_len)
+    asked = AttentionRequest(q, k, v, structure, 0.125)
+    truth = reference.attention(asked).out
+    mask = structure.visible()
+    theirs = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), attn_mask=mask, scale=0.125)
+    ours = native(asked, level)[0]
+    band = torch.finfo(dtype).eps * truth.abs().max().item()
+    allowed = 2 * (theirs.transpose(1, 2).double() - truth).abs().max().item() + band
+    if dtype == torch.float32:
+        allowed = 1e-5
+    assert (ours.double() - truth).abs().max().item() <= allowed
+
+
+@pytest.mark.parametrize("level", level_names())
+def test_huge_scores_stay_finite(level: str) -> None:
+    q = torch.full((1, 1, 40, 16), 1e4)
+    k, v = tensor(2, (1, 1, 90, 16), torch.float32, 0, 1e3), tensor(3, (1, 1, 90, 8), torch.float32, 0)
+    asked = AttentionRequest(q, k, v, CallStructure(1, 40, 90), 1.0)
+    out, lse = native(asked, level)
+    truth = reference.attention(asked)
+    torch.testing.assert_close(out.double(), truth.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), truth.lse, atol=0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", level_names())
+@pytest.mark.parametrize("q_len", [1, 5, 200])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_keys_and_values(level: str, q_len: int, dtype: torch.dtype) -> None:
+    """Floor: 100 dB of the dequantised definition for fp32 queries, 45 dB for half precision."""
+    q = tensor(1, (2, 8, q_len, 64), dtype, 0)
+    k, v = tensor(2, (2, 2, 600, 64), torch.float32, 0), tensor(3, (2, 2, 600, 64), torch.float32, 0)
+    (k8, ks), (v8, vs) = quantise(k), quantise(v)
+    rules = Rules(causal=True, offset=600 - q_len, key_scale=ks[..., 0], value_scale=vs[..., 0])
+    out, _ = call.forward(q, k8, v8, 0.125, rules, level=LEVELS.index(level))
+    structure = CallStructure(2, q_len, 600, causal=True, q_offset=600 - q_len)
+    defined = reference.attention(AttentionRequest(q.float(), k8 * ks, v8 * vs, structure, 0.125)).out
+    assert out is not None
+    assert sqnr(defined, out) > (100 if dtype == torch.float32 else 45)
+
+
+@pytest.mark.skipif("avx512_bf16" not in level_names(), reason="no int8 products on this machine")
+@pytest.mark.parametrize("q_len", [7, 400])
+@pytest.mark.parametrize("offset", [0.0, 3.0])
+def test_int8_products(q_len: int, offset: float) -> None:
+    """Floor: 38 dB of the definition (queries, smoothed keys and values through int8); weights cost the rest."""
+    q = tensor(1, (1, 4, q_len, 64), torch.float32, 0)
+    k = tensor(2, (1, 2, 400, 64), torch.float32, 0) + offset * torch.randn(64, generator=torch.Generator().manual_seed(5))
+    v, mean = tensor(3, (1, 2, 400, 64), torch.float32, 0), k.mean(2)[0].contiguous()
+    rules = Rules(causal=True, offset=400 - q_len, compute="int8", key_mean=mean)
+    out, lse = call.forward(q, k, v, 0.125, rules, need_lse=True)
+    smooth = through_int8(k - mean[None, :, None]) + mean[None, :, None]
+    structure = CallStructure(1, q_len, 400, causal=True, q_offset=400 - q_len)
+    defined = reference.attention(AttentionRequest(through_int8(q), smooth, through_int8(v), structure, 0.125))
+    exact = reference.attention(AttentionRequest(q, k, v, structure, 0.125))
+    assert out is not None and lse is not None
+    assert sqnr(defined.out, out) > 38
+    assert sqnr(exact.out, out) > 33
+    torch.testing.assert_close(lse.double(), exact.lse, atol=0.1, rtol=0)
+
+
+def test_int8_products_are_refused_where_there_are_none() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(RuntimeError, match="instruction set"):
+        call.forward(q, q, q, 1.0, Rules(compute="int8"), level=LEVELS.index("portable"))
+
+
+@pytest.mark.parametrize("level", level_names())
+@pytest.mark.parametrize("q_len", [1, 40, 500])
+def test_bfloat16_products_of_float32(level: str, q_len: int) -> None:
+    q, k, v = (tensor(i, (1, 2, n, 64), torch.float32, 0) for i, n in ((1, q_len), (2, 500), (3, 500)))
+    rules = Rules(causal=True, offset=500 - q_len, compute="bf16")
+    out, _ = call.forward(q, k, v, 0.125, rules, level=LEVELS.index(level))
+    structure = CallStructure(1, q_len, 500, causal=True, q_offset=500 - q_len)
+    assert out is not None
+    assert sqnr(reference.attention(AttentionRequest(q, k, v, structure, 0.125)).out, out) > 45
+
+
+@pytest.mark.parametrize("level", level_names())
+@pytest.mark.parametrize("q_len", [3, 130])
+def test_windows_per_head_and_dropped_mass(level: str, q_len: int) -> None:
+    q, k, v = tensor(1, (1, 6, q_len, 32), torch.float32, 0), *(tensor(i, (1, 3, 700, 32), torch.float32, 0) for i in (2, 3))
+    windows, sinks = torch.tensor([50, -1, 9]), torch.tensor([4, 0, 0])
+    base = Rules(causal=True, offset=700 - q_len)
+    rules = Rules(causal=True, offset=700 - q_len, head_windows=windows, head_sinks=sinks)
+    out, lse = call.forward(q, k, v, 0.17, rules, need_lse=True, level=LEVELS.index(level))
+    assert out is not None and lse is not None
+    full = reference.attention(
+        AttentionRequest(q, k, v, CallStructure(1, q_len, 700, causal=True, q_offset=700 - q_len), 0.17)
+    )
+    for head, (window, sink) in enumerate(zip(windows.tolist(), sinks.tolist(), strict=True)):
+        part = slice(2 * head, 2 * head + 2)
+        structure = CallStructure(
+            1, q_len, 700, causal=True, q_offset=700 - q_len, window=None if window < 0 else window, sinks=sink
+        )
+        asked = AttentionRequest(q[:, part], k[:, head : head + 1], v[:, head : head + 1], structure, 0.17)
+        truth = reference.attention(asked)
+        torch.testing.assert_close(out[:, :, part].double(), truth.out, atol=3e-6, rtol=0)
+        kept = (full.weights[:, part] * structure.visible()).sum(-1)
+        lost = dropped_mass(q, k, lse, 0.17, base, level=LEVELS.index(level))[:, part]
+        torch.testing.assert_close(lost.double(), 1 - kept, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("level", level_names())
+@pytest.mark.parametrize("block_q", [64, 100])
+def test_block_lists(level: str, block_q: int) -> None:
+    q_len, kv_len = 300, 1000
+    q, k, v = tensor(1, (1, 4, q_len, 32), torch.float32, 0), *(tensor(i, (1, 2, kv_len, 32), torch.float32, 0) for i in (2, 3))
+    tiles, blocks = -(-q_len // block_q), -(-kv_len // 64)
+    keep = torch.rand(2, tiles, blocks, generator=torch.Generator().manual_seed(9)) < 0.4
+    keep[0, 1] = False
+    counts = keep.flatten(0, 1).sum(1)
+    pointer = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    index = keep.flatten(0, 1).nonzero()[:, 1].contiguous()
+    rules = Rules(causal=True, offset=kv_len - q_len, block_ptr=pointer, block_index=index, block_q=block_q)
+    out, _ = call.forward(q, k, v, 0.17, rules, level=LEVELS.index(level))
+    rows, columns = torch.arange(q_len) // block_q, torch.arange(kv_len) // 64
+    mask = keep[:, rows][:, :, columns].repeat_interleave(2, 0)[None]
+    structure = CallStructure(1, q_len, kv_len, causal=True, q_offset=kv_len - q_len, mask=mask)
+    truth = reference.attention(AttentionRequest(q, k, v, structure, 0.17)).out
+    assert out is not None
+    torch.testing.assert_close(out.double(), truth, atol=3e-6, rtol=0)
+
+
+def test_threads_of_python_do_not_disturb_one_another() -> None:
+    inputs = [
+        [tensor(10 * i + j, (1, 2, n, 64), dtype, 0) for j in range(3)]
+        for i, (n, dtype) in enumerate([(300, torch.float32), (700, torch.bfloat16), (33, torch.float32), (1, torch.float16)])
+    ]
+    rules = Rules(causal=True)
+    alone = [call.forward(*x, 0.125, rules)[0] for x in inputs]
+    wrong: list[int] = []
+
+    def work(which: int) -> None:
+        for _ in range(30):
+            out = call.forward(*inputs[which], 0.125, rules)[0]
+            expected = alone[which]
+            if out is None or expected is None or not torch.equal(out, expected):
+                wrong.append(which)
+
+    threads = [threading.Thread(target=work, args=(i % len(inputs),)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("q_len", [1, 600])
+def test_result_does_not_depend_on_the_number_of_threads(q_len: int) -> None:
+    q = tensor(1, (1, 4, q_len, 64), torch.bfloat16, 0)
+    k, v = (tensor(i, (1, 2, 3000, 64), torch.bfloat16, 0) for i in (2, 3))
+    rules, before = Rules(causal=True, offset=3000 - q_len), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(call.forward(q, k, v, 0.125, rules)[0])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [([[2, 0, 4, 0, 4, 0]], "batch row"), ([[0, 2, 4, 0, 4, 0]], "queries"), ([[0, 0, 4, 1, 4, 0]], "keys")],
+)
+def test_segments_outside_the_tensors_are_refused(table: list[list[int]], why: str) -> None:
+    q = torch.randn(2, 1, 4, 8)
+    with pytest.raises(RuntimeError, match="segments outside"):
+        call.forward(q, q, q, 1.0, Rules(segments=torch.tensor(table)))
