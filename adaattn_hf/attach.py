@@ -207,7 +207,7 @@ def attach(model: nn.Module, plan: Plan, directory: str | Path | None = None) ->
     raw = {CONFIG_KEY: plan.to_dict()}
     for module in modules.values():
         _resolve(module, raw)
-    owners = {id(module.config): module.config for module in modules.values()}
+    owners: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
     for config in owners.values():
         present = getattr(config, "adaattn", None)
         config.adaattn = {**(present if isinstance(present, Mapping) else {}), **raw}
@@ -224,7 +224,7 @@ def detach(model: nn.Module) -> None:
         if config is not None and isinstance(present, Mapping) and CONFIG_KEY in present:
             rest = {key: value for key, value in present.items() if key != CONFIG_KEY}
             if rest:
-                config.adaattn = rest
+                config.adaattn = rest  # type: ignore[union-attr, assignment]
             else:
                 del config.adaattn
 

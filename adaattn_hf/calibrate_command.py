@@ -135,7 +135,7 @@ def _run(given: dict[str, Any], console: Console) -> int:
     model = AutoModelForCausalLM.from_pretrained(
         given["model"], attn_implementation="adaattn", dtype=dtype, **extra
     )
-    model.to(device)
+    model.to(torch.device(device))  # type: ignore[arg-type]
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids

@@ -181,7 +181,7 @@ class FisherRecorder:
         def note(gradient: Tensor) -> None:
             self.gradients[index] = gradient[0, self.rows].transpose(0, 1).detach().float()
 
-        out.register_hook(note)
+        out.register_hook(note)  # type: ignore[no-untyped-call]
         return out
 
     def products(self) -> dict[int, Tensor]:
@@ -233,7 +233,7 @@ def measure(
             hidden = arms.hidden(tokens)
             recorder.listening = False
             for index, gradient in enumerate(label_gradients(arms, hidden, generator, labels)):
-                hidden.backward(gradient, retain_graph=index + 1 < labels)
+                torch.autograd.backward(hidden, gradient, retain_graph=index + 1 < labels)
                 on_products(recorder.products())
     finally:
         handle.remove()

@@ -52,7 +52,7 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
         raise ValueError(
             f"needles is {needles} in a text of {len(text)} tokens, expected at most {len(text) // (3 * size)}"
         )
-    vocabulary = text.unique()
+    vocabulary = torch.tensor(sorted(set(text.tolist())))
     drawn = vocabulary[torch.randint(len(vocabulary), (needles, size), generator=generator)]
     depths = tuple((index + 0.5) / needles for index in range(needles))
     pieces, start = [], 0

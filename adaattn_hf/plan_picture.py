@@ -97,7 +97,7 @@ def save_png(plan: Plan, path: Path) -> None:
     axes.set_ylabel("layer")
     axes.set_xticks(range(width))
     kinds = sorted({choice for row in choices for choice in row}, key=lambda choice: choice.label)
-    handles = [Patch(color=[value / 255 for value in colour(choice)], label=choice.label) for choice in kinds]
+    handles = [Patch(color=f"#{bytes(colour(choice)).hex()}", label=choice.label) for choice in kinds]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     temporary = path.with_name(f".{path.name}.partial.png")
     figure.savefig(temporary, dpi=120)

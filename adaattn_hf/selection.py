@@ -20,7 +20,8 @@ def pooled_keys(key: Tensor, block: int = BLOCK) -> Tensor:
     """Returns the mean key of every block, `[…, ceil(kv_len / block), head_dim]` in fp32; the last may be partial."""
     kv_len = key.shape[-2]
     full = kv_len // block
-    means = key[..., : full * block, :].unflatten(-2, (full, block)).float().mean(-2)
+    shape = (*key.shape[:-2], full, block, key.shape[-1])
+    means: Tensor = key[..., : full * block, :].reshape(shape).float().mean(-2)
     if full * block == kv_len:
         return means
     return torch.cat([means, key[..., full * block :, :].float().mean(-2, keepdim=True)], dim=-2)

@@ -158,7 +158,8 @@ def judge(
     top1 = evidence.agree / max(bound.tokens, 1)
     reasons = gates.failures(bound.upper, mean, top1, evidence.lost, evidence.found)
     verdict = (
-        f"passed: Δnll {bound.mean:+.2e}, at most {bound.upper:.2e} at {confidence:.1%}, budget {gates.budget:.2e} nats/token"
+        f"passed: Δnll {bound.mean:+.2e}, at most {bound.upper:.2e} nats/token at {confidence:.1%}, "
+        f"budget {gates.budget:.2e}"
         if not reasons
         else "failed: " + "; ".join(reasons)
     )

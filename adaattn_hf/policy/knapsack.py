@@ -93,9 +93,9 @@ def allocate(
     cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, np.zeros(len(pairs))])
     rows, cols, data, low, high = [], [], [], [], []
     count = 0
-    for unit in range(units):
+    for place in range(units):
         rows += [count] * choices
-        cols += list(range(unit * choices, (unit + 1) * choices))
+        cols += list(range(place * choices, (place + 1) * choices))
         data += [1.0] * choices
         low.append(1.0)
         high.append(1.0)
@@ -118,9 +118,9 @@ def allocate(
         cost[items + offset] = launches.constant[group] / scale
         members = np.flatnonzero(launches.layer == layer)
         served = np.flatnonzero(launches.launch == group)
-        for unit in members:
+        for member in members.tolist():
             rows += [count] * (len(served) + 1)
-            cols += [int(unit) * choices + int(choice) for choice in served] + [items + offset]
+            cols += [member * choices + int(choice) for choice in served] + [items + offset]
             data += [1.0] * len(served) + [-1.0]
             low.append(-np.inf)
             high.append(0.0)

@@ -89,7 +89,7 @@ def range_finder(
     """
     width = min(size, rank + oversample)
     sketch = torch.randn(size, width, generator=generator, dtype=torch.float64)
-    basis = torch.linalg.qr(product(sketch)).Q
+    basis: Tensor = torch.linalg.qr(product(sketch)).Q
     for _ in range(power_steps):
         basis = torch.linalg.qr(product(torch.linalg.qr(transposed(basis)).Q)).Q
     return basis

@@ -73,12 +73,14 @@ def _root(matrix: Tensor, inverse: bool = False) -> Tensor:
     powers = torch.where(
         kept, values.clamp(min=1e-300).pow(-0.5 if inverse else 0.5), torch.zeros_like(values)
     )
-    return (vectors * powers[..., None, :]) @ vectors.mT
+    root: Tensor = (vectors * powers[..., None, :]) @ vectors.mT
+    return root
 
 
 def score_spectrum(moments: Gram) -> Tensor:
     """Returns the singular values of Q K^T, `[…, head_dim]` descending, exact up to rounding."""
-    return torch.linalg.svdvals(_root(moments.query) @ _root(moments.key))
+    values: Tensor = torch.linalg.svdvals(_root(moments.query) @ _root(moments.key))
+    return values
 
 
 def score_factors(moments: Gram, rank: int) -> tuple[Tensor, Tensor]:

@@ -255,7 +255,7 @@ def test_other_weights_and_lost_or_changed_tensors_are_refused(stored: Path, res
     with pytest.raises(PlanError, match="the plan has layers"):
         attach.attach(_model(), replace(result.plan, layers=(replace(result.plan.layers[0], layer=7),)))
     needs = replace(result.plan, tensors="0" * 64)
-    with pytest.raises(PlanError, match="needs adaattn_plan.safetensors"):
+    with pytest.raises(PlanError, match=r"needs adaattn_plan\.safetensors"):
         attach.read_tensors(needs, stored / "nowhere")
     (stored / attach.TENSORS_FILE).write_bytes(b"x")
     with pytest.raises(PlanError, match="the plan names"):

@@ -19,7 +19,8 @@ def make_plan(**changes: Any) -> Plan:
         True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed"
     )
     plan = Plan(
-        PLAN_FORMAT, "llama", "ab" * 32, "float32", "0.1.0", "2.13.0", "5.23.0", 1e-3, 0, "cd" * 32, {"rows": 8}, (512, 1024),
+        PLAN_FORMAT, "llama", "ab" * 32, "float32", "0.1.0", "2.13.0", "5.23.0", 1e-3, 0, "cd" * 32, {"rows": 8},
+        (512, 1024),
         (LayerPlan(1, "ef" * 32, (Choice("window", 256, 16, precision="bf16"), EXACT)),),
         (UnitRecord(1, 0, 1e-5, 0.1, 0.3, 0.01, 0.02, 2e-4), UnitRecord(1, 1, 0.0, 0.3, 0.3, 0.0, 0.0, 0.0)),
         verified, "",

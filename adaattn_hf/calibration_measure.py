@@ -1,0 +1,246 @@
+"""The measuring half of a calibration: text, moments, risks and prices of one model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from adaattn_hf import attach, corpus, execute, fisher, pricing
+from adaattn_hf.approximate import LayerTensors
+from adaattn_hf.arms import ModelArms, Progress
+from adaattn_hf.calibration_settings import CalibrationSettings
+from adaattn_hf.calibration_state import CalibrationState
+from adaattn_hf.corpus import TokenSequence
+from adaattn_hf.policy.candidates import Candidates, candidates
+from adaattn_hf.policy.knapsack import Array
+from adaattn_hf.policy.prices import PriceTable
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.stats.spectrum import score_factors
+from adaattn_hf.tap import tapping
+
+
+class Measurements:
+    """Risks and prices of one model: what choosing needs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        encode: Callable[[str], Sequence[int]],
+        data: list[str | Path],
+        settings: CalibrationSettings,
+        verify_data: list[str | Path] | None,
+        progress: Progress,
+    ) -> None:
+        self.model, self.settings, self.progress = model, settings, progress
+        if model.config._attn_implementation != "adaattn":  # type: ignore[union-attr]
+            raise ValueError(
+                f"attn_implementation is {model.config._attn_implementation!r}, expected 'adaattn': "  # type: ignore[union-attr]
+                'load the model with from_pretrained(..., attn_implementation="adaattn")'
+            )
+        model.eval()
+        self.arms = ModelArms(model)
+        self.samples = {length: self._draw(data, verify_data, encode, length) for length in settings.lengths}
+        self.fingerprint = hashlib.sha256(
+            "".join(f"{n}:{own}:{other}" for n, (_, own, other) in sorted(self.samples.items())).encode()
+        ).hexdigest()
+        self.moments = self._moments()
+        self.layers = sorted(self.moments.shapes)
+        kv_heads = {self.moments.shapes[index][1] for index in self.layers}
+        if len(kv_heads) != 1:
+            raise ValueError(
+                f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them"
+            )
+        self.kv_heads = kv_heads.pop()
+        self.units = [(layer, head) for layer in self.layers for head in range(self.kv_heads)]
+        self.model_type = self._attention_config().model_type
+        self.modules = dict(attach.attention_modules(model, self.model_type))
+        self.hashes = {index: attach.weight_hash(self.modules[index]) for index in self.layers}
+        self.dtype = attach.module_dtype(self.modules[self.layers[0]])
+        self.candidates: Candidates = candidates(
+            settings.lengths[-1],
+            min(shape[2] for shape in self.moments.shapes.values()),
+            self.dtype,
+            settings.families,
+            settings.windows,
+            settings.masses,
+        )
+        self.tensors = {index: self._layer_tensors(index) for index in self.layers}
+        self.table: PriceTable | None = None
+
+    # ------------------------------------------------------------------ text
+    def _draw(
+        self,
+        data: list[str | Path],
+        verify_data: list[str | Path] | None,
+        encode: Callable[[str], Sequence[int]],
+        n: int,
+    ) -> tuple[dict[str, list[TokenSequence]], str, str]:
+        s = self.settings
+        own = {"risk": s.sequences, "joint": s.joint}
+        held = {f"try {number}": s.held_out for number in range(1, s.tries + 1)}
+        if verify_data is None:
+            sample = corpus.draw(data, encode, n, {**own, **held}, s.seed)
+            return sample.parts, sample.fingerprint, ""
+        first = corpus.draw(data, encode, n, own, s.seed)
+        second = corpus.draw(verify_data, encode, n, held, s.seed)
+        return {**first.parts, **second.parts}, first.fingerprint, second.fingerprint
+
+    def _tokens(self, sequence: TokenSequence) -> Tensor:
+        return torch.tensor([sequence.tokens], device=self.arms.device)
+
+    def _attention_config(self) -> Any:
+        for module in self.model.modules():
+            if hasattr(module, "layer_idx") and hasattr(module, "config") and hasattr(module, "is_causal"):
+                return module.config
+        raise ValueError(
+            "the model has no attention modules with a layer_idx; a plan could not name its layers"
+        )
+
+    # ------------------------------------------------------------------ pass zero and one
+    def _moments(self) -> fisher.Moments:
+        """Mean keys, Grams and the calls that will be timed, from one sequence of each length."""
+        moments = fisher.Moments()
+        self.calls: dict[int, AttentionRequest] = {}
+        for number, (length, (parts, _, _)) in enumerate(sorted(self.samples.items())):
+            seen: list[AttentionRequest] = []
+
+            def tap(
+                module: nn.Module, request: AttentionRequest, seen: list[AttentionRequest] = seen
+            ) -> Tensor:
+                seen.append(request)
+                return moments.tap(module, request)
+
+            self.progress("moments", number, len(self.samples))
+            with torch.no_grad(), tapping(tap):
+                self.arms.hidden(self._tokens(parts["risk"][0]))
+            if not seen:
+                raise ValueError(
+                    "the model made no attention call through adaattn; it may not use the attention interface"
+                )
+            self.calls[length] = seen[len(seen) // 2]
+        if not all(moments.causal.values()):
+            raise ValueError(
+                "attention is bidirectional: calibration draws labels of the next token and serves causal models"
+            )
+        return moments
+
+    def _layer_tensors(self, index: int) -> LayerTensors:
+        gram = self.moments.grams[index]
+        ranks = [choice.rank for choice in self.candidates.choices if choice.rank]
+        device = self.arms.device
+        if not ranks:
+            return LayerTensors(gram.key_mean.float().to(device))
+        query_basis, key_basis = score_factors(gram.centred(), max(ranks))
+        return LayerTensors(
+            gram.key_mean.float().to(device),
+            {head: query_basis[head].float().to(device) for head in range(self.kv_heads)},
+            {head: key_basis[head].float().to(device) for head in range(self.kv_heads)},
+        )
+
+    def measure(self, directory: Path | None, resume: bool) -> None:
+        """Pass one: risks and dropped masses of every unit and choice, per length."""
+        s = self.settings
+        identity = {**asdict(s), "weights": self.hashes, "text": self.fingerprint, "dtype": self.dtype}
+        identity.pop("budget"), identity.pop("held_out"), identity.pop("tries")
+        self.state = CalibrationState(identity, s.lengths, len(self.units), len(self.candidates.choices))
+        if resume and directory is not None:
+            self.state.load(directory)
+        total = s.sequences * len(s.lengths)
+        for length in s.lengths:
+            for number in range(self.state.done[length], s.sequences):
+                self.progress("risk", sum(self.state.done.values()), total)
+                self._measure_one(length, number)
+                self.state.done[length] = number + 1
+                if directory is not None:
+                    self.state.save(directory)
+        self.progress("risk", total, total)
+
+    def _measure_one(self, length: int, number: int) -> None:
+        s = self.settings
+        generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
+        sums = np.zeros((len(self.units), len(self.candidates.choices)))
+        rows = 0
+
+        def add(products: dict[int, Tensor]) -> None:
+            nonlocal rows
+            part, count = fisher.unit_risks(products, self.kv_heads, self.candidates.combine)
+            sums.__iadd__(part)
+            rows += count
+
+        recorder = fisher.measure(
+            self.arms,
+            self._tokens(self.samples[length][0]["risk"][number]),
+            self.candidates.parts,
+            self.tensors,
+            rows=s.rows,
+            labels=s.labels,
+            generator=generator,
+            on_products=add,
+        )
+        self.state.risks[length].add(sums, rows)
+        self.state.dropped[length] += self._dropped(recorder)
+
+    def _dropped(self, recorder: fisher.FisherRecorder) -> Array:
+        """Mean, 95th percentile and mean square of the mass that a choice drops, the worst query head of a unit."""
+        found = np.zeros((len(self.units), len(self.candidates.choices), 3))
+        for place, index in enumerate(self.layers):
+            mass = recorder.dropped[index].double()
+            parts, heads, rows = mass.shape
+            grouped = mass.view(parts, self.kv_heads, heads // self.kv_heads, rows).amax(2)
+            stats = torch.stack(
+                [grouped.mean(-1), torch.quantile(grouped, 0.95, dim=-1), grouped.square().mean(-1)], dim=-1
+            )
+            # a combined choice drops what its sparse part drops: the precisions among the parts drop nothing
+            mixed = torch.einsum("cb,bus->ucs", torch.from_numpy(self.candidates.combine).to(stats), stats)
+            found[place * self.kv_heads : (place + 1) * self.kv_heads] = mixed.cpu().numpy()
+        return found
+
+    # ------------------------------------------------------------------ prices
+    def price(self, prices: PriceTable | None) -> None:
+        """Times the launches unless prices were given."""
+        self.progress("prices", 0, 1)
+        middle = self.layers[len(self.layers) // 2]
+        if prices is None:
+            prices = pricing.measure_prices(self.calls, self.candidates.choices, self.tensors[middle])
+        self.table = prices
+        self.prices, self.launches = pricing.unit_prices(
+            prices,
+            self.candidates.choices,
+            self.units,
+            lengths=self.settings.lengths,
+            decode_tokens=self.settings.decode_tokens,
+        )
+        self.progress("prices", 1, 1)
+
+    def risks(self) -> Array:
+        """Returns the risks `[lengths, units, choices]` in nats/token, not re-scaled."""
+        return np.stack([self.state.risks[length].mean() for length in self.settings.lengths])
+
+    def ratio(self, picks: NDArray[np.int64], length: int, phase: str = "prefill") -> float:
+        """Returns how many times faster than exact attention the launches of an allocation are, by the price table."""
+        table = self.table
+        if table is None:
+            raise ValueError("no prices were measured; call price() first")
+        choices = self.candidates.choices
+
+        def seconds(mine: NDArray[np.int64]) -> float:
+            constants: dict[str, float] = {}
+            total = 0.0
+            for pick in mine:
+                price = table.price(phase, length, choices[pick].label)
+                name = execute.launch_name(choices[pick], table.shared)
+                constants[name] = max(constants.get(name, 0.0), price.constant)
+                total += price.slope
+            return total + sum(constants.values())
+
+        per_layer = picks.reshape(len(self.layers), self.kv_heads)
+        exact = seconds(np.zeros(self.kv_heads, dtype=np.int64)) * len(self.layers)
+        return exact / sum(seconds(mine) for mine in per_layer)
