@@ -22,8 +22,8 @@ from adaattn_hf.patches.family import family_of
 
 __all__ = ["UnsupportedModel", "check", "refusal_of", "unsupported", "uses_interface"]
 
-_OWN_TABLE = re.compile(r"_CLASSES\[\s*config\._attn_implementation\s*\]")
-_ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(", re.MULTILINE)
+_OWN_TABLE = re.compile(r"_CLASSES\[")
+_ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
 
 class UnsupportedModel(ValueError):
@@ -68,7 +68,11 @@ def refusal_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> str | None:
         return None
     if _OWN_TABLE.search(source):
         return unsupported(name, "looks its attention up in a table of its own")
-    return None if "ALL_ATTENTION_FUNCTIONS" in source else unsupported(name)
+    if "ALL_ATTENTION_FUNCTIONS" in source:
+        return None
+    if config_class.sub_configs:
+        return unsupported(name, "computes the attention of a part of the model by itself")
+    return unsupported(name)
 
 
 def _configs(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import sys
+import zlib
 from typing import Any
 
 import pytest
+import torch
 
 NAME = os.environ.get("CONFORMANCE_NAME", "sdpa")
 FORCE = os.environ.get("CONFORMANCE_FORCE") == "1"
@@ -25,8 +29,6 @@ _calls_at_start = 0
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the implementation and let every request for `sdpa` resolve to it."""
-    import torch
-
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if NAME == "sdpa":
         return
@@ -57,9 +59,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Count this test's calls; in force mode let tests believe that the family supports `sdpa`."""
+    """Count this test's calls; in force mode let tests believe that the family supports `sdpa`.
+
+    Both implementations get the same random inputs, which Transformers' tests leave to chance.
+    """
     global _calls_at_start
     _calls_at_start = _calls
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    torch.manual_seed(seed)
+    mixins = sys.modules.get("tests.test_modeling_common")
+    if mixins is not None:
+        mixins.global_rng.seed(seed)
     owner = getattr(item, "cls", None)
     if not FORCE or owner is None:
         return
