@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 # `python -m` would put the checkout in front of the installed package, and its adaattn_hf/ lacks the mapped packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help venv demo test cover lint fmt types bench build docs-check freeze clean
+.PHONY: help venv demo conformance matrix test cover lint fmt types bench build docs-check freeze clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
@@ -69,6 +69,15 @@ types: $(READY) ## mypy --strict
 	rm -rf build/typed
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target build/typed .
 	MYPYPATH=build/typed $(BIN)/mypy $(CHECKED)  # strict, by pyproject.toml
+
+# Their directory is made by tests/conformance/prepare.py; what ran already is not run again (results/conformance).
+conformance: $(READY) ## Transformers' own model tests, sdpa beside adaattn; ADAATTN_CONFORMANCE names their directory
+	$(BIN)/python -m pip install -q parameterized timeout_decorator
+	$(BIN)/python tests/conformance/run.py --results results/conformance
+	$(BIN)/python tests/conformance/table.py --results results/conformance docs/conformance.md
+
+matrix: ## the suite under every Python and Transformers at hand; PAIRS=3.11:5.17.0 for a part
+	$(PYTHON) tests/conformance/matrix.py $(if $(PAIRS),--pairs $(PAIRS)) --torch $(TORCH)
 
 bench: $(READY) ## speed alone, against stock attention
 	$(BIN)/adaattn bench
