@@ -5,8 +5,11 @@ Importing the package registers the names and does nothing else.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .attach import detach as remove_plan
+from .attach import load_plan
 from .config import AdaAttnConfig, ConfigError
 from .patches import (
     NAMES,
@@ -27,6 +30,7 @@ from .patches import (
 from .presets import load_preset, preset_names
 
 if TYPE_CHECKING:
+    from .observe import monitoring, statistics
     from .patches.callback import AdaAttnCallback
 
 __all__ = [
@@ -42,12 +46,16 @@ __all__ = [
     "check",
     "configure",
     "explain",
+    "load_plan",
     "load_preset",
+    "monitoring",
     "prepare",
     "preset_names",
     "register",
+    "remove_plan",
     "resolve",
     "restore",
+    "statistics",
     "unpad_calls",
     "unregister",
 ]
@@ -55,12 +63,17 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    """The callback, imported when it is asked for: it loads the Trainer's modules."""
-    if name == "AdaAttnCallback":
-        from .patches.callback import AdaAttnCallback
+_LATE = {
+    "AdaAttnCallback": "adaattn_hf.patches.callback",  # loads the Trainer's modules
+    "monitoring": "adaattn_hf.observe",
+    "statistics": "adaattn_hf.observe",
+}
 
-        return AdaAttnCallback
+
+def __getattr__(name: str) -> Any:
+    """What is imported when it is asked for."""
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -238,6 +238,31 @@ def plan_of(model: nn.Module) -> Plan | None:
     return None
 
 
+def load_plan(model: nn.Module, directory: str | Path | None = None) -> Plan:
+    """Reads the plan that a model's configuration holds and checks it against every layer at once.
+
+    Without it every layer reads its part in the first forward pass; a graph needs it before it is traced.
+
+    Args:
+        model: A model whose `config.adaattn` holds a plan, as `from_pretrained` leaves it.
+        directory: Where the plan's safetensors file lies, when that is not where the model was loaded from.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: The model has no plan, or one that does not belong to it.
+    """
+    plan = plan_of(model)
+    if plan is None:
+        raise PlanError(
+            f"model: the configuration of this {type(model).__name__} holds no plan; make one with "
+            "`adaattn calibrate`"
+        )
+    attach(model, plan, directory)
+    return plan
+
+
 def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, nn.Module]]:
     """Yields the innermost modules that know a `layer_idx` and hold weights, of the tower of that model type.
 

@@ -34,6 +34,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         f"{P}.arms",
         f"{P}.calibrate",
+        f"{P}.calibration_measure",
+        f"{P}.calibration_settings",
         f"{P}.calibration_state",
         f"{P}.corpus",
         f"{P}.fisher",
