@@ -9,10 +9,13 @@ from __future__ import annotations
 import difflib
 import logging
 
+import torch
+
 from ..request import CallSpec
 from .base import Backend
 from .eager import EagerBackend
 from .flash import FA2, FA3, FA3_FWD, FlashBackend
+from .native.backend import NativeBackend
 from .sdpa import SdpaBackend
 from .triton import TritonBackend
 
@@ -27,6 +30,7 @@ BACKENDS: dict[str, Backend] = {
         FlashBackend(FA3_FWD),
         FlashBackend(FA2),
         TritonBackend(),
+        NativeBackend(),
         SdpaBackend(),
         EagerBackend(),
     )
@@ -47,6 +51,10 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     faster for one small decode step. What torch can only say with a mask goes to kernels that walk segments: to
     our own where flash-attn would have to gather tokens first, else to flash-attn.
     """
+    if spec.device == "cpu":
+        # one row per key/value head gives the kernels nothing to share, and torch's product is tuned for it
+        lone = spec.decode and spec.groups == 1 and spec.dtype == torch.float32 and spec.kind == "suffix"
+        return ("sdpa", "native", "eager") if lone else ("native", "sdpa", "eager")
     if spec.device != "cuda":
         return ("sdpa", "eager")
     special = spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
