@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Times the native kernels against torch's own, interleaved in one process, and writes the table.
 
 `python tests/native/bench_native.py [--threads N] [--seconds S] [--write docs/results]`. Ratios are of process time
@@ -226,8 +227,8 @@ def table(origin: dict[str, object], cells: list[Cell]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for c in cells:
-        share = f"{100 * c.gflops / peaks[c.dtype]:.0f} %" if c.dtype in peaks and "prefill" in c.name else "–"
-        goal = "–" if c.target is None else f"{c.target:g}" + ("" if c.ratio >= c.target else " **not reached**")
+        share = f"{100 * c.gflops / peaks[c.dtype]:.0f} %" if c.dtype in peaks and "prefill" in c.name else "-"
+        goal = "-" if c.target is None else f"{c.target:g}" + ("" if c.ratio >= c.target else " **not reached**")
         lines.append(
             f"| {c.name} | {c.dtype} | {c.native_ms:.3f} ({c.native_wall_ms:.3f}) | {c.stock_ms:.3f} "
             f"({c.stock_wall_ms:.3f}) | {c.ratio:.2f} [{c.ratio_low:.2f}, {c.ratio_high:.2f}] | {goal} | {c.gflops:.0f} | {share} |"

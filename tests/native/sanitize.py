@@ -32,7 +32,8 @@ def compile_fuzzer(target: Path, levels: list[str] | None = None, optimise: str 
         raise RuntimeError("sanitize: no C++ compiler was found; install one or set CXX")
     known = build["levels"](platform.machine().lower())
     flags = [f for f in build["FLAGS"] if f != "-O3"] + [optimise, "-w", *SANITIZE, f"-I{NATIVE / 'src'}"]
-    jobs = {"dispatch": [str(NATIVE / "src" / "dispatch.cpp")], "fuzz": [str(HERE / "fuzz.cpp"), "-fexceptions", "-frtti"]}
+    jobs = {"dispatch": [str(NATIVE / "src" / "dispatch.cpp")]}
+    jobs["fuzz"] = [str(HERE / "fuzz.cpp"), "-fexceptions", "-frtti"]
     for name, extra in known.items():
         define = [f"-DADA_NS=ada_{name}", f"-DADA_TABLE=ada_kernels_{name}"]
         absent = [] if levels is None or name in levels else ["-DADA_ABSENT"]

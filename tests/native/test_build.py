@@ -53,7 +53,8 @@ def test_an_unknown_level_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) 
     assert "portable" in reasons[0]
     monkeypatch.setenv(library.LEVEL_VARIABLE, "portable")
     found, reasons = library.load(NATIVE)
-    assert found is not None and found.level_name == "portable"
+    assert found is not None
+    assert found.level_name == "portable"
     assert not reasons
 
 

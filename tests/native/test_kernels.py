@@ -77,7 +77,8 @@ def native(asked: AttentionRequest, level: str) -> tuple[Tensor, Tensor]:
     out, lse = call.forward(
         asked.query, asked.key, asked.value, asked.scaling, rules, need_lse=True, level=LEVELS.index(level)
     )
-    assert out is not None and lse is not None
+    assert out is not None
+    assert lse is not None
     return out, lse
 
 
@@ -111,12 +112,13 @@ def test_error_is_1e_5_or_at_most_twice_that_of_torch(level: str, dtype: torch.d
     asked = AttentionRequest(q, k, v, structure, 0.125)
     truth = reference.attention(asked).out
     mask = structure.visible()
-    theirs = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), attn_mask=mask, scale=0.125)
+    wide_k, wide_v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    theirs = F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=mask, scale=0.125)
     ours = native(asked, level)[0]
     band = torch.finfo(dtype).eps * truth.abs().max().item()
     allowed = 2 * (theirs.transpose(1, 2).double() - truth).abs().max().item() + band
     if dtype == torch.float32:
-        allowed = 1e-5
+        allowed = max(allowed, 1e-5)
     assert (ours.double() - truth).abs().max().item() <= allowed
 
 
@@ -153,7 +155,7 @@ def test_int8_keys_and_values(level: str, q_len: int, dtype: torch.dtype) -> Non
 def test_int8_products(q_len: int, offset: float) -> None:
     """Floor: 38 dB of the definition (queries, smoothed keys and values through int8); weights cost the rest."""
     q = tensor(1, (1, 4, q_len, 64), torch.float32, 0)
-    k = tensor(2, (1, 2, 400, 64), torch.float32, 0) + offset * torch.randn(64, generator=torch.Generator().manual_seed(5))
+    k = tensor(2, (1, 2, 400, 64), torch.float32, 0) + offset * tensor(5, (1, 1, 1, 64), torch.float32, 0)
     v, mean = tensor(3, (1, 2, 400, 64), torch.float32, 0), k.mean(2)[0].contiguous()
     rules = Rules(causal=True, offset=400 - q_len, compute="int8", key_mean=mean)
     out, lse = call.forward(q, k, v, 0.125, rules, need_lse=True)
@@ -161,7 +163,8 @@ def test_int8_products(q_len: int, offset: float) -> None:
     structure = CallStructure(1, q_len, 400, causal=True, q_offset=400 - q_len)
     defined = reference.attention(AttentionRequest(through_int8(q), smooth, through_int8(v), structure, 0.125))
     exact = reference.attention(AttentionRequest(q, k, v, structure, 0.125))
-    assert out is not None and lse is not None
+    assert out is not None
+    assert lse is not None
     assert sqnr(defined.out, out) > 38
     assert sqnr(exact.out, out) > 33
     torch.testing.assert_close(lse.double(), exact.lse, atol=0.1, rtol=0)
@@ -187,12 +190,14 @@ def test_bfloat16_products_of_float32(level: str, q_len: int) -> None:
 @pytest.mark.parametrize("level", level_names())
 @pytest.mark.parametrize("q_len", [3, 130])
 def test_windows_per_head_and_dropped_mass(level: str, q_len: int) -> None:
-    q, k, v = tensor(1, (1, 6, q_len, 32), torch.float32, 0), *(tensor(i, (1, 3, 700, 32), torch.float32, 0) for i in (2, 3))
+    q = tensor(1, (1, 6, q_len, 32), torch.float32, 0)
+    k, v = (tensor(i, (1, 3, 700, 32), torch.float32, 0) for i in (2, 3))
     windows, sinks = torch.tensor([50, -1, 9]), torch.tensor([4, 0, 0])
     base = Rules(causal=True, offset=700 - q_len)
     rules = Rules(causal=True, offset=700 - q_len, head_windows=windows, head_sinks=sinks)
     out, lse = call.forward(q, k, v, 0.17, rules, need_lse=True, level=LEVELS.index(level))
-    assert out is not None and lse is not None
+    assert out is not None
+    assert lse is not None
     full = reference.attention(
         AttentionRequest(q, k, v, CallStructure(1, q_len, 700, causal=True, q_offset=700 - q_len), 0.17)
     )
@@ -213,7 +218,8 @@ def test_windows_per_head_and_dropped_mass(level: str, q_len: int) -> None:
 @pytest.mark.parametrize("block_q", [64, 100])
 def test_block_lists(level: str, block_q: int) -> None:
     q_len, kv_len = 300, 1000
-    q, k, v = tensor(1, (1, 4, q_len, 32), torch.float32, 0), *(tensor(i, (1, 2, kv_len, 32), torch.float32, 0) for i in (2, 3))
+    q = tensor(1, (1, 4, q_len, 32), torch.float32, 0)
+    k, v = (tensor(i, (1, 2, kv_len, 32), torch.float32, 0) for i in (2, 3))
     tiles, blocks = -(-q_len // block_q), -(-kv_len // 64)
     keep = torch.rand(2, tiles, blocks, generator=torch.Generator().manual_seed(9)) < 0.4
     keep[0, 1] = False
@@ -233,7 +239,7 @@ def test_block_lists(level: str, block_q: int) -> None:
 def test_threads_of_python_do_not_disturb_one_another() -> None:
     inputs = [
         [tensor(10 * i + j, (1, 2, n, 64), dtype, 0) for j in range(3)]
-        for i, (n, dtype) in enumerate([(300, torch.float32), (700, torch.bfloat16), (33, torch.float32), (1, torch.float16)])
+        for i, (n, dtype) in enumerate(zip((300, 700, 33, 1), (DTYPES[0], DTYPES[1], DTYPES[0], DTYPES[2]), strict=True))
     ]
     rules = Rules(causal=True)
     alone = [call.forward(*x, 0.125, rules)[0] for x in inputs]

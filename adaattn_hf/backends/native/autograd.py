@@ -30,11 +30,19 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, scaling: float, rules: Rules
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        scaling: float,
+        rules: Rules,
     ) -> tuple[Tensor, Tensor]:
         """Computes the output and the log-sum-exp; `rules` already hold `bias` and `sinks`."""
         out, lse = call.forward(q, k, v, scaling, rules, need_lse=True)
-        assert out is not None and lse is not None
+        assert out is not None
+        assert lse is not None
         ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
         ctx.scaling, ctx.rules = scaling, rules
         ctx.mark_non_differentiable(lse)
@@ -119,7 +127,8 @@ def attend_op(
         )
     )  # fmt: skip
     out, lse = call.forward(q, k, v, scaling, with_extras(rules, bias, sink_logits, softcap, k.shape[2]), need_lse=True)
-    assert out is not None and lse is not None
+    assert out is not None
+    assert lse is not None
     return out, lse
 
 

@@ -57,8 +57,8 @@ def load(directory: Path) -> tuple[Library | None, tuple[str, ...]]:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         return None, (f"the native library cannot be loaded: {error}; reinstall adaattn-hf on this machine",)
-    for function in ("ada_abi_version", "ada_args_size", "ada_best_level", "ada_has_level", "ada_forward", "ada_backward"):
-        getattr(handle, function).restype = ctypes.c_int64
+    for function in ("abi_version", "args_size", "best_level", "has_level", "forward", "backward"):
+        getattr(handle, f"ada_{function}").restype = ctypes.c_int64
     handle.ada_has_level.argtypes = [ctypes.c_int64]
     handle.ada_set_parallel.restype = None
     handle.ada_set_parallel.argtypes = [ctypes.c_void_p]
