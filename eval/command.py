@@ -58,8 +58,8 @@ def evaluate(
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")
-    ] = "float32",
+        str | None, typer.Option(help="float32 (default), bfloat16, float16 or auto (the checkpoint's).")
+    ] = None,
     windows: Annotated[
         str, typer.Option(help="rolling (lm-evaluation-harness) or strided (Transformers' documentation).")
     ] = "rolling",

@@ -24,8 +24,10 @@ from adaattn_hf.eval.settings import Settings
 MODELS = ("gpt2", "llama", "bert")
 DTYPES = ("float32", "bfloat16")
 MAX_RELATIVE_CHANGE = 1e-5
-MASK_FRACTION = 0.02
+MASK_FRACTION = 0.004
 """Share of the tokens that the masked LM is scored on: each costs a forward pass."""
+BATCH_SIZE = 4
+"""Windows per forward pass, unless another number than 1 is asked for."""
 _OWN = ("data", "tokenizer", "revision", "gguf_file", "document_separator", "max_delta_nll", "max_ppl_ratio")
 
 
@@ -54,8 +56,10 @@ def run(given: Mapping[str, Any], settings: Settings, where: Path, console: Cons
     reports = []
     for name in MODELS:
         for dtype in DTYPES if given["dtype"] is None else (given["dtype"],):
-            checkpoint = load(demo_model_path(name), dtype=dtype, device=given["device"])
-            chosen = replace(settings, anchor=settings.anchor or "eager")
+            loaded = load(demo_model_path(name), dtype=dtype, device=given["device"])
+            checkpoint = replace(loaded, name=f"demo {name}")
+            batch_size = BATCH_SIZE if settings.batch_size == 1 else settings.batch_size
+            chosen = replace(settings, anchor=settings.anchor or "eager", batch_size=batch_size)
             if checkpoint.objective == "masked" and settings.mask_fraction == 1:
                 chosen = replace(chosen, mask_fraction=MASK_FRACTION)
             for corpus in texts:

@@ -61,7 +61,9 @@ def test_the_other_families(request: pytest.FixtureRequest, kind: str, texts: Pa
 
 def test_bounds_decide_the_exit_code(llama: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--limit-docs", 2)
-    kept = evaluate(llama, *data, "--max-delta-nll", 0.01, "--max-ppl-ratio", 1.01, "--output", tmp_path / "a")
+    kept = evaluate(
+        llama, *data, "--max-delta-nll", 0.01, "--max-ppl-ratio", 1.01, "--output", tmp_path / "a"
+    )
     assert kept.exit_code == 0, kept.output
     assert all(bound["kept"] for bound in report_of(tmp_path / "a", "wikitext")["bounds"])
     broken = evaluate(llama, *data, "--max-delta-nll", -1.0, "--output", tmp_path / "b")
@@ -125,7 +127,13 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(
     ],
 )  # fmt: skip
 def test_wrong_arguments(
-    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, code: int, says: str
+    llama: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: Any,
+    code: int,
+    says: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"pages": f"wikitext:{texts / 'pages.txt'}", "passages": f"lambada:{texts / 'passages.jsonl'}"}
@@ -148,7 +156,9 @@ def test_models_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> 
     assert (forced.exit_code, "would be random" in forced.output) == (4, True)
 
 
-def test_a_backend_that_refuses_is_a_model_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_backend_that_refuses_is_a_model_that_cannot_be_had(
+    llama: Path, texts: Path, tmp_path: Path
+) -> None:
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output", tmp_path)
     result = invoke("eval", llama, *data, "--impl", "adaattn_fa2", "--device", "cpu")
     assert result.exit_code == 4
@@ -159,7 +169,14 @@ def test_rolling_windows_need_a_prefix_token(llama: Path, texts: Path, tmp_path:
     tokenizer = tf.AutoTokenizer.from_pretrained(llama)
     tokenizer.bos_token = tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    data = ("--data", texts / "plain.txt", "--tokenizer", tmp_path / "tokenizer", "--output", tmp_path / "out")
+    data = (
+        "--data",
+        texts / "plain.txt",
+        "--tokenizer",
+        tmp_path / "tokenizer",
+        "--output",
+        tmp_path / "out",
+    )
     refused = evaluate(llama, *data)
     assert (refused.exit_code, "--prefix-token" in refused.output) == (2, True)
     assert evaluate(llama, *data, "--prefix-token", 1).exit_code == 0
@@ -217,7 +234,9 @@ def test_an_unknown_name_without_a_near_one_lists_all() -> None:
     assert unknown("x", "zzz", ["b", "a"], "Do this.") == "x: got 'zzz', expected one of a, b. Do this."
 
 
-def test_the_script_in_the_checkout_is_the_command(checkout: Path, llama: Path, texts: Path, tmp_path: Path) -> None:
+def test_the_script_in_the_checkout_is_the_command(
+    checkout: Path, llama: Path, texts: Path, tmp_path: Path
+) -> None:
     script = checkout / "eval" / "perplexity.py"
     if not script.exists():
         pytest.skip("runs from a checkout alone")

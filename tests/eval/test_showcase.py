@@ -1,0 +1,61 @@
+"""`adaattn eval` without a model: the models in the package, on a little of the text in the package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from adaattn_hf.cli import app
+from adaattn_hf.eval import runner, showcase
+
+LITTLE = ("--limit-docs", "2", "--limit-tokens", "200")
+
+
+def test_the_models_in_the_package(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["eval", *LITTLE, "--output", str(tmp_path)], terminal_width=240)
+    # so little text decides nothing in bfloat16: a missed bar there is no failure of this test
+    assert result.exit_code in (0, 1), result.output
+    reports = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.rglob(runner.REPORT)}
+    assert set(reports) == {
+        f"{name}-{dtype}-{text}"
+        for name in showcase.MODELS
+        for dtype in showcase.DTYPES
+        for text in ("pages", "last-word")
+    }
+    for name, report in reports.items():
+        assert report["model"]["dtype"] in name
+        assert [arm["implementation"] for arm in report["quality"]["arms"]] == ["sdpa", "adaattn", "eager"]
+        assert report["quality"]["arms"][0]["perplexity"] < 500  # they are trained
+        assert name.split("-")[0] in result.output
+        if report["model"]["dtype"] == "float32":
+            assert showcase.verdict(report) == (True, showcase.verdict(report)[1])
+    assert result.output.count("kept") >= 6
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
+def test_another_arm_and_one_dtype(tmp_path: Path, dtype: str) -> None:
+    arguments = ["eval", *LITTLE, "--impl", "adaattn_eager", "--dtype", dtype, "--quiet", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    names = sorted(path.parent.name for path in tmp_path.rglob(runner.REPORT))
+    assert len(names) == 6
+    assert all(dtype in name for name in names)
+
+
+def test_a_missed_bar_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(showcase, "MAX_RELATIVE_CHANGE", -1.0)
+    monkeypatch.setattr(showcase, "MODELS", ("gpt2",))
+    arguments = ["eval", *LITTLE, "--dtype", "float32", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments, terminal_width=200)
+    assert result.exit_code == 1
+    assert "demo gpt2 float32 on pages: relative change of perplexity" in result.output
+
+
+@pytest.mark.parametrize("option", [("--data", "x.txt"), ("--tokenizer", "x"), ("--max-delta-nll", "1")])
+def test_arguments_that_need_a_model(option: tuple[str, str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["eval", *option, "--output", str(tmp_path)], terminal_width=200)
+    assert result.exit_code == 2
+    assert "without MODEL" in result.output
