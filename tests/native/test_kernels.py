@@ -237,10 +237,8 @@ def test_block_lists(level: str, block_q: int) -> None:
 
 
 def test_threads_of_python_do_not_disturb_one_another() -> None:
-    inputs = [
-        [tensor(10 * i + j, (1, 2, n, 64), dtype, 0) for j in range(3)]
-        for i, (n, dtype) in enumerate(zip((300, 700, 33, 1), (DTYPES[0], DTYPES[1], DTYPES[0], DTYPES[2]), strict=True))
-    ]
+    kinds = [(300, torch.float32), (700, torch.bfloat16), (33, torch.float32), (1, torch.float16)]
+    inputs = [[tensor(10 * i + j, (1, 2, n, 64), dtype, 0) for j in range(3)] for i, (n, dtype) in enumerate(kinds)]
     rules = Rules(causal=True)
     alone = [call.forward(*x, 0.125, rules)[0] for x in inputs]
     wrong: list[int] = []

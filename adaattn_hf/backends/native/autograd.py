@@ -49,7 +49,7 @@ class Differentiable(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, key, value, bias and learned sinks."""
         q, k, v, bias, sinks, out, lse = ctx.saved_tensors
