@@ -70,7 +70,7 @@ def plan_statistics(model: nn.Module) -> dict[str, float]:
     return found
 
 
-class AdaAttnCallback(TrainerCallback):  # type: ignore[misc]
+class AdaAttnCallback(TrainerCallback):
     """Adds AdaAttn's numbers to the logs of a Trainer.
 
     `Trainer(callbacks=[AdaAttnCallback()])` puts them into `state.log_history` and the printed lines.

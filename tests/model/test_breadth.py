@@ -21,6 +21,9 @@ from adaattn_hf.patches.recorder import Recorder, recording
 
 from ..support.models import Pair, build, main_output, padding, tokens
 
+# older versions of Transformers script functions when they are imported
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
 LISTED: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
     (Path(__file__).parent / "breadth.yaml").read_text(encoding="utf-8")
 )

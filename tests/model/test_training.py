@@ -237,7 +237,7 @@ def test_packed_batches_train_like_separate_documents(family: str, tmp_path: Pat
 def test_callback_adds_its_numbers_to_every_log(tmp_path: Path) -> None:
     heard: list[dict[str, float]] = []
 
-    class Listener(tf.TrainerCallback):  # type: ignore[misc]
+    class Listener(tf.TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             heard.append(dict(kwargs["logs"]))
 
