@@ -8,8 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .attach import detach as remove_plan
-from .attach import load_plan
+from .attach import load_plan, plan_of, remove_plan
 from .config import AdaAttnConfig, ConfigError
 from .patches import (
     NAMES,
@@ -27,6 +26,7 @@ from .patches import (
     unpad_calls,
     unregister,
 )
+from .plan import Plan, PlanError
 from .presets import load_preset, preset_names
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ __all__ = [
     "ConfigError",
     "Explanation",
     "GrowingCache",
+    "Plan",
+    "PlanError",
     "PrepareError",
     "UnsupportedModel",
     "__version__",
@@ -49,6 +51,7 @@ __all__ = [
     "load_plan",
     "load_preset",
     "monitoring",
+    "plan_of",
     "prepare",
     "preset_names",
     "register",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,8 @@ def attach(model: nn.Module, plan: Plan, directory: str | Path | None = None) ->
     Raises:
         PlanError: If the plan does not belong to the model, or names a layer that it does not have.
     """
-    read_tensors(plan, directory)
+    if directory is not None:
+        read_tensors(plan, directory)
     modules = dict(attention_modules(model, plan.model_type))
     missing = [layer.layer for layer in plan.layers if layer.layer not in modules]
     if missing:
@@ -215,7 +217,28 @@ def attach(model: nn.Module, plan: Plan, directory: str | Path | None = None) ->
         program_of(module)
 
 
-def detach(model: nn.Module) -> None:
+def read_plan(path: str | Path) -> Plan:
+    """Returns the plan in a JSON file, or in the `adaattn_plan.json` or `config.json` of a model directory.
+
+    Raises:
+        PlanError: If there is none.
+    """
+    file = Path(path)
+    if file.is_dir():
+        own = file / "adaattn_plan.json"
+        file = own if own.is_file() else file / "config.json"
+    if not file.is_file():
+        raise PlanError(f"{file} does not exist; expected a plan, or a directory that `adaattn calibrate` wrote")
+    text = file.read_text(encoding="utf-8")
+    if file.name != "config.json":
+        return Plan.from_json(text)
+    data = (json.loads(text).get("adaattn") or {}).get(CONFIG_KEY)
+    if data is None:
+        raise PlanError(f"{file} carries no plan; make one with `adaattn calibrate`")
+    return Plan.from_dict(data)
+
+
+def remove_plan(model: nn.Module) -> None:
     """Takes the plan out of a model: every layer is exact again."""
     for module in model.modules():
         module.__dict__.pop(_SLOT, None)
@@ -239,13 +262,15 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 
 def load_plan(model: nn.Module, directory: str | Path | None = None) -> Plan:
-    """Reads the plan that a model's configuration holds and checks it against every layer at once.
+    """Reads a model's plan and checks it against every layer at once.
+
+    The plan is the one in the model's configuration; where that holds none, the one in the directory.
 
     Without it every layer reads its part in the first forward pass; a graph needs it before it is traced.
 
     Args:
-        model: A model whose `config.adaattn` holds a plan, as `from_pretrained` leaves it.
-        directory: Where the plan's safetensors file lies, when that is not where the model was loaded from.
+        model: A model, as `from_pretrained` leaves it.
+        directory: Where `adaattn calibrate` wrote the plan, when that is not where the model was loaded from.
 
     Returns:
         The plan.
@@ -254,6 +279,8 @@ def load_plan(model: nn.Module, directory: str | Path | None = None) -> Plan:
         PlanError: The model has no plan, or one that does not belong to it.
     """
     plan = plan_of(model)
+    if plan is None and directory is not None:
+        plan = read_plan(directory)
     if plan is None:
         raise PlanError(
             f"model: the configuration of this {type(model).__name__} holds no plan; make one with "

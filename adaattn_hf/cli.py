@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "calibrate": "adaattn_hf.calibrate_command:calibrate",
     "plan": "adaattn_hf.plan_command:plan",
     "ablate": "adaattn_hf.eval.ablate:ablate",
+    "bench": "adaattn_hf.eval.bench:bench",
 }
 """Subcommand to the function that it calls."""
 

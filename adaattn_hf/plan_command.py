@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from adaattn_hf.plan import Plan, PlanError
+from adaattn_hf.attach import read_plan
+from adaattn_hf.plan import PlanError
 from adaattn_hf.plan_picture import differences, heat_map, save_png, summary
-
-
-def read_plan(path: Path) -> Plan:
-    """Returns the plan in a JSON file, or in the `config.json` or `adaattn_plan.json` of a model directory.
-
-    Raises:
-        PlanError: If there is none.
-    """
-    file = path
-    if path.is_dir():
-        file = path / "adaattn_plan.json" if (path / "adaattn_plan.json").is_file() else path / "config.json"
-    if not file.is_file():
-        raise PlanError(
-            f"{file} does not exist; expected a plan, or a directory that `adaattn calibrate` wrote"
-        )
-    text = file.read_text(encoding="utf-8")
-    if file.name != "config.json":
-        return Plan.from_json(text)
-    data = (json.loads(text).get("adaattn") or {}).get("plan")
-    if data is None:
-        raise PlanError(f"{file} carries no plan; make one with `adaattn calibrate`")
-    return Plan.from_dict(data)
 
 
 def plan(

@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+import adaattn_hf
 from adaattn_hf import attach, execute, fisher, observe
 from adaattn_hf.arms import ModelArms, compare, exact_tap, plan_tap, programs_of
 from adaattn_hf.calibrate import Calibration, CalibrationSettings, calibrate, prepare_run, save_plan
@@ -24,7 +25,6 @@ from adaattn_hf.calibration_state import FILE, CalibrationState
 from adaattn_hf.corpus import draw, read_documents
 from adaattn_hf.needles import build
 from adaattn_hf.plan import EXACT, Choice, Plan, PlanError
-from adaattn_hf.plan_command import read_plan
 from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.tap import tapping
 
@@ -208,12 +208,16 @@ def test_the_plan_travels_with_the_checkpoint(result: Calibration, tmp_path: Pat
     tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         planned, stored = model(tokens).logits, loaded(tokens).logits
-        attach.detach(loaded)
+        attach.remove_plan(loaded)
         exact = loaded(tokens).logits
     torch.testing.assert_close(stored, planned)
     assert (exact - planned).abs().max() > 1e-5
     assert attach.plan_of(loaded) is None
-    assert read_plan(tmp_path) == result.plan
+    assert attach.read_plan(tmp_path) == result.plan
+    again = _model()
+    assert adaattn_hf.load_plan(again, tmp_path) == result.plan
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, planned)
 
 
 def _tampered(directory: Path, **changes: Any) -> LlamaForCausalLM:
@@ -335,7 +339,7 @@ def test_the_monitor_counts_tightens_and_warns_once(
     ):
         for _ in range(10):
             last = model(tokens).logits
-    statistics = observe.statistics(model)
+    statistics = adaattn_hf.statistics(model)
     assert len(statistics) == 2
     assert statistics[0]["calls"] == 10
     assert statistics[0]["pairs"] == 10 * 4 * LENGTH
@@ -346,7 +350,7 @@ def test_the_monitor_counts_tightens_and_warns_once(
     with torch.no_grad(), tapping(exact_tap):
         torch.testing.assert_close(last, model(tokens).logits)
     assert all(mass > 0 for mass in monitor.layers[0].dropped_mass)
-    attach.detach(model)
+    attach.remove_plan(model)
     with pytest.raises(ValueError, match="carries no plan"), observe.monitoring(model):
         pass
 
