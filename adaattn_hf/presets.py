@@ -11,7 +11,7 @@ from .config import AdaAttnConfig, ConfigError
 
 __all__ = ["load_preset", "preset_names"]
 
-_NOT_PRESETS = ("bench",)
+_NOT_PRESETS = ("bench", "bench_cuda")
 
 
 def preset_names() -> tuple[str, ...]:
