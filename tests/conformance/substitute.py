@@ -80,7 +80,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for cls in classes:
         for base in cls.__mro__:
             if base.__name__.endswith("PreTrainedModel") and base.__name__ != "PreTrainedModel":
-                base._supports_sdpa = True  # type: ignore[attr-defined]
+                base._supports_sdpa = True
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

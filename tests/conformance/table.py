@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import re
-import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -19,12 +18,11 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-from families import FAMILIES, WITHOUT_STOCK_SDPA  # noqa: E402
 
 NAME = "adaattn"
 GOOD = "passed"
+LISTED: dict[str, str] = yaml.safe_load((HERE / "families.yaml").read_text(encoding="utf-8"))
+WITHOUT_STOCK_SDPA = LISTED.pop("without stock sdpa").split()
 NOTES: dict[str, str] = yaml.safe_load((HERE / "notes.yaml").read_text(encoding="utf-8"))
 
 Results = dict[str, dict[str, dict[str, Any]]]
@@ -60,7 +58,7 @@ def why(content: dict[str, Any], name: str) -> str:
 
 def kind_of(family: str) -> str:
     """Returns the kind that a family is listed under."""
-    return next((kind for kind, names in FAMILIES.items() if family in names), "other")
+    return next((kind for kind, names in LISTED.items() if family in names.split()), "other")
 
 
 def summary(results: Results) -> list[str]:
@@ -70,7 +68,7 @@ def summary(results: Results) -> list[str]:
         "passed by `adaattn` alone | calls |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    order = [*FAMILIES, "other"]
+    order = [*LISTED, "other"]
     for family in sorted(results, key=lambda name: (order.index(kind_of(name)), name)):
         stock, ours = (outcomes(results[family][name]) for name in ("sdpa", NAME))
         bad = [t for t, o in stock.items() if o == GOOD and ours.get(t) in ("failed", "error")]
@@ -127,7 +125,8 @@ def refused() -> tuple[list[str], list[str]]:
     import adaattn_hf  # noqa: F401  registers the names
     from adaattn_hf.patches.refusal import refusal_of
 
-    plain, tables = [], []
+    plain: list[str] = []
+    tables: list[str] = []
     for model_type, config_class in sorted(CONFIG_MAPPING.items()):
         reason = refusal_of(config_class)
         if reason is not None:

@@ -338,8 +338,10 @@ def test_lora_adapters_train_like_under_eager() -> None:
     for model in (stock, ours):
         torch.manual_seed(5)
         adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
-        ids, mask = tokens(), padding("left")
-        adapted(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+        ids, mask = tokens(), padding("right")
+        assert mask is not None
+        # what rows of padding compute differs between implementations, and nothing may be learnt from it
+        adapted(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
         grads.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
     assert len(grads[0]) == 2 * 2 * 2
     assert all("lora" in name for name in grads[0])

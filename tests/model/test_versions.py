@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata
+from typing import Any
 
 import pytest
 import torch
@@ -58,12 +59,12 @@ def test_paged_names_exist_where_the_engine_takes_them() -> None:
     ],
     ids=["causal", "bidirectional", "sliding", "chunked", "packed", "blocks"],
 )
-def test_compositions_of_this_version_are_read_as_dense_evaluation_says(mask_function: object) -> None:
+def test_compositions_of_this_version_are_read_as_dense_evaluation_says(mask_function: Any) -> None:
     from adaattn_hf.patches.masks import adaattn_mask
 
-    pattern = read_pattern(mask_function)  # type: ignore[arg-type]
+    pattern = read_pattern(mask_function)
     assert pattern is not None, "this version composes masks in another way: the reader must learn it"
-    ours = adaattn_mask(1, 5, 5, mask_function=mask_function)  # type: ignore[arg-type]
+    ours = adaattn_mask(1, 5, 5, mask_function=mask_function)
     stock = masking_utils.sdpa_mask(
         batch_size=1, q_length=5, kv_length=5, mask_function=mask_function, allow_is_causal_skip=False
     )
