@@ -35,6 +35,11 @@ def find_segments(structure: CallStructure) -> tuple[Segment, ...] | None:
 
     if structure.spans is not None or structure.mask is not None:
         return None
+    if structure.window is not None and structure.sinks:
+        # sinks count from the start of the sequence, which a chunk or a document cut short by padding does not hold
+        trimmed = structure.k_segments is not None and structure.key_padding is not None
+        if structure.chunk is not None or trimmed:
+            return None
     offset, q_len, kv_len = structure.offset(), structure.q_len, structure.kv_len
     padding = None if structure.key_padding is None else structure.key_padding.cpu().numpy()
     starts = None if structure.chunk_start is None else structure.chunk_start.cpu().numpy()

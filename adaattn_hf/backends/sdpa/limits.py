@@ -28,6 +28,12 @@ TILE = 1 << 19
 SHORT_KEYS = 128
 """Keys up to which one query is served by the plain operator, which is quicker than anything around it."""
 
+FOLD_BYTES = 100_000_000
+"""Bytes of fp32 keys and values beyond which reading them is all that counts, folded heads or not."""
+
+FEW_KEYS_HALF = 384
+"""Half-precision keys up to which one query of ungrouped heads stays with the fused kernel."""
+
 PADDING_SHARE = 0.25
 """Share of padding among the keys of a decode step from which batch rows are walked one by one."""
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...request import AttentionRequest
+from .bands import dense_part
 from .parts import Part, Program
 
 __all__ = ["masked_call", "plain_call", "run_traced"]
@@ -85,6 +86,10 @@ def _written_out(
 
 def run_traced(program: Program, request: AttentionRequest) -> Tensor:
     """A program without merging parts, `[batch, heads, q_len, head_dim_v]`."""
+    if program.dense:
+        query = request.query
+        parts = (dense_part(part, request.structure, query.device, query.dtype) for part in program.parts)
+        program = program._replace(parts=tuple(parts))
     batches: list[Tensor] = []
     row = 0
     for first, parts in _by_row(program):

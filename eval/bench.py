@@ -1,0 +1,168 @@
+"""`adaattn bench`: how fast, against every stock implementation that is here, on a grid that is data."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from adaattn_hf.eval.bench_grid import Cell, Grid, read_grid
+from adaattn_hf.eval.bench_measure import measure, peak_bytes, spread
+from adaattn_hf.eval.bench_report import markdown, verdict
+from adaattn_hf.eval.bench_work import Work, absent_peers, attention_work, missing, model_work
+from adaattn_hf.eval.errors import UsageError
+from adaattn_hf.eval.provenance import provenance
+
+__all__ = ["bench", "run_cell"]
+
+OURS = "adaattn"
+# What an implementation raises that cannot do a cell; anything else is a fault of ours and stops the run.
+_REFUSALS = (NotImplementedError, ValueError, RuntimeError, ImportError)
+
+
+def bench(
+    only: Annotated[str, typer.Option(help="Regular expression; cells whose title it matches.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Samples per implementation and cell.")] = 7,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of torch; 0 leaves them as they are.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    implementations: Annotated[
+        str, typer.Option(help="Stock names, comma-separated; by default all of the grid that are here.")
+    ] = "",
+    ours: Annotated[str, typer.Option(help="Our name: adaattn, adaattn_sdpa, …")] = OURS,
+    output: Annotated[Path | None, typer.Option(help="JSON to write; a `.md` is written beside it.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Where the Markdown goes instead, e.g. BENCHMARKS.md.")] = None,
+    gate: Annotated[bool, typer.Option(help="Exit with 1 if a cell is below its floor, twice.")] = False,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, too.")] = True,
+    grid: Annotated[Path | None, typer.Option(help="Another grid than the one of the package.")] = None,
+) -> None:
+    """Measure the speed of attention and of whole models against stock attention.
+
+    Every implementation does the same work on the same numbers in one process, in turn. Ratios are taken per round.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    console, where, data = Console(), torch.device(device), read_grid(grid)
+    cells = [cell for cell in data.cells if re.search(only, cell.title)]
+    if not cells:
+        raise UsageError(f"--only: got {only!r}, which matches no cell; known: {', '.join(c.title for c in data.cells)}")
+    names = [name for name in implementations.split(",") if name] or list(data.stock)
+    absent = {name: why for name in names if (why := missing(name, where)) is not None}
+    present = [name for name in names if name not in absent]
+    report: dict[str, Any] = {
+        "provenance": provenance(where),
+        "rounds": rounds,
+        "ours": ours,
+        "absent": absent,
+        "peers": absent_peers(data),
+        "cells": [],
+    }
+    failed = []
+    for cell in cells:
+        found = run_cell(cell, [ours, *present], data, rounds, where, memory)
+        if gate and _below(found):
+            # a neighbour on the machine may have disturbed it; a real loss shows twice
+            found = run_cell(cell, [ours, *present], data, rounds, where, memory)
+        if _below(found):
+            failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
+        report["cells"].append(found)
+        console.print(_line(found))
+        gc.collect()
+    if output is not None:
+        _write(output, json.dumps(report, indent=1) + "\n")
+        _write(table or output.with_suffix(".md"), markdown(report, output.name))
+    if gate:
+        for line in failed:
+            console.print(f"below its floor: {line}")
+        raise typer.Exit(1 if failed else 0)
+
+
+def _below(found: dict[str, Any]) -> bool:
+    return found["ratio_best"] is not None and found["ratio_best"]["wall"]["median"] < found["floor"]
+
+
+def run_cell(
+    cell: Cell, names: list[str], grid: Grid, rounds: int, device: torch.device, memory: bool
+) -> dict[str, Any]:
+    """All figures of one cell; the first name is ours, the others are compared with it."""
+    ways: dict[str, Work] = {}
+    refused: dict[str, str] = {}
+    errors: dict[str, float] = {}
+    mine: Any = None
+    for name in names:
+        try:
+            work = (
+                attention_work(cell, name, device)
+                if cell.level == "attention"
+                else model_work(cell, name, grid.models, device)
+            )
+            result = work()
+        except _REFUSALS as refusal:
+            if name == names[0]:
+                raise
+            refused[name] = str(refusal).splitlines()[0][:200] if str(refusal) else type(refusal).__name__
+            continue
+        if mine is None:
+            mine = result.detach()
+        else:
+            errors[name] = _difference(cell, mine, result.detach())
+        ways[OURS if name == names[0] else name] = work
+    times = measure(ways, rounds, device)
+    ratios = {
+        name: {
+            clock: spread([a / b for a, b in zip(times[name][clock], times[OURS][clock], strict=True)])
+            for clock in ("wall", "process")
+        }
+        for name in ways
+        if name != OURS
+    }
+    best = min(ratios, key=lambda name: ratios[name]["wall"]["median"], default=None)
+    return {
+        "title": cell.title,
+        "level": cell.level,
+        "target": cell.target,
+        "floor": cell.floor,
+        "times": {name: {clock: spread(values) for clock, values in clocks.items()} for name, clocks in times.items()},
+        "ratios": ratios,
+        "best": best,
+        "ratio_best": None if best is None else ratios[best],
+        "difference": errors,
+        "peak_bytes": {name: peak_bytes(work, device) for name, work in ways.items()} if memory else {},
+        "refused": refused,
+    }
+
+
+def _difference(cell: Cell, mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference on rows that are no padding, relative to the largest value."""
+    mine, theirs = mine.float(), theirs.float()
+    if cell.padding is not None and cell.q_len > 1 and cell.q_len == cell.keys:
+        keep = torch.zeros(cell.batch, cell.q_len, dtype=torch.bool, device=mine.device)
+        for row, length in enumerate(cell.lengths):
+            keep[row, cell.q_len - length if cell.padding == "left" else 0 :][:length] = True
+        mine, theirs = mine[keep], theirs[keep]
+    return float((mine - theirs).abs().max() / theirs.abs().max())
+
+
+def _line(found: dict[str, Any]) -> str:
+    ours = found["times"][OURS]["wall"]["median"] * 1e3
+    others = ", ".join(f"{name} {entry['wall']['median']:.2f}x" for name, entry in found["ratios"].items())
+    reached = verdict(found)
+    return f"{found['title']}: {ours:.3g} ms; {others}" + (f" (target {found['target']:g} {reached})" if reached else "")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
+if __name__ == "__main__":
+    typer.run(bench)

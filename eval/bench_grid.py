@@ -1,0 +1,101 @@
+"""The grid of the benchmark: `configs/bench.yaml` as records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from adaattn_hf.eval.errors import UsageError
+
+__all__ = ["Cell", "Grid", "read_grid"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One piece of work in one dtype; the attributes are the keys of the YAML file.
+
+    Attributes:
+        level: `attention` or `model`.
+        mask: `causal` or `bidirectional`.
+        padding: `left` or `right`, with `lengths` tokens per batch row.
+        packed: Lengths of documents that lie one behind the other.
+        filled: Keys that are in use of a preallocated cache of `kv_len`.
+        gradient: Forward and backward.
+        target: Ratio that should be reached; None where only the floor counts.
+        floor: Ratio below which the gate fails.
+    """
+
+    name: str
+    level: str
+    dtype: str
+    batch: int
+    q_len: int
+    floor: float
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kv_len: int | None = None
+    mask: str = "causal"
+    window: int | None = None
+    chunk: int | None = None
+    padding: str | None = None
+    lengths: Sequence[int] = ()
+    packed: Sequence[int] = ()
+    filled: int | None = None
+    gradient: bool = False
+    model: str | None = None
+    target: float | None = None
+
+    @property
+    def keys(self) -> int:
+        """Number of keys."""
+        return self.q_len if self.kv_len is None else self.kv_len
+
+    @property
+    def title(self) -> str:
+        """Name and dtype."""
+        return f"{self.name} ({self.dtype})"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells, models and the names of those we compare with."""
+
+    cells: tuple[Cell, ...]
+    models: Mapping[str, Mapping[str, Any]]
+    stock: tuple[str, ...]
+    peers: tuple[str, ...]
+
+
+def read_grid(path: Path | None = None) -> Grid:
+    """The grid of a file, or the one that comes with the package.
+
+    Raises:
+        UsageError: A cell has a key that is not known.
+    """
+    if path is None:
+        text = resources.files("adaattn_hf.configs").joinpath("bench.yaml").read_text(encoding="utf-8")
+    else:
+        text = path.read_text(encoding="utf-8")
+    data = yaml.safe_load(text)
+    cells = [cell for entry in data["cells"] for cell in _cells(entry, data)]
+    return Grid(tuple(cells), data["models"], tuple(data["stock"]), tuple(data["peers"]))
+
+
+def _cells(entry: Mapping[str, Any], data: Mapping[str, Any]) -> list[Cell]:
+    values = {**data["defaults"], **data.get("shapes", {}).get(entry.get("shape"), {}), **entry}
+    values.pop("shape", None)
+    dtypes = values.pop("dtypes")
+    known = {field.name for field in fields(Cell)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise UsageError(
+            f"cell {entry.get('name')!r}: got the keys {', '.join(unknown)}, expected some of {', '.join(sorted(known))}"
+        )
+    return [Cell(dtype=dtype, **values) for dtype in dtypes]

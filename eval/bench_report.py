@@ -1,0 +1,76 @@
+"""`BENCHMARKS.md` from the JSON of a run. Every figure is read from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["markdown", "verdict"]
+
+_HEAD = """# Benchmarks
+
+Written by `adaattn bench` from `{source}`; do not edit. Ratios are medians over rounds of the time of a stock
+implementation divided by the time of `adaattn` in the same round (above 1: `adaattn` is faster), quartiles in brackets.
+`best` is the fastest stock implementation of the cell. Masks, packing and routing are inside the time. Cells where
+`adaattn` is slower are listed like the others.
+
+{machine}
+"""
+
+
+def verdict(cell: Mapping[str, Any]) -> str:
+    """`reached`, `missed` or nothing, from the cell's target."""
+    if cell["target"] is None or cell.get("ratio_best") is None:
+        return ""
+    return "reached" if cell["ratio_best"]["wall"]["median"] >= cell["target"] else "missed"
+
+
+def markdown(report: Mapping[str, Any], source: str) -> str:
+    """The whole file."""
+    made = report["provenance"]
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    machine = (
+        f"Machine: {made['cpu']}, {made['cores']} cores, {made['threads']} threads, device {made['device']}. "
+        f"Python {made['python']}; {versions}. Commit {made['commit']}. Rounds: {report['rounds']}."
+    )
+    lines = [_HEAD.format(source=source, machine=machine)]
+    for level, title in (("attention", "Attention"), ("model", "Whole models")):
+        cells = [cell for cell in report["cells"] if cell["level"] == level]
+        if cells:
+            lines += [f"## {title}", "", *_table(cells), ""]
+    absent = [f"{name} ({why})" for name, why in {**report["absent"], **report["peers"]}.items()]
+    if absent:
+        lines += ["## Not measured", "", "; ".join(absent) + ".", ""]
+    refused = [f"* {cell['title']}: {name}: {why}" for cell in report["cells"] for name, why in cell["refused"].items()]
+    if refused:
+        lines += ["## Refused", "", *refused, ""]
+    return "\n".join(lines)
+
+
+def _table(cells: list[Mapping[str, Any]]) -> list[str]:
+    rows = [
+        "| cell | adaattn ms | best stock | × best, wall | × best, process | × eager | peak MiB, adaattn / best / eager | target |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in cells:
+        ours, best = cell["times"]["adaattn"], cell["best"]
+        eager = cell["ratios"].get("eager")
+        memory = " / ".join(_mebibytes(cell["peak_bytes"].get(name)) for name in ("adaattn", best, "eager"))
+        target = "" if cell["target"] is None else f"{cell['target']:g} {verdict(cell)}"
+        rows.append(
+            f"| {cell['title']} | {ours['wall']['median'] * 1e3:.3g} | {best or '-'} "
+            f"| {_ratio(cell['ratio_best'], 'wall')} | {_ratio(cell['ratio_best'], 'process')} "
+            f"| {_ratio(eager, 'wall')} | {memory} | {target} |"
+        )
+    return rows
+
+
+def _ratio(entry: Mapping[str, Any] | None, clock: str) -> str:
+    if entry is None:
+        return "-"
+    found = entry[clock]
+    return f"{found['median']:.2f} [{found['quartile_25']:.2f}, {found['quartile_75']:.2f}]"
+
+
+def _mebibytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / 2**20:.3g}"

@@ -1,0 +1,165 @@
+"""What a cell does, for one implementation: a function without arguments that does it once."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from adaattn_hf.eval.bench_grid import Cell, Grid
+
+__all__ = ["Work", "absent_peers", "attention_work", "missing", "model_work"]
+
+Work = Callable[[], Any]
+
+
+class _Layer(nn.Module):
+    """What an attention function may ask of its module."""
+
+    def __init__(self, cell: Cell, implementation: str) -> None:
+        super().__init__()
+        self.is_causal = cell.mask == "causal"
+        self.num_key_value_groups = cell.heads // cell.kv_heads
+        self.layer_idx = 0
+        self.config = transformers.LlamaConfig(
+            hidden_size=cell.heads * cell.head_dim,
+            num_attention_heads=cell.heads,
+            num_key_value_heads=cell.kv_heads,
+            num_hidden_layers=1,
+        )
+        self.config._attn_implementation = implementation
+        self.training = cell.gradient
+
+
+def missing(implementation: str, device: torch.device) -> str | None:
+    """Why an implementation cannot be measured here; None if it can."""
+    packages = {
+        "flash_attention_2": "flash_attn",
+        "flash_attention_3": "flash_attn_interface",
+        "flash_attention_4": "flash_attn.cute",
+    }
+    package = packages.get(implementation)
+    if package is not None:
+        if device.type != "cuda":
+            return "runs on CUDA"
+        if importlib.util.find_spec(package.partition(".")[0]) is None:
+            return f"{package} is not installed"
+    elif implementation != "eager" and implementation not in ALL_ATTENTION_FUNCTIONS:
+        return "Transformers does not know the name"
+    return None
+
+
+def absent_peers(grid: Grid) -> dict[str, str]:
+    """Peers by name: `absent`, or that they are installed but answer to no name of Transformers."""
+    return {
+        name: "absent" if importlib.util.find_spec(name) is None else "installed; no attn_implementation"
+        for name in grid.peers
+    }
+
+
+def attention_work(cell: Cell, implementation: str, device: torch.device) -> Work:
+    """One mask and `layers` attention calls, as a model makes them."""
+    dtype = getattr(torch, cell.dtype)
+    random = torch.Generator(device="cpu").manual_seed(0)
+
+    def tensor(heads: int, length: int) -> Tensor:
+        made = torch.randn(cell.batch, length, heads, cell.head_dim, generator=random)
+        leaf = made.to(device=device, dtype=dtype).transpose(1, 2)
+        # keys of a cache lie head by head
+        leaf = leaf.contiguous() if length != cell.q_len else leaf
+        return leaf.detach().requires_grad_(cell.gradient)
+
+    query, key, value = tensor(cell.heads, cell.q_len), tensor(cell.kv_heads, cell.keys), tensor(cell.kv_heads, cell.keys)
+    layer = _Layer(cell, implementation)
+    attend: Any = eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+    make_mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    padding = _padding(cell, device)
+    function = _mask_function(cell, device)
+    offset: Any = 0
+    if cell.mask == "causal":
+        offset = cell.keys - cell.q_len
+    if cell.filled is not None:
+        offset = torch.tensor(cell.filled - cell.q_len, device=device)
+    scaling = cell.head_dim**-0.5
+    plain = cell.window is None and cell.chunk is None and not cell.packed
+
+    def work() -> Any:
+        mask = make_mask(
+            batch_size=cell.batch,
+            q_length=cell.q_len,
+            kv_length=cell.keys,
+            q_offset=offset,
+            kv_offset=0,
+            mask_function=function,
+            attention_mask=padding,
+            allow_is_causal_skip=plain and cell.filled is None,
+            allow_is_bidirectional_skip=cell.mask == "bidirectional",
+            local_size=cell.window or cell.chunk,
+            dtype=dtype,
+            config=layer.config,
+            device=device,
+        )
+        out = None
+        with torch.set_grad_enabled(cell.gradient):
+            for _ in range(cell.layers):
+                out = attend(layer, query, key, value, mask, scaling=scaling, dropout=0.0, sliding_window=cell.window)[0]
+                if cell.gradient:
+                    torch.autograd.grad(out.sum(), (query, key, value))
+        return out
+
+    return work
+
+
+def _padding(cell: Cell, device: torch.device) -> Tensor | None:
+    if cell.padding is None:
+        return None
+    mask = torch.ones(cell.batch, cell.keys, dtype=torch.bool)
+    for row, length in enumerate(cell.lengths):
+        if cell.padding == "left":
+            mask[row, : cell.keys - length] = False
+        else:
+            mask[row, length:] = False
+    return mask.to(device)
+
+
+def _mask_function(cell: Cell, device: torch.device) -> Callable[..., Any]:
+    if cell.mask == "bidirectional":
+        return masking_utils.bidirectional_mask_function
+    function: Callable[..., Any] = masking_utils.causal_mask_function
+    if cell.window is not None:
+        function = masking_utils.sliding_window_causal_mask_function(cell.window)
+    if cell.chunk is not None:
+        starts = torch.zeros(cell.batch, dtype=torch.long, device=device)
+        function = masking_utils.chunked_causal_mask_function(cell.chunk, starts)
+    if cell.packed:
+        numbers = torch.repeat_interleave(torch.arange(len(cell.packed)), torch.tensor(cell.packed))
+        documents = numbers.expand(cell.batch, -1).to(device)
+        function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
+    return function
+
+
+def model_work(cell: Cell, implementation: str, models: Mapping[str, Any], device: torch.device) -> Work:
+    """One forward pass of a model with random weights."""
+    known = models[str(cell.model)]
+    config = getattr(transformers, known["config"])(**known["arguments"])
+    torch.manual_seed(0)
+    model = getattr(transformers, known["class"])._from_config(config, attn_implementation=implementation)
+    model = model.to(device=device, dtype=getattr(torch, cell.dtype)).eval()
+    ids = torch.randint(5, 1000, (cell.batch, cell.q_len), device=device)
+    padding = _padding(cell, device)
+    more = {"use_cache": False} if known["causal"] else {}
+
+    def work() -> Any:
+        with torch.no_grad():
+            found = model(input_ids=ids, attention_mask=padding, **more)
+        return found.logits if hasattr(found, "logits") else found.last_hidden_state
+
+    return work

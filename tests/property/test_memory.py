@@ -1,0 +1,93 @@
+"""No known structure costs memory in proportion to the area of its mask, forward or backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adaattn_hf.backends.select import BACKENDS, refusals_of
+from adaattn_hf.request import AttentionRequest, CallSpec
+from adaattn_hf.structure import CallStructure
+
+LENGTHS = (2048, 4096)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements that an operation's result has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def padded(n: int, holes: bool = False) -> CallStructure:
+    padding = torch.ones(2, n, dtype=torch.bool)
+    padding[0, : n // 3] = False
+    if holes:
+        padding[1, n // 2] = False
+    return CallStructure(2, n, n, causal=True, key_padding=padding, pads_queries=True)
+
+
+def documents(n: int) -> CallStructure:
+    numbers = torch.arange(8).repeat_interleave(n // 8)[None]
+    return CallStructure(1, n, n, causal=True, q_segments=numbers, k_segments=numbers)
+
+
+KNOWN: dict[str, Callable[[int], CallStructure]] = {
+    "none": lambda n: CallStructure(1, n, n),
+    "causal": lambda n: CallStructure(1, n, n, causal=True),
+    "window": lambda n: CallStructure(1, n, n, causal=True, window=n // 8),
+    "window with sinks": lambda n: CallStructure(1, n, n, causal=True, window=n // 8, sinks=4),
+    "window both ways": lambda n: CallStructure(1, n, n, window=n // 16),
+    "chunks": lambda n: CallStructure(1, n, n, causal=True, chunk=n // 4),
+    "padding": padded,
+    "padding with holes": lambda n: padded(n, holes=True),
+    "padding and window": lambda n: padded(n).with_changes(window=n // 8),
+    "keys padded": lambda n: padded(n).with_changes(causal=False, pads_queries=False),
+    "documents": documents,
+    "documents and window": lambda n: documents(n).with_changes(window=64),
+    "static cache": lambda n: CallStructure(1, 64, n, causal=True, q_offset=torch.tensor(n // 2)),
+    "chunked prefill": lambda n: CallStructure(1, n // 2, n, causal=True, q_offset=n // 2),
+}
+
+
+def largest(name: str, structure: CallStructure, *, gradient: bool) -> int:
+    """Most elements in one result, with a single narrow head so that nothing hides behind the inputs."""
+    tensors = [
+        torch.randn(structure.batch, 1, length, 4, requires_grad=gradient)
+        for length in (structure.q_len, structure.kv_len, structure.kv_len)
+    ]
+    request = AttentionRequest(*tensors, structure, 0.5)
+    if refusals_of(name, CallSpec.of(request)):
+        pytest.skip(f"{name} is not here or refuses")
+    with Largest() as seen:
+        out = BACKENDS[name].attend(request).out
+        if gradient:
+            torch.autograd.grad(out.sum(), tensors)
+    return seen.elements
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("case", list(KNOWN))
+@pytest.mark.parametrize("name", sorted({"sdpa", "native"} & set(BACKENDS)))
+def test_no_tensor_of_a_quarter_of_the_mask(name: str, case: str, n: int, gradient: bool) -> None:
+    assert largest(name, KNOWN[case](n), gradient=gradient) < n * n // 4
+
+
+def test_the_count_notices_a_dense_mask() -> None:
+    """The backend that keeps the score matrix is caught."""
+    n = LENGTHS[0]
+    assert largest("eager", KNOWN["causal"](n), gradient=False) >= n * n // 4

@@ -1,0 +1,144 @@
+"""The sdpa backend's programs, drawn with crossovers so low that short calls take every way a long one takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaattn_hf import reference
+from adaattn_hf.backends.sdpa import SdpaBackend, limits
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.structure import CallStructure
+
+from ..support.requests import HALF, bound, generator, leaves, requests
+
+BACKEND = SdpaBackend()
+LOW = {
+    "SMALL_PAIRS": 0,
+    "MASKED_PAIRS": 0,
+    "FEW_ROWS": 1,
+    "WINDOW_ROWS": 4,
+    "WINDOW_ROWS_GRADIENT": 3,
+    "BAND_ROWS": 5,
+    "TILE": 0,
+    "SHORT_KEYS": 0,
+    "FEW_KEYS_HALF": 0,
+}
+
+
+@pytest.fixture(params=["walked", "kept in no memory"], autouse=True, scope="module")
+def low_crossovers(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in LOW.items():
+            patch.setattr(limits, name, value)
+        if request.param == "kept in no memory":
+            patch.setattr(limits, "KEPT_BYTES", 0)
+        yield
+
+
+def fresh(request: AttentionRequest) -> AttentionRequest:
+    """The request with a structure that remembers nothing."""
+    return request.with_tensors(request.query, request.key, request.value, request.structure.with_changes())
+
+
+@settings(max_examples=120)
+@given(drawn=requests())
+def test_output_and_log_sum_exp(drawn: AttentionRequest) -> None:
+    drawn = fresh(drawn)
+    truth, found = reference.attention(drawn), BACKEND.attend(drawn)
+    assert float((found.out.double() - truth.out).abs().amax()) <= bound(drawn, truth.out)
+    if drawn.need_lse:
+        assert found.lse is not None
+        blind = torch.isinf(truth.lse)
+        assert torch.equal(torch.isinf(found.lse), blind)
+        difference = (found.lse.double() - truth.lse)[~blind].abs()
+        assert not difference.numel() or float(difference.max()) <= 1e-5 * max(
+            1.0, float(truth.lse[~blind].abs().max())
+        )
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
+@settings(max_examples=40)
+@given(data=st.data())
+def test_half_precision(dtype: torch.dtype, data: st.DataObject) -> None:
+    drawn = fresh(data.draw(requests(dtype=dtype)))
+    truth = reference.attention(drawn).out
+    assert float((BACKEND.attend(drawn).out.double() - truth).abs().amax()) <= bound(drawn, truth)
+
+
+@settings(max_examples=60)
+@given(drawn=requests())
+def test_gradients(drawn: AttentionRequest) -> None:
+    ours, tensors = leaves(drawn)
+    weight = torch.randn(reference.attention(ours).out.shape, generator=generator(5))
+    found = torch.autograd.grad((BACKEND.attend(ours).out * weight).sum(), tensors, allow_unused=True)
+    theirs, copies = leaves(drawn)
+    truth = torch.autograd.grad((reference.attention(theirs).out * weight).sum(), copies, allow_unused=True)
+    scores = float(drawn.query.abs().amax() * drawn.key.abs().amax()) * abs(drawn.scaling)
+    for tensor, mine, exact in zip(tensors, found, truth, strict=True):
+        mine = torch.zeros_like(tensor) if mine is None else mine
+        exact = torch.zeros_like(tensor) if exact is None else exact
+        scale = max(1.0, float(exact.abs().amax()), float(tensor.detach().abs().amax()))
+        assert float((mine - exact).abs().amax()) <= 3e-6 * scale * (10 + scores)
+
+
+@settings(max_examples=40)
+@given(drawn=requests(extras=False), extra=st.sampled_from(["plain", "softcap", "bias"]))
+def test_the_way_of_dropout_computes_the_same(drawn: AttentionRequest, extra: str) -> None:
+    """With a tiny probability almost surely nothing is dropped."""
+    more = {"softcap": {"softcap": 3.0}, "bias": {"bias": torch.randn(1, 1, 1, drawn.key.shape[2])}}.get(extra, {})
+    tiny = AttentionRequest(
+        drawn.query, drawn.key, drawn.value, drawn.structure.with_changes(), drawn.scaling, 1e-9, **more
+    )
+    truth = reference.attention(tiny).out
+    assert float((BACKEND.attend(tiny).out.double() - truth).abs().amax()) <= bound(tiny, truth)
+
+
+LONG = {
+    "suffix": CallStructure(2, 13, 29, causal=True, q_offset=16),
+    "window": CallStructure(1, 23, 23, causal=True, window=5),
+    "window with sinks": CallStructure(2, 23, 23, causal=True, window=5, sinks=2),
+    "window both ways": CallStructure(1, 23, 23, window=4, sinks=1),
+    "documents": CallStructure(
+        1,
+        24,
+        24,
+        causal=True,
+        q_segments=torch.arange(3).repeat_interleave(8)[None],
+        k_segments=torch.arange(3).repeat_interleave(8)[None],
+    ),
+}
+
+
+@pytest.mark.parametrize("extra", ["plain", "softcap", "sinks", "bias"])
+@pytest.mark.parametrize("case", list(LONG))
+def test_gradcheck(case: str, extra: str) -> None:
+    structure = LONG[case].with_changes()
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    query = tensor(structure.batch, 2, structure.q_len, 3)
+    key, value = tensor(structure.batch, 1, structure.kv_len, 3), tensor(structure.batch, 1, structure.kv_len, 3)
+    softcap = 3.0 if extra == "softcap" else None
+    name = {"sinks": "sink_logits", "bias": "bias"}.get(extra)
+    more = {"sinks": [tensor(2)], "bias": [tensor(1, 2, structure.q_len, structure.kv_len)]}.get(extra, [])
+
+    def attend(*given_: torch.Tensor) -> torch.Tensor:
+        named = {name: given_[3]} if name else {}
+        return BACKEND.attend(AttentionRequest(*given_[:3], structure, 0.6, softcap=softcap, **named)).out
+
+    assert torch.autograd.gradcheck(attend, (query, key, value, *more), fast_mode=True)
+
+
+def test_a_padded_batch_becomes_several_parts() -> None:
+    """The low crossovers do what they are here for."""
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]).bool()
+    structure = CallStructure(2, 6, 6, causal=True, key_padding=padding, pads_queries=True)
+    query, key, value = (torch.randn(2, 2, 6, 4) for _ in range(3))
+    BACKEND.attend(AttentionRequest(query, key, value, structure, 0.5))
+    assert [len(program.parts) for program in structure._memo["programs"].values()] == [2]

@@ -1,0 +1,93 @@
+"""Structures: their runs say what `visible` defines, and settling changes no visibility."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaattn_hf.structure import CallStructure
+
+from ..support.requests import structures
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> CallStructure:
+    kv_len = draw(st.integers(1, 24))
+    return draw(structures(draw(st.integers(1, 3)), draw(st.sampled_from([1, kv_len, max(1, kv_len - 3)])), kv_len))
+
+
+def of_segments(structure: CallStructure) -> torch.Tensor:
+    """`[batch, q_len, kv_len]` from the runs alone."""
+    seen = torch.zeros(structure.batch, structure.q_len, structure.kv_len, dtype=torch.bool)
+    for row, q_start, q_len, k_start, k_len, offset in structure.segments() or ():
+        local = CallStructure(
+            1,
+            q_len,
+            k_len,
+            causal=structure.causal,
+            q_offset=offset,
+            window=structure.window,
+            sinks=structure.sinks,
+        )
+        seen[row, q_start : q_start + q_len, k_start : k_start + k_len] |= local.visible()[0, 0]
+    return seen
+
+
+@settings(max_examples=400)
+@given(structure=drawn())
+def test_segments_say_what_visible_defines(structure: CallStructure) -> None:
+    if structure.segments() is None:
+        return
+    expected = structure.visible().expand(structure.batch, 1, -1, -1)[:, 0]
+    assert torch.equal(of_segments(structure), expected)
+
+
+@settings(max_examples=200)
+@given(structure=drawn())
+def test_segments_are_inside_and_in_order(structure: CallStructure) -> None:
+    last = (-1, 0)
+    for row, q_start, q_len, k_start, k_len, _ in structure.segments() or ():
+        assert 0 <= row < structure.batch
+        assert q_len > 0
+        assert k_len > 0
+        assert 0 <= q_start <= q_start + q_len <= structure.q_len
+        assert 0 <= k_start <= k_start + k_len <= structure.kv_len
+        assert (row, q_start) >= last
+        last = (row, q_start + q_len)
+
+
+@settings(max_examples=200)
+@given(structure=drawn())
+def test_settling_changes_no_visibility(structure: CallStructure) -> None:
+    settled = structure.settled()
+    assert isinstance(settled.q_offset, int)
+    assert settled.settled() is settled
+    for start, stop in ((0, structure.q_len), (structure.q_len // 2, structure.q_len)):
+        mine, theirs = settled.visible(start, stop), structure.visible(start, stop)
+        batch = (structure.batch, max(mine.shape[1], theirs.shape[1]), -1, -1)
+        assert torch.equal(mine.expand(batch), theirs.expand(batch))
+
+
+def test_padding_of_ones_is_no_padding() -> None:
+    structure = CallStructure(2, 4, 4, causal=True, key_padding=torch.ones(2, 4, dtype=torch.bool), pads_queries=True)
+    assert structure.kind == "ragged"
+    assert structure.settled().kind == "causal"
+
+
+@pytest.mark.parametrize(
+    ("structure", "kind"),
+    [
+        (CallStructure(1, 4, 4), "full"),
+        (CallStructure(1, 4, 4, causal=True), "causal"),
+        (CallStructure(1, 2, 4, causal=True, q_offset=2), "suffix"),
+        (CallStructure(1, 4, 4, causal=True, window=2), "window"),
+        (CallStructure(1, 4, 4, causal=True, window=4), "causal"),
+        (CallStructure(1, 4, 4, window=3, sinks=1), "window"),
+        (CallStructure(1, 4, 4, causal=True, q_offset=torch.tensor(0)), "ragged"),
+        (CallStructure(1, 4, 4, mask=torch.ones(1, 1, 4, 4, dtype=torch.bool)), "irregular"),
+    ],
+)
+def test_kind(structure: CallStructure, kind: str) -> None:
+    assert structure.kind == kind
