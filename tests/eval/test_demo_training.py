@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from adaattn_hf.eval.demo.architectures import RECIPES, Recipe, build
-from adaattn_hf.eval.demo.corpus import Archive, Document, obtain
+from adaattn_hf.eval.demo.corpus import Archive, Document, Split, obtain
 from adaattn_hf.eval.demo.loop import learning_rate, mask_tokens, training_batch
 from adaattn_hf.eval.demo.samples import excerpt, last_word_sample, write_samples
 from adaattn_hf.eval.demo.train import train_one, with_settings
@@ -37,12 +37,12 @@ def tiny(name: str) -> Recipe:
 
 def tiny_documents() -> list[Document]:
     sentence = "The whale sank the ship {0}, and captain {0} saw that the whale was white. "
-    texts = {
+    texts: dict[Split, str] = {
         "train": "".join(sentence.format(number) for number in range(40)),
         "validation": "".join(sentence.format(number) for number in range(40, 48)),
         "heldout": "".join(sentence.format(number) for number in range(48, 60)),
     }
-    return [Document(f"story/{split}", f"Story {split}", text, split) for split, text in texts.items()]  # type: ignore[arg-type]
+    return [Document(f"story/{split}", f"Story {split}", text, split) for split, text in texts.items()]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
