@@ -1,8 +1,8 @@
 """Reports that are kept, on one page: `python -m adaattn_hf.eval.collect DIRECTORY`.
 
-The directory holds reports of `adaattn eval` as `*.json`, and `known.json`: stock figures that were measured before, by
-other code, with the report that repeats each of them. The page, `README.md` in the same directory, is written from these
-files alone.
+The directory holds reports of `adaattn eval` as `*.json`, and `known.json`: stock figures that were measured
+before, by other code, with the report that repeats each of them. The page, `README.md` in the same directory, is
+written from these files alone.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ from adaattn_hf.eval.settings import Settings
 pytestmark = pytest.mark.assets
 
 
-@pytest.mark.parametrize(("model", "tokens", "perplexity"), [("stories15M-hf", 942, 3.115), ("stories260K-hf", 1804, 3.548)])
+@pytest.mark.parametrize(
+    ("model", "tokens", "perplexity"), [("stories15M-hf", 942, 3.115), ("stories260K-hf", 1804, 3.548)]
+)
 def test_tiny_stories(assets: Path, model: str, tokens: int, perplexity: float) -> None:
     """Each story stripped, BOS by the tokenizer, every token after it scored."""
     loaded = checkpoint.load(assets / "models" / model, device="cpu")

@@ -12,7 +12,7 @@ import yaml
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from adaattn_hf.eval import checkpoint, corpora, lm_eval_model, runner
+from adaattn_hf.eval import checkpoint, corpora, lm_eval_hook, lm_eval_model, runner
 from adaattn_hf.eval.settings import Settings
 
 from .conftest import PAGES, PASSAGES
@@ -95,3 +95,45 @@ def test_our_model_runs_our_attention(llama: Path) -> None:
         pretrained=loaded.model, tokenizer=loaded.tokenizer, attn_implementation="adaattn_eager", device="cpu"
     )
     assert wrapped.model.config._attn_implementation == "adaattn_eager"
+
+
+def test_their_command_line_knows_our_model(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    their_task("wikitext", "page", PAGES, tmp_path)
+    (tmp_path / "wikitext.yaml").rename(tmp_path / "own_pages.yaml")
+    text = (
+        (tmp_path / "own_pages.yaml").read_text(encoding="utf-8").replace("task: wikitext", "task: own_pages")
+    )
+    (tmp_path / "own_pages.yaml").write_text(text, encoding="utf-8")
+    arguments = ["--model", "adaattn", "--model_args", f"pretrained={llama},dtype=float32", "--device", "cpu"]
+    arguments += [
+        "--tasks",
+        "own_pages",
+        "--include_path",
+        str(tmp_path),
+        "--output_path",
+        str(tmp_path / "out"),
+    ]
+    monkeypatch.setattr("sys.argv", ["lm_eval", *arguments])
+    lm_eval_hook.main()
+    (written,) = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(written.read_text(encoding="utf-8"))
+    expected = ours(llama, corpora.wikitext_corpus(PAGES, "own pages"))
+    assert results["results"]["own_pages"]["word_perplexity,none"] == pytest.approx(
+        expected["word_perplexity"], rel=1e-6
+    )
+    assert results["config"]["model"] == "adaattn"
+
+
+@pytest.mark.assets
+def test_a_tokenizer_that_adds_bos(assets: Path, tmp_path: Path) -> None:
+    """LLaMA's tokenizer adds BOS, which the rolling recipe then scores after its prefix token; both agree in that."""
+    directory = assets / "models" / "stories260K-hf"
+    model = HFLM(pretrained=str(directory), device="cpu", dtype="float32", batch_size=2)
+    found = ours(directory, corpora.wikitext_corpus(PAGES, "own pages"), batch_size=3)
+    expected = theirs(model, "wikitext", their_task("wikitext", "page", PAGES, tmp_path))
+    assert found["word_perplexity"] == pytest.approx(expected["word_perplexity"], rel=1e-6)
+    expected = theirs(model, "lambada_openai", their_task("lambada_openai", "text", PASSAGES, tmp_path))
+    found = ours(directory, corpora.lastword_corpus(PASSAGES, "own passages"), batch_size=3)
+    assert found["last_word_perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)

@@ -15,7 +15,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from adaattn_hf.eval import activation, bounds, checkpoint, corpora, cost, provenance, report, runner, showcase
+from adaattn_hf.eval import (
+    activation,
+    bounds,
+    checkpoint,
+    corpora,
+    cost,
+    provenance,
+    report,
+    runner,
+    showcase,
+)
 from adaattn_hf.eval.activation import Counts
 from adaattn_hf.eval.metric_compute import compute, metric_path
 from adaattn_hf.eval.settings import Settings
@@ -134,7 +144,8 @@ def test_peak_bytes_follow_the_batch(llama: Path) -> None:
     loaded = checkpoint.load(llama, device="cpu")
     corpus = corpora.wikitext_corpus(PAGES, "own pages")
     peaks = [
-        runner.measure(loaded, corpus, Settings(impl="eager", context=n)).memory[0]["peak_bytes"] for n in (16, 64)
+        runner.measure(loaded, corpus, Settings(impl="eager", context=n)).memory[0]["peak_bytes"]
+        for n in (16, 64)
     ]
     assert peaks[1] > 3 * peaks[0]
 
@@ -204,7 +215,11 @@ def test_bars_of_the_showcase() -> None:
     def made(dtype: str, delta: float, anchor: float, half: float) -> dict[str, Any]:
         def entry(name: str, mean: float) -> dict[str, Any]:
             limits = {"mean": mean, "low": mean - half, "high": mean + half}
-            return {"implementation": name, "delta_nll": limits, "perplexity_ratio": {"value": float(np.exp(mean))}}
+            return {
+                "implementation": name,
+                "delta_nll": limits,
+                "perplexity_ratio": {"value": float(np.exp(mean))},
+            }
 
         quality = {"comparisons": [entry("adaattn", delta), entry("eager", anchor)]}
         return {"model": {"name": "m", "dtype": dtype}, "data": {"name": "d"}, "quality": quality}

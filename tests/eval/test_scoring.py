@@ -74,7 +74,7 @@ def test_a_batch_of_nothing_is_refused() -> None:
 
 def measured(directory: Path, corpus: corpora.Corpus, **settings: object) -> runner.Measured:
     loaded = checkpoint.load(directory, dtype="float32", device="cpu")
-    return runner.measure(loaded, corpus, Settings(**{"impl": "eager", **settings}))  # type: ignore[arg-type]
+    return runner.measure(loaded, corpus, Settings(**{"impl": "eager", **settings}))
 
 
 def pages() -> corpora.Corpus:

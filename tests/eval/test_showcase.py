@@ -37,7 +37,8 @@ def test_the_models_in_the_package(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32"])
 def test_another_arm_and_one_dtype(tmp_path: Path, dtype: str) -> None:
-    arguments = ["eval", *LITTLE, "--impl", "adaattn_eager", "--dtype", dtype, "--quiet", "--output", str(tmp_path)]
+    chosen = ("--impl", "adaattn_eager", "--dtype", dtype, "--quiet", "--output", str(tmp_path))
+    arguments = ["eval", *LITTLE, *chosen]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     names = sorted(path.parent.name for path in tmp_path.rglob(runner.REPORT))
