@@ -74,8 +74,15 @@ class AttentionResult(NamedTuple):
     lse: Tensor | None = None
 
 
+# Pairs of queries and keys up to which a processor need not know whether padding has holes.
+_SMALL_PAIRS = 1 << 14
+
+
 class CallSpec(NamedTuple):
-    """The facts of a call on which the choice of a backend may depend: hashable, without data."""
+    """The facts of a call on which the choice of a backend may depend: hashable, without data.
+
+    `kind` is that of the structure, or `holes` where padding on the CPU is not made of runs.
+    """
 
     device: str
     dtype: torch.dtype
@@ -109,13 +116,11 @@ class CallSpec(NamedTuple):
         )
         device = "cpu" if q.is_cpu else q.device.type
         kind, compiling = structure.kind, torch.compiler.is_compiling()
-        if (
-            kind == "ragged"
-            and not compiling
-            and device not in ("cpu", "meta")
-            and structure.segments() is None
-        ):
-            kind = "irregular"  # padding with holes is no better than a dense mask
+        if kind == "ragged" and not compiling and device != "meta":
+            large = structure.batch * structure.q_len * structure.kv_len > _SMALL_PAIRS
+            if (large or device != "cpu") and structure.segments() is None:
+                # padding with holes: kernels that walk runs are no better off than with a dense mask
+                kind = "irregular" if device != "cpu" else "holes"
         _, heads, q_len, head_dim = q.shape
         return cls(
             device,

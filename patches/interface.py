@@ -11,6 +11,7 @@ from transformers.utils import output_capturing
 
 from adaattn_hf import execute
 from adaattn_hf.attach import program_of
+from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import choose
 from adaattn_hf.config import raw_settings, settings_in
@@ -82,13 +83,12 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             s_aux if s_aux is not None else sinks,
             bias,
         )
-        spec = CallSpec.of(request)
         forced, config = backend, getattr(module, "config", None)
         adapted = raw_settings(config) is not None
         if adapted and forced is None:
             forced = settings_in(config).backend
         if not compiling and (recorder := active_recorder()) is not None:
-            recorder.record(module, spec, forced)
+            recorder.record(module, CallSpec.of(request), forced)
             if recorder.dry:
                 return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
         program = program_of(module, compiling) if adapted else None
@@ -97,7 +97,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         elif program is not None:
             out = execute.attend(program, request, forced).out
         else:
-            out = choose(spec, forced).attend(request).out
+            out = _chosen(request, forced, compiling).attend(request).out
         # Autocast defines the output's dtype, as it does for stock attention; nothing else may change it.
         if out.dtype != out_dtype and not _autocasts(query.device.type):
             out = out.to(out_dtype)
@@ -106,6 +106,25 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         return out, attention_weights(request) if program is None else execute.weights(program, request)
 
     return adaattn
+
+
+def _chosen(request: AttentionRequest, forced: str | None, compiling: bool) -> Backend:
+    """The backend of a call. Layers share their structure, and with it the choice for calls without extras."""
+    extras = request.bias is not None or request.sink_logits is not None or request.softcap is not None
+    if compiling or extras or request.dropout:
+        return choose(CallSpec.of(request), forced)
+    query, key, value = request.query, request.key, request.value
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    _, heads, _, head_dim = query.shape
+    call = (forced, grad, query.dtype, heads, head_dim, key.shape[1], value.shape[3], query.device)
+    memo = request.structure._memo
+    known = memo.get("chosen")
+    if known is not None and known[0] == call:
+        backend: Backend = known[1]
+        return backend
+    backend = choose(CallSpec.of(request), forced)
+    memo["chosen"] = (call, backend)
+    return backend
 
 
 def _with_keywords(
