@@ -54,7 +54,9 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     if spec.device == "cpu":
         # one row per key/value head gives the kernels nothing to share, and torch's product is tuned for it
         lone = spec.decode and spec.groups == 1 and spec.dtype == torch.float32 and spec.kind == "suffix"
-        return ("sdpa", "native", "eager") if lone else ("native", "sdpa", "eager")
+        # padding with holes is gathered into runs by the one, and becomes a dense mask in the other
+        gathered = spec.kind == "holes" and not spec.bias
+        return ("sdpa", "native", "eager") if lone or gathered else ("native", "sdpa", "eager")
     if spec.device != "cuda":
         return ("sdpa", "eager")
     special = spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
