@@ -112,3 +112,12 @@ def test_a_dead_path_is_found(tmp_path: Path) -> None:
     document = tmp_path / "a.md"
     document.write_text("`adaattn_hf/structure.py` and `adaattn_hf/engine_manager.py`, in `patches/`\n")
     assert dead_paths(document) == ["adaattn_hf/engine_manager.py"]
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_can_be_read(name: str) -> None:
+    """Its module is there, and typer understands its arguments."""
+    group: Any = typer.main.get_command(app)
+    command = group.get_command(None, name)
+    assert command.name == name
+    assert (command.help or "").strip()
