@@ -228,7 +228,9 @@ def read_plan(path: str | Path) -> Plan:
         own = file / "adaattn_plan.json"
         file = own if own.is_file() else file / "config.json"
     if not file.is_file():
-        raise PlanError(f"{file} does not exist; expected a plan, or a directory that `adaattn calibrate` wrote")
+        raise PlanError(
+            f"{file} does not exist; expected a plan, or a directory that `adaattn calibrate` wrote"
+        )
     text = file.read_text(encoding="utf-8")
     if file.name != "config.json":
         return Plan.from_json(text)

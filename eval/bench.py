@@ -38,7 +38,9 @@ def bench(
     ] = "",
     ours: Annotated[str, typer.Option(help="Our name: adaattn, adaattn_sdpa, …")] = OURS,
     output: Annotated[Path | None, typer.Option(help="JSON to write; a `.md` is written beside it.")] = None,
-    table: Annotated[Path | None, typer.Option(help="Where the Markdown goes instead, e.g. BENCHMARKS.md.")] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="Where the Markdown goes instead, e.g. BENCHMARKS.md.")
+    ] = None,
     gate: Annotated[bool, typer.Option(help="Exit with 1 if a cell is below its floor, twice.")] = False,
     memory: Annotated[bool, typer.Option(help="Measure peak memory, too.")] = True,
     grid: Annotated[Path | None, typer.Option(help="Another grid than the one of the package.")] = None,
@@ -52,7 +54,9 @@ def bench(
     console, where, data = Console(), torch.device(device), read_grid(grid)
     cells = [cell for cell in data.cells if re.search(only, cell.title)]
     if not cells:
-        raise UsageError(f"--only: got {only!r}, which matches no cell; known: {', '.join(c.title for c in data.cells)}")
+        raise UsageError(
+            f"--only: got {only!r}, which matches no cell; known: {', '.join(c.title for c in data.cells)}"
+        )
     names = [name for name in implementations.split(",") if name] or list(data.stock)
     absent = {name: why for name in names if (why := missing(name, where)) is not None}
     present = [name for name in names if name not in absent]
@@ -75,9 +79,10 @@ def bench(
         report["cells"].append(found)
         console.print(_line(found))
         gc.collect()
-    if output is not None:
-        _write(output, json.dumps(report, indent=1) + "\n")
-        _write(table or output.with_suffix(".md"), markdown(report, output.name))
+        if output is not None:
+            # after every cell: an interrupted run keeps what it measured
+            _write(output, json.dumps(report, indent=1) + "\n")
+            _write(table or output.with_suffix(".md"), markdown(report, output.name))
     if gate:
         for line in failed:
             console.print(f"below its floor: {line}")
@@ -129,7 +134,10 @@ def run_cell(
         "level": cell.level,
         "target": cell.target,
         "floor": cell.floor,
-        "times": {name: {clock: spread(values) for clock, values in clocks.items()} for name, clocks in times.items()},
+        "times": {
+            name: {clock: spread(values) for clock, values in clocks.items()}
+            for name, clocks in times.items()
+        },
         "ratios": ratios,
         "best": best,
         "ratio_best": None if best is None else ratios[best],
@@ -154,7 +162,9 @@ def _line(found: dict[str, Any]) -> str:
     ours = found["times"][OURS]["wall"]["median"] * 1e3
     others = ", ".join(f"{name} {entry['wall']['median']:.2f}x" for name, entry in found["ratios"].items())
     reached = verdict(found)
-    return f"{found['title']}: {ours:.3g} ms; {others}" + (f" (target {found['target']:g} {reached})" if reached else "")
+    return f"{found['title']}: {ours:.3g} ms; {others}" + (
+        f" (target {found['target']:g} {reached})" if reached else ""
+    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -96,6 +96,7 @@ def _cells(entry: Mapping[str, Any], data: Mapping[str, Any]) -> list[Cell]:
     unknown = sorted(set(values) - known)
     if unknown:
         raise UsageError(
-            f"cell {entry.get('name')!r}: got the keys {', '.join(unknown)}, expected some of {', '.join(sorted(known))}"
+            f"cell {entry.get('name')!r}: got the keys {', '.join(unknown)}, expected some of "
+            f"{', '.join(sorted(known))}"
         )
     return [Cell(dtype=dtype, **values) for dtype in dtypes]

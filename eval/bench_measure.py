@@ -72,7 +72,9 @@ def peak_bytes(work: Work, device: torch.device) -> int:
         work()
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated() - before)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         work()
     events: list[Any] = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0

@@ -126,7 +126,7 @@ def left_padded_prompt(dtype: str = "fp32") -> Scenario:
     inputs = _ragged(32000, left=True)
     real = inputs["attention_mask"].bool()
     share = 100 * real.float().mean()
-    keep = {**inputs, "logits_to_keep": 1}
+    keep: dict[str, Any] = {**inputs, "logits_to_keep": 1}
     return Scenario(
         f"LLaMA-1B shape, 2 layers, {dtype}, prompts of 12 to 512 tokens padded on the left ({share:.0f} % real) into "
         "the cache, last logits",

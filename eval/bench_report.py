@@ -41,7 +41,11 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
     absent = [f"{name} ({why})" for name, why in {**report["absent"], **report["peers"]}.items()]
     if absent:
         lines += ["## Not measured", "", "; ".join(absent) + ".", ""]
-    refused = [f"* {cell['title']}: {name}: {why}" for cell in report["cells"] for name, why in cell["refused"].items()]
+    refused = [
+        f"* {cell['title']}: {name}: {why}"
+        for cell in report["cells"]
+        for name, why in cell["refused"].items()
+    ]
     if refused:
         lines += ["## Refused", "", *refused, ""]
     return "\n".join(lines)
@@ -49,7 +53,8 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
 
 def _table(cells: list[Mapping[str, Any]]) -> list[str]:
     rows = [
-        "| cell | adaattn ms | best stock | × best, wall | × best, process | × eager | peak MiB, adaattn / best / eager | target |",
+        "| cell | adaattn ms | best stock | × best, wall | × best, process | × eager "
+        "| peak MiB, adaattn / best / eager | target |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells:

@@ -77,9 +77,15 @@ def attention_work(cell: Cell, implementation: str, device: torch.device) -> Wor
         leaf = leaf.contiguous() if length != cell.q_len else leaf
         return leaf.detach().requires_grad_(cell.gradient)
 
-    query, key, value = tensor(cell.heads, cell.q_len), tensor(cell.kv_heads, cell.keys), tensor(cell.kv_heads, cell.keys)
+    query, key, value = (
+        tensor(cell.heads, cell.q_len),
+        tensor(cell.kv_heads, cell.keys),
+        tensor(cell.kv_heads, cell.keys),
+    )
     layer = _Layer(cell, implementation)
-    attend: Any = eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+    attend: Any = (
+        eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+    )
     make_mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     padding = _padding(cell, device)
     function = _mask_function(cell, device)
@@ -110,7 +116,9 @@ def attention_work(cell: Cell, implementation: str, device: torch.device) -> Wor
         out = None
         with torch.set_grad_enabled(cell.gradient):
             for _ in range(cell.layers):
-                out = attend(layer, query, key, value, mask, scaling=scaling, dropout=0.0, sliding_window=cell.window)[0]
+                out = attend(
+                    layer, query, key, value, mask, scaling=scaling, dropout=0.0, sliding_window=cell.window
+                )[0]
                 if cell.gradient:
                     torch.autograd.grad(out.sum(), (query, key, value))
         return out

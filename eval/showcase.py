@@ -118,9 +118,7 @@ def table(reports: Sequence[Mapping[str, Any]]) -> Table:
         f"limit: 1e-5 of perplexity in float32; else how far {anchor} may be from {stock} in Δnll. act.: share of "
         "(token, head) pairs that were not exact. speed: by the clock, median over batches."
     )
-    shown = Table(
-        title=f"{tested} against {stock}", caption=caption, box=box.SIMPLE_HEAD, padding=0
-    )
+    shown = Table(title=f"{tested} against {stock}", caption=caption, box=box.SIMPLE_HEAD, padding=0)
     for head in ("model", "dtype", "text"):
         shown.add_column(head, no_wrap=True)
     for head in ("ppl", "Δppl/ppl", "Δnll", "limit", "act.", "speed", "bar"):

@@ -61,7 +61,11 @@ class EagerBackend:
         """Attention with the score matrix in memory; dropout falls on the normalised weights."""
         weights, lse = _weights_and_lse(request)
         value = request.value
-        weights = F.dropout(weights.to(value.dtype), request.dropout) if request.dropout else weights.to(value.dtype)
+        weights = (
+            F.dropout(weights.to(value.dtype), request.dropout)
+            if request.dropout
+            else weights.to(value.dtype)
+        )
         batch, heads, q_len, kv_len = weights.shape
         kv_heads = value.shape[1]
         with torch.autocast(value.device.type, enabled=False):

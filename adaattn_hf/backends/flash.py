@@ -17,7 +17,6 @@ from ..structure import CallStructure, Segment
 __all__ = ["FA2", "FA3", "FA3_FWD", "FlashBackend", "FlashVariant"]
 
 
-
 @dataclass(frozen=True)
 class FlashVariant:
     """One installable build of flash-attn.
@@ -200,8 +199,8 @@ def _packing(structure: CallStructure, segments: Sequence[Segment], device: torc
         for s in segments:
             if (structure.causal or structure.window is not None) and s.offset + s.q_len != s.k_len:
                 raise ValueError(
-                    f"attention_mask: queries {s.q_start}…{s.q_start + s.q_len} of row {s.row} do not end with their last "
-                    'key, which flash-attn cannot serve; use attn_implementation="adaattn_sdpa"'
+                    f"attention_mask: queries {s.q_start}…{s.q_start + s.q_len} of row {s.row} do not end with their "
+                    'last key, which flash-attn cannot serve; use attn_implementation="adaattn_sdpa"'
                 )
         q_runs = [
             torch.arange(s.row * structure.q_len + s.q_start, s.row * structure.q_len + s.q_start + s.q_len)

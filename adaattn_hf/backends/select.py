@@ -59,7 +59,9 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         return ("sdpa", "native", "eager") if lone or gathered else ("native", "sdpa", "eager")
     if spec.device != "cuda":
         return ("sdpa", "eager")
-    special = spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
+    special = (
+        spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
+    )
     if not special and (spec.decode or spec.kind in ("full", "causal")):
         return ("sdpa", "eager")
     if spec.kind == "ragged" or spec.decode:
@@ -119,4 +121,6 @@ def _say(spec: CallSpec, name: str, passed: list[str]) -> None:
     if key not in _said:
         _said.add(key)
         why = f" (passed over: {' | '.join(passed)})" if passed else ""
-        logger.info("adaattn: %s serves %s %s%s", name, spec.device, str(spec.dtype).removeprefix("torch."), why)
+        logger.info(
+            "adaattn: %s serves %s %s%s", name, spec.device, str(spec.dtype).removeprefix("torch."), why
+        )

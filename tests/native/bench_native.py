@@ -134,7 +134,11 @@ def packed(dtype: torch.dtype, documents: int, n: int, d: int) -> Pair:
     return (
         lambda: call.forward(q, k, v, d**-0.5, rules),
         lambda: torch.cat(
-            [F.scaled_dot_product_attention(q[:, :, s], k[:, :, s], v[:, :, s], is_causal=True) for s in spans], 2
+            [
+                F.scaled_dot_product_attention(q[:, :, s], k[:, :, s], v[:, :, s], is_causal=True)
+                for s in spans
+            ],
+            2,
         ),
     )
 
@@ -166,22 +170,64 @@ def measure(seconds: float) -> list[Cell]:
         int8 = (prefill(fp32, 4096, d, True, "int8")[0], prefill(bf16, 4096, d, True)[1])
         add(f"causal prefill 4096, head {d}, int8 products", "int8", 3.5, square / 2, int8)
         add(f"causal prefill 4096, head {d}", "fp32", 1.15, square / 2, prefill(fp32, 4096, d, True))
-        add(f"causal prefill 4096, head {d}, bf16 products", "fp32", None, square / 2, prefill(fp32, 4096, d, True, "bf16"))
+        add(
+            f"causal prefill 4096, head {d}, bf16 products",
+            "fp32",
+            None,
+            square / 2,
+            prefill(fp32, 4096, d, True, "bf16"),
+        )
         for dtype, name in ((bf16, "bf16"), (fp32, "fp32")):
             add(f"causal prefill 1024, head {d}", name, 1.0, square / 32, prefill(dtype, 1024, d, True))
             add(f"full prefill 2048, head {d}", name, 1.0, square / 4, prefill(dtype, 2048, d, False))
     for dtype, name in ((bf16, "bf16"), (fp32, "fp32")):
         for n in (1, 8, 32, 128):
-            add(f"12 heads, {n} tokens, head 64", name, 1.0, 24.0 * n * n * 64, prefill(dtype, n, 64, True, heads=12))
+            add(
+                f"12 heads, {n} tokens, head 64",
+                name,
+                1.0,
+                24.0 * n * n * 64,
+                prefill(dtype, n, 64, True, heads=12),
+            )
         target = 12.0 if name == "bf16" else 1.0
-        add("decode, 32/8 heads, 4096 keys, head 128", name, target, 4.0 * 32 * 4096 * 128, decode(dtype, 32, 8, 4096, 128))
-        add("decode, 8/8 heads, 4096 keys, head 128", name, 1.0, 4.0 * 8 * 4096 * 128, decode(dtype, 8, 8, 4096, 128))
+        add(
+            "decode, 32/8 heads, 4096 keys, head 128",
+            name,
+            target,
+            4.0 * 32 * 4096 * 128,
+            decode(dtype, 32, 8, 4096, 128),
+        )
+        add(
+            "decode, 8/8 heads, 4096 keys, head 128",
+            name,
+            1.0,
+            4.0 * 8 * 4096 * 128,
+            decode(dtype, 8, 8, 4096, 128),
+        )
         add("window 256 of 4096, head 64", name, 1.0, 8.0 * 4096 * 256 * 64, windowed(dtype, 4096, 64, 256))
-        add("8 documents of 512 packed, head 64", name, 1.0, 4.0 * 8 * 512 * 512 * 64, packed(dtype, 8, 512, 64))
+        add(
+            "8 documents of 512 packed, head 64",
+            name,
+            1.0,
+            4.0 * 8 * 512 * 512 * 64,
+            packed(dtype, 8, 512, 64),
+        )
         goal = 1.6 if name == "bf16" else None
         for d in (64, 128):
-            add(f"forward + backward, causal 2048, head {d}", name, goal, 14.0 * 2048 * 2048 * d, training(dtype, 2, 2048, d))
-    add("decode, 32/8 heads, 4096 int8 keys, head 128", "int8", 20.0, 4.0 * 32 * 4096 * 128, decode(bf16, 32, 8, 4096, 128, True))
+            add(
+                f"forward + backward, causal 2048, head {d}",
+                name,
+                goal,
+                14.0 * 2048 * 2048 * d,
+                training(dtype, 2, 2048, d),
+            )
+    add(
+        "decode, 32/8 heads, 4096 int8 keys, head 128",
+        "int8",
+        20.0,
+        4.0 * 32 * 4096 * 128,
+        decode(bf16, 32, 8, 4096, 128, True),
+    )
     return cells
 
 
@@ -189,7 +235,9 @@ def provenance(threads: int, peaks: dict[str, float]) -> dict[str, object]:
     """What the numbers were measured with."""
     native = library()
     assert native is not None
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout
     model = "unknown"
     if Path("/proc/cpuinfo").is_file():
         lines = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
@@ -227,8 +275,12 @@ def table(origin: dict[str, object], cells: list[Cell]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for c in cells:
-        share = f"{100 * c.gflops / peaks[c.dtype]:.0f} %" if c.dtype in peaks and "prefill" in c.name else "-"
-        goal = "-" if c.target is None else f"{c.target:g}" + ("" if c.ratio >= c.target else " **not reached**")
+        share = (
+            f"{100 * c.gflops / peaks[c.dtype]:.0f} %" if c.dtype in peaks and "prefill" in c.name else "-"
+        )
+        goal = (
+            "-" if c.target is None else f"{c.target:g}" + ("" if c.ratio >= c.target else " **not reached**")
+        )
         lines.append(
             f"| {c.name} | {c.dtype} | {c.native_ms:.3f} ({c.native_wall_ms:.3f}) | {c.stock_ms:.3f} "
             f"({c.stock_wall_ms:.3f}) | {c.ratio:.2f} [{c.ratio_low:.2f}, {c.ratio_high:.2f}] | {goal} | {c.gflops:.0f} | {share} |"

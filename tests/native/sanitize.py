@@ -41,7 +41,9 @@ def compile_fuzzer(target: Path, levels: list[str] | None = None, optimise: str 
 
     def run(name: str) -> str:
         done = subprocess.run(
-            [*command, *flags, *jobs[name], "-c", "-o", str(target / f"{name}.o")], capture_output=True, text=True
+            [*command, *flags, *jobs[name], "-c", "-o", str(target / f"{name}.o")],
+            capture_output=True,
+            text=True,
         )
         return done.stderr if done.returncode else ""
 

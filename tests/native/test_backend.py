@@ -35,7 +35,9 @@ STRUCTURES = {
 }
 
 
-def request(structure: CallStructure, dtype: torch.dtype = torch.float32, **extra: object) -> AttentionRequest:
+def request(
+    structure: CallStructure, dtype: torch.dtype = torch.float32, **extra: object
+) -> AttentionRequest:
     torch.manual_seed(7)
     query = torch.randn(2, structure.q_len, 4, 24, dtype=dtype).transpose(1, 2)
     key = torch.randn(2, structure.kv_len, 2, 24, dtype=dtype).transpose(1, 2)

@@ -91,7 +91,11 @@ def test_the_library_leaves_openmp_and_torch_unnamed() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 def test_fuzz_under_sanitizers(tmp_path: Path) -> None:
-    program = compile_fuzzer(tmp_path, ["portable", library.level_names()[-1]] if library.level_names() else None)
+    program = compile_fuzzer(
+        tmp_path, ["portable", library.level_names()[-1]] if library.level_names() else None
+    )
     environment = {**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1"}
-    done = subprocess.run([str(program), "1", "40"], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [str(program), "1", "40"], capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

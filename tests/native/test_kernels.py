@@ -41,7 +41,11 @@ def tensor(seed: int, shape: tuple[int, ...], dtype: torch.dtype, layout: int, s
 
 @st.composite
 def calls(draw: st.DrawFn) -> AttentionRequest:
-    batch, kv_heads, groups = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 8]))
+    batch, kv_heads, groups = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from([1, 2, 3, 8])),
+    )
     q_len = draw(st.one_of(st.integers(1, 8), st.integers(9, 80), st.just(533)))
     kv_len = draw(st.one_of(st.integers(1, 80), st.sampled_from([511, 512, 513, 1100])))
     dim, dim_v = draw(st.sampled_from([1, 7, 16, 33, 64, 80])), draw(st.sampled_from([1, 5, 16, 40, 64]))
@@ -105,7 +109,9 @@ def test_random_calls(level: str, asked: AttentionRequest) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [1, 3, 300])
 @pytest.mark.parametrize("scale", [1.0, 12.0])
-def test_error_is_1e_5_or_at_most_twice_that_of_torch(level: str, dtype: torch.dtype, q_len: int, scale: float) -> None:
+def test_error_is_1e_5_or_at_most_twice_that_of_torch(
+    level: str, dtype: torch.dtype, q_len: int, scale: float
+) -> None:
     q = tensor(1, (1, 4, q_len, 64), dtype, 0, scale)
     k, v = tensor(2, (1, 2, 700, 64), dtype, 0), tensor(3, (1, 2, 700, 64), dtype, 0)
     structure = CallStructure(1, q_len, 700, causal=True, q_offset=700 - q_len)
@@ -161,7 +167,9 @@ def test_int8_products(q_len: int, offset: float) -> None:
     out, lse = call.forward(q, k, v, 0.125, rules, need_lse=True)
     smooth = through_int8(k - mean[None, :, None]) + mean[None, :, None]
     structure = CallStructure(1, q_len, 400, causal=True, q_offset=400 - q_len)
-    defined = reference.attention(AttentionRequest(through_int8(q), smooth, through_int8(v), structure, 0.125))
+    defined = reference.attention(
+        AttentionRequest(through_int8(q), smooth, through_int8(v), structure, 0.125)
+    )
     exact = reference.attention(AttentionRequest(q, k, v, structure, 0.125))
     assert out is not None
     assert lse is not None
@@ -204,7 +212,13 @@ def test_windows_per_head_and_dropped_mass(level: str, q_len: int) -> None:
     for head, (window, sink) in enumerate(zip(windows.tolist(), sinks.tolist(), strict=True)):
         part = slice(2 * head, 2 * head + 2)
         structure = CallStructure(
-            1, q_len, 700, causal=True, q_offset=700 - q_len, window=None if window < 0 else window, sinks=sink
+            1,
+            q_len,
+            700,
+            causal=True,
+            q_offset=700 - q_len,
+            window=None if window < 0 else window,
+            sinks=sink,
         )
         asked = AttentionRequest(q[:, part], k[:, head : head + 1], v[:, head : head + 1], structure, 0.17)
         truth = reference.attention(asked)
@@ -238,7 +252,9 @@ def test_block_lists(level: str, block_q: int) -> None:
 
 def test_threads_of_python_do_not_disturb_one_another() -> None:
     kinds = [(300, torch.float32), (700, torch.bfloat16), (33, torch.float32), (1, torch.float16)]
-    inputs = [[tensor(10 * i + j, (1, 2, n, 64), dtype, 0) for j in range(3)] for i, (n, dtype) in enumerate(kinds)]
+    inputs = [
+        [tensor(10 * i + j, (1, 2, n, 64), dtype, 0) for j in range(3)] for i, (n, dtype) in enumerate(kinds)
+    ]
     rules = Rules(causal=True)
     alone = [call.forward(*x, 0.125, rules)[0] for x in inputs]
     wrong: list[int] = []

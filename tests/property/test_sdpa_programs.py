@@ -90,7 +90,9 @@ def test_gradients(drawn: AttentionRequest) -> None:
 @given(drawn=requests(extras=False), extra=st.sampled_from(["plain", "softcap", "bias"]))
 def test_the_way_of_dropout_computes_the_same(drawn: AttentionRequest, extra: str) -> None:
     """With a tiny probability almost surely nothing is dropped."""
-    more = {"softcap": {"softcap": 3.0}, "bias": {"bias": torch.randn(1, 1, 1, drawn.key.shape[2])}}.get(extra, {})
+    more = {"softcap": {"softcap": 3.0}, "bias": {"bias": torch.randn(1, 1, 1, drawn.key.shape[2])}}.get(
+        extra, {}
+    )
     tiny = AttentionRequest(
         drawn.query, drawn.key, drawn.value, drawn.structure.with_changes(), drawn.scaling, 1e-9, **more
     )
@@ -123,7 +125,10 @@ def test_gradcheck(case: str, extra: str) -> None:
         return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
     query = tensor(structure.batch, 2, structure.q_len, 3)
-    key, value = tensor(structure.batch, 1, structure.kv_len, 3), tensor(structure.batch, 1, structure.kv_len, 3)
+    key, value = (
+        tensor(structure.batch, 1, structure.kv_len, 3),
+        tensor(structure.batch, 1, structure.kv_len, 3),
+    )
     softcap = 3.0 if extra == "softcap" else None
     name = {"sinks": "sink_logits", "bias": "bias"}.get(extra)
     more = {"sinks": [tensor(2)], "bias": [tensor(1, 2, structure.q_len, structure.kv_len)]}.get(extra, [])

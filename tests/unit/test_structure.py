@@ -15,7 +15,9 @@ from ..support.requests import structures
 @st.composite
 def drawn(draw: st.DrawFn) -> CallStructure:
     kv_len = draw(st.integers(1, 24))
-    return draw(structures(draw(st.integers(1, 3)), draw(st.sampled_from([1, kv_len, max(1, kv_len - 3)])), kv_len))
+    return draw(
+        structures(draw(st.integers(1, 3)), draw(st.sampled_from([1, kv_len, max(1, kv_len - 3)])), kv_len)
+    )
 
 
 def of_segments(structure: CallStructure) -> torch.Tensor:
@@ -71,7 +73,9 @@ def test_settling_changes_no_visibility(structure: CallStructure) -> None:
 
 
 def test_padding_of_ones_is_no_padding() -> None:
-    structure = CallStructure(2, 4, 4, causal=True, key_padding=torch.ones(2, 4, dtype=torch.bool), pads_queries=True)
+    structure = CallStructure(
+        2, 4, 4, causal=True, key_padding=torch.ones(2, 4, dtype=torch.bool), pads_queries=True
+    )
     assert structure.kind == "ragged"
     assert structure.settled().kind == "causal"
 

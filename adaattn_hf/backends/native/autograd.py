@@ -126,7 +126,9 @@ def attend_op(
             offset, chunk_start, key_padding, q_segments, k_segments, spans, mask,
         )
     )  # fmt: skip
-    out, lse = call.forward(q, k, v, scaling, with_extras(rules, bias, sink_logits, softcap, k.shape[2]), need_lse=True)
+    out, lse = call.forward(
+        q, k, v, scaling, with_extras(rules, bias, sink_logits, softcap, k.shape[2]), need_lse=True
+    )
     assert out is not None
     assert lse is not None
     return out, lse
@@ -135,7 +137,9 @@ def attend_op(
 @attend_op.register_fake
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, heads, q_len, _d = q.shape
-    return q.new_empty((batch, q_len, heads, v.shape[3])), q.new_empty((batch, heads, q_len), dtype=torch.float32)
+    return q.new_empty((batch, q_len, heads, v.shape[3])), q.new_empty(
+        (batch, heads, q_len), dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("adaattn_native::attend_backward", mutates_args=())
@@ -199,7 +203,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, bias, sink_logits, out, lse, *tensors = ctx.saved_tensors
     need_bias = bias is not None and ctx.needs_input_grad[3]
-    dq, dk, dv, dbias = backward_op(grad, out, lse, q, k, v, bias, sink_logits, *ctx.numbers, *tensors, need_bias)
+    dq, dk, dv, dbias = backward_op(
+        grad, out, lse, q, k, v, bias, sink_logits, *ctx.numbers, *tensors, need_bias
+    )
     dsinks = None
     if sink_logits is not None and ctx.needs_input_grad[4]:
         dsinks = _sink_gradient(grad, out, lse, sink_logits)

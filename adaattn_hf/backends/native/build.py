@@ -28,7 +28,11 @@ FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-exceptions", "-fno-rtti",
     "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi",
 ]  # fmt: skip
-GCC_FLAGS = ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-ignored-attributes"]  # its own AVX-512 headers
+GCC_FLAGS = [
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+    "-Wno-ignored-attributes",
+]  # its own AVX-512 headers
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 
@@ -73,7 +77,9 @@ def build(target: Path, extra: Sequence[str] = ()) -> dict[str, object]:
     elif command is None:
         asked = os.environ.get("CXX")
         where = f"CXX={asked!r} names none" if asked else "none of c++, g++ and clang++ was found"
-        report["reason"] = f"no C++ compiler ({where}); install one and run `python -m adaattn_hf.backends.native`"
+        report["reason"] = (
+            f"no C++ compiler ({where}); install one and run `python -m adaattn_hf.backends.native`"
+        )
     else:
         report["compiler"] = _version(command)
         _compile(command, target, list(extra), report)

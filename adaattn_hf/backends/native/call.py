@@ -207,7 +207,11 @@ def backward(
     native = library()
     if native is None:
         raise RuntimeError(f"native backend: {'; '.join(missing())}")
-    dq = torch.zeros(q.shape, dtype=q.dtype) if rules.segments is not None else torch.empty(q.shape, dtype=q.dtype)
+    dq = (
+        torch.zeros(q.shape, dtype=q.dtype)
+        if rules.segments is not None
+        else torch.empty(q.shape, dtype=q.dtype)
+    )
     dk, dv = torch.zeros(k.shape, dtype=k.dtype), torch.zeros(v.shape, dtype=v.dtype)
     dbias = torch.zeros((*q.shape[:3], k.shape[2]), dtype=torch.float32) if need_bias else None
     g = grad.transpose(1, 2)

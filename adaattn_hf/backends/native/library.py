@@ -74,7 +74,9 @@ def load(directory: Path) -> tuple[Library | None, tuple[str, ...]]:
     if asked:
         known = [name for number, name in enumerate(LEVELS) if handle.ada_has_level(number)]
         if asked not in known:
-            return None, (f"{LEVEL_VARIABLE} is {asked!r}, expected one of {', '.join(known)} on this machine",)
+            return None, (
+                f"{LEVEL_VARIABLE} is {asked!r}, expected one of {', '.join(known)} on this machine",
+            )
         level = LEVELS.index(asked)
     return Library(handle, path, level, _share_threads(handle)), ()
 

@@ -37,7 +37,9 @@ def _find_rules(structure: CallStructure) -> Rules:
         return Rules(structure.causal, window, structure.sinks, structure.offset())
     # sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know
     runs = None if structure.chunk is not None and structure.sinks else structure.segments()
-    if not runs:  # none could be told, or no query sees any key: an empty table would say that there are no borders
+    if (
+        not runs
+    ):  # none could be told, or no query sees any key: an empty table would say that there are no borders
         return Rules(mask=structure.visible())
     table = torch.tensor(runs, dtype=torch.int64).reshape(-1, 6)
     return Rules(structure.causal, window, structure.sinks, segments=table)

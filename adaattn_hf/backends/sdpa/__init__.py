@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...request import AttentionRequest, AttentionResult, CallSpec
+from ...request import CallSpec
 from .router import attend
 
 __all__ = ["SdpaBackend"]

@@ -13,6 +13,7 @@ from .parts import Part, Program, empty_rows
 
 __all__ = ["dense_part", "dense_program"]
 
+
 def dense_program(
     structure: CallStructure, device: torch.device, dtype: torch.dtype, step: int, lse: bool = True
 ) -> Program:
@@ -26,8 +27,14 @@ def dense_program(
     if pairs <= limits.SMALL_PAIRS and step >= structure.q_len:
         # looking for what to leave out would cost more than computing it
         whole = Part(0, structure.batch, 0, structure.q_len, 0, structure.kv_len)
-        mask = torch.where(structure.visible(device=device), _constant(0.0, dtype, device), _constant(float("-inf"), dtype, device))
-        return Program((whole._replace(mask=mask, empty=empty_rows(mask) if lse else None),), True, merges=False)
+        mask = torch.where(
+            structure.visible(device=device),
+            _constant(0.0, dtype, device),
+            _constant(float("-inf"), dtype, device),
+        )
+        return Program(
+            (whole._replace(mask=mask, empty=empty_rows(mask) if lse else None),), True, merges=False
+        )
     parts = []
     covered = True
     for start in range(0, structure.q_len, step):

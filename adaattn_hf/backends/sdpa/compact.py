@@ -30,7 +30,10 @@ def compacted(structure: CallStructure) -> Gathered | None:
     """
     if structure.key_padding is None or structure.windowed:
         return None
-    if structure.batch * structure.q_len * structure.kv_len <= limits.SMALL_PAIRS or structure.segments() is not None:
+    if (
+        structure.batch * structure.q_len * structure.kv_len <= limits.SMALL_PAIRS
+        or structure.segments() is not None
+    ):
         return None
     if structure.chunk is not None or structure.k_segments is not None or structure.spans is not None:
         return None
@@ -71,7 +74,9 @@ def _compacted(structure: CallStructure, padding: Tensor) -> Gathered:
     )
     packed._memo["segments"] = tuple(segments)
     return Gathered(
-        packed, shown.flatten().nonzero().squeeze(1).to(device), real.flatten().nonzero().squeeze(1).to(device)
+        packed,
+        shown.flatten().nonzero().squeeze(1).to(device),
+        real.flatten().nonzero().squeeze(1).to(device),
     )
 
 

@@ -15,7 +15,6 @@ from .parts import Part
 __all__ = ["attend_few"]
 
 
-
 def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | None:
     """`[batch, 1, heads, head_dim]` for one query per row, or None where the structure is not made of runs."""
     query, key, value = request.query, request.key, request.value
@@ -46,7 +45,13 @@ def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | 
         return None
     half = query.dtype in (torch.bfloat16, torch.float16)
     alike = all(span == spans[0] for span in spans)
-    if half and heads == kv_heads and alike and _flat(key, value, spans[0]) and spans[0][1] > limits.FEW_KEYS_HALF:
+    if (
+        half
+        and heads == kv_heads
+        and alike
+        and _flat(key, value, spans[0])
+        and spans[0][1] > limits.FEW_KEYS_HALF
+    ):
         return _two_products(request, key, value, spans[0])
     folded = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     doubled = heads == kv_heads and half

@@ -21,7 +21,7 @@ __all__ = ["Fused", "is_single", "run_forward", "run_single"]
 
 def _view(t: Tensor, part: Part, start: int, length: int) -> Tensor:
     """Rows `start … start + length` of `[batch, heads, len, dim]`; the repetitions of a part become its batch."""
-    batch, heads, _, dim = t.shape
+    _, heads, _, dim = t.shape
     by_row, by_head, by_place, by_dim = t.stride()
     origin = t.storage_offset() + part.row * by_row + start * by_place
     if part.count == 1:
@@ -35,7 +35,8 @@ def _keys(t: Tensor, part: Part) -> Tensor:
     own = _view(t, part, part.k_start, part.k_len)
     if not part.sinks:
         return own
-    return torch.cat([t[part.row : part.row + part.rows, :, part.sink_start : part.sink_start + part.sinks], own], dim=2)
+    sinks = t[part.row : part.row + part.rows, :, part.sink_start : part.sink_start + part.sinks]
+    return torch.cat([sinks, own], dim=2)
 
 
 def _lse_view(lse: Tensor, part: Part) -> Tensor:
@@ -116,7 +117,12 @@ def run_forward(
             part = dense_part(part, structure, query.device, query.dtype)
         mask = _mask(part, bias)
         piece, own = kernel.forward(
-            _view(query, part, part.q_start, part.q_len), _keys(key, part), _keys(value, part), mask, part.causal, scaling
+            _view(query, part, part.q_start, part.q_len),
+            _keys(key, part),
+            _keys(value, part),
+            mask,
+            part.causal,
+            scaling,
         )
         if need_lse:
             empty = _empty(part, mask, bias)
@@ -164,8 +170,14 @@ def run_backward(
     # several parts add into the same place: half precision would round each time
     wide = torch.promote_types(query.dtype, torch.float32) if len(program.parts) > 1 else query.dtype
     grad, out = grad.transpose(1, 2), out.transpose(1, 2)
-    grad_query, grad_key, grad_value = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (query, key, value))
-    grad_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if bias is not None and bias_gradient else None
+    grad_query, grad_key, grad_value = (
+        torch.zeros(t.shape, dtype=wide, device=t.device) for t in (query, key, value)
+    )
+    grad_bias = (
+        torch.zeros(bias.shape, dtype=wide, device=bias.device)
+        if bias is not None and bias_gradient
+        else None
+    )
     for part in program.parts:
         if program.dense:
             part = dense_part(part, structure, query.device, query.dtype)
@@ -184,7 +196,11 @@ def run_backward(
         _add_keys(grad_key, part, grads.key)
         _add_keys(grad_value, part, grads.value)
         if grad_bias is not None and grads.bias is not None:
-            place = grad_bias if bias is not None and bias.shape[0] == 1 else grad_bias[part.row : part.row + part.rows]
+            place = (
+                grad_bias
+                if bias is not None and bias.shape[0] == 1
+                else grad_bias[part.row : part.row + part.rows]
+            )
             if place.shape[2] != 1:
                 place = place[:, :, part.q_start : part.q_start + part.q_len]
             if place.shape[3] != 1:
@@ -229,7 +245,9 @@ class Fused(torch.autograd.Function):
         scaling: float,
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp."""
-        out, lse = run_forward(kernel, program, structure, query, key, value, scaling, bias, sink_logits, need_lse=True)
+        out, lse = run_forward(
+            kernel, program, structure, query, key, value, scaling, bias, sink_logits, need_lse=True
+        )
         ctx.save_for_backward(query, key, value, bias, sink_logits, out, lse)
         ctx.kernel, ctx.program, ctx.structure, ctx.scaling = kernel, program, structure, scaling
         if lse is None:

@@ -158,7 +158,9 @@ class MathKernel:
         self.softcap = softcap
         self.bias_gradient = bias_gradient
 
-    def _scores(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor | None]:
+    def _scores(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float
+    ) -> tuple[Tensor, Tensor | None]:
         """Scores `[rows, heads, q_len, kv_len]` in at least fp32, and `tanh` of the softcap where there is one."""
         rows, heads, q_len, dim = query.shape
         kv_heads = key.shape[1]

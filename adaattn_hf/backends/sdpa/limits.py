@@ -1,4 +1,7 @@
-"""Where one way becomes cheaper than another. Measured on two AVX-512 cores; `adaattn bench` shows what they do elsewhere."""
+"""Where one way becomes cheaper than another.
+
+Measured on two AVX-512 cores; `adaattn bench` shows what they do elsewhere.
+"""
 
 from __future__ import annotations
 

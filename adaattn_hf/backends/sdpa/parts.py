@@ -102,10 +102,14 @@ def band_mask(
         keep = (j <= p) if keep is None else keep & (j <= p)
     if keep is None:
         return None
-    return torch.cat([torch.ones(q_len, sink_columns, dtype=torch.bool), keep], dim=1) if sink_columns else keep
+    return (
+        torch.cat([torch.ones(q_len, sink_columns, dtype=torch.bool), keep], dim=1) if sink_columns else keep
+    )
 
 
-def may_be_empty(first: int, q_len: int, k_start: int, k_len: int, *, causal: bool, window: int | None) -> bool:
+def may_be_empty(
+    first: int, q_len: int, k_start: int, k_len: int, *, causal: bool, window: int | None
+) -> bool:
     """Whether some row of a band might see none of its keys; told from the numbers alone."""
     last, k_last = first + q_len - 1, k_start + k_len - 1
     if causal and first < k_start:

@@ -56,12 +56,19 @@ def program_for(structure: CallStructure, target: Target) -> Program:
 def _program(structure: CallStructure, target: Target) -> Program:
     window = structure.window
     rules = Rules(
-        structure.causal, window, structure.sinks if window is not None else 0, target.merges, target.flag, target.step
+        structure.causal,
+        window,
+        structure.sinks if window is not None else 0,
+        target.merges,
+        target.flag,
+        target.step,
     )
     if structure.plain:
         # with causality, queries before the first key see nothing and take no part
         before = max(0, -structure.offset()) if structure.causal else 0
-        whole = Segment(0, before, max(0, structure.q_len - before), 0, structure.kv_len, structure.offset() + before)
+        whole = Segment(
+            0, before, max(0, structure.q_len - before), 0, structure.kv_len, structure.offset() + before
+        )
         groups = [(structure.batch, [(whole, 1)])]
     else:
         pairs = structure.batch * structure.q_len * structure.kv_len
@@ -114,8 +121,13 @@ def _repeated(segments: list[Segment], rules: Rules) -> list[tuple[Segment, int]
         if found:
             last, count = found[-1]
             length = last.q_len
-            alike = segment[2] == length and segment[4:] == last[4:] and (last.k_len, last.offset) == (length, 0)
-            beside = (segment.q_start, segment.k_start) == (last.q_start + count * length, last.k_start + count * length)
+            alike = (
+                segment[2] == length and segment[4:] == last[4:] and (last.k_len, last.offset) == (length, 0)
+            )
+            beside = (segment.q_start, segment.k_start) == (
+                last.q_start + count * length,
+                last.k_start + count * length,
+            )
             if alike and beside and (rules.window is None or rules.window >= length):
                 found[-1] = (last, count + 1)
                 continue

@@ -10,6 +10,7 @@ from .parts import Part, Run
 
 __all__ = ["Local", "Rules", "banded", "local_parts"]
 
+
 class Rules(NamedTuple):
     """What decides visibility inside a run, and what the kernel can do about it.
 
@@ -55,7 +56,8 @@ def local_parts(run: Run, rules: Rules) -> Iterator[Local]:
     if run.q_len == 0:
         return
     if window is not None and (
-        window + rules.sinks < run.offset + run.q_len or (not rules.causal and window < run.k_len - run.offset)
+        window + rules.sinks < run.offset + run.q_len
+        or (not rules.causal and window < run.k_len - run.offset)
     ):
         yield from _windowed(run, rules, window)
     elif rules.causal:
@@ -102,7 +104,9 @@ def _windowed(run: Run, rules: Rules, window: int) -> Iterator[Local]:
     # bands whose keys are not cut short by the end of the run are all alike
     alike = max(0, min(bands, (k_len - (border + offset) - behind + 1) // rules.step))
     if alike:
-        yield Local(border, rules.step, border + offset - window + 1, ahead, count=alike, sinks=own, band=True)
+        yield Local(
+            border, rules.step, border + offset - window + 1, ahead, count=alike, sinks=own, band=True
+        )
     for a in range(border + alike * rules.step, q_len, rules.step):
         b = min(a + rules.step, q_len)
         low, high = a + offset - window + 1, min(k_len, b - 1 + offset + behind)

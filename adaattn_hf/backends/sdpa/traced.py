@@ -30,7 +30,9 @@ def plain_call(request: AttentionRequest, causal: bool) -> Tensor:
     )
 
 
-def masked_call(request: AttentionRequest, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def masked_call(
+    request: AttentionRequest, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
     """One operator call; where grouped heads meet a mask, a single query takes its group's heads as rows."""
     batch, heads, q_len, _ = query.shape
     groups = heads // key.shape[1]
@@ -88,8 +90,8 @@ def run_traced(program: Program, request: AttentionRequest) -> Tensor:
     """A program without merging parts, `[batch, heads, q_len, head_dim_v]`."""
     if program.dense:
         query = request.query
-        parts = (dense_part(part, request.structure, query.device, query.dtype) for part in program.parts)
-        program = program._replace(parts=tuple(parts))
+        dense = (dense_part(part, request.structure, query.device, query.dtype) for part in program.parts)
+        program = program._replace(parts=tuple(dense))
     batches: list[Tensor] = []
     row = 0
     for first, parts in _by_row(program):

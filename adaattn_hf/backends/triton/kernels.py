@@ -117,16 +117,32 @@ def forward(  # type: ignore[no-untyped-def]
         for n in range(0, tl.minimum(sinks, start), BLOCK_N):
             j = n + tl.arange(0, BLOCK_N)
             inside = (j < start) & (j < sinks)
-            k = tl.load(k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d, mask=inside[None, :] & (d < DIM)[:, None], other=0.0)
-            v = tl.load(v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d, mask=inside[:, None] & (dv < DIM_V)[None, :], other=0.0)
+            k = tl.load(
+                k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d,
+                mask=inside[None, :] & (d < DIM)[:, None],
+                other=0.0,
+            )
+            v = tl.load(
+                v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d,
+                mask=inside[:, None] & (dv < DIM_V)[None, :],
+                other=0.0,
+            )
             s = _scores(q, k, scale, softcap, HAS_CAP)
             keep = _visible(p, j, k_len, window, sinks, CAUSAL, WINDOW) & inside[None, :]
             acc, m, l = _step(acc, m, l, tl.where(keep, s, float("-inf")), v)
         for n in range(start, tl.minimum(all_start, stop), BLOCK_N):
             j = n + tl.arange(0, BLOCK_N)
             inside = j < k_len
-            k = tl.load(k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d, mask=inside[None, :] & (d < DIM)[:, None], other=0.0)
-            v = tl.load(v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d, mask=inside[:, None] & (dv < DIM_V)[None, :], other=0.0)
+            k = tl.load(
+                k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d,
+                mask=inside[None, :] & (d < DIM)[:, None],
+                other=0.0,
+            )
+            v = tl.load(
+                v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d,
+                mask=inside[:, None] & (dv < DIM_V)[None, :],
+                other=0.0,
+            )
             s = _scores(q, k, scale, softcap, HAS_CAP)
             keep = _visible(p, j, k_len, window, sinks, CAUSAL, WINDOW)
             acc, m, l = _step(acc, m, l, tl.where(keep, s, float("-inf")), v)
@@ -135,24 +151,42 @@ def forward(  # type: ignore[no-untyped-def]
         if PAD == DIM:
             k = tl.load(k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d)
         else:
-            k = tl.load(k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d, mask=(d < DIM)[:, None], other=0.0)
+            k = tl.load(
+                k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d, mask=(d < DIM)[:, None], other=0.0
+            )
         if PAD_V == DIM_V:
             v = tl.load(v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d)
         else:
-            v = tl.load(v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d, mask=(dv < DIM_V)[None, :], other=0.0)
+            v = tl.load(
+                v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d,
+                mask=(dv < DIM_V)[None, :],
+                other=0.0,
+            )
         acc, m, l = _step(acc, m, l, _scores(q, k, scale, softcap, HAS_CAP), v)
     for n in range(all_stop, stop, BLOCK_N):
         j = n + tl.arange(0, BLOCK_N)
         inside = j < k_len
-        k = tl.load(k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d, mask=inside[None, :] & (d < DIM)[:, None], other=0.0)
-        v = tl.load(v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d, mask=inside[:, None] & (dv < DIM_V)[None, :], other=0.0)
+        k = tl.load(
+            k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d,
+            mask=inside[None, :] & (d < DIM)[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d,
+            mask=inside[:, None] & (dv < DIM_V)[None, :],
+            other=0.0,
+        )
         s = _scores(q, k, scale, softcap, HAS_CAP)
         keep = _visible(p, j, k_len, window, sinks, CAUSAL, WINDOW)
         acc, m, l = _step(acc, m, l, tl.where(keep, s, float("-inf")), v)
 
     acc = acc / tl.where(l == 0, 1.0, l)[:, None]
     o_rows = out_ptr + row * o_b + head * o_h + (q_start + i).to(tl.int64)[:, None] * o_n
-    tl.store(o_rows + dv[None, :] * o_d, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (dv < DIM_V)[None, :])
+    tl.store(
+        o_rows + dv[None, :] * o_d,
+        acc.to(out_ptr.dtype.element_ty),
+        mask=real[:, None] & (dv < DIM_V)[None, :],
+    )
     if HAS_LSE:
         lse = (m + tl.log2(tl.where(l == 0, 1.0, l))) * 0.6931471805599453
         tl.store(lse_ptr + row * l_b + head * l_h + q_start + i, lse, mask=real)
@@ -200,13 +234,25 @@ def decode(  # type: ignore[no-untyped-def]
     for n in range(start, stop, BLOCK_N):
         j = n + tl.arange(0, BLOCK_N)
         inside = j < stop
-        k = tl.load(k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d, mask=inside[None, :] & (d < DIM)[:, None], other=0.0)
-        v = tl.load(v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d, mask=inside[:, None] & (dv < DIM_V)[None, :], other=0.0)
+        k = tl.load(
+            k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d,
+            mask=inside[None, :] & (d < DIM)[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d,
+            mask=inside[:, None] & (dv < DIM_V)[None, :],
+            other=0.0,
+        )
         s = _scores(q, k, scale, softcap, HAS_CAP)
         keep = _visible(p, j, k_len, window, sinks, CAUSAL, WINDOW) & inside[None, :]
         acc, m, l = _step(acc, m, l, tl.where(keep, s, float("-inf")), v)
     heads = tl.num_programs(0) * GROUPS
     place = (segment * heads + kv_head * GROUPS + g).to(tl.int64) * tl.num_programs(2) + share
-    tl.store(part_ptr + place[:, None] * DIM_V + dv[None, :], acc, mask=(g < GROUPS)[:, None] & (dv < DIM_V)[None, :])
+    tl.store(
+        part_ptr + place[:, None] * DIM_V + dv[None, :],
+        acc,
+        mask=(g < GROUPS)[:, None] & (dv < DIM_V)[None, :],
+    )
     tl.store(part_m_ptr + place, m, mask=g < GROUPS)
     tl.store(part_l_ptr + place, l, mask=g < GROUPS)
