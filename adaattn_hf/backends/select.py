@@ -45,7 +45,7 @@ class BackendRefusal(RuntimeError):
 
 
 def order(spec: CallSpec) -> tuple[str, ...]:
-    """Names of the backends that `auto` tries for a call, best first, as measured (docs/results/gpu.md).
+    """Names of the backends that `auto` tries for a call, best first, as measured (docs/results/gpu_kernels.md).
 
     On CUDA plain calls go to torch: on Hopper its cuDNN kernel is as fast as flash-attn 3 in prefill and several times
     faster for one small decode step. What torch can only say with a mask goes to kernels that walk segments: to
