@@ -71,8 +71,11 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
 
 
 @torch.no_grad()
-def retrieved(arms: ModelArms, haystack: Haystack, tap: Tap) -> tuple[bool, ...]:
-    """Returns for each needle whether all its value tokens are the model's likeliest, given those before."""
+def retrieved(arms: ModelArms, haystack: Haystack, tap: Tap | None) -> tuple[bool, ...]:
+    """Returns for each needle whether all its value tokens are the model's likeliest, given those before.
+
+    A tap of `None` lets the model answer as it is, by its plan if it carries one.
+    """
     with tapping(tap):
         hidden = arms.hidden(haystack.tokens[None].to(arms.device))
     found = []

@@ -1,0 +1,89 @@
+"""The ablation, the retrieval table and the budget report on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from adaattn_hf.calibrate import CalibrationSettings
+from adaattn_hf.eval.ablate import ARMS, ablate_model, terminal_table
+from adaattn_hf.eval.budget_report import main as write_report
+from adaattn_hf.eval.retrieval import measure
+from adaattn_hf.policy.prices import Price, PriceTable
+
+LENGTH = 160
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.08,
+    )
+    config._attn_implementation = "adaattn"
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    letters = np.random.default_rng(0).integers(97, 123, 6000)
+    path.write_text(
+        "\n".join("".join(map(chr, letters[i : i + 60])) for i in range(0, 6000, 60)), encoding="utf-8"
+    )
+    return [path]
+
+
+def encode(text: str) -> list[int]:
+    return [ord(character) % 128 for character in text]
+
+
+def test_ablation_has_every_arm_and_the_combination_is_cheapest(
+    model: LlamaForCausalLM, text: list[Path]
+) -> None:
+    settings = CalibrationSettings(
+        lengths=(LENGTH,), sequences=2, rows=64, held_out=3, tries=1, haystacks=0, windows=(32,)
+    )
+    settings = replace(settings, families=("window", "bf16", "rank"))
+    costs = {"exact": 1.0, "bf16": 0.5, "w32+16": 0.3, "w32+16 bf16": 0.2, "r16": 0.9}
+    row = {label: Price(0.0, cost) for label, cost in costs.items()}
+    prices = PriceTable("a table", False, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
+    result = ablate_model(model, encode, text, [1e-3, 1.0], settings, prices=prices)
+    by_arm = {(r["arm"], r.get("budget")): r for r in result["rows"] if r["arm"] != "uniform"}
+    assert {arm for arm, _ in by_arm} == set(ARMS)
+    for budget in (1e-3, 1.0):
+        assert all(by_arm["combined", budget]["ratio"] >= by_arm[arm, budget]["ratio"] - 1e-9 for arm in ARMS)
+        assert all(by_arm[arm, budget]["predicted"] <= budget for arm in ARMS)
+    assert by_arm["combined", 1.0]["ratio"] == pytest.approx(5.0)
+    assert {r["choice"] for r in result["rows"] if r["arm"] == "uniform"} == set(costs) - {"exact"}
+    assert terminal_table(result).row_count == len(result["rows"])
+
+
+def test_retrieval_without_a_plan_is_exact_attention(model: LlamaForCausalLM, text: list[Path]) -> None:
+    rows = measure(model, encode, text, [128, 256], haystacks=1, needles=2)
+    assert len(rows) == 4
+    assert all(row["exact"] == row["model"] for row in rows)
+    assert [row["depth"] for row in rows[:2]] == [0.25, 0.75]
+
+
+def test_the_committed_report_is_the_one_of_its_json(tmp_path: Path, checkout: Path) -> None:
+    source = checkout / "docs" / "results" / "budget.json"
+    write_report(source, tmp_path / "budget.md")
+    text = (tmp_path / "budget.md").read_text(encoding="utf-8")
+    assert text == (checkout / "docs" / "results" / "budget.md").read_text(encoding="utf-8")
+    study = json.loads(source.read_text(encoding="utf-8"))
+    assert all(seed["met"] for seed in study["seeds"])
