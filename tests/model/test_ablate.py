@@ -35,7 +35,8 @@ def model() -> LlamaForCausalLM:
         initializer_range=0.08,
     )
     config._attn_implementation = "adaattn"
-    return LlamaForCausalLM(config).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,13 @@ from typer.testing import CliRunner
 import adaattn_hf
 from adaattn_hf import attach, execute, fisher, observe
 from adaattn_hf.arms import ModelArms, compare, exact_tap, plan_tap, programs_of
+from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.calibrate import Calibration, CalibrationSettings, calibrate, prepare_run, save_plan
 from adaattn_hf.calibrate_command import nats
 from adaattn_hf.calibration_state import FILE, CalibrationState
 from adaattn_hf.corpus import draw, read_documents
 from adaattn_hf.needles import build
-from adaattn_hf.plan import EXACT, Choice, Plan, PlanError
+from adaattn_hf.plan import EXACT, TENSORS_FILE, Choice, Plan, PlanError
 from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.tap import tapping
 
@@ -50,7 +51,8 @@ def _model(seed: int = 0) -> LlamaForCausalLM:
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.08,
     )  # fmt: skip
     config._attn_implementation = "adaattn"
-    return LlamaForCausalLM(config).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
 
 
 def encode(text: str) -> Sequence[int]:
@@ -261,7 +263,7 @@ def test_other_weights_and_lost_or_changed_tensors_are_refused(stored: Path, res
     needs = replace(result.plan, tensors="0" * 64)
     with pytest.raises(PlanError, match=r"needs adaattn_plan\.safetensors"):
         attach.read_tensors(needs, stored / "nowhere")
-    (stored / attach.TENSORS_FILE).write_bytes(b"x")
+    (stored / TENSORS_FILE).write_bytes(b"x")
     with pytest.raises(PlanError, match="the plan names"):
         attach.read_tensors(needs, stored)
 
@@ -284,7 +286,7 @@ def test_int8_tensors_are_stored_and_needed(
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, wanted)
     attach._tensors.clear()
-    (tmp_path / attach.TENSORS_FILE).unlink()
+    (tmp_path / TENSORS_FILE).unlink()
     lost = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
     with pytest.raises(PlanError, match="copy it beside the weights"):
         lost(tokens)
@@ -371,7 +373,7 @@ def test_dropped_mass_of_the_monitor_against_the_weights(
         program = next(iter(programs_of(_window_everywhere(model, result, choice), {}).values()))
         rows = torch.tensor([20, 100, 190])
         found = observe.dropped_mass(program, seen[0], rows)
-        exact = execute.attention_weights(seen[0])[0][:, rows]
+        exact = attention_weights(seen[0])[0][:, rows]
         kept = execute.weights(program, seen[0])[0][:, rows] > 0
         wanted = (exact * ~kept).sum(-1).view(2, 2, 3).amax(1)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)

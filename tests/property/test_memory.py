@@ -75,7 +75,8 @@ def largest(name: str, structure: CallStructure, *, gradient: bool) -> int:
         out = backend.attend(request).out
         if gradient:
             torch.autograd.grad(out.sum(), tensors)
-    return seen.elements
+    elements: int = seen.elements
+    return elements
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
