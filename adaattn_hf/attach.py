@@ -244,12 +244,12 @@ def remove_plan(model: nn.Module) -> None:
     """Takes the plan out of a model: every layer is exact again."""
     for module in model.modules():
         module.__dict__.pop(_SLOT, None)
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         present = getattr(config, "adaattn", None)
         if config is not None and isinstance(present, Mapping) and CONFIG_KEY in present:
             rest = {key: value for key, value in present.items() if key != CONFIG_KEY}
             if rest:
-                config.adaattn = rest  # type: ignore[union-attr, assignment]
+                config.adaattn = rest
             else:
                 del config.adaattn
 
