@@ -102,7 +102,8 @@ def test_holes_are_an_error(launch: Any) -> None:
 
 @interpreted
 def test_sinks_beside_chunks_are_an_error(launch: Any) -> None:
-    with pytest.raises(ValueError, match="expected one of them"):
+    """Sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know."""
+    with pytest.raises(ValueError, match="expected runs"):
         launch(make(CallStructure(1, 40, 40, causal=True, chunk=8, window=4, sinks=1), 2, 2, 16, 16))
 
 

@@ -49,8 +49,6 @@ def _segments(structure: CallStructure) -> Sequence[Segment]:
     segments = structure.segments()
     if segments is None:
         raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
-    if structure.sinks and structure.chunk is not None:
-        raise ValueError("structure: sinks beside chunks, expected one of them; use the sdpa backend")
     return segments
 
 
