@@ -22,13 +22,24 @@ import transformers as tf
 
 import adaattn_hf  # noqa: F401  (registers the names)
 
+WIDTH = 256
 IMPLEMENTATIONS = ("eager", "sdpa", "adaattn")
 
 
 def model_of(implementation: str, layers: int) -> Any:
-    """Returns a GPT-2 of the width of the smallest one."""
+    """Returns a GPT-2 so narrow that activations outweigh the parameters, as they do in long-context training."""
     torch.manual_seed(0)
-    config = tf.GPT2Config(n_layer=layers, vocab_size=1024, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    config = tf.GPT2Config(
+        n_embd=WIDTH,
+        n_head=WIDTH // 64,
+        n_layer=layers,
+        vocab_size=1024,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+    )
     return tf.GPT2LMHeadModel._from_config(config, attn_implementation=implementation).train()
 
 
@@ -106,7 +117,7 @@ def main() -> None:
         f"transformers {metadata.version('transformers')}, torch {torch.__version__}, {device}, "
         f"{torch.get_num_threads()} threads.",
         "",
-        f"GPT-2, width 768, {args.layers} layers, {args.batch} rows of {args.length} tokens, one of them padded to",
+        f"GPT-2, width {WIDTH}, {args.layers} layers, {args.batch} rows of {args.length} tokens, one of them padded to",
         "twice its length, fp32. Peak of all tensors of one step, parameters and gradients included; process time of",
         "one step.",
         "",

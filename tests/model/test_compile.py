@@ -31,11 +31,12 @@ class Graphs:
         self.found.append(graph)
         return graph.forward
 
-    def calls(self, target: Any) -> list[Any]:
-        """Nodes that call a function."""
-        return [
-            n for g in self.found for n in g.graph.nodes if n.op == "call_function" and n.target is target
-        ]
+    def of_area(self, length: int) -> list[Any]:
+        """Nodes with a value of `length` rows and columns."""
+        nodes = [node for graph in self.found for node in graph.graph.nodes]
+        assert any(isinstance(node.meta.get("example_value"), torch.Tensor) for node in nodes)
+        shapes = [(node, getattr(node.meta.get("example_value"), "shape", ())) for node in nodes]
+        return [node for node, shape in shapes if tuple(shape[-2:]) == (length, length)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
