@@ -98,8 +98,10 @@ class _InPlace:
         self._look()
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Forget all tokens. (Up to Transformers 5.17 stock layers keep their length and zero it.)"""
         self._key_store = self._value_store = None
+        self.keys = self.values = None
+        self.is_initialized = False
         super().reset()  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
