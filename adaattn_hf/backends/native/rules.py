@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,9 @@ from .call import Rules
 __all__ = ["rules_of", "with_extras"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+# Rules without tensors are the same for every forward pass of like shape; making and packing them costs microseconds.
+_plain = functools.lru_cache(maxsize=256)(Rules)
 
 
 def rules_of(structure: CallStructure) -> Rules:
@@ -34,7 +38,8 @@ def _find_rules(structure: CallStructure) -> Rules:
         and structure.mask is None
     )
     if simple:
-        return Rules(structure.causal, window, structure.sinks, structure.offset())
+        plain = Rules if torch.compiler.is_compiling() else _plain
+        return plain(structure.causal, window, structure.sinks, structure.offset())
     # sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know
     runs = None if structure.chunk is not None and structure.sinks else structure.segments()
     if (
