@@ -32,9 +32,9 @@ class Segment(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CallStructure:
-    """Visibility of keys, as a conjunction of simple rules.
+    """Visibility of keys, as a conjunction of simple rules. Never changed once made: what follows is remembered.
 
     Attributes:
         batch, q_len, kv_len: Extents of the call.

@@ -256,7 +256,7 @@ class Fused(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         """Gradients by the parts."""
         query, key, value, bias, sink_logits, out, lse = ctx.saved_tensors
