@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -251,3 +252,35 @@ def test_the_script_in_the_checkout_is_the_command(
     )
     assert done.returncode == 0, done.stderr
     assert report_of(tmp_path, "wikitext")["data"]["documents"] == 1
+
+
+def test_a_polite_kill_ends_like_an_interruption(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, calls = scoring.forward, []
+
+    def killed(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return forward(*given)
+
+    monkeypatch.setattr(scoring, "forward", killed)
+    before = signal.getsignal(signal.SIGTERM)
+    data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--context", 16)
+    result = evaluate(llama, *data, "--output", tmp_path)
+    assert result.exit_code == 130
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert len((tmp_path / "wikitext" / "journal.jsonl").read_bytes().splitlines()) > 1
+
+
+def test_a_masked_model_says_last_words(bert: Path, texts: Path, tmp_path: Path) -> None:
+    data = ("--data", f"lambada:{texts / 'passages.jsonl'}", "--context", 12)
+    assert evaluate(bert, *data, "--output", tmp_path).exit_code == 0
+    report = report_of(tmp_path, "lambada")
+    assert report["quality"]["arms"][0]["items"] == 6
+    assert "masked at once" in report["protocol"]
+    short = evaluate(bert, *data[:-1], 2, "--output", tmp_path / "short")
+    assert (short.exit_code, "more than the" in short.output) == (2, True)
+    strided = evaluate(bert, "--data", texts / "plain.txt", "--stride", 4, "--output", tmp_path / "strided")
+    assert (strided.exit_code, "disjoint" in strided.output) == (2, True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import pytest
+import transformers as tf
 
 from adaattn_hf.eval import corpora, lambada, wikitext
 from adaattn_hf.eval.errors import DataUnavailable, UsageError
@@ -172,3 +173,18 @@ def test_a_corpus_is_known_by_its_text() -> None:
 )
 def test_the_last_word(passage: str, parts: tuple[str, str]) -> None:
     assert lambada.split_passage(passage) == parts
+
+
+@pytest.mark.parametrize("passage", ["one two", " two", "double  space"])
+def test_the_last_word_is_the_end_of_the_whole(llama: Path, passage: str) -> None:
+    tokenizer = tf.AutoTokenizer.from_pretrained(llama)
+    window = lambada.causal_window(tokenizer, passage, 40, 0, prefix=0)
+    whole = tokenizer.encode(passage, add_special_tokens=False)
+    assert [*window.input_ids, window.targets[-1]][-len(whole) :] == whole
+    assert tokenizer.decode(window.targets).strip() == lambada.split_passage(passage)[1].strip()
+
+
+def test_a_passage_without_a_prompt_needs_a_prefix(llama: Path) -> None:
+    tokenizer = tf.AutoTokenizer.from_pretrained(llama)
+    with pytest.raises(UsageError, match="prefix token"):
+        lambada.causal_window(tokenizer, " two", 40, 3)

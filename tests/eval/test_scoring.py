@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaattn_hf.eval import checkpoint, corpora, runner, scoring
+from adaattn_hf.eval import checkpoint, corpora, runner, scoring, tasks
+from adaattn_hf.eval.errors import ModelUnavailable, UsageError
 from adaattn_hf.eval.perplexity import Totals
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.eval.windows import Window
@@ -149,3 +150,38 @@ def test_totals_are_their_definitions() -> None:
     assert Totals(1e6, 1).perplexity == math.inf
     with pytest.raises(ValueError, match="tokens: got 0"):
         Totals(0.0, 0)
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_special_tokens_are_asked_for_or_left_out(bert: Path, add_bos: bool) -> None:
+    loaded = checkpoint.load(bert, device="cpu")
+    assert loaded.special_tokens() == ([2], [3])
+    corpus = corpora.text_corpus([("a", "the lamp and the keeper")], "here", "x")
+    causal = checkpoint.Checkpoint("x", loaded.model, loaded.tokenizer, "causal")
+    task = tasks.build(causal, corpus, Settings(windows="strided", add_bos=add_bos))
+    assert (task.windows[0].input_ids[0] == 2) == add_bos
+    assert ("no special tokens" in task.protocol) != add_bos
+
+
+def test_the_token_budget_ends_between_documents(llama: Path) -> None:
+    loaded = checkpoint.load(llama, device="cpu")
+    corpus = corpora.text_corpus([("a", "lamp"), ("b", "lamp"), ("c", "lamp")], "here", "x")
+    each = len(loaded.tokenizer.encode("lamp"))
+    task = tasks.build(loaded, corpus, Settings(limit_tokens=2 * each))
+    assert {w.document for w in task.windows} == {0, 1}
+    assert task.words == 2  # nothing was cut
+
+
+def test_a_masked_model_needs_a_mask_token(llama: Path, bert: Path) -> None:
+    tokenizer = checkpoint.load(llama, device="cpu").tokenizer
+    loaded = checkpoint.load(bert, device="cpu")
+    mixed = checkpoint.Checkpoint("x", loaded.model, tokenizer, "masked")
+    with pytest.raises(ModelUnavailable, match="no mask token"):
+        tasks.build(mixed, pages(), Settings())
+
+
+def test_a_text_without_tokens_is_refused(llama: Path) -> None:
+    loaded = checkpoint.load(llama, device="cpu")
+    corpus = corpora.text_corpus([("a", "x")], "here", "x")
+    with pytest.raises(UsageError, match="no token to score"):
+        tasks.build(loaded, corpus, Settings(windows="strided"))
