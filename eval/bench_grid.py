@@ -99,4 +99,5 @@ def _cells(entry: Mapping[str, Any], data: Mapping[str, Any]) -> list[Cell]:
             f"cell {entry.get('name')!r}: got the keys {', '.join(unknown)}, expected some of "
             f"{', '.join(sorted(known))}"
         )
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     return [Cell(dtype=dtype, **values) for dtype in dtypes]

@@ -28,7 +28,7 @@ def measure(ways: Mapping[str, Work], rounds: int, device: torch.device) -> dict
     repeats = {}
     for name, work in ways.items():
         work()
-        seconds = min(_sample(work, 1, device)[0] for _ in range(2))
+        seconds = _sample(work, 1, device)[0]
         repeats[name] = max(1, round(_SAMPLE_SECONDS / max(seconds, 1e-7)))
     found: dict[str, dict[str, list[float]]] = {name: {"wall": [], "process": []} for name in ways}
     names = list(ways)
@@ -62,9 +62,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def peak_bytes(work: Work, device: torch.device) -> int:
     """Most memory that one run holds at a time beyond what was held before.
 
-    On CUDA the allocator tells; elsewhere the profiler's record of allocations does.
+    On CUDA the allocator tells; elsewhere the profiler's record of allocations does. The work has run before.
     """
-    work()
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

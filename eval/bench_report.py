@@ -29,9 +29,10 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
     """The whole file."""
     made = report["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    commits = ", ".join(sorted({str(cell["commit"])[:12] for cell in report["cells"]}))
     machine = (
         f"Machine: {made['cpu']}, {made['cores']} cores, {made['threads']} threads, device {made['device']}. "
-        f"Python {made['python']}; {versions}. Commit {made['commit']}. Rounds: {report['rounds']}."
+        f"Python {made['python']}; {versions}. Commits {commits}. Rounds: {report['rounds']}."
     )
     lines = [_HEAD.format(source=source, machine=machine)]
     for level, title in (("attention", "Attention"), ("model", "Whole models")):

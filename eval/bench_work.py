@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -68,20 +68,7 @@ def absent_peers(grid: Grid) -> dict[str, str]:
 def attention_work(cell: Cell, implementation: str, device: torch.device) -> Work:
     """One mask and `layers` attention calls, as a model makes them."""
     dtype = getattr(torch, cell.dtype)
-    random = torch.Generator(device="cpu").manual_seed(0)
-
-    def tensor(heads: int, length: int) -> Tensor:
-        made = torch.randn(cell.batch, length, heads, cell.head_dim, generator=random)
-        leaf = made.to(device=device, dtype=dtype).transpose(1, 2)
-        # keys of a cache lie head by head
-        leaf = leaf.contiguous() if length != cell.q_len else leaf
-        return leaf.detach().requires_grad_(cell.gradient)
-
-    query, key, value = (
-        tensor(cell.heads, cell.q_len),
-        tensor(cell.kv_heads, cell.keys),
-        tensor(cell.kv_heads, cell.keys),
-    )
+    query, key, value = _tensors(cell, device)
     layer = _Layer(cell, implementation)
     attend: Any = (
         eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
@@ -124,6 +111,21 @@ def attention_work(cell: Cell, implementation: str, device: torch.device) -> Wor
         return out
 
     return work
+
+
+@functools.lru_cache(maxsize=1)
+def _tensors(cell: Cell, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, the same memory for every implementation: where it lies decides what a cache holds."""
+    random = torch.Generator(device="cpu").manual_seed(0)
+
+    def tensor(heads: int, length: int) -> Tensor:
+        made = torch.randn(cell.batch, length, heads, cell.head_dim, generator=random)
+        leaf = made.to(device=device, dtype=getattr(torch, cell.dtype)).transpose(1, 2)
+        # keys of a cache lie head by head
+        leaf = leaf.contiguous() if length != cell.q_len else leaf
+        return leaf.detach().requires_grad_(cell.gradient)
+
+    return tensor(cell.heads, cell.q_len), tensor(cell.kv_heads, cell.keys), tensor(cell.kv_heads, cell.keys)
 
 
 def _padding(cell: Cell, device: torch.device) -> Tensor | None:
