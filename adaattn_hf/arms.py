@@ -57,6 +57,12 @@ class ModelArms:
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
 
+    @torch.no_grad()
+    def exact(self, tokens: Tensor) -> Tensor:
+        """Returns the last hidden state under exact attention, whatever plan the model carries."""
+        with tapping(exact_tap):
+            return self.hidden(tokens)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns fp32 logits of a stretch of hidden states."""
         if self._split and self._head is not None:
@@ -128,8 +134,7 @@ def compare(arms: ModelArms, tokens: Tensor, tap: Tap, exact: Tensor | None = No
         exact: Hidden states of the first arm, if they are known already.
     """
     if exact is None:
-        with tapping(exact_tap):
-            exact = arms.hidden(tokens)
+        exact = arms.exact(tokens)
     with tapping(tap):
         planned = arms.hidden(tokens)
     parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []

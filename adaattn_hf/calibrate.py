@@ -101,20 +101,24 @@ class Run(Measurements):
             risks[:, unit, 1:] = np.inf
         return allocate(self.prices, risks, budget, self.launches)
 
-    def evaluate(self, picks: NDArray[np.int64]) -> dict[str, float]:
-        """Returns predicted and measured loss and the price ratio of an allocation at the longest length."""
-        length = self.settings.lengths[-1]
+    def measured(self, picks: NDArray[np.int64], length: int) -> dict[str, float]:
+        """Returns what held-out text of a length says about an allocation, and its price ratio there."""
         held = self.samples[length][0]["try 1"]
         evidence = verify.gather(self.arms, self.programs(picks), held)
         bound = evidence.bound(0.95)
-        units = np.arange(len(self.units))
         return {
-            "predicted": float(self.risks()[-1, units, picks].sum()),
             "delta_nll": bound.mean,
             "upper": bound.upper,
             "kl": float(torch.cat(evidence.kl).mean()),
+            "top1": evidence.agree / bound.tokens,
             "ratio": self.ratio(picks, length),
         }
+
+    def evaluate(self, picks: NDArray[np.int64]) -> dict[str, float]:
+        """Returns predicted and measured loss and the price ratio of an allocation at the longest length."""
+        units = np.arange(len(self.units))
+        risk = float(self.risks()[-1, units, picks].sum())
+        return {"predicted": risk, **self.measured(picks, self.settings.lengths[-1])}
 
     def uniform(self, choice: Choice) -> dict[str, float]:
         """Returns the same for one choice on every unit."""
@@ -124,11 +128,23 @@ class Run(Measurements):
         """Returns the programs of an allocation."""
         return programs_of(self.make_plan(picks, None, self.settings.lengths), self.tensors)
 
+    def picks(self, plan: Plan) -> NDArray[np.int64]:
+        """Returns the place among the candidates of each unit's choice in a plan."""
+        exact = (self.candidates.choices[0],) * self.kv_heads
+        layers = {layer.layer: layer.choices for layer in plan.layers}
+        chosen = [choice for index in self.layers for choice in layers.get(index, exact)]
+        return np.array([self.candidates.choices.index(choice) for choice in chosen], dtype=np.int64)
+
     def joint(self, picks: NDArray[np.int64], length: int) -> tuple[float, float]:
         """Returns the measured KL of an allocation on the sequences set aside for it, and its flips per token."""
         tap = plan_tap(self.programs(picks))
         parts = [self._tokens(part) for part in self.samples[length][0]["joint"]]
-        scores = [compare(self.arms, tokens, tap) for tokens in parts]
+        if length not in self.exact_states:
+            self.exact_states[length] = [self.arms.exact(tokens) for tokens in parts]
+        scores = [
+            compare(self.arms, tokens, tap, state)
+            for tokens, state in zip(parts, self.exact_states[length], strict=True)
+        ]
         kl = float(np.mean([float(score.kl.mean()) for score in scores]))
         return kl, 1.0 - float(np.mean([float(score.agree.double().mean()) for score in scores]))
 
@@ -143,7 +159,7 @@ class Run(Measurements):
         while not backoff.exhausted:
             limit = np.full(len(s.lengths), s.budget * backoff.share)
             found = self.solve(limit / alpha, backoff.demoted)
-            for _ in range(3):
+            for _ in range(4):
                 if not found.picks.any():
                     break
                 self.progress("joint", backoff.tries, s.tries)
@@ -284,7 +300,7 @@ class Run(Measurements):
                 name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
             },
             "alpha": [float(value) for value in alpha],
-            "prices": hashlib.sha256(table.to_json().encode()).hexdigest() if table is not None else "",
+            "prices": table.digest if table is not None else "",
             "machine": table.machine if table is not None else "",
             "clusters": "documents where there are at least eight of them, stretches of text otherwise",
         }

@@ -60,6 +60,7 @@ def calibrate(
     sequences: Annotated[int, typer.Option(help="Sequences per length that risks are measured on.")] = 4,
     rows: Annotated[int, typer.Option(help="Query rows sampled per sequence.")] = 256,
     labels: Annotated[int, typer.Option(help="Label draws per sequence, one backward pass each.")] = 2,
+    joint: Annotated[int, typer.Option(help="Sequences per length that re-scale the risks.")] = 3,
     held_out: Annotated[int, typer.Option(help="Held-out sequences per length and try.")] = 12,
     tries: Annotated[int, typer.Option(help="Plans verified before the answer is exact.")] = 3,
     families: Annotated[
@@ -118,7 +119,7 @@ def _run(given: dict[str, Any], console: Console) -> int:
         families=tuple(part for part in given["families"].split(",") if part),
         **{
             name: given[name]
-            for name in ("seed", "sequences", "rows", "labels", "held_out", "tries", "decode_tokens")
+            for name in ("seed", "sequences", "rows", "labels", "joint", "held_out", "tries", "decode_tokens")
         },
     )
     known = (

@@ -73,6 +73,7 @@ class Measurements:
             settings.masses,
         )
         self.tensors = {index: self._layer_tensors(index) for index in self.layers}
+        self.exact_states: dict[int, list[Tensor]] = {}
         self.table: PriceTable | None = None
 
     # ------------------------------------------------------------------ text

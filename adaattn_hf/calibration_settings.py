@@ -40,7 +40,7 @@ class CalibrationSettings:
     sequences: int = 4
     rows: int = 256
     labels: int = 2
-    joint: int = 1
+    joint: int = 3
     held_out: int = 12
     tries: int = 3
     haystacks: int = 1

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 
-def _only(kind: str) -> Callable[[Any], bool]:
+def only(kind: str) -> Callable[[Any], bool]:
+    """Returns whether a choice is allowed in an arm of the ablation; see `ARMS`."""
     tests: dict[str, Callable[[Any], bool]] = {
         "rank": lambda choice: choice.kind == "exact" and choice.precision == "model",
         "precision": lambda choice: choice.kind == "exact" and not choice.rank,
@@ -62,7 +63,7 @@ def ablate_model(
     for arm in ARMS:
         for budget in budgets:
             say(f"{arm} at {budget:.2e} nats/token")
-            rows.append({"arm": arm, "budget": budget, **ablation_rows(run, _only(arm), budget)})
+            rows.append({"arm": arm, "budget": budget, **ablation_rows(run, only(arm), budget)})
     for choice in run.candidates.choices[1:]:
         say(f"uniform {choice.label}")
         rows.append({"arm": "uniform", "choice": choice.label, **run.uniform(choice)})

@@ -7,6 +7,7 @@ logarithms.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -91,6 +92,11 @@ class PriceTable:
     def launches(self, phase: str) -> set[str]:
         """Returns the launches measured in a phase."""
         return {launch for row in self.prices[phase].values() for launch in row}
+
+    @property
+    def digest(self) -> str:
+        """Hash of the table as JSON, which a plan keeps."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         """Returns the table as JSON."""

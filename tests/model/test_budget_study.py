@@ -1,0 +1,144 @@
+"""The study over seeds: losses and prices apart, a file per seed, nothing measured twice."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import adaattn_hf.calibrate as calibration
+from adaattn_hf.calibrate import CalibrationSettings
+from adaattn_hf.eval import budget_curve, budget_study
+from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
+from adaattn_hf.eval.errors import UsageError
+from adaattn_hf.policy.prices import Price, PriceTable
+
+LENGTH = 192
+LABELS = ("exact", "bf16", "w64+16", "w64+16 bf16")
+SETTINGS = CalibrationSettings(
+    lengths=(LENGTH,), sequences=1, rows=32, labels=1, joint=2, held_out=3, tries=2, haystacks=0, windows=(64,),
+    families=("window", "bf16"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    directory = tmp_path_factory.mktemp("text")
+    own, other = directory / "own.txt", directory / "other.txt"
+    own.write_text("\n\n".join(calibration_pages()[:12]), encoding="utf-8")
+    other.write_text("\n\n".join(heldout_pages()[:12]), encoding="utf-8")
+    return [own, other]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    row = {label: Price(0.0, 1.0 / (1 + place)) for place, label in enumerate(LABELS)}
+    path = tmp_path_factory.mktemp("prices") / "prices.json"
+    path.write_text(
+        PriceTable("a table", False, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}}).to_json()
+    )
+    return path
+
+
+def test_a_seed_is_measured_once_for_all_budgets_and_never_again(
+    text: list[Path], table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, encode = budget_study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    prices = PriceTable.from_json(table.read_text())
+    runs: list[Any] = []
+    real = calibration.prepare_run
+
+    def counted(*args: Any) -> Any:
+        runs.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(calibration, "prepare_run", counted)
+
+    def study(settings: CalibrationSettings, *budgets: float) -> list[Path]:
+        return budget_study.seed_study(model, encode, text[:1], text[1:], prices, settings, budgets, tmp_path)
+
+    paths = study(SETTINGS, 1e-12, 0.5)
+    assert len(runs) == 1
+    none, much = (json.loads(path.read_text()) for path in paths)
+    assert not none["met"]
+    assert set(none["picks"]) == {"exact"}
+    assert much["met"]
+    assert set(much["picks"]) != {"exact"}
+    assert much["ratio"][str(LENGTH)] > 1.0 == none["ratio"][str(LENGTH)]
+    assert much["settings"]["data"] == ["own.txt"]
+    assert much["prices"] == prices.digest
+    assert study(SETTINGS, 1e-12, 0.5) == paths
+    assert len(runs) == 1
+    paths[0].unlink()
+    study(SETTINGS, 1e-12, 0.5)
+    assert len(runs) == 2
+    again = json.loads(paths[0].read_text())
+    assert again["report"] == none["report"]
+    with pytest.raises(UsageError, match="measured with other settings"):
+        study(replace(SETTINGS, rows=16), 0.5)
+
+
+def test_commands_stop_at_the_limit_and_refuse_wrong_arguments(
+    text: list[Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [str(demo_model_path("llama")), "--data", str(text[0]), "--verify-data", str(text[1])]
+    common += ["--prices", str(table), "--lengths", str(LENGTH), "--families", "bf16"]
+    with pytest.raises(SystemExit) as stopped:
+        budget_study.main(["seeds", *common, "--output", str(tmp_path), "--limit", "0"])
+    assert stopped.value.code == 3
+    assert "stopped before seed 0" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as refused:
+        budget_study.main(["seeds", *common, "--output", str(tmp_path), "--seeds", "a-b"])
+    assert refused.value.code == 2
+    assert "got 'a-b'" in capsys.readouterr().err
+
+
+def test_seeds_are_numbers_and_ranges() -> None:
+    assert budget_study.numbers("0-3,7") == [0, 1, 2, 3, 7]
+
+
+def test_prices_and_curve(text: list[Path], tmp_path: Path) -> None:
+    """From nothing to a curve: prices of this machine, then plans that are measured and kept one by one."""
+    common = [str(demo_model_path("llama")), "--data", str(text[0]), "--lengths", str(LENGTH)]
+    with pytest.raises(SystemExit) as ended:
+        budget_study.main(
+            ["prices", *common, "--families", "bf16", "--output", str(tmp_path / "prices.json")]
+        )
+    assert ended.value.code == 0
+    found = PriceTable.from_json((tmp_path / "prices.json").read_text())
+    assert found.launches("prefill") == {"exact", "bf16"}
+    assert found.price("prefill", LENGTH, "exact").seconds(1) > 0
+    target = tmp_path / "curve.json"
+    arguments = [
+        *common,
+        "--families",
+        "bf16",
+        "--prices",
+        str(tmp_path / "prices.json"),
+        "--output",
+        str(target),
+    ]
+    arguments += [
+        "--held-out",
+        "2",
+        "--sequences",
+        "1",
+        "--rows",
+        "16",
+        "--labels",
+        "1",
+        "--arms",
+        "combined",
+    ]
+    for budgets in ("1e-9,1.0", "1e-9,1.0,2.0"):
+        with pytest.raises(SystemExit) as ended:
+            budget_curve.main([*arguments, "--budgets", budgets])
+        assert ended.value.code == 0
+    record = json.loads(target.read_text())
+    assert [entry["budget"] for entry in record["curve"]] == [1e-9, 1.0, 2.0]
+    assert record["curve"][0]["test"][str(LENGTH)]["kl"] == 0.0
+    assert [entry["choice"] for entry in record["uniform"]] == ["bf16"]
+    assert record["uniform"][0]["test"][str(LENGTH)]["kl"] > 0.0
