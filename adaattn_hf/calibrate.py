@@ -104,7 +104,8 @@ class Run(Measurements):
     def measured(self, picks: NDArray[np.int64], length: int) -> dict[str, float]:
         """Returns what held-out text of a length says about an allocation, and its price ratio there."""
         held = self.samples[length][0]["try 1"]
-        evidence = verify.gather(self.arms, self.programs(picks), held)
+        states = self.held_states.setdefault(length, {})
+        evidence = verify.gather(self.arms, self.programs(picks), held, states=states)
         bound = evidence.bound(0.95)
         return {
             "delta_nll": bound.mean,

@@ -74,6 +74,7 @@ class Measurements:
         )
         self.tensors = {index: self._layer_tensors(index) for index in self.layers}
         self.exact_states: dict[int, list[Tensor]] = {}
+        self.held_states: dict[int, dict[int, Tensor]] = {}
         self.table: PriceTable | None = None
 
     # ------------------------------------------------------------------ text
