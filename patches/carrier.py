@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adaattn_hf.patches.packing import Packed
 from adaattn_hf.patches.refusal import UnsupportedModel, unsupported
 from adaattn_hf.structure import CallStructure
 
@@ -31,6 +32,8 @@ class StructuredMask:
         """`device` is where a dense mask would lie."""
         self.structure = structure
         self.device = device
+        # what `cu_seq_lens_*` add belongs to one forward pass, as this object does and its structure may not
+        self.packed: Packed = {}
 
     @property
     def shape(self) -> torch.Size:

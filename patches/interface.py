@@ -11,7 +11,7 @@ from transformers.utils import output_capturing
 
 from adaattn_hf import execute
 from adaattn_hf.attach import program_of
-from adaattn_hf.backends.base import Backend
+from adaattn_hf.backends.base import BareCall
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import choose
 from adaattn_hf.config import raw_settings, settings_in
@@ -66,27 +66,40 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         query, key, value = _one_dtype(module, query, key, value)
         structure, bias = _read_mask(module, query, key, attention_mask, is_causal)
         if kwargs:
-            structure = _with_keywords(module, structure, query, kwargs)
+            structure = _with_keywords(module, structure, attention_mask, query, kwargs)
         if not compiling:
             structure = structure.settled()
         if position_bias is not None:
             position_bias = position_bias[..., : structure.q_len, : structure.kv_len]
             bias = position_bias if bias is None else bias + position_bias
+        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        sinks = sinks if s_aux is None else s_aux
+        forced, config = backend, getattr(module, "config", None)
+        adapted = raw_settings(config) is not None
+        if adapted and forced is None:
+            forced = settings_in(config).backend
+        wanted = _wants_weights(kwargs, compiling)
+        if (
+            not (compiling or adapted or wanted or dropout)
+            and bias is None
+            and softcap is None
+            and sinks is None
+        ):
+            bare = _bare(structure, query, key, value, forced)
+            if bare is not None:
+                out = bare(query, key, value, scaling)
+                return (out if out.dtype is out_dtype else _restored(out, out_dtype)), None
         request = AttentionRequest(
             query,
             key,
             value,
             structure,
-            query.shape[3] ** -0.5 if scaling is None else scaling,
+            scaling,
             dropout,
             softcap,
-            s_aux if s_aux is not None else sinks,
+            sinks,
             bias,
         )
-        forced, config = backend, getattr(module, "config", None)
-        adapted = raw_settings(config) is not None
-        if adapted and forced is None:
-            forced = settings_in(config).backend
         if not compiling and (recorder := active_recorder()) is not None:
             recorder.record(module, CallSpec.of(request), forced)
             if recorder.dry:
@@ -97,38 +110,39 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         elif program is not None:
             out = execute.attend(program, request, forced).out
         else:
-            out = _chosen(request, forced, compiling).attend(request).out
-        # Autocast defines the output's dtype, as it does for stock attention; nothing else may change it.
-        if out.dtype != out_dtype and not _autocasts(query.device.type):
-            out = out.to(out_dtype)
-        if not _wants_weights(kwargs, compiling):
+            out = choose(CallSpec.of(request), forced).attend(request).out
+        if out.dtype is not out_dtype:
+            out = _restored(out, out_dtype)
+        if not wanted:
             return out, None
         return out, attention_weights(request) if program is None else execute.weights(program, request)
 
     return adaattn
 
 
-def _chosen(request: AttentionRequest, forced: str | None, compiling: bool) -> Backend:
-    """The backend of a call. Layers share their structure, and with it the choice for calls without extras."""
-    extras = request.bias is not None or request.sink_logits is not None or request.softcap is not None
-    if compiling or extras or request.dropout:
-        return choose(CallSpec.of(request), forced)
-    query, key, value = request.query, request.key, request.value
+def _bare(
+    structure: CallStructure, query: Tensor, key: Tensor, value: Tensor, forced: str | None
+) -> BareCall | None:
+    """The chosen backend's shortest way for a call without extras, None if it has none or somebody listens.
+
+    Layers share their structure, and with it what was chosen for the first of them.
+    """
+    if active_tap() is not None or active_recorder() is not None:
+        return None
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     _, heads, _, head_dim = query.shape
     call = (forced, grad, query.dtype, heads, head_dim, key.shape[1], value.shape[3], query.device)
-    memo = request.structure._memo
-    known = memo.get("chosen")
+    known: tuple[Any, BareCall | None] | None = structure._memo.get("bare")
     if known is not None and known[0] == call:
-        backend: Backend = known[1]
-        return backend
-    backend = choose(CallSpec.of(request), forced)
-    memo["chosen"] = (call, backend)
-    return backend
+        return known[1]
+    spec = CallSpec.of(AttentionRequest(query, key, value, structure, 1.0))
+    bare = choose(spec, forced).bare(spec, structure)
+    structure._memo["bare"] = (call, bare)
+    return bare
 
 
 def _with_keywords(
-    module: nn.Module, structure: CallStructure, query: Tensor, kwargs: dict[str, Any]
+    module: nn.Module, structure: CallStructure, attention_mask: Any, query: Tensor, kwargs: dict[str, Any]
 ) -> CallStructure:
     """The structure with what came by keyword: packed documents, selected keys.
 
@@ -142,10 +156,16 @@ def _with_keywords(
                 "use generate() instead of generate_batch(), or load the model with attn_implementation='sdpa'"
             )
     if kwargs.get("cu_seq_lens_q") is not None:
-        structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
+        known = attention_mask.packed if isinstance(attention_mask, StructuredMask) else None
+        structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), known)
     if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
         structure = with_selected_keys(module, structure, query.shape[1], kwargs)
     return structure
+
+
+def _restored(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Autocast defines the output's dtype, as it does for stock attention; nothing else may change it."""
+    return out if _autocasts(out.device.type) else out.to(dtype)
 
 
 def _autocasts(device: str) -> bool:
@@ -159,22 +179,18 @@ def _one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> 
     Rotary embeddings leave queries and keys in fp32 under autocast while values are half; GPT-2 may ask for fp32.
     """
     device = "cpu" if query.is_cpu else query.device.type
-    if _autocasts(device):
-        dtype = torch.get_autocast_dtype(device)
-    elif query.dtype is key.dtype is value.dtype:
-        dtype = query.dtype
-    else:
-        dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-    if _upcasts(module):
-        dtype = torch.promote_types(dtype, torch.float32)
-    if query.dtype is dtype is key.dtype is value.dtype:
+    dtype, casts = query.dtype, _autocasts(device)
+    # GPT-2's setting; asked of the instance's dictionary because `Module.__getattr__` is slow to miss
+    upcasts = module.__dict__.get("reorder_and_upcast_attn")
+    if not (casts or upcasts) and dtype is key.dtype is value.dtype:
         return query, key, value
+    if casts:
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = torch.promote_types(torch.promote_types(dtype, key.dtype), value.dtype)
+    if upcasts:
+        dtype = torch.promote_types(dtype, torch.float32)
     return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-def _upcasts(module: nn.Module) -> bool:
-    """GPT-2's setting; asked of the instance's dictionary because `Module.__getattr__` is slow to miss."""
-    return bool(module.__dict__.get("reorder_and_upcast_attn", False))
 
 
 def _read_mask(

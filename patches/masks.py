@@ -21,6 +21,11 @@ __all__ = ["adaattn_mask"]
 # Whether the two bare mask functions are causal.
 _BARE: dict[Any, bool] = {causal_mask_function: True, bidirectional_mask_function: False}
 
+# Structures without tensors say the same in every forward pass of like shape, and what was found out about them (the
+# backend, the rules of the native kernels) stays true. Small models would pay microseconds per pass to find it again.
+_shared: dict[tuple[Any, ...], CallStructure] = {}
+_MOST_SHARED = 64
+
 
 def adaattn_mask(
     batch_size: int,
@@ -46,17 +51,29 @@ def adaattn_mask(
     if isinstance(attention_mask, StructuredMask):
         # generate prepares the mask and the model's forward asks again
         return attention_mask
+    place = device if isinstance(device, torch.device) else torch.device(device)
+    causal = _BARE.get(mask_function)
+    # the most frequent masks of all: nothing to read
+    bare = causal is not None and type(q_offset) is int and not use_vmap
+    bare = bare and (attention_mask is None or _hides_nothing(attention_mask, kv_length + kv_offset))
+    key = None
+    # a tracer's integers are none, and what is made under a dispatch mode must not outlive it
+    if bare and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+        key = (type(config), causal, batch_size, q_length, kv_length, q_offset, kv_offset)
+        known = _shared.get(key)
+        if known is not None:
+            return StructuredMask(known, place)
     if config is not None and not uses_interface(type(config)):
         raise UnsupportedModel(unsupported(type(config).__name__))
     dense = config is not None and needs_dense_mask(config)
-    if type(q_offset) is int and not (use_vmap or dense):
-        causal = _BARE.get(mask_function)
-        if causal is not None and (
-            attention_mask is None or _hides_nothing(attention_mask, kv_length + kv_offset)
-        ):
-            # the most frequent masks of all: nothing to read
-            bare = CallStructure(batch_size, q_length, kv_length, causal, q_offset - kv_offset)
-            return StructuredMask(bare, device if isinstance(device, torch.device) else torch.device(device))
+    if bare and not dense:
+        made = CallStructure(batch_size, q_length, kv_length, bool(causal), q_offset - kv_offset)
+        if key is not None:
+            if len(_shared) >= _MOST_SHARED:
+                # a decode passes through a new length with every token
+                _shared.clear()
+            _shared[key] = made
+        return StructuredMask(made, place)
 
     def stock(padding: Tensor | None) -> Tensor:
         built = sdpa_mask(
@@ -91,9 +108,7 @@ def adaattn_mask(
         )
     else:
         structure = _structure(pattern, batch_size, q_length, kv_length, offset, kv_offset, padding, config)
-    return StructuredMask(
-        _settled(structure, device), device if isinstance(device, torch.device) else torch.device(device)
-    )
+    return StructuredMask(_settled(structure, place), place)
 
 
 def _structure(

@@ -7,16 +7,22 @@ from torch import Tensor
 
 from adaattn_hf.structure import CallStructure
 
-__all__ = ["with_documents"]
+__all__ = ["Packed", "with_documents"]
 
 
-def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor | None) -> CallStructure:
+Packed = dict[tuple[int, int], tuple[Tensor, Tensor, CallStructure]]
+
+
+def with_documents(
+    structure: CallStructure, cu_q: Tensor, cu_k: Tensor | None, known: Packed | None = None
+) -> CallStructure:
     """The structure with document borders, which always win: no query sees another document.
 
     Args:
         structure: What the mask says.
         cu_q, cu_k: `[documents + 1]` running sums of lengths, starting with 0; keys default to the queries'
             borders.
+        known: What the layers before found for this structure in this forward pass; added to.
 
     Raises:
         ValueError: More than one batch row.
@@ -27,13 +33,12 @@ def with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor | None) 
             f"cu_seq_lens_q: packed documents lie in one batch row, got a batch of {structure.batch}; "
             "flatten the batch or leave cu_seq_lens_q out"
         )
-    memo = structure._memo.setdefault("documents", {})
+    known = {} if known is None else known
     key = (id(cu_q), id(cu_k))
-    if key not in memo:
+    if key not in known:
         # the tensors are kept so that their identities stay theirs
-        memo[key] = (cu_q, cu_k, _with_documents(structure, cu_q, cu_k))
-    packed: CallStructure = memo[key][2]
-    return packed
+        known[key] = (cu_q, cu_k, _with_documents(structure, cu_q, cu_k))
+    return known[key][2]
 
 
 def _with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> CallStructure:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..request import AttentionRequest, AttentionResult, CallSpec
+from .base import Backend
 
 __all__ = ["EagerBackend", "attention_weights"]
 
@@ -44,7 +45,7 @@ def attention_weights(request: AttentionRequest) -> Tensor:
     return _weights_and_lse(request)[0].to(request.query.dtype)
 
 
-class EagerBackend:
+class EagerBackend(Backend):
     """Serves everything, at the price of the full score matrix."""
 
     name = "eager"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..request import AttentionRequest, AttentionResult, CallSpec
 from ..structure import CallStructure, Segment
+from .base import Backend
 
 __all__ = ["FA2", "FA3", "FA3_FWD", "FlashBackend", "FlashVariant"]
 
@@ -52,7 +53,7 @@ class _Packing(NamedTuple):
     max_k: int
 
 
-class FlashBackend:
+class FlashBackend(Backend):
     """flash-attn's dense and variable-length kernels (CUDA, half precision)."""
 
     def __init__(self, variant: FlashVariant) -> None:
@@ -194,8 +195,8 @@ def _packing(structure: CallStructure, segments: Sequence[Segment], device: torc
     Raises:
         ValueError: Causal queries that stand behind their segment's last key, which the kernels' alignment cannot say.
     """
-    memo = structure._memo
-    if "flash_packing" not in memo:
+    memo, key = structure._memo, ("flash", device)
+    if key not in memo:
         for s in segments:
             if (structure.causal or structure.window is not None) and s.offset + s.q_len != s.k_len:
                 raise ValueError(
@@ -215,7 +216,7 @@ def _packing(structure: CallStructure, segments: Sequence[Segment], device: torc
             lengths = torch.tensor([0, *(len(run) for run in runs)], dtype=torch.int32)
             return lengths.cumsum(0, dtype=torch.int32).to(device)
 
-        memo["flash_packing"] = _Packing(
+        memo[key] = _Packing(
             torch.cat(q_runs).to(device),
             torch.cat(k_runs).to(device),
             running(q_runs),
@@ -223,5 +224,5 @@ def _packing(structure: CallStructure, segments: Sequence[Segment], device: torc
             max(s.q_len for s in segments),
             max(s.k_len for s in segments),
         )
-    packing: _Packing = memo["flash_packing"]
+    packing: _Packing = memo[key]
     return packing

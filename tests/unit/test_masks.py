@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPTBigCodeConfig
 from transformers.masking_utils import (
     and_masks,
@@ -24,8 +25,10 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from adaattn_hf.patches import masks
 from adaattn_hf.patches.carrier import StructuredMask
 from adaattn_hf.patches.masks import adaattn_mask
+from adaattn_hf.structure import CallStructure
 
 MaskFunction = Callable[..., Any]
 
@@ -179,3 +182,37 @@ def test_a_family_that_computes_with_masks_gets_a_tensor() -> None:
     found = adaattn_mask(batch_size=1, q_length=3, kv_length=3, config=GPTBigCodeConfig())
     assert type(found) is Tensor
     assert found.dtype == torch.bool
+
+
+class Watching(TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def structure_of(mask: StructuredMask | Tensor) -> CallStructure:
+    assert isinstance(mask, StructuredMask)
+    return mask.structure
+
+
+def test_passes_of_like_shape_share_their_structure_and_no_other_pass_does() -> None:
+    first = structure_of(adaattn_mask(2, 5, 5))
+    assert structure_of(adaattn_mask(2, 5, 5)) is first
+    assert structure_of(adaattn_mask(2, 5, 5, attention_mask=torch.ones(2, 5, dtype=torch.bool))) is first
+    others = [
+        adaattn_mask(1, 5, 5),
+        adaattn_mask(2, 5, 5, mask_function=bidirectional_mask_function),
+        adaattn_mask(2, 5, 6),
+        adaattn_mask(2, 5, 6, q_offset=1),
+        adaattn_mask(2, 5, 5, attention_mask=torch.tensor([[True] * 5, [False] + [True] * 4])),
+    ]
+    assert len({id(structure) for structure in [first, *map(structure_of, others)]}) == 6
+    with Watching():
+        assert structure_of(adaattn_mask(2, 5, 5)) is not first
+
+
+def test_shared_structures_do_not_pile_up() -> None:
+    for length in range(1, 200):
+        adaattn_mask(1, 1, length, q_offset=length - 1)
+    assert len(masks._shared) <= masks._MOST_SHARED

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adaattn_hf.patches.packing import with_documents
+from adaattn_hf.patches.packing import Packed, with_documents
 from adaattn_hf.structure import CallStructure
 
 
@@ -55,9 +55,10 @@ def test_documents_of_queries_and_of_keys_may_differ_in_length(pairs: list[tuple
 
 def test_all_layers_of_a_forward_share_one_packed_structure() -> None:
     structure, borders = CallStructure(1, 5, 5, causal=True), sums(2, 3)
-    first = with_documents(structure, borders, borders)
-    assert with_documents(structure, borders, borders) is first
-    other = with_documents(structure, sums(3, 2), None)
+    known: Packed = {}
+    first = with_documents(structure, borders, borders, known)
+    assert with_documents(structure, borders, borders, known) is first
+    other = with_documents(structure, sums(3, 2), None, known)
     assert other is not first
     assert not torch.equal(other.visible(), first.visible())
 

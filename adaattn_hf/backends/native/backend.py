@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from adaattn_hf.backends.base import Backend, BareCall
 from adaattn_hf.request import AttentionRequest, AttentionResult, CallSpec
+from adaattn_hf.structure import CallStructure
 
 __all__ = ["NativeBackend"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class NativeBackend:
+class NativeBackend(Backend):
     """Serves every structure on CPUs where the library has been built, forward and backward."""
 
     name = "native"
@@ -63,6 +66,22 @@ class NativeBackend:
         out, lse = call.forward(q, k, v, request.scaling, rules, need_lse=request.need_lse)
         assert out is not None
         return AttentionResult(out, lse)
+
+    def bare(self, spec: CallSpec, structure: CallStructure) -> BareCall | None:
+        """One call of the library, with the rules of the structure at hand."""
+        if spec.needs_grad:
+            return None
+        from .call import forward
+        from .rules import rules_of
+
+        rules = rules_of(structure)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            out, _ = forward(query, key, value, scaling, rules)
+            assert out is not None  # the output is asked for
+            return out
+
+        return attend
 
 
 def _needs_grad(request: AttentionRequest) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from ...request import CallSpec
+from ...structure import CallStructure
+from ..base import Backend, BareCall
 from .router import attend
+from .traced import bare_call
 
 __all__ = ["SdpaBackend"]
 
 
-class SdpaBackend:
+class SdpaBackend(Backend):
     """Serves every structure on every device, forward and backward."""
 
     name = "sdpa"
@@ -25,3 +28,11 @@ class SdpaBackend:
         return tuple(reasons)
 
     attend = staticmethod(attend)
+
+    def bare(self, spec: CallSpec, structure: CallStructure) -> BareCall | None:
+        """The operator itself, where it says what the structure says."""
+        if spec.kind not in ("full", "causal") or spec.head_dim != spec.head_dim_v:
+            return None
+        if spec.decode and spec.device == "cpu":
+            return None  # one query has ways of its own
+        return bare_call(spec.kind == "causal", spec.groups > 1)

@@ -5,15 +5,18 @@ Serves traced graphs, where no data may be read, and attention dropout, which no
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...request import AttentionRequest
+from ..base import BareCall
 from .bands import dense_part
 from .parts import Part, Program
 
-__all__ = ["masked_call", "plain_call", "run_traced"]
+__all__ = ["bare_call", "masked_call", "plain_call", "run_traced"]
 
 
 def plain_call(request: AttentionRequest, causal: bool) -> Tensor:
@@ -28,6 +31,18 @@ def plain_call(request: AttentionRequest, causal: bool) -> Tensor:
         scale=request.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def bare_call(causal: bool, grouped: bool) -> BareCall:
+    """`plain_call` for a known kind, without a request around it."""
+    operator = F.scaled_dot_product_attention
+    if grouped:
+        operator = functools.partial(operator, enable_gqa=True)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        return operator(query, key, value, None, 0.0, causal, scale=scaling).transpose(1, 2)
+
+    return attend
 
 
 def masked_call(

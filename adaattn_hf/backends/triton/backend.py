@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from ...request import AttentionRequest, AttentionResult, CallSpec
+from ..base import Backend
 
 __all__ = ["TritonBackend"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """Inference in half precision over segments, windows and grouped heads, without a mask in memory."""
 
     name = "triton"
