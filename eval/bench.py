@@ -16,9 +16,10 @@ from rich.console import Console
 
 from adaattn_hf.eval.bench_grid import Cell, Grid, read_grid
 from adaattn_hf.eval.bench_measure import measure, peak_bytes, spread
+from adaattn_hf.eval.bench_model import model_works
 from adaattn_hf.eval.bench_report import markdown, verdict
-from adaattn_hf.eval.bench_work import Work, absent_peers, attention_work, missing, model_work
-from adaattn_hf.eval.errors import UsageError
+from adaattn_hf.eval.bench_work import Work, absent_peers, attention_works, missing
+from adaattn_hf.eval.errors import EvalError, UsageError
 from adaattn_hf.eval.provenance import provenance
 
 __all__ = ["bench", "run_cell"]
@@ -48,15 +49,57 @@ def bench(
     """Measure the speed of attention and of whole models against stock attention.
 
     Every implementation does the same work on the same numbers in one process, in turn. Ratios are taken per round.
+    Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage.
     """
+    try:
+        data = read_grid(grid)
+        failed = _run(
+            _cells(data, only), data, rounds, threads, torch.device(device), implementations, ours, output, table,
+            gate, memory,
+        )  # fmt: skip
+    except EvalError as error:
+        Console(stderr=True).print(
+            f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
+        raise typer.Exit(error.exit_code) from error
+    if gate and failed:
+        raise typer.Exit(1)
+
+
+def _cells(data: Grid, only: str) -> list[Cell]:
+    """The cells whose title matches.
+
+    Raises:
+        UsageError: None does, or `only` is no regular expression.
+    """
+    titles = ", ".join(cell.title for cell in data.cells)
+    try:
+        pattern = re.compile(only)
+    except re.error as error:
+        raise UsageError(f"--only: got {only!r}, which is no regular expression ({error})") from error
+    found = [cell for cell in data.cells if pattern.search(cell.title)]
+    if not found:
+        raise UsageError(f"--only: got {only!r}, which matches no cell; known: {titles}")
+    return found
+
+
+def _run(
+    cells: list[Cell],
+    data: Grid,
+    rounds: int,
+    threads: int,
+    where: torch.device,
+    implementations: str,
+    ours: str,
+    output: Path | None,
+    table: Path | None,
+    gate: bool,
+    memory: bool,
+) -> list[str]:
+    """Measures, prints and writes; returns a line for each cell that is below its floor."""
     if threads:
         torch.set_num_threads(threads)
-    console, where, data = Console(), torch.device(device), read_grid(grid)
-    cells = [cell for cell in data.cells if re.search(only, cell.title)]
-    if not cells:
-        raise UsageError(
-            f"--only: got {only!r}, which matches no cell; known: {', '.join(c.title for c in data.cells)}"
-        )
+    console = Console()
     names = [name for name in implementations.split(",") if name] or list(data.stock)
     absent = {name: why for name in names if (why := missing(name, where)) is not None}
     present = [name for name in names if name not in absent]
@@ -90,7 +133,7 @@ def bench(
     if gate:
         for line in failed:
             console.print(f"below its floor: {line}")
-        raise typer.Exit(1 if failed else 0)
+    return failed
 
 
 def _earlier(output: Path | None, report: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -99,7 +142,9 @@ def _earlier(output: Path | None, report: dict[str, Any]) -> dict[str, dict[str,
         return {}
     old = json.loads(output.read_text(encoding="utf-8"))
     same = ("versions", "python", "cpu", "cores", "threads", "device")
-    if old["ours"] != report["ours"] or any(old["provenance"][name] != report["provenance"][name] for name in same):
+    if old["ours"] != report["ours"] or any(
+        old["provenance"][name] != report["provenance"][name] for name in same
+    ):
         return {}
     return {cell["title"]: cell for cell in old["cells"]}
 
@@ -116,13 +161,12 @@ def run_cell(
     refused: dict[str, str] = {}
     errors: dict[str, float] = {}
     mine: Any = None
+    make = (
+        attention_works(cell, device) if cell.level == "attention" else model_works(cell, grid.models, device)
+    )
     for name in names:
         try:
-            work = (
-                attention_work(cell, name, device)
-                if cell.level == "attention"
-                else model_work(cell, name, grid.models, device)
-            )
+            work = make(name)
             result = work()
         except _REFUSALS as refusal:
             if name == names[0]:
@@ -165,7 +209,7 @@ def run_cell(
 def _difference(cell: Cell, mine: torch.Tensor, theirs: torch.Tensor) -> float:
     """Largest difference on rows that are no padding, relative to the largest value."""
     mine, theirs = mine.float(), theirs.float()
-    if cell.padding is not None and cell.q_len > 1 and cell.q_len == cell.keys:
+    if cell.padding is not None and mine.ndim > 1 and mine.shape[1] == cell.keys > 1:
         keep = torch.zeros(cell.batch, cell.q_len, dtype=torch.bool, device=mine.device)
         for row, length in enumerate(cell.lengths):
             keep[row, cell.q_len - length if cell.padding == "left" else 0 :][:length] = True

@@ -25,7 +25,9 @@ class Cell:
         padding: `left` or `right`, with `lengths` tokens per batch row.
         packed: Lengths of documents that lie one behind the other.
         filled: Keys that are in use of a preallocated cache of `kv_len`.
-        gradient: Forward and backward.
+        gradient: Forward and backward; of a model on labels, without dropout and without the optimiser.
+        prepared: Ours went through `adaattn_hf.prepare`: padding taken out, a cache that grows in place.
+        cached: The model keeps its keys; of a prompt it answers the last logits alone.
         target: Ratio that should be reached; None where only the floor counts.
         floor: Ratio below which the gate fails.
     """
@@ -49,6 +51,8 @@ class Cell:
     packed: Sequence[int] = ()
     filled: int | None = None
     gradient: bool = False
+    prepared: bool = False
+    cached: bool = False
     model: str | None = None
     target: float | None = None
 

@@ -1,10 +1,9 @@
-"""What a cell does, for one implementation: a function without arguments that does it once."""
+"""What an attention cell does, for one implementation: a function without arguments that does it once."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from adaattn_hf.eval.bench_grid import Cell, Grid
 
-__all__ = ["Work", "absent_peers", "attention_work", "missing", "model_work"]
+__all__ = ["Work", "absent_peers", "attention_works", "missing", "padding_of"]
 
 Work = Callable[[], Any]
 
@@ -65,16 +64,14 @@ def absent_peers(grid: Grid) -> dict[str, str]:
     }
 
 
-def attention_work(cell: Cell, implementation: str, device: torch.device) -> Work:
-    """One mask and `layers` attention calls, as a model makes them."""
+def attention_works(cell: Cell, device: torch.device) -> Callable[[str], Work]:
+    """Makes of an implementation's name one mask and `layers` attention calls, as a model makes them.
+
+    Query, key and value are the same memory for every implementation: where they lie decides what a cache holds.
+    """
     dtype = getattr(torch, cell.dtype)
     query, key, value = _tensors(cell, device)
-    layer = _Layer(cell, implementation)
-    attend: Any = (
-        eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
-    )
-    make_mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-    padding = _padding(cell, device)
+    padding = padding_of(cell, device)
     function = _mask_function(cell, device)
     offset: Any = 0
     if cell.mask == "causal":
@@ -84,38 +81,52 @@ def attention_work(cell: Cell, implementation: str, device: torch.device) -> Wor
     scaling = cell.head_dim**-0.5
     plain = cell.window is None and cell.chunk is None and not cell.packed
 
-    def work() -> Any:
-        mask = make_mask(
-            batch_size=cell.batch,
-            q_length=cell.q_len,
-            kv_length=cell.keys,
-            q_offset=offset,
-            kv_offset=0,
-            mask_function=function,
-            attention_mask=padding,
-            allow_is_causal_skip=plain and cell.filled is None,
-            allow_is_bidirectional_skip=cell.mask == "bidirectional",
-            local_size=cell.window or cell.chunk,
-            dtype=dtype,
-            config=layer.config,
-            device=device,
+    def make(implementation: str) -> Work:
+        layer = _Layer(cell, implementation)
+        attend: Any = (
+            eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
         )
-        out = None
-        with torch.set_grad_enabled(cell.gradient):
-            for _ in range(cell.layers):
-                out = attend(
-                    layer, query, key, value, mask, scaling=scaling, dropout=0.0, sliding_window=cell.window
-                )[0]
-                if cell.gradient:
-                    torch.autograd.grad(out.sum(), (query, key, value))
-        return out
+        make_mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation]
 
-    return work
+        def work() -> Any:
+            mask = make_mask(
+                batch_size=cell.batch,
+                q_length=cell.q_len,
+                kv_length=cell.keys,
+                q_offset=offset,
+                kv_offset=0,
+                mask_function=function,
+                attention_mask=padding,
+                allow_is_causal_skip=plain and cell.filled is None,
+                allow_is_bidirectional_skip=cell.mask == "bidirectional",
+                local_size=cell.window or cell.chunk,
+                dtype=dtype,
+                config=layer.config,
+                device=device,
+            )
+            out = None
+            with torch.set_grad_enabled(cell.gradient):
+                for _ in range(cell.layers):
+                    out = attend(
+                        layer,
+                        query,
+                        key,
+                        value,
+                        mask,
+                        scaling=scaling,
+                        dropout=0.0,
+                        sliding_window=cell.window,
+                    )[0]
+                    if cell.gradient:
+                        torch.autograd.grad(out.sum(), (query, key, value))
+            return out
+
+        return work
+
+    return make
 
 
-@functools.lru_cache(maxsize=1)
 def _tensors(cell: Cell, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, the same memory for every implementation: where it lies decides what a cache holds."""
     random = torch.Generator(device="cpu").manual_seed(0)
 
     def tensor(heads: int, length: int) -> Tensor:
@@ -128,7 +139,8 @@ def _tensors(cell: Cell, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return tensor(cell.heads, cell.q_len), tensor(cell.kv_heads, cell.keys), tensor(cell.kv_heads, cell.keys)
 
 
-def _padding(cell: Cell, device: torch.device) -> Tensor | None:
+def padding_of(cell: Cell, device: torch.device) -> Tensor | None:
+    """Boolean `[batch, keys]`, True at real tokens; None for a cell without padding."""
     if cell.padding is None:
         return None
     mask = torch.ones(cell.batch, cell.keys, dtype=torch.bool)
@@ -154,22 +166,3 @@ def _mask_function(cell: Cell, device: torch.device) -> Callable[..., Any]:
         documents = numbers.expand(cell.batch, -1).to(device)
         function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
     return function
-
-
-def model_work(cell: Cell, implementation: str, models: Mapping[str, Any], device: torch.device) -> Work:
-    """One forward pass of a model with random weights."""
-    known = models[str(cell.model)]
-    config = getattr(transformers, known["config"])(**known["arguments"])
-    torch.manual_seed(0)
-    model = getattr(transformers, known["class"])._from_config(config, attn_implementation=implementation)
-    model = model.to(device=device, dtype=getattr(torch, cell.dtype)).eval()
-    ids = torch.randint(5, 1000, (cell.batch, cell.q_len), device=device)
-    padding = _padding(cell, device)
-    more = {"use_cache": False} if known["causal"] else {}
-
-    def work() -> Any:
-        with torch.no_grad():
-            found = model(input_ids=ids, attention_mask=padding, **more)
-        return found.logits if hasattr(found, "logits") else found.last_hidden_state
-
-    return work

@@ -1,0 +1,110 @@
+"""What a cell of whole models does, for one implementation: a function without arguments that does it once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import adaattn_hf
+from adaattn_hf.eval.bench_grid import Cell
+from adaattn_hf.eval.bench_work import Work, padding_of
+
+__all__ = ["model_works"]
+
+
+def model_works(cell: Cell, models: Mapping[str, Any], device: torch.device) -> Callable[[str], Work]:
+    """Makes of an implementation's name a pass of a model with random weights, the same for every implementation.
+
+    A cell with `kv_len` is one decode step behind that many keys. The past stays as long as it is: what a step appends
+    is taken back, which costs no cache anything.
+    """
+    known = models[str(cell.model)]
+    dtype = getattr(torch, cell.dtype)
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, known.get("ids", 1000), (cell.batch, cell.q_len), generator=random).to(device)
+    padding = padding_of(cell, device)
+    weights: dict[str, Tensor] = {}
+    pasts: list[tuple[Tensor, Tensor]] = []
+
+    def model_of(implementation: str) -> transformers.PreTrainedModel:
+        config = getattr(transformers, known["config"])(**known["arguments"])
+        torch.manual_seed(0)
+        kind = getattr(transformers, known["class"])
+        model = kind._from_config(config, attn_implementation=implementation, dtype=dtype).to(device).eval()
+        if weights:
+            # one set of weights in memory for all
+            model.load_state_dict(weights, assign=True)
+            model.tie_weights()
+        else:
+            weights.update(model.state_dict())
+        ours = cell.prepared and implementation.startswith("adaattn")
+        return adaattn_hf.prepare(model) if ours else model
+
+    def make(implementation: str) -> Work:
+        model = model_of(implementation)
+        if cell.kv_len is not None:
+            return _step(cell, model, ids, pasts)
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": padding}
+        if known["causal"]:
+            inputs["use_cache"] = cell.cached
+        if cell.cached:
+            inputs["logits_to_keep"] = 1
+        if cell.gradient:
+            hidden = torch.zeros_like(ids, dtype=torch.bool) if padding is None else ~padding
+            return _training_step(model, {**inputs, "labels": ids.masked_fill(hidden, -100)})
+        return _forward(model, inputs)
+
+    return make
+
+
+def _forward(model: transformers.PreTrainedModel, inputs: Mapping[str, Any]) -> Work:
+    def work() -> Any:
+        with torch.no_grad():
+            found = model(**inputs)
+        return found.logits if hasattr(found, "logits") else found.last_hidden_state
+
+    return work
+
+
+def _training_step(model: transformers.PreTrainedModel, inputs: Mapping[str, Any]) -> Work:
+    def work() -> Any:
+        loss = model(**inputs).loss
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    return work
+
+
+def _step(
+    cell: Cell, model: transformers.PreTrainedModel, ids: Tensor, pasts: list[tuple[Tensor, Tensor]]
+) -> Work:
+    config: Any = model.config
+    if not pasts:
+        random = torch.Generator().manual_seed(1)
+        head_dim = config.hidden_size // config.num_attention_heads
+        shape = (cell.batch, config.num_key_value_heads, cell.keys, head_dim)
+        pasts += [
+            (
+                torch.randn(shape, generator=random).to(ids.device, model.dtype),
+                torch.randn(shape, generator=random).to(ids.device, model.dtype),
+            )
+            for _ in range(config.num_hidden_layers)
+        ]
+    prepared = cell.prepared and config._attn_implementation.startswith("adaattn")
+    cache: Any = (adaattn_hf.GrowingCache if prepared else transformers.DynamicCache)(config=config)
+    with torch.no_grad():
+        for layer, (keys, values) in enumerate(pasts):
+            cache.update(keys, values, layer)
+
+    def work() -> Any:
+        with torch.no_grad():
+            logits = model(ids, past_key_values=cache, use_cache=True).logits
+            cache.crop(-cell.q_len)
+        return logits
+
+    return work

@@ -1,0 +1,259 @@
+"""`adaattn bench`: the grid, what a cell measures, the report and the gate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner, Result
+
+from adaattn_hf.cli import app
+from adaattn_hf.eval import bench as bench_module
+from adaattn_hf.eval.bench_grid import read_grid
+from adaattn_hf.eval.bench_measure import measure, peak_bytes, spread
+from adaattn_hf.eval.bench_work import missing
+from adaattn_hf.eval.errors import UsageError
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+
+CPU = torch.device("cpu")
+DEFAULTS = {
+    "floor": 0.0,
+    "dtypes": ["float32"],
+    "layers": 1,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "batch": 1,
+}
+TINY_LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MODELS = {
+    "llama": {
+        "class": "LlamaForCausalLM",
+        "config": "LlamaConfig",
+        "causal": True,
+        "ids": 64,
+        "arguments": TINY_LLAMA,
+    },
+    "bert": {
+        "class": "BertModel",
+        "config": "BertConfig",
+        "causal": False,
+        "ids": 64,
+        "arguments": {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+    },
+}
+ATTENTION = [
+    {"name": "causal", "q_len": 20},
+    {"name": "padded", "batch": 2, "q_len": 20, "padding": "left", "lengths": [20, 7]},
+    {"name": "window", "q_len": 40, "window": 8},
+    {"name": "chunks", "q_len": 40, "chunk": 16},
+    {"name": "packed", "q_len": 30, "packed": [11, 19], "gradient": True},
+    {"name": "decode", "q_len": 1, "kv_len": 33},
+    {"name": "static", "q_len": 1, "kv_len": 33, "filled": 20},
+    {
+        "name": "cross",
+        "batch": 2,
+        "q_len": 3,
+        "kv_len": 9,
+        "mask": "bidirectional",
+        "padding": "right",
+        "lengths": [9, 4],
+    },
+]
+WHOLE = [
+    {"name": "pass", "model": "llama", "q_len": 12},
+    {
+        "name": "encoder",
+        "model": "bert",
+        "prepared": True,
+        "batch": 2,
+        "q_len": 12,
+        "padding": "right",
+        "lengths": [12, 5],
+    },
+    {
+        "name": "prompt",
+        "model": "llama",
+        "prepared": True,
+        "cached": True,
+        "batch": 2,
+        "q_len": 12,
+        "padding": "left",
+        "lengths": [12, 5],
+    },
+    {
+        "name": "training",
+        "model": "llama",
+        "prepared": True,
+        "gradient": True,
+        "batch": 2,
+        "q_len": 12,
+        "padding": "right",
+        "lengths": [12, 5],
+    },
+    {"name": "step", "model": "llama", "prepared": True, "batch": 2, "q_len": 1, "kv_len": 30},
+]
+
+
+def write_grid(path: Path, *cells: dict[str, Any], **changes: Any) -> Path:
+    data = {
+        "defaults": DEFAULTS,
+        "cells": [{"level": "model" if "model" in cell else "attention", **cell} for cell in cells],
+        "models": MODELS,
+        "stock": ["eager", "sdpa", "flash_attention_2"],
+        "peers": ["no_such_peer"],
+        **changes,
+    }
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return path
+
+
+def bench(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *(str(a) for a in arguments)], terminal_width=200)
+
+
+def test_every_kind_of_cell_does_the_same_work_under_every_name(tmp_path: Path) -> None:
+    grid, output = write_grid(tmp_path / "grid.yaml", *ATTENTION, *WHOLE), tmp_path / "out.json"
+    result = bench("--grid", grid, "--rounds", 1, "--output", output, "--no-memory")
+    assert result.exit_code == 0, result.output
+    report = json.loads(output.read_text(encoding="utf-8"))
+    assert [cell["title"] for cell in report["cells"]] == [
+        f"{c['name']} (float32)" for c in [*ATTENTION, *WHOLE]
+    ]
+    for cell in report["cells"]:
+        assert set(cell["difference"]) == {"eager", "sdpa"}, cell["title"]
+        assert max(cell["difference"].values()) < 1e-5, cell["title"]
+        assert cell["best"] in ("eager", "sdpa")
+        assert all(entry["wall"]["median"] > 0 for entry in cell["ratios"].values())
+    assert report["absent"] == {"flash_attention_2": "runs on CUDA"}
+    assert report["peers"] == {"no_such_peer": "absent"}
+    page = output.with_suffix(".md").read_text(encoding="utf-8")
+    assert "| packed (float32) |" in page
+    assert "flash_attention_2 (runs on CUDA)" in page
+
+
+def test_the_gate_fails_below_a_floor_and_passes_above_it(tmp_path: Path) -> None:
+    high = write_grid(tmp_path / "high.yaml", {"name": "causal", "q_len": 8, "floor": 1e6})
+    result = bench("--grid", high, "--rounds", 1, "--gate")
+    assert result.exit_code == 1
+    assert "below its floor: causal (float32)" in result.output
+    low = write_grid(tmp_path / "low.yaml", {"name": "causal", "q_len": 8, "floor": 1e-6})
+    output = tmp_path / "out.json"
+    assert bench("--grid", low, "--rounds", 1, "--gate", "--output", output).exit_code == 0
+    (cell,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
+    assert cell["peak_bytes"]["eager"] > cell["peak_bytes"]["sdpa"] > 0
+
+
+def test_a_run_of_some_cells_keeps_the_figures_of_the_others(tmp_path: Path) -> None:
+    grid, output = write_grid(tmp_path / "grid.yaml", *ATTENTION[:2]), tmp_path / "out.json"
+    arguments = ("--grid", grid, "--rounds", 1, "--output", output, "--no-memory")
+    assert bench(*arguments).exit_code == 0
+    before = json.loads(output.read_text(encoding="utf-8"))
+    assert bench(*arguments, "--only", "padded").exit_code == 0
+    after = json.loads(output.read_text(encoding="utf-8"))
+    assert after["cells"][0] == before["cells"][0]
+    assert after["cells"][1]["times"] != before["cells"][1]["times"]
+    # what another version measured is no neighbour
+    after["provenance"]["versions"]["torch"] = "0.1"
+    output.write_text(json.dumps(after), encoding="utf-8")
+    assert bench(*arguments, "--only", "padded").exit_code == 0
+    assert [c["title"] for c in json.loads(output.read_text(encoding="utf-8"))["cells"]] == [
+        "padded (float32)"
+    ]
+
+
+def test_unknown_cells_and_keys_are_named(tmp_path: Path) -> None:
+    grid = write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8})
+    result = bench("--grid", grid, "--only", "nothing")
+    assert result.exit_code == UsageError.exit_code, result.output
+    assert "causal (float32)" in result.output
+    assert bench("--grid", grid, "--only", "(").exit_code == UsageError.exit_code
+    with pytest.raises(UsageError, match=r"'causal'.*kv_length"):
+        read_grid(write_grid(tmp_path / "bad.yaml", {"name": "causal", "q_len": 8, "kv_length": 9}))
+
+
+def test_a_stock_implementation_that_refuses_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def works(cell: Any, device: Any) -> Any:
+        def make(name: str) -> Any:
+            if name == "eager":
+                raise NotImplementedError("not this shape")
+            return lambda: torch.ones(2)
+
+        return make
+
+    monkeypatch.setattr(bench_module, "attention_works", works)
+    grid = read_grid(write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8}))
+    found = bench_module.run_cell(grid.cells[0], ["adaattn", "eager", "sdpa"], grid, 2, CPU, False)
+    assert found["refused"] == {"eager": "not this shape"}
+    assert found["best"] == "sdpa"
+    with pytest.raises(NotImplementedError):  # ours may not refuse
+        bench_module.run_cell(grid.cells[0], ["eager", "sdpa"], grid, 2, CPU, False)
+
+
+def test_the_grid_of_the_package_covers_what_it_promises() -> None:
+    grid = read_grid()
+    titles = [cell.title for cell in grid.cells]
+    assert len(set(titles)) == len(titles)
+    assert all(cell.floor >= 0.97 for cell in grid.cells)
+    assert {cell.model for cell in grid.cells} - {None} <= set(grid.models)
+    for wanted in ("BERT batch", "left-padded", "packed", "causal 8k", "window", "GQA decode 16k", "MQA", "static",
+                   "cross", "tiny", "GPT-2 small", "BERT base", "LLaMA-1B"):  # fmt: skip
+        assert any(wanted in title for title in titles), wanted
+    assert any(cell.gradient for cell in grid.cells)
+    hash(dataclasses.replace(grid.cells[0]))
+
+
+def test_targets_are_judged_by_wall_time(tmp_path: Path) -> None:
+    cells = [{"name": "easy", "q_len": 8, "target": 1e-6}, {"name": "hard", "q_len": 8, "target": 1e6}]
+    output = tmp_path / "out.json"
+    result = bench("--grid", write_grid(tmp_path / "grid.yaml", *cells), "--rounds", 3, "--output", output)
+    assert "reached" in result.output
+    assert "missed" in result.output
+    page = output.with_suffix(".md").read_text(encoding="utf-8")
+    assert "1e-06 reached |" in page
+    assert "1e+06 missed |" in page
+
+
+def test_peak_memory_is_what_is_held_at_a_time() -> None:
+    def work() -> None:
+        for _ in range(3):
+            torch.zeros(1 << 18)  # 1 MiB, freed at once
+
+    assert peak_bytes(work, CPU) == 1 << 20
+
+
+def test_samples_alternate_and_their_spread_is_theirs() -> None:
+    order: list[str] = []
+    times = measure({name: lambda name=name: order.append(name) for name in "ab"}, 4, CPU)  # type: ignore[misc]
+    assert all(len(times[name][clock]) == 4 for name in "ab" for clock in ("wall", "process"))
+    firsts = "".join(name for index, name in enumerate(order) if index == 0 or order[index - 1] != name)
+    assert firsts.endswith("abbaabba".replace("bb", "b").replace("aa", "a"))
+    assert spread([1.0, 2.0, 3.0]) == {"median": 2.0, "quartile_25": 1.5, "quartile_75": 2.5}
+
+
+def test_names_that_cannot_be_measured_here_say_why() -> None:
+    assert missing("flash_attention_3", CPU) == "runs on CUDA"
+    assert missing("eagre", CPU) == "Transformers does not know the name"
+    assert missing("sdpa", CPU) is None
+    assert missing("eager", CPU) is None
