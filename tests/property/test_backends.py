@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from adaattn_hf import reference
-from adaattn_hf.request import AttentionRequest
+from adaattn_hf.request import AttentionRequest, CallSpec
 from adaattn_hf.structure import CallStructure
 
 from ..support.requests import HALF, ON_CPU, bound, generator, leaves, refuses, requests
@@ -186,6 +186,34 @@ def test_a_later_token_changes_no_earlier_output(name: str, request_: AttentionR
     truth = reference.attention(request_).out
     if earlier.any():
         assert float((before - after)[:, earlier].abs().amax()) <= bound(request_, truth)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "native"])
+@EXAMPLES
+@given(request_=requests(extras=False))
+def test_the_shortest_way_is_the_way(name: str, request_: AttentionRequest) -> None:
+    assume(not refuses(name, request_))
+    backend, drawn = ON_CPU[name], request_.structure.settled()
+    plain = CallStructure(
+        drawn.batch, drawn.q_len, drawn.kv_len, drawn.causal and drawn.q_len == drawn.kv_len
+    )
+    for structure in (drawn, plain):
+        request = replace(request_, structure=structure)
+        bare = backend.bare(CallSpec.of(request), structure)
+        if bare is not None:
+            found = bare(request.query, request.key, request.value, request.scaling)
+            assert torch.equal(found, backend.attend(request).out)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "native"])
+def test_plain_calls_have_a_shortest_way(name: str) -> None:
+    if missing := ON_CPU[name].missing():
+        pytest.skip("; ".join(missing))
+    query, key, value = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    for structure in (CallStructure(1, 9, 9, causal=True), CallStructure(1, 9, 9)):
+        spec = CallSpec.of(AttentionRequest(query, key, value, structure, 0.25))
+        assert ON_CPU[name].bare(spec, structure) is not None
+    assert ON_CPU["eager"].bare(spec, structure) is None
 
 
 def test_the_bound_notices_a_key_too_many() -> None:

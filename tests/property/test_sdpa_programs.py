@@ -100,6 +100,40 @@ def test_the_way_of_dropout_computes_the_same(drawn: AttentionRequest, extra: st
     assert float((BACKEND.attend(tiny).out.double() - truth).abs().amax()) <= bound(tiny, truth)
 
 
+PADDED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9, [0] * 7 + [1] * 2]).bool()
+STEPS = {
+    "all keys": CallStructure(3, 1, 9),
+    "the last place": CallStructure(3, 1, 9, causal=True, q_offset=8),
+    "a cache that is not full": CallStructure(3, 1, 9, causal=True, q_offset=torch.tensor(4)),
+    "a window": CallStructure(3, 1, 9, causal=True, q_offset=8, window=4),
+    "padding of many lengths": CallStructure(3, 1, 9, causal=True, q_offset=8, key_padding=PADDED),
+    "padding of few lengths": CallStructure(3, 1, 9, causal=True, q_offset=8, key_padding=PADDED[[1, 1, 0]]),
+    "a row that sees nothing": CallStructure(
+        3, 1, 9, key_padding=PADDED & torch.tensor([[1], [0], [1]]).bool()
+    ),
+    "before the first key": CallStructure(3, 1, 9, causal=True, q_offset=-1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("share", [0.25, 0.9], ids=["rows walked", "rows masked"])
+@pytest.mark.parametrize("case", list(STEPS))
+def test_one_query(
+    case: str, share: float, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "PADDING_SHARE", share)
+    query = torch.randn(3, 2 * groups, 1, 16).to(dtype)
+    # two layouts: keys in a cache of their own, and a slice of a wider one
+    wide = torch.randn(2, 3, 2, 12, 16).to(dtype)
+    for key, value in ((wide[0, :, :, :9], wide[1, :, :, :9]), wide[:, :, :, :9].contiguous()):
+        request = AttentionRequest(query, key, value, STEPS[case].with_changes(), 0.25)
+        truth = reference.attention(request).out
+        found = BACKEND.attend(request).out
+        assert found.shape == (3, 1, 2 * groups, 16)
+        assert float((found.double() - truth).abs().amax()) <= bound(request, truth)
+
+
 LONG = {
     "suffix": CallStructure(2, 13, 29, causal=True, q_offset=16),
     "window": CallStructure(1, 23, 23, causal=True, window=5),
