@@ -13,6 +13,9 @@ SMALL_PAIRS = 1 << 14
 MASKED_PAIRS = 1 << 18
 """Pairs up to which one masked call is weighed against the calls of a program."""
 
+MASKED_PAIRS_CUDA = 1 << 22
+"""The same on CUDA, where a call costs as much as millions of pairs."""
+
 FEW_ROWS = 48
 """Queries up to which a causal run behind a past is one masked call; above, the past and the square are merged."""
 
@@ -46,8 +49,8 @@ KEPT_BYTES = 1 << 28
 CPU_RATE = 6e10
 """Operations per second and thread of the fused CPU kernel."""
 
-CUDA_RATE = 1e14
-"""Operations per second of a CUDA kernel."""
+CUDA_RATE, CUDA_RATE_FP32 = 1e14, 2e13
+"""Operations per second of a CUDA kernel, in half and in single precision."""
 
-CPU_CALL, CUDA_CALL = 25e-6, 4e-5
+CPU_CALL, CUDA_CALL = 25e-6, 6e-5
 """Seconds that one more call costs."""

@@ -194,7 +194,8 @@ def additive(keep: Tensor, target: Target, some_empty: bool) -> tuple[Tensor, Te
 def _masked_is_cheaper(structure: CallStructure, program: Program, target: Target) -> bool:
     """Whether one masked call over everything beats the calls of a program: many short sequences."""
     pairs = structure.batch * structure.q_len * structure.kv_len
-    if len(program.parts) <= 1 or pairs > limits.MASKED_PAIRS:
+    most = limits.MASKED_PAIRS if target.device.type == "cpu" else limits.MASKED_PAIRS_CUDA
+    if len(program.parts) <= 1 or pairs > most:
         return False
     own = sum(p.rows * p.count * p.q_len * p.k_len * (0.5 if p.causal else 1.0) for p in program.parts)
     return (pairs - own) * target.work / target.rate < (len(program.parts) - 1) * target.call

@@ -38,9 +38,9 @@ def attend(request: AttentionRequest) -> AttentionResult:
             few = attend_few(request, structure)
             if few is not None:
                 return AttentionResult(few)
-        if query.shape[2] == 1 and kind == "suffix" and query.is_cuda and value.shape[3] == query.shape[3]:
+        stop = structure.offset() + 1 if query.shape[2] == 1 and kind == "suffix" and query.is_cuda else 0
+        if stop > 0 and value.shape[3] == query.shape[3]:
             # the operator's own kernels split the keys among programs and read grouped heads once
-            stop = min(structure.kv_len, structure.offset() + 1)
             one = request.with_tensors(query, request.key[:, :, :stop], request.value[:, :, :stop])
             return AttentionResult(plain_call(one, False).transpose(1, 2))
         if (kind == "causal" or kind == "full") and value.shape[3] == query.shape[3]:
@@ -156,7 +156,10 @@ def _target(request: AttentionRequest, kernel: Kernel, grad: bool) -> Target:
     heads = query.shape[1]
     work = 2 * heads * (query.shape[3] + request.value.shape[3])
     cpu = query.device.type == "cpu"
-    rate = limits.CPU_RATE * torch.get_num_threads() if cpu else limits.CUDA_RATE
+    if cpu:
+        rate = limits.CPU_RATE * torch.get_num_threads()
+    else:
+        rate = limits.CUDA_RATE if request.query.dtype.itemsize < 4 else limits.CUDA_RATE_FP32
     if isinstance(kernel, MathKernel):
         step = max(
             16,

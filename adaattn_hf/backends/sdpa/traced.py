@@ -33,13 +33,15 @@ def plain_call(request: AttentionRequest, causal: bool) -> Tensor:
     )
 
 
-def bare_call(causal: bool, grouped: bool) -> BareCall:
-    """`plain_call` for a known kind, without a request around it."""
+def bare_call(causal: bool, grouped: bool, stop: int | None = None) -> BareCall:
+    """`plain_call` for a known kind, without a request around it; of the keys those before `stop`."""
     operator = F.scaled_dot_product_attention
     if grouped:
         operator = functools.partial(operator, enable_gqa=True)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        if stop is not None:
+            key, value = key[:, :, :stop], value[:, :, :stop]
         return operator(query, key, value, None, 0.0, causal, scale=scaling).transpose(1, 2)
 
     return attend
