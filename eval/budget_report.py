@@ -1,15 +1,22 @@
-"""What a loss budget buys, as tables from a study: `python -m adaattn_hf.eval.budget_report IN.json OUT.md`."""
+"""What a loss budget buys, as tables from a study: `python -m adaattn_hf.eval.budget_report DIRECTORY TARGET.json`.
+
+Merges the files that `budget_study`, `budget_curve`, `budget_speed` and `budget_peers` wrote into one JSON, and
+writes the page beside it. Every number of the page is in the JSON, or a quotient of two that are.
+"""
 
 from __future__ import annotations
 
 import json
-import os
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+PARTS = ("prices", "curve", "speed", "peers")
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
@@ -22,73 +29,219 @@ def _loss(value: float) -> str:
     return f"{value:.2e}"
 
 
-def markdown(study: dict[str, Any]) -> str:
-    """Returns the report of a study.
+def merge(directory: Path) -> dict[str, Any]:
+    """Returns a study from its directory: `seeds/*.json` and whichever of `prices`, `curve`, `speed`, `peers` is there.
 
-    Args:
-        study: `provenance` (words), `lengths`, `curve`, `uniform`, `seeds`, `speed` as the study wrote them.
+    Raises:
+        FileNotFoundError: If no seed was measured.
     """
-    lengths = [str(length) for length in study["lengths"]]
+    files = sorted((directory / "seeds").glob("seed-*.json"))
+    if not files:
+        raise FileNotFoundError(
+            f"{directory / 'seeds'} has no seed-*.json; make them with budget_study seeds"
+        )
+    study: dict[str, Any] = {"seeds": [json.loads(path.read_text(encoding="utf-8")) for path in files]}
+    for part in PARTS:
+        path = directory / f"{part}.json"
+        if path.is_file():
+            study[part] = json.loads(path.read_text(encoding="utf-8"))
+    return study
+
+
+def _verified(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [entry["verified"] for entry in record["report"]["history"] if "verified" in entry]
+
+
+def _percent(budget: float) -> str:
+    import math
+
+    return f"{100 * math.expm1(budget):.3g} %"
+
+
+def _short(study: dict[str, Any]) -> list[str]:
+    """What the seeds show, counted."""
+    lines = []
+    for budget in sorted({record["budget"] for record in study["seeds"]}):
+        mine = [record for record in study["seeds"] if record["budget"] == budget]
+        met = [record for record in mine if record["met"]]
+        tries = [len(_verified(record)) for record in met]
+        verdicts = [verdict for record in met for verdict in record["report"]["verdicts"]]
+        gaps = [verdict["predicted_kl"] / verdict["kl"] for verdict in verdicts]
+        worst = [v["predicted_kl"] / v["kl"] for v in (_verified(record)[-1] for record in met)]
+        ratios = ", ".join(
+            f"{statistics.median(record['ratio'][n] for record in met):.2f} at {n}" for n in mine[0]["ratio"]
+        )
+        lines.append(
+            f"* {_percent(budget)}: {len(met)} of {len(mine)} seeds met the budget on text of a source that calibration "
+            f"never saw, {sum(count == 1 for count in tries)} of them at the first try; the largest upper bound is "
+            f"{_loss(max(v['upper'] for v in verdicts))} of {_loss(budget)} nats/token; predicted over measured KL at the "
+            f"length that decides {min(worst):.2f} to {max(worst):.2f}, over all lengths {min(gaps):.2f} to "
+            f"{max(gaps):.2f} with median {statistics.median(gaps):.2f}; attention {ratios} times as fast as exact, "
+            "by the price table, in the median."
+        )
+    return [*lines, ""]
+
+
+def _made(study: dict[str, Any]) -> list[str]:
+    """Where the numbers come from."""
+    first = study["seeds"][0]
+    settings, made = first["settings"], first["provenance"]
+    lines = [
+        f"* model: {settings['model']} in {settings['dtype']}; lengths {settings['lengths']}",
+        f"* calibration text: {', '.join(settings['data'])}; held-out text: {', '.join(settings['verify_data'])}",
+        f"* losses: measured on {made['device']} (torch {made['versions']['torch']}, "
+        f"transformers {made['versions']['transformers']})",
+        f"* seeds: {settings['sequences']} sequences per length for risks, {settings['rows']} rows, "
+        f"{settings['labels']} labels, {settings['joint']} sequences to re-scale, {settings['held_out']} held-out "
+        f"sequences per length and try; {statistics.median(sum(r['seconds'].values()) for r in study['seeds']):.0f} "
+        "seconds per seed in the median",
+    ]
+    if "prices" in study:
+        lines.append(
+            f"* prices: {study['prices']['machine']}; times exact = this package's own exact attention"
+        )
+    return [*lines, ""]
+
+
+def _row(entry: dict[str, Any], name: str, lengths: Sequence[str]) -> list[str]:
+    cells = [name]
+    for place, length in enumerate(lengths):
+        test = entry["test"][length]
+        cells += [_loss(entry["predicted"][place]), _loss(test["kl"]), f"{test['ratio']:.2f}"]
+    return cells
+
+
+def _equal_loss(curve: dict[str, Any], lengths: Sequence[str]) -> list[list[str]]:
+    """Each uniform choice beside the fastest plan of at most its measured KL, per length."""
+    rows = []
+    for uniform in curve["uniform"]:
+        cells = [uniform["choice"]]
+        for length in lengths:
+            test = uniform["test"][length]
+            plans = [e["test"][length] for e in curve["curve"] if e["test"][length]["kl"] <= test["kl"]]
+            best = max((plan["ratio"] for plan in plans), default=1.0)
+            cells += [_loss(test["kl"]), f"{test['ratio']:.2f}", f"{best:.2f}"]
+        rows.append(cells)
+    return rows
+
+
+def _curve(curve: dict[str, Any]) -> list[str]:
+    lengths = [str(length) for length in curve["settings"]["lengths"]]
+    settings = curve["settings"]
+    head = ["plan"] + [
+        f"{what}, {n}" for n in lengths for what in ("predicted KL", "measured KL", "times exact")
+    ]
+    equal = ["choice"] + [
+        f"{what}, {n}" for n in lengths for what in ("measured KL", "uniform", "plan of no larger KL")
+    ]
+    return [
+        "## Per head: loss against speed",
+        "",
+        f"One calibration ({settings['sequences']} sequences per length, {settings['rows']} rows, {settings['labels']} "
+        f"labels); the budget is the sum of risks allowed per length, not re-scaled; {settings['held_out']} held-out "
+        "sequences per length.",
+        "",
+        *_table(head, [_row(e, f"{e['family']}, {e['budget']:g}", lengths) for e in curve["curve"]]),
+        "## Uniform: the same choice for every head",
+        "",
+        *_table(head, [_row(e, e["choice"], lengths) for e in curve["uniform"]]),
+        "## At equal loss: times as fast as exact attention",
+        "",
+        *_table(equal, _equal_loss(curve, lengths)),
+    ]
+
+
+def _seeds(study: dict[str, Any]) -> list[str]:
+    lengths = [str(length) for length in study["seeds"][0]["settings"]["lengths"]]
+    rows = []
+    for record in study["seeds"]:
+        verified = _verified(record)
+        cells = [
+            _percent(record["budget"]),
+            str(record["seed"]),
+            "yes" if record["met"] else "no",
+            str(len(verified)),
+        ]
+        for verdict in record["report"]["verdicts"]:
+            gap = verdict["predicted_kl"] / verdict["kl"]
+            cells += [_loss(verdict[name]) for name in ("delta_nll", "upper", "kl")]
+            cells += [f"{gap:.2f}", f"{verdict['top1']:.2%}"]
+        rows.append(cells + [f"{record['ratio'][n]:.2f}" for n in lengths])
+    head = ["budget", "seed", "met", "tries"]
+    head += [f"{what}, {n}" for n in lengths for what in ("Δnll", "upper", "KL", "predicted/KL", "top-1")]
+    return [
+        "## Verified on text of another source",
+        "",
+        "Each seed draws its own text; the bound is one-sided, its level divided by the tries that were allowed.",
+        "",
+        *_table(head + [f"times exact, {n}" for n in lengths], rows),
+    ]
+
+
+def _speed(speed: dict[str, Any]) -> list[str]:
+    lines = [
+        "## Measured speed",
+        "",
+        f"{speed['provenance']['cpu']}, {speed['provenance']['threads']} thread(s), CPU time; stock is Transformers' sdpa "
+        "with the same weights.",
+        "",
+    ]
+    for level, title in (("attention", "attention of all layers"), ("model", "the whole model, one prefill")):
+        rows = []
+        for length, arms in speed.get(level, {}).items():
+            stock, exact = arms["stock sdpa"]["seconds"], arms["exact"]["seconds"]
+            for name, arm in arms.items():
+                kl = _loss(arm["kl"]) if "kl" in arm else ""
+                seconds = arm["seconds"]
+                rows.append(
+                    [length, name, f"{seconds:.2f}", f"{stock / seconds:.2f}", f"{exact / seconds:.2f}", kl]
+                )
+        head = ["length", title, "seconds", "times stock", "times our exact", "KL on this text"]
+        lines += _table(head, rows)
+    return lines
+
+
+def _peers(peers: dict[str, Any]) -> list[str]:
+    lines = ["## Beside other libraries", "", *peers["words"], ""]
+    if peers.get("rows"):
+        head = list(peers["rows"][0])
+        rows = [
+            [row[k] if isinstance(row[k], str) else f"{row[k]:.3g}" for k in head] for row in peers["rows"]
+        ]
+        lines += _table(head, rows)
+    return lines
+
+
+def markdown(study: dict[str, Any]) -> str:
+    """Returns the page of a study; see `merge`."""
     lines = [
         "# What a loss budget buys",
         "",
         "Generated by `eval/budget_report.py`; losses in nats/token.",
         "",
     ]
-    lines += [f"* {name}: {text}" for name, text in study["provenance"].items()] + [""]
-
-    def row(entry: dict[str, Any], name: str) -> list[str]:
-        cells = [name]
-        for place, length in enumerate(lengths):
-            test = entry["test"][length]
-            cells += [_loss(entry["predicted"][place]), _loss(test["kl"]), f"{test['ratio']:.2f}"]
-        return cells
-
-    head = ["plan"] + [
-        f"{what}, {n}" for n in lengths for what in ("predicted KL", "measured KL", "times exact")
-    ]
-    lines += ["## Per head: loss against speed", ""]
-    lines += _table(head, [row(e, f"{e['family']}, {e['budget']:g}") for e in study["curve"]])
-    lines += ["## Uniform: the same choice for every head", ""]
-    lines += _table(head, [row(e, e["choice"]) for e in study["uniform"]])
-    lines += [
-        "## Verified on text of another source",
-        "",
-        "Each seed draws its own text; the bound is one-sided, its level divided by the tries.",
-        "",
-    ]
-    rows = []
-    for entry in study["seeds"]:
-        verified = [h["verified"] for h in entry["report"]["history"] if "verified" in h][-1]
-        rows.append(
-            [
-                f"{entry['budget']:.2e}",
-                str(entry["seed"]),
-                "yes" if entry["met"] else "no",
-                str(verified["tries"]),
-            ]
-            + [_loss(verified[name]) for name in ("delta_nll", "upper", "kl")]
-            + [f"{verified['predicted_kl'] / verified['kl']:.2f}", f"{verified['top1']:.2%}"]
-            + [f"{entry['ratio'][n]:.2f}" for n in lengths]
-        )
-    head = ["budget", "seed", "met", "tries", "Δnll", "upper", "KL", "predicted/KL", "top-1"]
-    lines += _table(head + [f"times exact, {n}" for n in lengths], rows)
-    lines += ["## Attention of all layers, timed", ""]
-    rows = []
-    for length, entry in study["speed"].items():
-        for name, plan in entry.items():
-            if isinstance(plan, dict):
-                rows.append([length, name, f"{plan['times_exact']:.2f}", f"{plan['times_sdpa']:.2f}"])
-    lines += _table(["length", "plan", "times our exact attention", "times stock sdpa"], rows)
+    lines += _made(study) + _short(study)
+    for part, section in (("curve", _curve), ("speed", _speed), ("peers", _peers)):
+        if part == "speed":
+            lines += _seeds(study)
+        if part in study:
+            lines += section(study[part])
     return "\n".join(lines)
 
 
-def main(source: Path, target: Path) -> None:
-    """Writes the report of a study's JSON."""
-    text = markdown(json.loads(source.read_text(encoding="utf-8")))
-    fresh = target.with_name(f".{target.name}.{os.getpid()}")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, target)
+def write_page(source: Path, target: Path) -> None:
+    """Writes the page of a study's JSON."""
+    from adaattn_hf.calibration_state import write_atomically
+
+    write_atomically(target, markdown(json.loads(source.read_text(encoding="utf-8"))).encode())
+
+
+def main(directory: Path, target: Path) -> None:
+    """Merges a study into `target` and writes the page beside it."""
+    from adaattn_hf.eval.budget_study import write
+
+    write(target, merge(directory))
+    write_page(target, target.with_suffix(".md"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaattn_hf.calibrate import CalibrationSettings
 from adaattn_hf.eval.ablate import ARMS, ablate_model, terminal_table
-from adaattn_hf.eval.budget_report import main as write_report
+from adaattn_hf.eval.budget_report import write_page
 from adaattn_hf.eval.retrieval import measure
 from adaattn_hf.policy.prices import Price, PriceTable
 
@@ -83,7 +83,7 @@ def test_retrieval_without_a_plan_is_exact_attention(model: LlamaForCausalLM, te
 
 def test_the_committed_report_is_the_one_of_its_json(tmp_path: Path, checkout: Path) -> None:
     source = checkout / "docs" / "results" / "budget.json"
-    write_report(source, tmp_path / "budget.md")
+    write_page(source, tmp_path / "budget.md")
     text = (tmp_path / "budget.md").read_text(encoding="utf-8")
     assert text == (checkout / "docs" / "results" / "budget.md").read_text(encoding="utf-8")
     study = json.loads(source.read_text(encoding="utf-8"))
