@@ -7,6 +7,7 @@ writes the page beside it. Every number of the page is in the JSON, or a quotien
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -53,8 +54,6 @@ def _verified(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _percent(budget: float) -> str:
-    import math
-
     return f"{100 * math.expm1(budget):.3g} %"
 
 
@@ -72,10 +71,10 @@ def _short(study: dict[str, Any]) -> list[str]:
             f"{statistics.median(record['ratio'][n] for record in met):.2f} at {n}" for n in mine[0]["ratio"]
         )
         lines.append(
-            f"* {_percent(budget)}: {len(met)} of {len(mine)} seeds met the budget on text of a source that calibration "
-            f"never saw, {sum(count == 1 for count in tries)} of them at the first try; the largest upper bound is "
-            f"{_loss(max(v['upper'] for v in verdicts))} of {_loss(budget)} nats/token; predicted over measured KL at the "
-            f"length that decides {min(worst):.2f} to {max(worst):.2f}, over all lengths {min(gaps):.2f} to "
+            f"* {_percent(budget)}: {len(met)} of {len(mine)} seeds met the budget on text of a source that calibration"
+            f" never saw, {sum(count == 1 for count in tries)} of them at the first try; the largest upper bound is "
+            f"{_loss(max(v['upper'] for v in verdicts))} of {_loss(budget)} nats/token; predicted over measured KL"
+            f" at the length that decides {min(worst):.2f} to {max(worst):.2f}, over all lengths {min(gaps):.2f} to "
             f"{max(gaps):.2f} with median {statistics.median(gaps):.2f}; attention {ratios} times as fast as exact, "
             "by the price table, in the median."
         )
@@ -111,15 +110,31 @@ def _row(entry: dict[str, Any], name: str, lengths: Sequence[str]) -> list[str]:
     return cells
 
 
+def _at_loss(points: Sequence[tuple[float, float]], kl: float) -> float:
+    """Ratio of the best plans `(kl, ratio)` at a loss: between two of them linear in log KL, never beyond the last."""
+    front: list[tuple[float, float]] = []
+    for point in sorted(p for p in points if p[0] > 0.0):
+        if not front or point[1] > front[-1][1]:
+            front.append(point)
+    below = max((p for p in front if p[0] <= kl), default=None)
+    above = min((p for p in front if p[0] > kl), default=None)
+    if below is None:
+        return 1.0
+    if above is None:
+        return below[1]
+    share = math.log(kl / below[0]) / math.log(above[0] / below[0])
+    return below[1] + share * (above[1] - below[1])
+
+
 def _equal_loss(curve: dict[str, Any], lengths: Sequence[str]) -> list[list[str]]:
-    """Each uniform choice beside the fastest plan of at most its measured KL, per length."""
+    """Each uniform choice beside the curve of all plans at its measured KL, per length."""
     rows = []
     for uniform in curve["uniform"]:
         cells = [uniform["choice"]]
         for length in lengths:
             test = uniform["test"][length]
-            plans = [e["test"][length] for e in curve["curve"] if e["test"][length]["kl"] <= test["kl"]]
-            best = max((plan["ratio"] for plan in plans), default=1.0)
+            points = [(e["test"][length]["kl"], e["test"][length]["ratio"]) for e in curve["curve"]]
+            best = _at_loss(points, test["kl"])
             cells += [_loss(test["kl"]), f"{test['ratio']:.2f}", f"{best:.2f}"]
         rows.append(cells)
     return rows
@@ -131,9 +146,7 @@ def _curve(curve: dict[str, Any]) -> list[str]:
     head = ["plan"] + [
         f"{what}, {n}" for n in lengths for what in ("predicted KL", "measured KL", "times exact")
     ]
-    equal = ["choice"] + [
-        f"{what}, {n}" for n in lengths for what in ("measured KL", "uniform", "plan of no larger KL")
-    ]
+    equal = ["choice"] + [f"{what}, {n}" for n in lengths for what in ("measured KL", "uniform", "per head")]
     return [
         "## Per head: loss against speed",
         "",
@@ -146,6 +159,8 @@ def _curve(curve: dict[str, Any]) -> list[str]:
         "",
         *_table(head, [_row(e, e["choice"], lengths) for e in curve["uniform"]]),
         "## At equal loss: times as fast as exact attention",
+        "",
+        "Per head: between the two best plans of the nearest KL, linear in its logarithm; beyond the last, that one.",
         "",
         *_table(equal, _equal_loss(curve, lengths)),
     ]
@@ -182,8 +197,8 @@ def _speed(speed: dict[str, Any]) -> list[str]:
     lines = [
         "## Measured speed",
         "",
-        f"{speed['provenance']['cpu']}, {speed['provenance']['threads']} thread(s), CPU time; stock is Transformers' sdpa "
-        "with the same weights.",
+        f"{speed['provenance']['cpu']}, {speed['provenance']['threads']} thread(s), CPU time; stock is Transformers' "
+        "sdpa with the same weights.",
         "",
     ]
     for level, title in (("attention", "attention of all layers"), ("model", "the whole model, one prefill")):
