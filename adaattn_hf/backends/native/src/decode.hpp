@@ -64,7 +64,7 @@ template <int KD> struct Wide {
   typedef F32 T;
   typedef typename KeyType<KD>::type elem;
   static constexpr int64_t CHUNK = W;
-  static constexpr bool SCALED = KD == ADA_I8;
+  static constexpr bool SCALED = KD == ADA_I8, INTEGERS = false;
 
   template <int R>
   static void scores(const float *q, int64_t ldq, const float *, const elem *k, int64_t ldk, int64_t n, int64_t dim,
@@ -151,7 +151,7 @@ struct Pairs {
   typedef BF16 T;
   typedef uint16_t elem;
   static constexpr int64_t CHUNK = 32;
-  static constexpr bool SCALED = false;
+  static constexpr bool SCALED = false, INTEGERS = false;
 
   ADA_INLINE __mmask32 mask_of(int64_t n) { return (__mmask32)((1ull << n) - 1); }
 
@@ -235,9 +235,136 @@ struct Pairs {
 };
 #endif
 
+#ifdef ADA_HAS_BF16
+// int8 keys and values against queries and weights in 16-bit integers: two products per lane and instruction, summed
+// exactly. A row's scale makes its largest element LARGEST, so that no sum of ADA_KEYS products overflows.
+struct Words {
+  struct T {
+    typedef int16_t elem;
+    static constexpr int STEP = 2;
+    static constexpr int EXP_DEGREE = 5;
+  };
+  typedef int8_t elem;
+  static constexpr int64_t CHUNK = 32;
+  static constexpr int64_t DIM = ADA_KEYS;  // largest head
+  static constexpr bool SCALED = true, INTEGERS = true;
+  static constexpr float LARGEST = 21845.0f;  // 128 * 21845 * 768 < 2^31
+
+  ADA_INLINE __m512i widen(__mmask32 m, const elem *p) { return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(m, p)); }
+  ADA_INLINE __mmask32 mask_of(int64_t n) { return (__mmask32)((1ull << n) - 1); }
+
+  ADA_INLINE vf magnitude(const float *x) { return (vf)_mm512_abs_ps((__m512)load(x)); }
+  ADA_INLINE void put(int16_t *to, const float *x, vf f) {
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)(load(x) * f))));
+  }
+  // Elements of a query (n is a multiple of W) and of weights in some panels as integers; both return their unit.
+  static float round(int16_t *to, const float *x, int64_t n) {
+    vf top = vf{};
+    for (int64_t i = 0; i < n; i += W) top = vmax(top, magnitude(x + i));
+    const float peak = hmax(top);
+    for (int64_t i = 0; i < n; i += W) put(to + i, x + i, splat(peak > 0 ? LARGEST / peak : 0.0f));
+    return peak * (1.0f / LARGEST);
+  }
+  static float round(int16_t *to, const float *x, uint64_t panels) {
+    vf top = vf{};
+    int64_t c0, c1;
+    for (uint64_t bits = panels; next_run(bits, c0, c1);)
+      for (int64_t i = c0; i < c1; i += W) top = vmax(top, magnitude(x + i));
+    const float peak = hmax(top);
+    const vf f = splat(peak > 0 ? LARGEST / peak : 0.0f);
+    for (uint64_t bits = panels; next_run(bits, c0, c1);)
+      for (int64_t i = c0; i < c1; i += W) put(to + i, x + i, f);
+    return peak * (1.0f / LARGEST);
+  }
+
+  template <int R>
+  static void scores(const int16_t *q, int64_t ldq, const float *scale, const elem *k, int64_t ldk, int64_t n,
+                     int64_t dim, float *s) {
+    constexpr int KB = 16 / R;
+    const int64_t whole = dim / 32 * 32;
+    const __mmask32 rest = mask_of(dim - whole);
+    float factors[16];
+    for (int i = 0; i < 16; ++i) factors[i] = scale[i / KB];
+    const vf factor = load(factors);
+    for (int64_t j = 0; j < n; j += KB) {
+      __m512i acc[16];
+      const elem *row[KB];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_si512();
+#pragma GCC unroll 16
+      for (int b = 0; b < KB; ++b) row[b] = k + lesser(j + b, n - 1) * ldk;
+      for (int64_t d = 0; d < dim; d += 32) {
+        const __mmask32 m = d < whole ? ~(__mmask32)0 : rest;
+        __m512i qv[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) qv[r] = _mm512_loadu_si512(q + r * ldq + d);
+#pragma GCC unroll 16
+        for (int b = 0; b < KB; ++b) {
+          const __m512i kv = widen(m, row[b] + d);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) acc[r * KB + b] = _mm512_dpwssd_epi32(acc[r * KB + b], qv[r], kv);
+        }
+      }
+      scatter<R>(s + j, (__m512)((vf)_mm512_cvtepi32_ps(lanes_sum(acc)) * factor));
+    }
+  }
+
+  // As in `Pairs`: two keys are interleaved within 128-bit lanes, and put in order again at the end.
+  template <int R, int NC>
+  ADA_INLINE void columns(const int16_t *p, const float *scale, const elem *v, int64_t ldv, int64_t n, int64_t count,
+                          float *o, int64_t ldo, const float *alpha) {
+    const __mmask32 m = mask_of(lesser(count, (int64_t)32));
+    __m512i acc[R][2 * NC];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * NC; ++c) acc[r][c] = _mm512_setzero_si512();
+    for (int64_t j = 0; j < n; j += 2) {
+      const elem *x = v + j * ldv, *y = j + 1 < n ? x + ldv : x;  // the weight of a repeated key is 0
+#pragma GCC unroll 2
+      for (int c = 0; c < NC; ++c) {
+        const __m512i a = widen(m, x + 32 * c), b = widen(m, y + 32 * c);
+        const __m512i lo = _mm512_unpacklo_epi16(a, b), hi = _mm512_unpackhi_epi16(a, b);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          int32_t pair;
+          memcpy(&pair, p + r * LDP + j, 4);
+          const __m512i pv = _mm512_set1_epi32(pair);
+          acc[r][2 * c] = _mm512_dpwssd_epi32(acc[r][2 * c], pv, lo);
+          acc[r][2 * c + 1] = _mm512_dpwssd_epi32(acc[r][2 * c + 1], pv, hi);
+        }
+      }
+    }
+    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < NC; ++c) {
+        float *y = o + r * ldo + 32 * c;
+        const vf f = splat(scale[r]), keep = splat(alpha[r]);
+        const __m512i lo = _mm512_permutex2var_epi32(acc[r][2 * c], first, acc[r][2 * c + 1]);
+        const __m512i hi = _mm512_permutex2var_epi32(acc[r][2 * c], second, acc[r][2 * c + 1]);
+        store(y, load(y) * keep + (vf)_mm512_cvtepi32_ps(lo) * f);
+        store(y + W, load(y + W) * keep + (vf)_mm512_cvtepi32_ps(hi) * f);
+      }
+  }
+
+  template <int R>
+  static void values(const int16_t *p, const float *scale, const elem *v, int64_t ldv, int64_t n, int64_t dim, float *o,
+                     int64_t ldo, const float *alpha) {
+    int64_t d = 0;
+    for (; d + 64 <= dim; d += 64) columns<R, 2>(p, scale, v + d, ldv, n, 64, o + d, ldo, alpha);
+    for (; d < dim; d += 32) columns<R, 1>(p, scale, v + d, ldv, n, dim - d, o + d, ldo, alpha);
+  }
+};
+static_assert(128ll * (int64_t)Words::LARGEST * ADA_KEYS < INT32_MAX, "sums of a tile fit into 32 bits");
+#endif
+
 template <class P> struct Few {  // working memory of one part
   typename P::T::elem *q, *p;
   float *s, *o, *m, *l, *alpha;
+  float *q_scale, *p_scale;  // of integer queries and weights
   Row *rows;
 };
 
@@ -252,6 +379,8 @@ template <class P> static int64_t few_layout(Few<P> &w, char *base, int64_t dim,
   w.m = (float *)take(at, FEW * 4);
   w.l = (float *)take(at, FEW * 4);
   w.alpha = (float *)take(at, FEW * 4);
+  w.q_scale = (float *)take(at, FEW * 4);
+  w.p_scale = (float *)take(at, FEW * 4);
   w.rows = (Row *)take(at, FEW * (int64_t)sizeof(Row));
   return at - base;
 }
@@ -284,8 +413,13 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
     visible(a, u, row.i, row);
     if (row.lo < row.hi) lo = lesser(lo, row.lo), hi = greater(hi, row.hi);
     sink = greater(sink, row.sink);
-    convert_row<T>(w.q + r * ldq, a.q, a.q_dtype, u.row * a.qs[0] + row.head * a.qs[1] + (u.q0 + row.i) * a.qs[2],
-                   a.qs[3], a.dim, ldq);
+    const int64_t at = u.row * a.qs[0] + row.head * a.qs[1] + (u.q0 + row.i) * a.qs[2];
+    if constexpr (P::INTEGERS) {
+      convert_row<F32>(w.s, a.q, a.q_dtype, at, a.qs[3], a.dim, ldq);
+      w.q_scale[r] = P::round(w.q + r * ldq, w.s, ldq);
+    } else {
+      convert_row<T>(w.q + r * ldq, a.q, a.q_dtype, at, a.qs[3], a.dim, ldq);
+    }
     w.m[r] = -INFINITY;
     w.l[r] = 0;
   }
@@ -294,6 +428,7 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
     memset(w.q + r * ldq, 0, (size_t)ldq * sizeof(*w.q));
     memset(w.p + r * ldp, 0, (size_t)KEYS * sizeof(*w.p));
     w.alpha[r] = 1;
+    w.q_scale[r] = w.p_scale[r] = 0;
   }
   memset(w.o, 0, (size_t)(lesser(round_up(n, 4), FEW) * ldo) * 4);
   const elem *kb = (const elem *)a.k + u.row * a.ks[0] + u.head * a.ks[1] + u.k0 * a.ks[2];
@@ -319,7 +454,8 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
     for (uint64_t bits = panels; next_run(bits, c0, c1);) {
       const int64_t keys = lesser(c1, t1 - t0) - c0;
 #define ADA_SCORES(R) \
-  P::template scores<R>(w.q + r * ldq, ldq, nullptr, kb + (t0 + c0) * a.ks[2], a.ks[2], keys, a.dim, w.s + r * LDS + c0)
+  P::template scores<R>(w.q + r * ldq, ldq, w.q_scale + r, kb + (t0 + c0) * a.ks[2], a.ks[2], keys, a.dim, \
+                        w.s + r * LDS + c0)
       ADA_GROUPS(n, ADA_SCORES)
     }
     for (int64_t r = 0; r < n; ++r) {
@@ -333,7 +469,8 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
         if (special) adjust(a, u, w.rows[r], s, c0, lesser(c1, t1 - t0), t0);
         if (t0 + c0 < w.rows[r].lo || t0 + c1 > w.rows[r].hi) hide(w.rows[r], s, c0, c1, t0);
       }
-      softmax_row<T>(s, w.p + r * ldp, panels, c, w.m[r], w.l[r], w.alpha[r]);
+      if constexpr (P::INTEGERS) softmax_row<F32>(s, s, panels, c, w.m[r], w.l[r], w.alpha[r]);
+      else softmax_row<T>(s, w.p + r * ldp, panels, c, w.m[r], w.l[r], w.alpha[r]);
       if constexpr (P::SCALED) {
         const float *f = a.v_scale + u.row * a.vss[0] + u.head * a.vss[1] + (u.k0 + t0) * a.vss[2];
         for (uint64_t bits = panels; next_run(bits, c0, c1);) {
@@ -341,13 +478,14 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
           for (int64_t j = c0; j < stop; ++j) s[j] *= f[j * a.vss[2]];
         }
       }
+      if constexpr (P::INTEGERS) w.p_scale[r] = P::round(w.p + r * ldp, s, panels);
     }
     if (!a.out) continue;
     for (uint64_t bits = panels; next_run(bits, c0, c1);) {
       const int64_t keys = lesser(c1, t1 - t0) - c0;
 #define ADA_VALUES(R)                                                                                               \
-  P::template values<R>(w.p + r * ldp + c0, nullptr, vb + (t0 + c0) * a.vs[2], a.vs[2], keys, a.dim_v, w.o + r * ldo, \
-                        ldo, w.alpha + r)
+  P::template values<R>(w.p + r * ldp + c0, w.p_scale + r, vb + (t0 + c0) * a.vs[2], a.vs[2], keys, a.dim_v,         \
+                        w.o + r * ldo, ldo, w.alpha + r)
       ADA_GROUPS(n, ADA_VALUES)
       for (int64_t r = 0; r < n; ++r) w.alpha[r] = 1;
     }

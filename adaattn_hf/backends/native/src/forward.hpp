@@ -181,49 +181,73 @@ ADA_INLINE vf largest(const float *s, uint64_t panels) {
   return vmax(x, y);
 }
 
+// Weights of 2 * W columns from i on, and what they add to the row's sum (and, int8, to its peak).
+template <class T>
+ADA_INLINE void soften(float *s, typename T::elem *p, int64_t i, vf cc, vf mm, const float *value_scale, vf &sum0,
+                       vf &sum1, vf &top) {
+  vf x = exp2_neg<T::EXP_DEGREE>(load(s + i) * cc - mm);
+  vf y = exp2_neg<T::EXP_DEGREE>(load(s + i + W) * cc - mm);
+  sum0 += x;
+  sum1 += y;
+  if constexpr (T::STEP == 4) {
+    x *= load(value_scale + i);
+    y *= load(value_scale + i + W);
+    top = vmax(top, vmax(x, y));
+    store(s + i, x);
+    store(s + i + W, y);
+  } else {
+    store_p(T{}, p + i, x, y);
+  }
+}
+
 // The same for W rows at a time, whose reductions then share one tree and one exponential. Rows from `n` on are absent;
 // `m`, `l` and `alpha` have room for W. Value scales and `factor` belong to int8 alone.
 template <class T>
 ADA_INLINE void softmax_rows(float *s, typename T::elem *p, int64_t ldp, const uint64_t *panels, int64_t n, float c,
                              const float *value_scale, float *m, float *l, float *alpha, float *factor) {
   (void)value_scale, (void)factor;
-  vf part[W];
-  for (int64_t r = 0; r < W; ++r) part[r] = r < n ? largest(s + r * LDS, panels[r]) : splat(-INFINITY);
-  const vf before = load(m), next = vmax(before, lanes_max(part) * splat(c));  // c >= 0
-  const vf base = next > splat(-INFINITY) ? next : vf{};                       // a row that has seen nothing yet
-  const vf f = exp2_neg<5>(before - base);
-  store(m, next);
-  store(alpha, f);
-  float start[W];
-  store(start, base);
-  const vf cc = splat(c);
-  vf peak[W];
+  // While a row is exponentiated, the maximum of the row after next is found: comparing and multiplying use different
+  // units, and a row comes into the cache once.
+  vf part[W], peak[W];
+  float next[W + 2], start[W + 2];
+  const vf before = load(m), cc = splat(c);
+  const auto settle = [&](int64_t r, vf top) {
+    next[r] = greater(m[r], hmax(top) * c);  // c >= 0
+    start[r] = next[r] > -INFINITY ? next[r] : 0.0f;  // a row that has seen nothing yet
+  };
+  for (int64_t r = 0; r < 2 && r < n; ++r) settle(r, largest(s + r * LDS, panels[r]));
   for (int64_t r = 0; r < W; ++r) {
     part[r] = peak[r] = vf{};
-    if (r >= n) continue;
+    if (r >= n) {
+      next[r] = -INFINITY, start[r] = 0;
+      continue;
+    }
     int64_t c0, c1;
-    vf x0 = vf{}, y0 = vf{}, top = vf{};
+    vf x0 = vf{}, y0 = vf{}, top = vf{}, top0 = splat(-INFINITY), top1 = top0;
     const vf mm = splat(start[r]);
     float *sr = s + r * LDS;
-    for (uint64_t bits = panels[r]; next_run(bits, c0, c1);)
-      for (int64_t i = c0; i < c1; i += 2 * W) {
-        vf x = exp2_neg<T::EXP_DEGREE>(load(sr + i) * cc - mm);
-        vf y = exp2_neg<T::EXP_DEGREE>(load(sr + i + W) * cc - mm);
-        x0 += x;
-        y0 += y;
-        if constexpr (T::STEP == 4) {
-          x *= load(value_scale + i);
-          y *= load(value_scale + i + W);
-          top = vmax(top, vmax(x, y));
-          store(sr + i, x);
-          store(sr + i + W, y);
-        } else {
-          store_p(T{}, p + r * ldp + i, x, y);
+    const bool ahead = r + 2 < n && r + 2 < W;
+    if (ahead && panels[r + 2] == panels[r]) {
+      const float *sn = sr + 2 * LDS;
+      for (uint64_t bits = panels[r]; next_run(bits, c0, c1);)
+        for (int64_t i = c0; i < c1; i += 2 * W) {
+          top0 = vmax(top0, load(sn + i));
+          top1 = vmax(top1, load(sn + i + W));
+          soften<T>(sr, p + r * ldp, i, cc, mm, value_scale, x0, y0, top);
         }
-      }
+      top0 = vmax(top0, top1);
+    } else {
+      for (uint64_t bits = panels[r]; next_run(bits, c0, c1);)
+        for (int64_t i = c0; i < c1; i += 2 * W) soften<T>(sr, p + r * ldp, i, cc, mm, value_scale, x0, y0, top);
+      if (ahead) top0 = largest(sr + 2 * LDS, panels[r + 2]);
+    }
+    if (ahead) settle(r + 2, top0);
     part[r] = x0 + y0;
     peak[r] = top;
   }
+  const vf f = exp2_neg<5>(before - load(start));
+  store(m, load(next));
+  store(alpha, f);
   store(l, load(l) * f + lanes_sum(part));
 #ifdef ADA_HAS_BF16
   if constexpr (T::STEP == 4) {
@@ -267,7 +291,12 @@ static void finish_row(const ada_args &a, const AdaUnit &u, const Row &row, cons
     for (int64_t d = 0; d < dv; ++d) y[d] = o[d] * inv;
   } else if (a.q_dtype == ADA_BF16 && a.os[3] == 1) {
     uint16_t *y = (uint16_t *)a.out + at;
-    for (int64_t d = 0; d < dv; ++d) y[d] = to_bf16(o[d] * inv);
+    int64_t d = 0;
+#ifdef ADA_HAS_BF16
+    for (; d + W <= dv; d += W)
+      _mm256_storeu_si256((__m256i *)(y + d), (__m256i)_mm512_cvtneps_pbh((__m512)(load(o + d) * splat(inv))));
+#endif
+    for (; d < dv; ++d) y[d] = to_bf16(o[d] * inv);
   } else {
     for (int64_t d = 0; d < dv; ++d) store_any(a.out, a.q_dtype, at + d * a.os[3], o[d] * inv);
   }
@@ -391,6 +420,12 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
     convert_row<T>(w.q + r * sh.dk, a.q, a.q_dtype,
                    u.row * a.qs[0] + w.rows[r].head * a.qs[1] + (u.q0 + w.rows[r].i) * a.qs[2], a.qs[3], a.dim, sh.dk);
   }
+  if (a.out && a.os[3] == 1)
+    for (int64_t r = 0; r < n; ++r) {
+      const int64_t size = a.q_dtype == ADA_F32 ? 4 : 2;
+      const char *o = (const char *)a.out + (u.row * a.os[0] + w.rows[r].head * a.os[1] + (u.q0 + w.rows[r].i) * a.os[2]) * size;
+      for (int64_t d = 0; d < a.dim_v * size; d += 64) __builtin_prefetch(o + d, 1);
+    }
   const int64_t *block = nullptr, *block_end = nullptr;
   if (a.block_ptr) {
     const int64_t at = u.head * (a.block_tiles / a.kv_heads) + q_block;

@@ -31,8 +31,8 @@ ADA_INLINE void start(vf (&acc)[ROWS][NV], const float *c, int64_t ldc, const fl
 }
 
 template <int ROWS, int INIT>
-static void tile(F32, const float *a, int64_t lda, const float *b, int64_t steps, float *c, int64_t ldc,
-                 const float *alpha) {
+ADA_NOINLINE void tile(F32, const float *a, int64_t lda, const float *b, int64_t steps, float *c, int64_t ldc,
+                       const float *alpha) {
   vf acc[ROWS][NV];
   start<ROWS, INIT>(acc, c, ldc, alpha);
   for (int64_t k = 0; k < steps; ++k, b += NR) {
@@ -53,9 +53,14 @@ static void tile(F32, const float *a, int64_t lda, const float *b, int64_t steps
 }
 
 #ifdef ADA_HAS_BF16
+struct __attribute__((packed, may_alias)) Pair {
+  uint16_t x[2];
+};
+// The broadcast is part of the instruction: compilers would give it an instruction and a register of its own, and fewer
+// products would then fit into the processor's window.
 template <int ROWS, int INIT>
-static void tile(BF16, const uint16_t *a, int64_t lda, const uint16_t *b, int64_t steps, float *c, int64_t ldc,
-                 const float *alpha) {
+ADA_NOINLINE void tile(BF16, const uint16_t *a, int64_t lda, const uint16_t *b, int64_t steps, float *c, int64_t ldc,
+                       const float *alpha) {
   vf acc[ROWS][NV];
   start<ROWS, INIT>(acc, c, ldc, alpha);
   for (int64_t k = 0; k < steps; ++k, b += NR * 2) {
@@ -64,12 +69,10 @@ static void tile(BF16, const uint16_t *a, int64_t lda, const uint16_t *b, int64_
     for (int j = 0; j < NV; ++j) bv[j] = _mm512_loadu_si512(b + j * W * 2);
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; ++i) {
-      int32_t pair;
-      memcpy(&pair, a + i * lda + k * 2, 4);
-      __m512i av = _mm512_set1_epi32(pair);
+      const Pair *pair = (const Pair *)(a + i * lda + k * 2);
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j)
-        acc[i][j] = (vf)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)av, (__m512bh)bv[j]);
+        asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc[i][j]) : "v"(bv[j]), "m"(*pair));
     }
   }
 #pragma GCC unroll 16

@@ -36,7 +36,9 @@ static void forward(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int
 // Calls F<policy>(...) with the policy for the types and the arithmetic of a call.
 #ifdef ADA_HAS_BF16
 #define ADA_FEW_PAIRS(F, ...) \
-  if (sh.compute == ADA_BF16 && a.kv_dtype == ADA_BF16) return F<Pairs>(__VA_ARGS__);
+  if (sh.compute == ADA_BF16 && a.kv_dtype == ADA_BF16) return F<Pairs>(__VA_ARGS__);                            \
+  if (a.kv_dtype == ADA_I8 && (a.q_dtype != ADA_F32 || sh.compute == ADA_BF16) && a.dim <= Words::DIM)            \
+    return F<Words>(__VA_ARGS__);
 #else
 #define ADA_FEW_PAIRS(F, ...)
 #endif

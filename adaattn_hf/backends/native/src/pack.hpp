@@ -1,4 +1,4 @@
-// Packing of keys and values into panels: once per tile of 256 keys and key/value head, shared by every query.
+// Packing of keys and values into panels: once per tile of keys and key/value head, shared by every query.
 #pragma once
 #include "gemm.hpp"
 
@@ -113,19 +113,26 @@ static void pack_rows(typename T::elem *dst, int64_t panel_rows, const void *src
                       typename T::elem *stage) {
   constexpr int S = T::STEP;
   typedef typename T::elem elem;
+  constexpr int64_t native = sizeof(elem) == 4 ? ADA_F32 : ADA_BF16;
+  const bool direct = dtype == native && stride == 1 && n == padded;
   for (int64_t r = 0; r < rows; r += S) {
-    for (int s = 0; s < S; ++s) {
+    const elem *from = stage;
+    int64_t apart = padded;
+    if (direct && r + S <= rows) {
+      from = (const elem *)src + at + r * row_stride;
+      apart = row_stride;
+    } else for (int s = 0; s < S; ++s) {
       if (r + s < rows) convert_row<T>(stage + s * padded, src, dtype, at + (r + s) * row_stride, stride, n, padded);
       else memset(stage + s * padded, 0, (size_t)padded * sizeof(elem));
     }
     for (int64_t c = 0; c < padded; c += NR) {
       elem *d = dst + c * panel_rows + r * NR;
-      const elem *x = stage + c;
+      const elem *x = from + c;
       if constexpr (S == 1) {
         memcpy(d, x, NR * sizeof(elem));
       } else {
 #if defined(__AVX512BW__)
-        __m512i a = _mm512_loadu_si512(x), b = _mm512_loadu_si512(x + padded);
+        __m512i a = _mm512_loadu_si512(x), b = _mm512_loadu_si512(x + apart);
         const __m512i lo = _mm512_set_epi64(0x002f000f002e000e, 0x002d000d002c000c, 0x002b000b002a000a,
                                             0x0029000900280008, 0x0027000700260006, 0x0025000500240004,
                                             0x0023000300220002, 0x0021000100200000);
@@ -134,7 +141,7 @@ static void pack_rows(typename T::elem *dst, int64_t panel_rows, const void *src
         _mm512_storeu_si512(d + 32, _mm512_permutex2var_epi16(a, hi, b));
 #else
         for (int i = 0; i < NR; ++i)
-          for (int s = 0; s < S; ++s) d[i * S + s] = x[s * padded + i];
+          for (int s = 0; s < S; ++s) d[i * S + s] = x[s * apart + i];
 #endif
       }
     }

@@ -40,7 +40,7 @@ struct AdaKernels {
   void (*backward)(const ada_args &, const AdaShape &, const AdaUnit &, char *scratch);
 };
 
-constexpr int64_t ADA_KEYS = 512;  // keys per tile
+constexpr int64_t ADA_KEYS = 768;  // keys per tile
 constexpr int64_t ADA_BLOCK = 64;  // keys per block of a block list
 
 const AdaKernels *ada_kernels_portable();

@@ -11,6 +11,7 @@
 #include "plan.hpp"
 
 #define ADA_INLINE static inline __attribute__((always_inline))
+#define ADA_NOINLINE static __attribute__((noinline))
 
 namespace ADA_NS {
 
@@ -21,9 +22,10 @@ constexpr int W = 8, NV = 2, MR = 6;
 #elif defined(__aarch64__)
 constexpr int W = 4, NV = 4, MR = 6;
 #else
-constexpr int W = 4, NV = 2, MR = 4;
+constexpr int W = 4, NV = 4, MR = 2;
 #endif
 constexpr int NR = W * NV;
+static_assert(ADA_KEYS / NR <= 64, "the panels of a tile are the bits of a word");
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define ADA_HAS_BF16 1
 #endif
@@ -120,6 +122,11 @@ template <class Op> ADA_INLINE __m512 reduce_lanes(const __m512 *v, Op op) {
 }
 ADA_INLINE vf lanes_sum(const vf *v) {
   return (vf)reduce_lanes((const __m512 *)v, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); });
+}
+ADA_INLINE __m512i lanes_sum(const __m512i *v) {
+  return _mm512_castps_si512(reduce_lanes((const __m512 *)v, [](__m512 x, __m512 y) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_castps_si512(y)));
+  }));
 }
 ADA_INLINE vf lanes_max(const vf *v) {
   return (vf)reduce_lanes((const __m512 *)v, [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); });
