@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FAMILIES", "Family", "family_of", "needs_dense_mask", "skips_padding"]
+__all__ = ["FAMILIES", "Family", "family_of", "loses_borders", "needs_dense_mask", "skips_padding"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Family:
         dense_mask: The model slices or combines the prepared mask and must get a tensor.
         fragile_padding: The model divides by the magnitude of each row, so that rows of padding must not
             become zero: the gradient of the whole model would be NaN.
+        loses_borders: The model makes its masks without positions, or keeps `cu_seq_lens_*` from its attention;
+            where positions start anew a document does.
         unrouted: How a part of the model computes attention past Transformers' interface, where its source
             does not say so plainly; empty if it does not.
         rotary: A rotary embedding stands between the projections and the scores.
@@ -31,6 +33,7 @@ class Family:
     encoder_only: bool = False
     dense_mask: bool = False
     fragile_padding: bool = False
+    loses_borders: bool = False
     unrouted: str = ""
     rotary: bool = True
     projections: tuple[str, str] = ("q_proj", "k_proj")
@@ -87,6 +90,7 @@ _DENSE = [
     "gemma4_unified",
     "diffusion_gemma",
 ]
+_BORDERLESS = ["afmoe", "biogpt", "gpt_oss", "nemotron", "opt", "stablelm"]
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family("gpt2", rotary=False, projections=("c_attn", "c_attn")),
@@ -98,6 +102,7 @@ FAMILIES: dict[str, Family] = {
         if name != "bert"
     },
     **{name: Family(name, dense_mask=True) for name in _DENSE},
+    **{name: Family(name, loses_borders=True) for name in _BORDERLESS},
     "gemma3n": Family("gemma3n", fragile_padding=True),
     "bigbird_pegasus": Family(
         "bigbird_pegasus", unrouted="adds the mask to scores of its own in the encoder"
@@ -116,6 +121,12 @@ def needs_dense_mask(config: Any) -> bool:
     """The family's code computes with the prepared mask."""
     family = family_of(config)
     return family is not None and family.dense_mask
+
+
+def loses_borders(config: Any) -> bool:
+    """Borders of packed documents reach the family's attention as positions alone."""
+    family = family_of(config)
+    return family is not None and family.loses_borders
 
 
 def skips_padding(config: Any, causal: bool) -> bool:

@@ -20,7 +20,8 @@ from adaattn_hf.structure import CallStructure
 from adaattn_hf.tap import active_tap
 
 from .carrier import StructuredMask
-from .packing import with_documents
+from .family import loses_borders
+from .packing import with_documents, with_restarts
 from .recorder import active_recorder
 from .selected import with_selected_keys
 
@@ -155,9 +156,11 @@ def _with_keywords(
                 f"{name}: {type(module).__name__} keeps its keys in a paged cache, which adaattn does not serve; "
                 "use generate() instead of generate_batch(), or load the model with attn_implementation='sdpa'"
             )
+    known = attention_mask.packed if isinstance(attention_mask, StructuredMask) else None
     if kwargs.get("cu_seq_lens_q") is not None:
-        known = attention_mask.packed if isinstance(attention_mask, StructuredMask) else None
         structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), known)
+    elif kwargs.get("position_ids") is not None and loses_borders(getattr(module, "config", None)):
+        structure = with_restarts(structure, kwargs["position_ids"], known)
     if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
         structure = with_selected_keys(module, structure, query.shape[1], kwargs)
     return structure

@@ -1,4 +1,4 @@
-"""Documents packed one behind the other, said by `cu_seq_lens_q` and `cu_seq_lens_k`."""
+"""Documents packed one behind the other, said by `cu_seq_lens_q` and `cu_seq_lens_k` or by positions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from adaattn_hf.structure import CallStructure
 
-__all__ = ["Packed", "with_documents"]
+__all__ = ["Packed", "with_documents", "with_restarts"]
 
 
 Packed = dict[tuple[int, int], tuple[Tensor, Tensor, CallStructure]]
@@ -41,21 +41,53 @@ def with_documents(
     return known[key][2]
 
 
+def with_restarts(structure: CallStructure, positions: Tensor, known: Packed | None = None) -> CallStructure:
+    """The structure with a border wherever positions start anew; as it is where the call holds no packed row.
+
+    Args:
+        structure: What the mask says.
+        positions: `[1, q_len]` position of each token in its document.
+        known: What the layers before found for this structure in this forward pass; added to.
+    """
+    packed = structure.batch == 1 and structure.causal and structure.q_len == structure.kv_len > 1
+    if not packed or not structure.plain or positions.shape != (1, structure.q_len):
+        return structure
+    known = {} if known is None else known
+    key = (id(positions), 0)
+    if key not in known:
+        border = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
+        if torch.compiler.is_compiling() or bool(border.any()):
+            documents = border.cumsum(1)
+            found = structure.with_changes(q_segments=documents, k_segments=documents)
+        else:
+            found = structure
+        known[key] = (positions, positions, found)
+    return known[key][2]
+
+
 def _with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> CallStructure:
+    square = structure.q_len == structure.kv_len
+    if cu_q is not cu_k and structure.causal and not square:
+        raise ValueError(
+            "cu_seq_lens_q: causal documents need as many keys as queries, "
+            f"got {structure.q_len} and {structure.kv_len}"
+        )
     q_documents = _numbers(cu_q, structure.q_len)
     k_documents = _numbers(cu_k, structure.kv_len)
-    if structure.k_segments is None and structure.spans is None and structure.mask is None:
-        offset = structure.q_offset
-        if cu_q is not cu_k and structure.causal and structure.q_len != structure.kv_len:
-            raise ValueError(
-                "cu_seq_lens_q: causal documents need as many keys as queries, "
-                f"got {structure.q_len} and {structure.kv_len}"
-            )
-        return structure.with_changes(q_segments=q_documents, k_segments=k_documents, q_offset=offset)
-    same = q_documents[:, None, :, None] == k_documents[:, None, None, :]
-    if structure.mask is None:
-        return structure.with_changes(mask=same)
-    return structure.with_changes(mask=structure.mask & same)
+    if structure.mask is not None or (structure.spans is not None and not square):
+        same = q_documents[:, None, :, None] == k_documents[:, None, None, :]
+        return structure.with_changes(mask=same if structure.mask is None else structure.mask & same)
+    changes: dict[str, Tensor] = {}
+    # a pair of numbers as one: equal where both are, and growing along the row where both are
+    many = cu_q.shape[0] + 1
+    if structure.spans is not None:
+        spans = structure.spans.to(k_documents.device)
+        changes["spans"] = torch.where(spans >= 0, spans * many + k_documents, spans)
+    if structure.k_segments is not None:
+        q_known = structure.k_segments if structure.q_segments is None else structure.q_segments
+        q_documents = q_known.to(q_documents.device) * many + q_documents
+        k_documents = structure.k_segments.to(k_documents.device) * many + k_documents
+    return structure.with_changes(q_segments=q_documents, k_segments=k_documents, **changes)
 
 
 def _numbers(cu: Tensor, length: int) -> Tensor:

@@ -154,6 +154,30 @@ def test_decoder_equals_eager_in_prompt_and_decoding(family: str) -> None:
     assert_near(*steps)
 
 
+LINEAR = ("minimax",)  # its other layers carry state from one document to the next
+
+
+@pytest.mark.parametrize("borders", ["cu_seq_lens and positions", "positions"])
+@pytest.mark.parametrize("family", [name for name in LISTED["decoders"] if name not in LINEAR])
+def test_packed_documents_do_not_see_one_another(family: str, borders: str) -> None:
+    """Some models keep the borders from their attention, some make their masks without positions."""
+    pair = models(family, LISTED["decoders"][family], tf.AutoModelForCausalLM)
+    ids, border = tokens(batch=1), 4
+    length = ids.shape[1]
+    inputs: dict[str, Any] = dict(
+        input_ids=ids, position_ids=torch.cat([torch.arange(border), torch.arange(length - border)])[None]
+    )
+    if borders == "positions":
+        inputs["use_cache"] = False
+    else:
+        sums = torch.tensor([0, border, length], dtype=torch.int32)
+        inputs |= dict(cu_seq_lens_q=sums, cu_seq_lens_k=sums, max_length_q=length, max_length_k=length)
+    with torch.no_grad():
+        alone = [main_output(pair.stock(input_ids=part)) for part in (ids[:, :border], ids[:, border:])]
+        packed = main_output(pair.ours(**inputs))
+    assert_near(torch.cat(alone, dim=1), packed)
+
+
 @pytest.mark.parametrize("family", LISTED["encoders"])
 def test_encoder_equals_eager(family: str) -> None:
     pair = models(family, LISTED["encoders"][family], tf.AutoModel)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
+from ..property.test_memory import Largest
 from ..support.models import assert_same, main_output, pair, tokens
 
 BORDER = 4
@@ -96,3 +97,16 @@ def test_packed_documents_in_several_rows_are_refused() -> None:
     _, ours = pair("llama")
     with pytest.raises(ValueError, match="packed documents lie in one batch row, got a batch of 3"):
         ours(input_ids=tokens(), **borders())
+
+
+def test_positions_and_borders_together_cost_no_mask() -> None:
+    """What the collator hands over without a cache: the same borders, told twice."""
+    _, ours = pair("llama")
+    length = 512
+    positions = torch.arange(length // 2).repeat(2)[None]
+    sums = torch.tensor([0, length // 2, length], dtype=torch.int32)
+    twice = dict(position_ids=positions, cu_seq_lens_q=sums, cu_seq_lens_k=sums, use_cache=False)
+    ours.config.max_position_embeddings = length
+    with torch.no_grad(), Largest() as seen:
+        ours(input_ids=tokens(batch=1, length=length), **twice)
+    assert 0 < seen.elements < length * length

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adaattn_hf.patches.packing import Packed, with_documents
+from adaattn_hf.patches.packing import Packed, with_documents, with_restarts
 from adaattn_hf.structure import CallStructure
 
 
@@ -40,6 +40,55 @@ def test_no_query_sees_another_document(
     packed = with_documents(structure, sums(*lengths), None)
     same = ids[:, None] == ids[None, :]
     assert torch.equal(packed.visible(), structure.visible() & same)
+    assert (packed.mask is not None) == dense
+
+
+@given(
+    first=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    second=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    causal=st.booleans(),
+)
+def test_borders_told_twice_are_all_borders(first: list[int], second: list[int], causal: bool) -> None:
+    total = max(sum(first), sum(second))
+    first, second = [*first, total - sum(first)], [*second, total - sum(second)]
+    ids, others = documents_of(first), documents_of(second)
+    structure = CallStructure(1, total, total, causal=causal, q_segments=ids[None], k_segments=ids[None])
+    packed = with_documents(structure, sums(*second), None)
+    assert packed.mask is None
+    assert torch.equal(packed.visible(), structure.visible() & (others[:, None] == others[None, :]))
+
+
+def test_spans_end_with_their_document() -> None:
+    spans = torch.tensor([[-1, 0, 0, 0, -1, 1]])
+    packed = with_documents(CallStructure(1, 6, 6, causal=True, spans=spans), sums(3, 3), None)
+    ids, runs = documents_of([3, 3]), torch.tensor([-1, 0, 0, 0, -1, 1])
+    together = (runs[:, None] == runs[None, :]) & (runs >= 0)[:, None]
+    expected = (torch.ones(6, 6).tril().bool() | together) & (ids[:, None] == ids[None, :])
+    assert packed.mask is None
+    assert torch.equal(packed.visible()[0, 0], expected)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    window=st.one_of(st.none(), st.integers(1, 4)),
+)
+def test_positions_that_start_anew_are_borders(lengths: list[int], window: int | None) -> None:
+    structure = CallStructure(1, sum(lengths), sum(lengths), causal=True, window=window)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    ids = documents_of(lengths)
+    same = ids[:, None] == ids[None, :]
+    assert torch.equal(with_restarts(structure, positions).visible(), structure.visible() & same)
+
+
+def test_positions_say_nothing_of_rows_with_padding_or_a_past() -> None:
+    positions = torch.tensor([[1, 1, 0, 1, 2]])
+    padded = CallStructure(1, 5, 5, causal=True, key_padding=torch.tensor([[0, 0, 1, 1, 1]]).bool())
+    for structure in (
+        padded,
+        CallStructure(1, 5, 9, causal=True, q_offset=4),
+        CallStructure(2, 5, 5, causal=True),
+    ):
+        assert with_restarts(structure, positions) is structure
 
 
 @given(
