@@ -42,6 +42,15 @@ class AttentionRequest:
     bias: Tensor | None = None
     need_lse: bool = False
 
+    def __post_init__(self) -> None:
+        heads, kv_heads = self.query.shape[1], self.key.shape[1]
+        if not kv_heads or heads % kv_heads:
+            # the kernels divide by it
+            raise ValueError(
+                f"key: got {kv_heads} heads for {heads} query heads, expected a divisor of {heads}; repeat or drop "
+                "heads so that every key head serves as many query heads"
+            )
+
     def with_tensors(
         self, query: Tensor, key: Tensor, value: Tensor, structure: CallStructure | None = None
     ) -> AttentionRequest:

@@ -50,11 +50,18 @@ class Case:
 
 
 def attend(
-    mask: Any = None, *, heads: int = 2, batch: int = 1, backend: str | None = None, **keywords: Any
+    mask: Any = None,
+    *,
+    heads: int = 2,
+    key_heads: int | None = None,
+    batch: int = 1,
+    backend: str | None = None,
+    **keywords: Any,
 ) -> Any:
     """The registered function, on six tokens."""
     query = torch.zeros(batch, heads, 6, 4, requires_grad=keywords.pop("requires_grad", False))
-    return attention_function(backend)(nn.Module(), query, query, query, mask, **keywords)
+    key = query if key_heads is None else torch.zeros(batch, key_heads, 6, 4)
+    return attention_function(backend)(nn.Module(), query, key, key, mask, **keywords)
 
 
 def planned(choice: Choice, heads: int = 2, requires_grad: bool = False) -> Any:
@@ -157,6 +164,18 @@ CASES = (
         lambda: attend(torch.ones(1, 1, 5, 6, dtype=torch.bool)),
         ValueError,
         ("attention_mask", "(1, 1, 5, 6)", "expected", "(1, 2, 6, 6)"),
+    ),
+    Case(
+        "gives more key heads than query heads",
+        lambda: attend(key_heads=4),
+        ValueError,
+        ("key", "got 4 heads for 2 query heads", "expected a divisor of 2", "repeat or drop"),
+    ),
+    Case(
+        "gives key heads that do not divide the query heads",
+        lambda: attend(heads=3, key_heads=2),
+        ValueError,
+        ("key", "got 2 heads for 3 query heads", "expected a divisor of 3", "repeat or drop"),
     ),
     Case(
         "packs documents in several batch rows",

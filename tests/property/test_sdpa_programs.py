@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaattn_hf import reference
-from adaattn_hf.backends.sdpa import SdpaBackend, limits
+from adaattn_hf.backends.sdpa import SdpaBackend, kernels, limits
 from adaattn_hf.request import AttentionRequest
 from adaattn_hf.structure import CallStructure
 
@@ -181,3 +181,23 @@ def test_a_padded_batch_becomes_several_parts() -> None:
     query, key, value = (torch.randn(2, 2, 6, 4) for _ in range(3))
     BACKEND.attend(AttentionRequest(query, key, value, structure, 0.5))
     assert [len(program.parts) for program in structure._memo["programs"].values()] == [2]
+
+
+@settings(max_examples=40)
+@given(drawn=requests())
+def test_older_torch_is_given_as_many_key_heads_as_queries(drawn: AttentionRequest) -> None:
+    """Before 2.9 its kernel would write past grouped keys; the gradients are those of the keys given."""
+    found = []
+    for grouped in (True, False):
+        ours, tensors = leaves(drawn)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "_GROUPED_ON_CPU", grouped and kernels._GROUPED_ON_CPU)
+            out = BACKEND.attend(ours).out
+            if not out.requires_grad:
+                return  # nothing is visible at all
+            gradients = torch.autograd.grad(out.square().sum(), tensors, materialize_grads=True)
+        found.append((out.detach(), *gradients))
+    for before, after in zip(*found, strict=True):
+        assert before.shape == after.shape
+        scale = max(1.0, float(before.abs().amax()))
+        assert float((before - after).abs().amax()) <= 1e-4 * scale

@@ -51,6 +51,10 @@ class Kernel(Protocol):
         ...
 
 
+# Before 2.9 torch's kernel reads and writes past the end of keys that have fewer heads than the queries.
+_GROUPED_ON_CPU = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
+
+
 class FlashCpuKernel:
     """torch's flash attention on the CPU."""
 
@@ -60,6 +64,8 @@ class FlashCpuKernel:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
+        if not _GROUPED_ON_CPU:
+            key, value = _repeated(key, query), _repeated(value, query)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scaling
         )
@@ -78,11 +84,13 @@ class FlashCpuKernel:
         scaling: float,
     ) -> Gradients:
         """See `Kernel`."""
-        return Gradients(
-            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scaling
-            )
+        kv_heads = key.shape[1]
+        if not _GROUPED_ON_CPU:
+            key, value = _repeated(key, query), _repeated(value, query)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scaling
         )
+        return Gradients(grads[0], _summed(grads[1], kv_heads), _summed(grads[2], kv_heads))
 
 
 class EfficientKernel:
