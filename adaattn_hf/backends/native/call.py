@@ -159,12 +159,11 @@ def forward(
     native = library()
     if native is None:
         raise RuntimeError(f"native backend: {'; '.join(missing())}")
+    # small calls cost as much here as in the library: nothing is asked for twice
     batch, heads, q_len, _ = q.shape
-    out = torch.empty((batch, q_len, heads, v.shape[3]), dtype=q.dtype) if need_out else None
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32) if need_lse else None
-    status = native.handle.ada_forward(
-        words(q, k, v, out, lse, scaling, rules, native.level if level is None else level)
-    )
+    out = q.new_empty((batch, q_len, heads, v.shape[3])) if need_out else None
+    lse = q.new_empty((batch, heads, q_len), dtype=torch.float32) if need_lse else None
+    status = native.forward(words(q, k, v, out, lse, scaling, rules, native.level if level is None else level))
     if status:
         raise RuntimeError(_ERRORS[status])
     return out, lse

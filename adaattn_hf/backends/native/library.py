@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +29,14 @@ class Library:
 
     Attributes:
         handle: The `ctypes` handle; its functions release the GIL.
+        forward: `ada_forward` of the handle.
         path: Where it was loaded from.
         level: Number of the instruction set that calls use, see `LEVELS`.
         threads: Why it is or is not parallel, in words.
     """
 
     handle: ctypes.CDLL
+    forward: Callable[[bytes], int]
     path: Path
     level: int
     threads: str
@@ -78,7 +81,7 @@ def load(directory: Path) -> tuple[Library | None, tuple[str, ...]]:
                 f"{LEVEL_VARIABLE} is {asked!r}, expected one of {', '.join(known)} on this machine",
             )
         level = LEVELS.index(asked)
-    return Library(handle, path, level, _share_threads(handle)), ()
+    return Library(handle, handle.ada_forward, path, level, _share_threads(handle)), ()
 
 
 def _share_threads(handle: ctypes.CDLL) -> str:

@@ -70,9 +70,11 @@ template <int KD> struct Wide {
   static void scores(const float *q, int64_t ldq, const float *, const elem *k, int64_t ldk, int64_t n, int64_t dim,
                      float *s) {
     const int64_t whole = dim / W * W;
+    int64_t j = 0;
 #if defined(__AVX512F__)
     constexpr int KB = 16 / R;
-    for (int64_t j = 0; j < n; j += KB) {
+    const int64_t blocks = n % KB <= 2 ? n - n % KB : n;  // one or two keys are sooner done alone
+    for (; j < blocks; j += KB) {
       vf acc[16] = {};
       const elem *row[KB];
 #pragma GCC unroll 16
@@ -95,8 +97,8 @@ template <int KD> struct Wide {
         }
       scatter<R>(s + j, (__m512)lanes_sum(acc));
     }
-#else
-    for (int64_t j = 0; j < n; ++j) {
+#endif
+    for (; j < n; ++j) {
       const elem *row = k + j * ldk;
       vf acc[R] = {};
       for (int64_t d = 0; d < whole; d += W) {
@@ -109,7 +111,6 @@ template <int KD> struct Wide {
       }
       for (int r = 0; r < R; ++r) s[r * LDS + j] = hsum(acc[r]);
     }
-#endif
   }
 
   template <int R, int NC>
@@ -423,14 +424,15 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
     w.m[r] = -INFINITY;
     w.l[r] = 0;
   }
-  // rows that fill up the last group of 4 compute on zeros
-  for (int64_t r = n; r < round_up(n, 4) && r < FEW; ++r) {
+  // a last group of 3 is computed as 4, the fourth on zeros
+  const int64_t filled = n + (n % 4 == 3);
+  for (int64_t r = n; r < filled; ++r) {
     memset(w.q + r * ldq, 0, (size_t)ldq * sizeof(*w.q));
     memset(w.p + r * ldp, 0, (size_t)KEYS * sizeof(*w.p));
     w.alpha[r] = 1;
     w.q_scale[r] = w.p_scale[r] = 0;
   }
-  memset(w.o, 0, (size_t)(lesser(round_up(n, 4), FEW) * ldo) * 4);
+  memset(w.o, 0, (size_t)(filled * ldo) * 4);
   const elem *kb = (const elem *)a.k + u.row * a.ks[0] + u.head * a.ks[1] + u.k0 * a.ks[2];
   const elem *vb = (const elem *)a.v + u.row * a.vs[0] + u.head * a.vs[1] + u.k0 * a.vs[2];
   const int64_t *block = nullptr, *block_end = nullptr;
