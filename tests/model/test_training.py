@@ -7,7 +7,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -349,34 +348,6 @@ def test_lora_adapters_train_like_under_eager() -> None:
         assert_same(grad, grads[1][name], rtol=1e-5)
 
 
-def test_sft_trainer_runs_and_follows_eager(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    rows = [{"input_ids": [t for t in e["input_ids"] if t]} for e in examples(32)]
-    curves = []
-    for name in ("eager", "adaattn"):
-        vocabulary = {f"t{i}": i for i in range(64)}
-        from tokenizers import Tokenizer, models, pre_tokenizers
-
-        words = Tokenizer(models.WordLevel(vocabulary, unk_token="t2"))
-        words.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer = tf.PreTrainedTokenizerFast(
-            tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2"
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer = trl.SFTTrainer(
-                model=model_of("llama", name),
-                args=trl.SFTConfig(**{**arguments(tmp_path, max_steps=10).to_dict(), "bf16": False}),
-                train_dataset=datasets.Dataset.from_list(rows),
-                processing_class=tokenizer,
-            )
-            trainer.train()
-        curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert len(curves[0]) == 10
-    assert largest(*curves) <= 1e-4
-
-
 @pytest.mark.slow
 def test_two_processes_train_like_one() -> None:
     """DDP, and FSDP with and without checkpointing: two gloo processes, each with half of the batch."""
@@ -394,12 +365,13 @@ def test_two_processes_train_like_one() -> None:
     assert done.stdout.split() == ["ddp", "fsdp", "fsdp-checkpointing"]
 
 
-def test_peft_and_accelerate_are_tested_where_they_are_installed() -> None:
+def test_training_libraries_are_tested_where_they_belong() -> None:
     """The extras of development name them, so that a skip above is never silent in the project's own environment."""
     if importlib.util.find_spec("lm_eval") is None:
         pytest.skip("not the development environment")
     assert importlib.util.find_spec("peft")
     assert importlib.util.find_spec("accelerate")
+    assert importlib.util.find_spec("trl")
 
 
 def test_wide_weights_train_without_a_nan() -> None:
