@@ -19,6 +19,7 @@ from adaattn_hf.request import AttentionRequest, CallSpec
 from adaattn_hf.structure import CallStructure
 from adaattn_hf.tap import active_tap
 
+from . import shared
 from .carrier import StructuredMask
 from .family import loses_borders
 from .packing import with_documents, with_restarts
@@ -65,7 +66,8 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         compiling = torch.compiler.is_compiling()
         out_dtype = query.dtype
         query, key, value = _one_dtype(module, query, key, value)
-        structure, bias = _read_mask(module, query, key, attention_mask, is_causal)
+        q_shape, k_shape = query.shape, key.shape
+        structure, bias = _read_mask(module, q_shape, k_shape, attention_mask, is_causal)
         if kwargs:
             structure = _with_keywords(module, structure, attention_mask, query, kwargs)
         if not compiling:
@@ -73,7 +75,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         if position_bias is not None:
             position_bias = position_bias[..., : structure.q_len, : structure.kv_len]
             bias = position_bias if bias is None else bias + position_bias
-        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        scaling = q_shape[3] ** -0.5 if scaling is None else scaling
         sinks = sinks if s_aux is None else s_aux
         forced, config = backend, getattr(module, "config", None)
         adapted = raw_settings(config) is not None
@@ -86,7 +88,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             and softcap is None
             and sinks is None
         ):
-            bare = _bare(structure, query, key, value, forced)
+            bare = _bare(structure, query, key, value, q_shape[1], q_shape[3], k_shape[1], forced)
             if bare is not None:
                 out = bare(query, key, value, scaling)
                 return (out if out.dtype is out_dtype else _restored(out, out_dtype)), None
@@ -122,7 +124,14 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
 
 
 def _bare(
-    structure: CallStructure, query: Tensor, key: Tensor, value: Tensor, forced: str | None
+    structure: CallStructure,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    heads: int,
+    head_dim: int,
+    kv_heads: int,
+    forced: str | None,
 ) -> BareCall | None:
     """The chosen backend's shortest way for a call without extras, None if it has none or somebody listens.
 
@@ -131,8 +140,7 @@ def _bare(
     if active_tap() is not None or active_recorder() is not None:
         return None
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    _, heads, _, head_dim = query.shape
-    call = (forced, grad, query.dtype, heads, head_dim, key.shape[1], value.shape[3], query.device)
+    call = (forced, grad, query.dtype, heads, head_dim, kv_heads, value.shape[3], query.device)
     known: tuple[Any, BareCall | None] | None = structure._memo.get("bare")
     if known is not None and known[0] == call:
         return known[1]
@@ -197,7 +205,7 @@ def _one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> 
 
 
 def _read_mask(
-    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Any, is_causal: bool | None
+    module: nn.Module, q_shape: torch.Size, k_shape: torch.Size, attention_mask: Any, is_causal: bool | None
 ) -> tuple[CallStructure, Tensor | None]:
     """Structure and additive bias of what arrived as `attention_mask`.
 
@@ -205,8 +213,8 @@ def _read_mask(
         TypeError: Something that is neither a mask of ours nor a tensor.
         ValueError: A mask for other lengths.
     """
-    batch, _, q_len, _ = query.shape
-    rows, _, kv_len, _ = key.shape
+    batch, heads, q_len, _ = q_shape
+    rows, _, kv_len, _ = k_shape
     if rows > batch:  # learned queries come once for the whole batch
         batch = rows
     if isinstance(attention_mask, StructuredMask):
@@ -223,7 +231,15 @@ def _read_mask(
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
         # Without a mask stock attention aligns causality to the first key and lets a single query see everything.
-        return CallStructure(batch, q_len, kv_len, causal=bool(causal) and q_len > 1), None
+        causal = bool(causal) and q_len > 1
+        if not shared.may_share():
+            return CallStructure(batch, q_len, kv_len, causal), None
+        call = (batch, q_len, kv_len, causal)
+        known = shared.recall(call)
+        if known is None:
+            known = CallStructure(*call)
+            shared.remember(call, known)
+        return known, None
     if not isinstance(attention_mask, Tensor):
         raise TypeError(
             f"attention_mask: got {type(attention_mask).__name__}, expected a tensor "
@@ -235,7 +251,7 @@ def _read_mask(
     if mask.ndim != 4 or mask.shape[-2] not in (1, q_len) or mask.shape[-1] not in (1, kv_len):
         raise ValueError(
             f"attention_mask: got shape {tuple(attention_mask.shape)}, expected one that broadcasts to "
-            f"{(batch, query.shape[1], q_len, kv_len)}"
+            f"{(batch, heads, q_len, kv_len)}"
         )
     if mask.dtype.is_floating_point:
         return CallStructure(batch, q_len, kv_len), mask

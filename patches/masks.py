@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from adaattn_hf.patches import shared
 from adaattn_hf.patches.carrier import StructuredMask
 from adaattn_hf.patches.family import needs_dense_mask, skips_padding
 from adaattn_hf.patches.mask_pattern import MaskPattern, read_pattern
@@ -20,11 +21,6 @@ __all__ = ["adaattn_mask"]
 
 # Whether the two bare mask functions are causal.
 _BARE: dict[Any, bool] = {causal_mask_function: True, bidirectional_mask_function: False}
-
-# Structures without tensors say the same in every forward pass of like shape, and what was found out about them (the
-# backend, the rules of the native kernels) stays true. Small models would pay microseconds per pass to find it again.
-_shared: dict[tuple[Any, ...], CallStructure] = {}
-_MOST_SHARED = 64
 
 
 def adaattn_mask(
@@ -57,10 +53,9 @@ def adaattn_mask(
     bare = causal is not None and type(q_offset) is int and not use_vmap
     bare = bare and (attention_mask is None or _hides_nothing(attention_mask, kv_length + kv_offset))
     key = None
-    # a tracer's integers are none, and what is made under a dispatch mode must not outlive it
-    if bare and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+    if bare and shared.may_share():
         key = (type(config), causal, batch_size, q_length, kv_length, q_offset, kv_offset)
-        known = _shared.get(key)
+        known = shared.recall(key)
         if known is not None:
             return StructuredMask(known, place)
     if config is not None and not uses_interface(type(config)):
@@ -69,10 +64,7 @@ def adaattn_mask(
     if bare and not dense:
         made = CallStructure(batch_size, q_length, kv_length, bool(causal), q_offset - kv_offset)
         if key is not None:
-            if len(_shared) >= _MOST_SHARED:
-                # a decode passes through a new length with every token
-                _shared.clear()
-            _shared[key] = made
+            shared.remember(key, made)
         return StructuredMask(made, place)
 
     def stock(padding: Tensor | None) -> Tensor:

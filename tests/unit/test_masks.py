@@ -25,7 +25,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from adaattn_hf.patches import masks
+from adaattn_hf.patches import shared
 from adaattn_hf.patches.carrier import StructuredMask
 from adaattn_hf.patches.masks import adaattn_mask
 from adaattn_hf.structure import CallStructure
@@ -215,4 +215,4 @@ def test_passes_of_like_shape_share_their_structure_and_no_other_pass_does() -> 
 def test_shared_structures_do_not_pile_up() -> None:
     for length in range(1, 200):
         adaattn_mask(1, 1, length, q_offset=length - 1)
-    assert len(masks._shared) <= masks._MOST_SHARED
+    assert len(shared._known) <= shared.MOST
