@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adaattn_hf import attach, verify
+from adaattn_hf import attach, needles, verify
 from adaattn_hf.approximate import LayerTensors, Program
 from adaattn_hf.arms import Progress, compare, plan_tap, programs_of, silent
 from adaattn_hf.calibration_measure import Measurements
@@ -33,7 +33,7 @@ from adaattn_hf.calibration_state import CalibrationState, write_atomically
 from adaattn_hf.plan import PLAN_FORMAT, TENSORS_FILE, Choice, LayerPlan, Plan, UnitRecord, Verified
 from adaattn_hf.policy.acceptance import Gates
 from adaattn_hf.policy.backoff import Backoff, adjusted_alpha
-from adaattn_hf.policy.knapsack import Allocation, Array, allocate, evaluate
+from adaattn_hf.policy.knapsack import Allocation, Array, allocate, evaluate, shared_prices
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.policy.risk import rescale
 
@@ -46,6 +46,9 @@ __all__ = [
     "prepare_run",
     "save_plan",
 ]
+
+JOINT_STEPS = 4
+"""Plans measured at most before one is verified."""
 
 
 def calibrate(
@@ -160,10 +163,10 @@ class Run(Measurements):
         while not backoff.exhausted:
             limit = np.full(len(s.lengths), s.budget * backoff.share)
             found = self.solve(limit / alpha, backoff.demoted)
-            for _ in range(4):
+            for step in range(JOINT_STEPS):
+                self.progress("joint", step, JOINT_STEPS)
                 if not found.picks.any():
                     break
-                self.progress("joint", backoff.tries, s.tries)
                 pairs = [self.joint(found.picks, length) for length in s.lengths]
                 measured, flips = np.array([kl for kl, _ in pairs]), np.array([flip for _, flip in pairs])
                 predicted = found.risk * alpha
@@ -187,6 +190,7 @@ class Run(Measurements):
                 if not over.any() and (np.abs(measured / np.maximum(predicted, 1e-30) - 1.0) <= 0.2).all():
                     break
                 found = self.solve(limit / alpha, backoff.demoted)
+            self.progress("joint", JOINT_STEPS, JOINT_STEPS)
             if not found.picks.any():
                 break
             verified = self._verify(found, alpha, backoff.tries + 1)
@@ -216,12 +220,14 @@ class Run(Measurements):
             def step(done: int, total: int, length: int = length) -> None:
                 self.progress(f"verify {length}", done, total)
 
+            step(0, len(held) + s.haystacks)
+
             evidence = verify.gather(
                 self.arms,
                 programs,
                 held,
                 haystacks=s.haystacks,
-                needles=s.needles,
+                needles=min(s.needles, needles.most(length)),
                 seed=s.seed + tries,
                 step=step,
             )
@@ -246,7 +252,10 @@ class Run(Measurements):
         """Returns the plan of an allocation."""
         choices = self.candidates.choices
         layers, units = [], []
-        prices, risks = self.prices, self.risks().max(axis=0)
+        risks = self.risks().max(axis=0)
+        price, exact_price = (
+            shared_prices(one, self.prices, self.launches) for one in (picks, np.zeros_like(picks))
+        )
         dropped = sum(self.state.dropped.values()) / max(sum(self.state.done.values()), 1)
         for place, index in enumerate(self.layers):
             mine = picks[place * self.kv_heads : (place + 1) * self.kv_heads]
@@ -261,8 +270,8 @@ class Run(Measurements):
                         index,
                         head,
                         float(risks[unit, pick]),
-                        float(prices[unit, pick]),
-                        float(prices[unit, 0]),
+                        float(price[unit]),
+                        float(exact_price[unit]),
                         *(float(value) for value in np.asarray(dropped)[unit, pick]),
                     )
                 )

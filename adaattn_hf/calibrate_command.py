@@ -9,14 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 BUDGET_NOT_MET = 4
 """Exit code when the budget cannot be met and the plan is exact."""
@@ -40,6 +32,24 @@ def nats(budget: str) -> float:
     return value
 
 
+def tokens(lengths: str) -> tuple[int, ...]:
+    """Returns length bins: `4096,8192`, or `4k,8k` for the same.
+
+    Raises:
+        ValueError: If a part is no number of tokens.
+    """
+    found = []
+    for part in lengths.split(","):
+        text = part.strip().lower()
+        number = text.removesuffix("k")
+        if not number.isdigit():
+            raise ValueError(
+                f"lengths is {lengths!r}, expected numbers of tokens by commas, such as 4096,8192 or 4k,8k"
+            )
+        found.append(int(number) * (1024 if text != number else 1))
+    return tuple(found)
+
+
 def calibrate(
     model: Annotated[str, typer.Argument(help="Hub id or directory of a causal LM.")],
     data: Annotated[
@@ -54,7 +64,7 @@ def calibrate(
         Path | None, typer.Option(help="Where the plan goes. Default: MODEL, if it is a directory.")
     ] = None,
     lengths: Annotated[
-        str, typer.Option(help="Length bins in tokens, rising; longer sequences are exact.")
+        str, typer.Option(help="Length bins in tokens, rising (4096 or 4k); longer sequences are exact.")
     ] = "4096",
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     sequences: Annotated[int, typer.Option(help="Sequences per length that risks are measured on.")] = 4,
@@ -83,7 +93,7 @@ def calibrate(
 ) -> None:
     """Turn a loss budget into a plan per layer and head, prove it on held-out text, and store it with the model.
 
-    Exit codes: 0 a plan passed; 2 wrong arguments; 4 the budget cannot be met and the plan is exact.
+    Exit codes: 0 a plan passed; 2 wrong arguments; 4 the budget cannot be met and the plan is exact; 130 interrupted.
     """
     console, errors = Console(), Console(stderr=True)
     try:
@@ -93,8 +103,11 @@ def calibrate(
                 f"out is absent and {model!r} is no directory; say where the plan goes with --out DIRECTORY"
             )
         code = _run(locals(), console)
+    except KeyboardInterrupt:
+        errors.print("interrupted: the same command with --resume goes on", markup=False, highlight=False)
+        raise typer.Exit(130) from None
     except (ValueError, FileNotFoundError) as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
     if code:
         raise typer.Exit(code)
@@ -107,6 +120,7 @@ def _run(given: dict[str, Any], console: Console) -> int:
     import adaattn_hf  # noqa: F401  registers the name
     from adaattn_hf.calibrate import CalibrationSettings, save_plan
     from adaattn_hf.calibrate import calibrate as run
+    from adaattn_hf.calibration_progress import display
     from adaattn_hf.calibration_state import write_atomically
     from adaattn_hf.plan_picture import heat_map, summary
     from adaattn_hf.policy.prices import PriceTable
@@ -115,7 +129,7 @@ def _run(given: dict[str, Any], console: Console) -> int:
         torch.set_num_threads(given["threads"])
     settings = CalibrationSettings(
         budget=nats(given["budget"]),
-        lengths=tuple(int(part) for part in given["lengths"].split(",")),
+        lengths=tokens(given["lengths"]),
         families=tuple(part for part in given["families"].split(",") if part),
         **{
             name: given[name]
@@ -127,15 +141,25 @@ def _run(given: dict[str, Any], console: Console) -> int:
         if given["prices"] is not None
         else None
     )
+    for path in [*given["data"], *(given["verify_data"] or [])]:
+        if not path.exists():
+            raise FileNotFoundError(
+                f"data: {path} does not exist; expected .txt or .jsonl files or directories of them"
+            )
     extra = {"gguf_file": given["gguf_file"]} if given["gguf_file"] else {}
-    tokenizer = AutoTokenizer.from_pretrained(given["model"], **extra)
     device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = given["dtype"] if given["dtype"] == "auto" else getattr(torch, given["dtype"], None)
     if dtype is None:
         raise ValueError(f"dtype is {given['dtype']!r}, expected float32, bfloat16, float16 or auto")
-    model = AutoModelForCausalLM.from_pretrained(
-        given["model"], attn_implementation="adaattn", dtype=dtype, **extra
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(given["model"], **extra)
+        model = AutoModelForCausalLM.from_pretrained(
+            given["model"], attn_implementation="adaattn", dtype=dtype, **extra
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model: {given['model']!r} cannot be loaded: {str(error).splitlines()[0]}"
+        ) from error
     model.to(torch.device(device))  # type: ignore[arg-type]
 
     def encode(text: str) -> list[int]:
@@ -144,17 +168,7 @@ def _run(given: dict[str, Any], console: Console) -> int:
 
     target: Path = given["target"]
     target.mkdir(parents=True, exist_ok=True)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, disable=given["quiet"] or not console.is_terminal) as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
-
+    with display(settings, console, given["quiet"]) as progress:
         result = run(
             model,
             encode,
@@ -172,8 +186,7 @@ def _run(given: dict[str, Any], console: Console) -> int:
         target / "adaattn_report.json", (json.dumps(result.report, indent=1, sort_keys=True) + "\n").encode()
     )
     console.print(heat_map(result.plan))
-    for line in summary(result.plan):
-        console.print(line, markup=False, highlight=False)
-    console.print(result.sentence, markup=False, highlight=False)
-    console.print(f"plan: {target}", markup=False, highlight=False)
+    lines = summary(result.plan)
+    for line in [*(lines if result.met else [*lines[:-1], result.sentence]), f"plan: {target}"]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0 if result.met else BUDGET_NOT_MET

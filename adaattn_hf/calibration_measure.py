@@ -128,6 +128,7 @@ class Measurements:
                     "the model made no attention call through adaattn; it may not use the attention interface"
                 )
             self.calls[length] = seen[len(seen) // 2]
+        self.progress("moments", len(self.samples), len(self.samples))
         if not all(moments.causal.values()):
             raise ValueError(
                 "attention is bidirectional: calibration draws labels of the next token and serves causal models"

@@ -26,7 +26,7 @@ class CalibrationSettings:
         held_out: Sequences per length and try that verify.
         tries: Plans that may be verified before the answer is "exact".
         haystacks: Held-out sequences per length that also carry needles.
-        needles: Needles per haystack.
+        needles: Needles per haystack, fewer where a length holds fewer.
         families: Kinds of choices to consider; see `policy.candidates.FAMILIES`.
         windows: Windows to consider.
         masses: Shares of attention to keep by blocks.

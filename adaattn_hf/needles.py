@@ -35,6 +35,11 @@ class Haystack:
     depths: tuple[float, ...]
 
 
+def most(length: int) -> int:
+    """Returns how many needles a haystack of that many tokens can hold."""
+    return length // (3 * (KEY + VALUE))
+
+
 def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
     """Returns a haystack of the length of `text` with `needles` needles and their questions at the end.
 
@@ -50,7 +55,7 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
     room = len(text) - 2 * needles * size
     if room < needles * size:
         raise ValueError(
-            f"needles is {needles} in a text of {len(text)} tokens, expected at most {len(text) // (3 * size)}"
+            f"needles is {needles} in a text of {len(text)} tokens, expected at most {most(len(text))}"
         )
     vocabulary = torch.tensor(sorted(set(text.tolist())))
     drawn = vocabulary[torch.randint(len(vocabulary), (needles, size), generator=generator)]

@@ -179,8 +179,9 @@ class UnitRecord:
         layer: Layer index.
         head: Key/value head.
         risk: Predicted loss in nats/token of the choice, at the length bin where it is largest.
-        price: Measured seconds of the choice at the longest bin.
-        exact_price: Measured seconds of the exact choice there.
+        price: Measured seconds of the choice over a prefill of every length with its decode steps; heads of a
+            launch share its fixed cost.
+        exact_price: The same of the exact choice.
         dropped_mass: Mean attention weight that the choice leaves out, on calibration rows.
         dropped_mass_p95: Its 95th percentile; the run-time monitor tightens beyond three times this.
         dropped_square: Mean square of it: risk / dropped_square turns a dropped mass seen at run time into a

@@ -30,13 +30,13 @@ def plan(
         if other is None:
             console.print(heat_map(first))
             for line in summary(first):
-                console.print(line, markup=False, highlight=False)
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
             if png is not None:
                 save_png(first, png)
             return
         changed = differences(first, read_plan(other))
     except PlanError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
     for layer, head, left, right in changed:
         console.print(

@@ -42,7 +42,8 @@ def summary(plan: Plan) -> list[str]:
     exact, price = sum(unit.exact_price for unit in plan.units), sum(unit.price for unit in plan.units)
     if plan.units:
         lines.append(
-            f"predicted loss {risk:.2e} nats/token; attention of the planned layers {exact / price:.2f} times faster"
+            f"predicted loss {risk:.2e} nats/token; attention of the planned layers {exact / price:.2f} times as "
+            "fast as exact, by the prices it was chosen by"
         )
     lines.append(
         plan.verified.sentence
@@ -57,7 +58,9 @@ def summary(plan: Plan) -> list[str]:
 def heat_map(plan: Plan) -> Table:
     """Returns a table for the terminal, one row per layer, one cell per key/value head."""
     choices = grid(plan)
-    table = Table(title="layers by key/value heads", pad_edge=False)
+    if not choices:
+        return Table(title="every layer is exact", min_width=24, show_header=False, box=None)
+    table = Table(title="layers by key/value heads", pad_edge=False, min_width=28)
     table.add_column("layer", justify="right")
     width = max((len(row) for row in choices), default=0)
     for head in range(width):

@@ -60,6 +60,15 @@ def evaluate(
     return Allocation(picks, price, risks[:, units, picks].sum(axis=1))
 
 
+def shared_prices(picks: NDArray[np.int64], prices: Array, launches: Launches) -> Array:
+    """Returns the price `[units]` of given picks, the constant of a launch shared by its units."""
+    units = np.arange(len(picks))
+    groups = launches.launch[picks]
+    keys = np.stack([launches.layer, groups])
+    members = (keys[:, :, None] == keys[:, None, :]).all(axis=0).sum(axis=1)
+    return np.asarray(prices[units, picks] + launches.constant[groups] / members)
+
+
 def allocate(
     prices: Array, risks: Array, budget: Array, launches: Launches | None = None, gap: float = 1e-4
 ) -> Allocation:

@@ -48,7 +48,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # the face
     (P,),
     # evidence and the command line
-    (f"{P}.eval", f"{P}.cli", f"{P}.calibrate_command", f"{P}.plan_command", f"{P}.plan_picture"),
+    (
+        f"{P}.eval",
+        f"{P}.cli",
+        f"{P}.calibrate_command",
+        f"{P}.calibration_progress",
+        f"{P}.plan_command",
+        f"{P}.plan_picture",
+    ),
 )
 """From the ground up; an entry stands for a module and for all that a package of that name holds."""
 

@@ -117,6 +117,6 @@ def test_picture_and_differences(tmp_path: Any) -> None:
     assert [(d[0], d[1]) for d in differences(plan, other)] == [(1, 0), (1, 1)]
     assert differences(plan, plan) == []
     assert heat_map(plan).row_count == 2
-    assert "1.50 times faster" in " ".join(summary(plan))
+    assert "1.50 times as fast as exact" in " ".join(summary(plan))
     save_png(plan, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"

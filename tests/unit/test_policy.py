@@ -14,7 +14,7 @@ from adaattn_hf.plan import EXACT, Choice
 from adaattn_hf.policy.acceptance import Gates, clustered, upper_bound
 from adaattn_hf.policy.backoff import Backoff, adjusted_alpha
 from adaattn_hf.policy.candidates import candidates
-from adaattn_hf.policy.knapsack import Launches, allocate, evaluate
+from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, shared_prices
 from adaattn_hf.policy.prices import Price, PriceTable, fit_price
 from adaattn_hf.policy.risk import RiskTable, rescale
 
@@ -151,3 +151,16 @@ def test_each_gate_can_fail(change: dict[str, float], word: str) -> None:
     values = {"upper": 5e-4, "kl": 5e-4, "top1": 0.995, "lost": 0, "found": 30}
     reasons = Gates.for_budget(1e-3).failures(**{**values, **change})  # type: ignore[arg-type]
     assert (len(reasons) == 1 and word in reasons[0]) if change else reasons == ()
+
+
+def test_units_of_a_launch_share_its_fixed_cost() -> None:
+    """Shares add up to the price of the whole."""
+    rng = np.random.default_rng(3)
+    prices = rng.random((6, 3))
+    launches = Launches(np.array([0, 0, 0, 1, 1, 1]), np.array([0, 1, 1]), np.array([0.5, 0.25]))
+    for _ in range(20):
+        picks = rng.integers(0, 3, 6)
+        shares = shared_prices(picks, prices, launches)
+        assert shares.sum() == pytest.approx(evaluate(picks, prices, np.zeros((1, 6, 3)), launches).price)
+    shares = shared_prices(np.array([0, 1, 2, 0, 0, 0]), np.zeros((6, 3)), launches)
+    assert shares.tolist() == pytest.approx([0.5, 0.125, 0.125, *[0.5 / 3] * 3])

@@ -1,0 +1,197 @@
+"""`adaattn calibrate` as a user meets it: exit codes, sentences, progress, Ctrl-C, what it leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
+
+import adaattn_hf
+from adaattn_hf import fisher
+from adaattn_hf.calibrate_command import BUDGET_NOT_MET, tokens
+from adaattn_hf.calibration_progress import Display, display
+from adaattn_hf.calibration_settings import CalibrationSettings
+from adaattn_hf.calibration_state import FILE
+from adaattn_hf.cli import app
+from adaattn_hf.eval.demo import calibration_pages, demo_model_path
+from adaattn_hf.plan import PlanError
+from adaattn_hf.policy.prices import Price, PriceTable
+
+LENGTH = 192
+LABELS = ("exact", "bf16")
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A text and a price table in which bf16 costs half."""
+    directory = tmp_path_factory.mktemp("material")
+    text, prices = directory / "text.txt", directory / "prices.json"
+    text.write_text("\n\n".join(calibration_pages()[:12]), encoding="utf-8")
+    row = {label: Price(1e-4, 1.0 / (1 + place)) for place, label in enumerate(LABELS)}
+    prices.write_text(
+        PriceTable("a table", False, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}}).to_json()
+    )
+    return str(text), str(prices)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo_model_path("llama"), tmp_path / "model"))
+
+
+def run(model: Path, material: tuple[str, str], *more: str) -> Result:
+    arguments = [
+        "calibrate",
+        str(model),
+        "--data",
+        material[0],
+        "--prices",
+        material[1],
+        "--lengths",
+        str(LENGTH),
+    ]
+    arguments += [
+        "--sequences",
+        "2",
+        "--rows",
+        "16",
+        "--labels",
+        "1",
+        "--held-out",
+        "4",
+        "--families",
+        "bf16",
+    ]
+    return CliRunner().invoke(app, [*arguments, "--tries", "1", *more])
+
+
+def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
+    model: Path, material: tuple[str, str]
+) -> None:
+    done = run(model, material, "--budget", "1%")
+    assert done.exit_code == 0, done.output
+    for words in ("risk: done after", "bf16", "times as fast as exact", "passed: Δnll", f"plan: {model}"):
+        assert words in done.output, words
+    assert done.output.count("passed: Δnll") == 1
+    plan = (model / "adaattn_plan.json").read_bytes()
+    assert run(model, material, "--budget", "1%", "--quiet").exit_code == 0
+    assert (model / "adaattn_plan.json").read_bytes() == plan
+    shown = CliRunner().invoke(app, ["plan", "show", str(model)])
+    assert shown.exit_code == 0
+    assert "passed: Δnll" in shown.output
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn")
+    assert adaattn_hf.load_plan(loaded).to_json().encode() == plan
+    inputs = torch.arange(64)[None]
+    with torch.no_grad():
+        planned = loaded(inputs).logits
+        adaattn_hf.remove_plan(loaded)
+        assert not torch.equal(planned, loaded(inputs).logits)
+    half = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn", dtype=torch.bfloat16)
+    with pytest.raises(PlanError, match="calibrated in float32, the model is loaded in bfloat16"):
+        half(inputs)
+    tuned = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn")
+    with torch.no_grad():
+        tuned.model.layers[1].self_attn.q_proj.weight.mul_(1.01)
+    with pytest.raises(PlanError, match="weights of layer 1 are not those"):
+        tuned(inputs)
+
+
+def test_a_budget_that_cannot_be_met_has_a_code_and_a_sentence(
+    model: Path, material: tuple[str, str]
+) -> None:
+    done = run(model, material, "--budget", "1e-9")
+    assert done.exit_code == BUDGET_NOT_MET
+    assert "the budget of 1e-09 nats/token cannot be met" in done.output
+    assert "the plan is exact" in done.output
+    assert json.loads((model / "adaattn_plan.json").read_text())["layers"] == []
+
+
+def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
+    model: Path, material: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(model, material, "--budget", "1%").exit_code == 0
+    whole = (model / "adaattn_plan.json").read_bytes()
+    real, calls = fisher.measure, []
+
+    def stops(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(fisher, "measure", stops)
+    stopped = run(model, material, "--budget", "1%")
+    assert stopped.exit_code == 130
+    assert "with --resume" in stopped.stderr
+    assert (model / FILE).is_file()
+    resumed = run(model, material, "--budget", "1%", "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert len(calls) == 3
+    assert (model / "adaattn_plan.json").read_bytes() == whole
+    assert not (model / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--lengths", "4x"), "lengths is '4x', expected numbers of tokens"),
+        (("--lengths", "9k"), "the text holds"),
+        (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
+        (("--dtype", "float33"), "dtype is 'float33'"),
+        (("--families", "windows"), "did you mean 'window'"),
+        (("--budget", "lots"), "budget is 'lots'"),
+    ],
+)
+def test_wrong_arguments_end_with_code_2(
+    model: Path, material: tuple[str, str], more: tuple[str, str], words: str
+) -> None:
+    done = run(model, material, *more)
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, material: tuple[str, str]) -> None:
+    done = run(tmp_path, material)
+    assert done.exit_code == 2
+    assert "error: model:" in done.stderr
+
+
+def test_lengths_may_be_written_in_thousands() -> None:
+    assert tokens("4k, 8192") == (4096, 8192)
+
+
+def test_bars_show_every_stage_and_the_time_left() -> None:
+    settings = CalibrationSettings(lengths=(64, 128), sequences=2, rows=8, labels=1, held_out=4, tries=1)
+    console = Console(force_terminal=True, width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with display(settings, console, quiet=False) as progress:
+        for stage in progress.work:
+            for step in range(3):
+                progress(stage, step, 2)
+        assert progress.share == pytest.approx(1.0)
+    text = console.export_text()
+    console.file.close()
+    assert "calibration" in text
+    assert "verify 128" in text
+    assert "0 s left" in text
+
+
+def test_the_time_left_follows_the_work_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = CalibrationSettings(lengths=(64,), sequences=2, rows=8, labels=1, held_out=4, tries=1)
+    clock = [0.0]
+    monkeypatch.setattr("adaattn_hf.calibration_progress.time.monotonic", lambda: clock[0])
+    progress = Display(settings, Console(quiet=True), None, quiet=True)
+    assert progress.left() == ""
+    for stage in ("moments", "risk"):
+        progress(stage, 1, 1)
+    share = (64 + 64 * 2 * 6) / sum(progress.work.values())
+    assert progress.share == pytest.approx(share)
+    clock[0] = 1000.0
+    assert progress.left() == f"{1000 * (1 - share) / share / 60:.0f} min left"
