@@ -305,7 +305,7 @@ def test_callback_reports_the_plan() -> None:
     }
 
 
-@pytest.mark.parametrize("placed", ["device_map", "cpu_offload", "disk_offload"])
+@pytest.mark.parametrize("placed", ["device_map", "device_map with disk", "cpu_offload", "disk_offload"])
 def test_accelerate_hooks_leave_the_outputs_alone(placed: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     _, ours = fresh_pair("llama")
@@ -317,6 +317,21 @@ def test_accelerate_hooks_leave_the_outputs_alone(placed: str, tmp_path: Path) -
         hooked = tf.LlamaForCausalLM.from_pretrained(
             tmp_path, attn_implementation="adaattn", device_map={"": "cpu"}
         )
+    elif placed == "device_map with disk":
+        ours.save_pretrained(tmp_path)
+        parts = {
+            "model.embed_tokens": "cpu",
+            "model.layers.0": "cpu",
+            "model.layers.1": "disk",
+            "model.norm": "cpu",
+        }
+        hooked = tf.LlamaForCausalLM.from_pretrained(
+            tmp_path,
+            attn_implementation="adaattn",
+            device_map={**parts, "model.rotary_emb": "cpu", "lm_head": "cpu"},
+            offload_folder=str(tmp_path / "offloaded"),
+        )
+        assert next(hooked.model.layers[1].parameters()).is_meta, "nothing lies on the disk"
     elif placed == "cpu_offload":
         hooked = accelerate.cpu_offload(ours, execution_device=torch.device("cpu"))
     else:
@@ -350,7 +365,7 @@ def test_lora_adapters_train_like_under_eager() -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_like_one() -> None:
-    """DDP, and FSDP with and without checkpointing: two gloo processes, each with half of the batch."""
+    """DDP and FSDP, torch's and accelerate's: two gloo processes, each with half of the batch."""
     script = Path(__file__).parent.parent / "support" / "two_processes.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -362,7 +377,10 @@ def test_two_processes_train_like_one() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["ddp", "fsdp", "fsdp-checkpointing"]
+    ways = ["ddp", "fsdp", "fsdp-checkpointing"]
+    if importlib.util.find_spec("accelerate"):
+        ways += ["accelerate", "accelerate-fsdp"]
+    assert done.stdout.split() == ways
 
 
 def test_training_libraries_are_tested_where_they_belong() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import sys
@@ -15,6 +16,9 @@ import transformers as tf
 import adaattn_hf  # noqa: F401  (registers the names)
 
 TOLERANCE = 1e-5
+WAYS = ["ddp", "fsdp", "fsdp-checkpointing"]
+if importlib.util.find_spec("accelerate"):
+    WAYS += ["accelerate", "accelerate-fsdp"]
 
 
 def model() -> Any:
@@ -48,9 +52,40 @@ def loss_of(net: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return mean
 
 
+def prepared(way: str, net: Any) -> Any:
+    """The model as a way of training has it; parameters stay those of `net`."""
+    if way == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(net)
+    if way.startswith("accelerate"):
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        accelerator = Accelerator(cpu=True)
+        if way == "accelerate":
+            return accelerator.prepare(net)
+        # on CPUs `prepare` knows DDP alone; this is what it calls elsewhere
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+        return fsdp2_prepare_model(accelerator, net)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if way == "fsdp-checkpointing":
+        enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in net.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
 def worker(rank: int, port: int) -> None:
     """One process."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    place = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", **place)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     ids, mask = batch()
@@ -58,25 +93,16 @@ def worker(rank: int, port: int) -> None:
     loss_of(whole, ids, mask).backward()
     expected = {name: p.grad for name, p in whole.named_parameters()}
     mine = slice(rank * 2, rank * 2 + 2)
-    for way in ("ddp", "fsdp", "fsdp-checkpointing"):
+    for way in WAYS:
         net = model()
-        if way == "ddp":
-            wrapped: Any = torch.nn.parallel.DistributedDataParallel(net)
-        else:
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-
-            if way == "fsdp-checkpointing":
-                enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
-                enable({"use_reentrant": False})
-            mesh = init_device_mesh("cpu", (2,))
-            for layer in net.model.layers:
-                fully_shard(layer, mesh=mesh)
-            wrapped = fully_shard(net, mesh=mesh)
+        wrapped = prepared(way, net)
         loss_of(wrapped, ids[mine], mask[mine]).backward()
         for name, parameter in net.named_parameters():
             grad: Any = parameter.grad
-            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            sharded = hasattr(grad, "full_tensor")
+            if sharded != ("fsdp" in way):
+                raise SystemExit(f"{way}: the gradient of {name} is {type(grad)}")
+            grad = grad.full_tensor() if sharded else grad
             far = float((grad - expected[name]).abs().max())
             bound = TOLERANCE * max(1.0, float(expected[name].abs().max()))
             if far > bound:
