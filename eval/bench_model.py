@@ -41,8 +41,9 @@ def model_works(cell: Cell, models: Mapping[str, Any], device: torch.device) -> 
             model.tie_weights()
         else:
             weights.update(model.state_dict())
-        ours = cell.prepared and implementation.startswith("adaattn")
-        return adaattn_hf.prepare(model) if ours else model
+        if cell.prepared and implementation.startswith("adaattn"):
+            model = adaattn_hf.prepare(model)
+        return model  # type: ignore[no-any-return]
 
     def make(implementation: str) -> Work:
         model = model_of(implementation)

@@ -62,7 +62,7 @@ def load(
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
-    return loaded.to(resolve_device(device)), encode
+    return loaded.to(resolve_device(device)), encode  # type: ignore[arg-type]
 
 
 def numbers(text: str) -> list[int]:

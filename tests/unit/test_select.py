@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from adaattn_hf.backends import select
+from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.eager import EagerBackend
 from adaattn_hf.request import AttentionRequest, AttentionResult, CallSpec
 from adaattn_hf.structure import CallStructure
 
 
-class Picky:
+class Picky(Backend):
     """Refuses what it is told to refuse, and counts how often it is asked."""
 
     def __init__(self, name: str, missing: tuple[str, ...] = (), reasons: tuple[str, ...] = ()) -> None:
