@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from transformers import StaticCache
 
 import adaattn_hf
 from adaattn_hf import reference
@@ -167,7 +168,7 @@ def test_models_equal_eager(name: str, side: str) -> None:
     torch.testing.assert_close(b[real], a[real], atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_generates_the_same_tokens(name: str, cache: str) -> None:
     stock, ours = pair(name)
@@ -175,9 +176,49 @@ def test_generates_the_same_tokens(name: str, cache: str) -> None:
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     args: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
-    if cache == "static":
-        args |= {"cache_implementation": "static", "disable_compile": True}
+    if cache != "dynamic":
+        args |= {"cache_implementation": cache, "disable_compile": True}
     assert torch.equal(stock.generate(ids, **args), ours.generate(ids, **args))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_captured_step_gives_what_the_step_gives(name: str) -> None:
+    """A CUDA graph of one decoding step with a static cache: capturing fails wherever the host is asked."""
+    _, ours = pair(name)
+    cache = StaticCache(config=ours.config, max_cache_len=64)
+    ids = torch.randint(3, 64, (2, 12), device="cuda")
+    plain = ours.generate(ids, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids))
+    compiled = torch.compile(ours, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        token = ours(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        found = [ids, token]
+        for place in range(12, 17):
+            positions = torch.full((2, 1), place, device="cuda")
+            torch.compiler.cudagraph_mark_step_begin()
+            logits = compiled(token, past_key_values=cache, position_ids=positions).logits.clone()
+            token = logits[:, -1:].argmax(-1)
+            found.append(token)
+    assert torch.equal(torch.cat(found, dim=1), plain)
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_a_forward_pass_can_be_captured(side: str) -> None:
+    """Without a compiler: `torch.cuda.graph` around the model, replayed over other tokens."""
+    _, ours = pair("llama")
+    ids = torch.randint(3, 64, (2, 32), device="cuda")
+    mask = None
+    if side == "left":
+        mask = torch.ones_like(ids)
+        mask[0, :9] = 0
+    compiled = torch.compile(ours, backend="cudagraphs", fullgraph=True)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        ids = torch.randint(3, 64, (2, 32), device="cuda")
+        with torch.no_grad():
+            expected = ours(ids, attention_mask=mask, use_cache=False).logits
+            actual = compiled(ids, attention_mask=mask, use_cache=False).logits
+        real = slice(None) if mask is None else mask.bool()
+        torch.testing.assert_close(actual[real], expected[real], atol=2e-4, rtol=2e-4)
 
 
 def test_half_precision_with_flash_where_installed() -> None:
