@@ -1,10 +1,12 @@
 """Watching a planned model while it runs: counters, and sampled exact rows that say what the plan leaves out.
 
 Counters say how often each layer ran, and what share of (token, query head) pairs the plan changed. The
-monitor, asked for by `monitoring`, computes a few rows of each prefill exactly, compares log-sum-exps
-(dropped mass = 1 - exp(lse_kept - lse_all)), turns them into a predicted KL by the ratio learned in
-calibration, and makes a unit exact for the rest of the session when it drops more than three times its
-calibrated 95th percentile. It warns once.
+monitor, asked for by `config.adaattn["monitor"]` or for a while by `monitoring`, computes a few rows exactly
+(one of 1,024 in prefill, one decode step of 256), compares log-sum-exps (dropped mass = 1 - exp(lse_kept -
+lse_all)), turns them into a predicted KL by the ratio learned in calibration, and makes a unit exact for the
+rest of the session when it drops more than three times its calibrated 95th percentile. It warns once. Rows
+of padded or packed batches are counted and not sampled; so are those of training steps, which must compute
+the same function when they are repeated for their gradients.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +24,20 @@ from torch import Tensor, nn
 from adaattn_hf import attach, execute
 from adaattn_hf.approximate import Program, heads_of, windowed
 from adaattn_hf.arms import exact_tap
-from adaattn_hf.backends.eager import EagerBackend
 from adaattn_hf.fisher import row_visible
-from adaattn_hf.plan import EXACT, Plan, UnitRecord
-from adaattn_hf.request import AttentionRequest
+from adaattn_hf.plan import EXACT, Choice, Plan, UnitRecord
+from adaattn_hf.request import AttentionRequest, CallSpec
 from adaattn_hf.selection import keep_blocks, keys_of_blocks, pooled_keys
-from adaattn_hf.structure import CallStructure
 from adaattn_hf.tap import tapping
 
 logger = logging.getLogger("adaattn_hf")
 
 ROW_SHARE = 1024
 """One row of this many is computed exactly: below 0.1 % of exact attention's work."""
+STEP_SHARE = 256
+"""One call of this many is sampled in decode, where a row is a whole step."""
+PREFILL = 64
+"""Query rows from which a call counts as prefill."""
 LEAST_ROWS = 8
 """Rows seen before a unit may be judged."""
 
@@ -70,42 +75,42 @@ class LayerStatistics:
 
 
 class Monitor:
-    """Answers attention calls by the plan and counts; see `monitoring`.
+    """Counts what a plan does, samples what it leaves out, and tightens it; see `monitoring`.
 
     Attributes:
         layers: Counters by layer index.
     """
 
-    def __init__(
-        self, model: nn.Module, plan: Plan, *, sample_rows: bool = True, factor: float = 3.0
-    ) -> None:
+    def __init__(self, plan: Plan, *, sample_rows: bool = True, factor: float = 3.0) -> None:
         self.layers: dict[int, LayerStatistics] = {}
-        self._plan, self._sample, self._factor = plan, sample_rows, factor
+        self._sample, self._factor = sample_rows, factor
         self._units: Mapping[tuple[int, int], UnitRecord] = {
             (unit.layer, unit.head): unit for unit in plan.units
         }
         self._sums: dict[int, Tensor] = {}
         self._squares: dict[int, Tensor] = {}
-        self._programs: dict[int, Program] = {}
+        self._choices: dict[int, tuple[Choice, ...]] = {}
         self._warned = False
-        self._modules = {id(module) for _, module in attach.attention_modules(model, plan.model_type)}
 
-    def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
-        """Answers one call by the plan, tightened where the monitor said so."""
-        if id(module) not in self._modules:
-            return exact_tap(module, request)
-        index = int(module.layer_idx)  # type: ignore[arg-type]
-        counters = self.layers.setdefault(index, LayerStatistics(index))
-        program = self._programs.get(index) or attach.program_of(module)
+    def watch(self, index: int, program: Program | None, request: AttentionRequest) -> Program | None:
+        """Takes note of one call of a layer; returns the program to run, tightened where the samples said so."""
+        counters = self.layers.get(index) or self.layers.setdefault(index, LayerStatistics(index))
         counters.calls += 1
         batch, heads, q_len, _ = request.query.shape
         counters.pairs += batch * heads * q_len
         if program is None:
-            return exact_tap(module, request)
+            return None
+        program = self._tightened(index, program)
         self._count(counters, program, request)
-        if self._sample and q_len >= 64 and batch == 1 and request.structure.plain:
-            program = self._look(counters, program, request)
-        return execute.attend(program, request).out
+        due = q_len >= PREFILL or counters.calls % STEP_SHARE == 0
+        if self._sample and due and request.structure.plain and not CallSpec.of(request).needs_grad:
+            self._look(counters, program, request)
+            program = self._tightened(index, program)
+        return program
+
+    def _tightened(self, index: int, program: Program) -> Program:
+        choices = self._choices.get(index)
+        return program if choices is None else replace(program, plan=replace(program.plan, choices=choices))
 
     def _count(self, counters: LayerStatistics, program: Program, request: AttentionRequest) -> None:
         batch, heads, q_len, _ = request.query.shape
@@ -122,9 +127,18 @@ class Monitor:
             counters.fewer_keys += group * fewer
             counters.changed += group * (rows if choice.rank or choice.precision != "model" else fewer)
 
-    def _look(self, counters: LayerStatistics, program: Program, request: AttentionRequest) -> Program:
-        """Compares a few rows with exact attention; returns the program, tightened where it must be."""
-        q_len = request.query.shape[2]
+    def _look(self, counters: LayerStatistics, program: Program, request: AttentionRequest) -> None:
+        """Compares a few rows with exact attention, the sequences of a batch in turn."""
+        batch, _, q_len, _ = request.query.shape
+        if batch > 1:
+            turn = slice(counters.calls % batch, counters.calls % batch + 1)
+            request = replace(
+                request,
+                query=request.query[turn],
+                key=request.key[turn],
+                value=request.value[turn],
+                structure=request.structure.with_changes(batch=1),
+            )
         count = max(1, q_len // ROW_SHARE)
         rows = torch.linspace(q_len // (2 * count), q_len - 1, count).long()
         dropped = dropped_mass(program, request, rows)
@@ -143,7 +157,7 @@ class Monitor:
             if unit is not None and unit.dropped_square > 0
         )
         if counters.rows < LEAST_ROWS:
-            return program
+            return
         loud = [
             head
             for head, unit in enumerate(units)
@@ -152,10 +166,10 @@ class Monitor:
             and mean[head] > self._factor * max(unit.dropped_mass_p95, 1e-4)
         ]
         if not loud:
-            return program
+            return
         counters.tightened = sorted({*counters.tightened, *loud})
         choices = tuple(EXACT if head in loud else c for head, c in enumerate(program.plan.choices))
-        self._programs[index] = replace(program, plan=replace(program.plan, choices=choices))
+        self._choices[index] = choices
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -163,7 +177,6 @@ class Monitor:
                 "it is exact from here on (and so is every other that does). Calibrate on text like this one.",
                 index, loud[0], mean[loud[0]], self._factor,
             )  # fmt: skip
-        return self._programs[index]
 
 
 @torch.no_grad()
@@ -179,26 +192,21 @@ def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> T
     structure = request.structure
     kv_heads, kv_len = request.key.shape[1], request.key.shape[2]
     group = request.query.shape[1] // kv_heads
-    visible = row_visible(structure, rows, device)
-    sampled = replace(
-        request,
-        query=request.query[:, :, rows],
-        structure=CallStructure(1, len(rows), kv_len, mask=visible),
-        need_lse=True,
-    )
-    backend = EagerBackend()
-    positions = rows.to(device) + structure.offset()
+    rows = rows.to(device)
+    visible = row_visible(structure, rows, device)[0, 0]
+    positions = rows + structure.offset()
     found = torch.zeros(kv_heads, len(rows))
     for choice, heads in execute.launches(program):
         if choice.kind == "exact":
             continue
-        part = heads_of(sampled, heads)
+        part = heads_of(request, heads)
+        query = part.query[0].view(len(heads), group, -1, part.query.shape[-1])[:, :, rows]
         if choice.kind == "window":
-            kept = row_visible(windowed(structure, choice), rows, device)
+            kept = row_visible(windowed(structure, choice), rows, device)[0, 0]
         else:
             keep = keep_blocks(
-                part.query[0].view(len(heads), group, len(rows), -1),
-                pooled_keys(request.key[0, heads]),
+                query,
+                pooled_keys(part.key[0]),
                 positions,
                 kv_len,
                 mass=choice.mass,
@@ -207,23 +215,46 @@ def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> T
                 causal=structure.causal,
                 softcap=request.softcap,
             )
-            kept = visible & keys_of_blocks(keep, kv_len).repeat_interleave(group, dim=0)[None]
-        full = backend.attend(part).lse
-        less = backend.attend(replace(part, structure=replace_mask(part.structure, kept))).lse
-        if full is None or less is None:
-            raise RuntimeError(
-                "the eager backend returned no log-sum-exp; expected one where need_lse is set"
-            )
+            kept = visible & keys_of_blocks(keep, kv_len)[:, None]
+        # the heads of a group read the keys once: no copy of them, and no values at all
+        scores = (query.flatten(1, 2) @ part.key[0].mT).float().view(
+            *query.shape[:3], kv_len
+        ) * request.scaling
+        if request.softcap is not None:
+            scores = request.softcap * torch.tanh(scores / request.softcap)
+        if part.bias is not None:
+            bias = part.bias[0, :, rows].float()
+            scores = scores + (bias.view(len(heads), group, len(rows), kv_len) if len(bias) > 1 else bias)
+        full = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
+        less = scores.masked_fill(~kept, float("-inf")).logsumexp(-1)
+        if part.sink_logits is not None:
+            sinks = part.sink_logits.float().view(len(heads), group, 1)
+            full, less = torch.logaddexp(full, sinks), torch.logaddexp(less, sinks)
         ratio = torch.where(torch.isfinite(full), less - full, torch.zeros_like(full)).clamp(max=0.0)
-        dropped = -torch.expm1(ratio)[0]
-        found[heads] = dropped.view(len(heads), group, len(rows)).amax(1).float().cpu()
-    inside = (positions < program.max_length).cpu()
-    return found * inside
+        found[heads] = (-torch.expm1(ratio)).amax(1).cpu()
+    return found * (positions < program.max_length).cpu()
 
 
-def replace_mask(structure: CallStructure, mask: Tensor) -> CallStructure:
-    """Returns the structure with another dense mask."""
-    return structure.with_changes(mask=mask)
+_SLOT = "_adaattn_monitor"
+_shared: WeakValueDictionary[int, Monitor] = WeakValueDictionary()
+
+
+def watched(module: nn.Module, program: Program, request: AttentionRequest) -> Program:
+    """Takes note of a call of a layer whose configuration asks to be watched; returns the program to run.
+
+    The layers of a model share one monitor. It lives as long as their settings stay the same object.
+    """
+    raw = module.config.adaattn  # type: ignore[union-attr]
+    known = module.__dict__.get(_SLOT)
+    if known is None or known[0] is not raw:
+        monitor = _shared.get(id(raw))
+        if monitor is None:
+            monitor = Monitor(Plan.from_dict(raw[attach.CONFIG_KEY]))
+            _shared[id(raw)] = monitor
+        known = module.__dict__[_SLOT] = (raw, monitor)
+    running = known[1].watch(program.plan.layer, program, request)
+    assert running is not None
+    return running
 
 
 @contextmanager
@@ -243,15 +274,25 @@ def monitoring(model: nn.Module, *, sample_rows: bool = True, factor: float = 3.
         raise ValueError(
             "the model carries no plan, so there is nothing to watch; make one with `adaattn calibrate`"
         )
-    monitor = Monitor(model, plan, sample_rows=sample_rows, factor=factor)
-    model.__dict__["_adaattn_monitor"] = monitor
-    with tapping(monitor.tap):
+    monitor = Monitor(plan, sample_rows=sample_rows, factor=factor)
+    modules = {id(module) for _, module in attach.attention_modules(model, plan.model_type)}
+
+    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
+        if id(module) not in modules:
+            return exact_tap(module, request)
+        program = monitor.watch(int(module.layer_idx), attach.program_of(module), request)  # type: ignore[arg-type]
+        return exact_tap(module, request) if program is None else execute.attend(program, request).out
+
+    model.__dict__[_SLOT] = (None, monitor)
+    with tapping(tap):
         yield monitor
 
 
 def statistics(model: nn.Module) -> list[dict[str, Any]]:
-    """Returns the counters of each layer from the last `monitoring` block, activation rate included."""
-    monitor: Monitor | None = model.__dict__.get("_adaattn_monitor")
+    """Returns the counters of each layer, activation rate included: of the last `monitoring` block, or of the
+    monitor that `config.adaattn["monitor"]` asks for; empty where nothing was watched."""
+    found = (module.__dict__[_SLOT][1] for module in model.modules() if _SLOT in module.__dict__)
+    monitor: Monitor | None = next(found, None)
     if monitor is None:
         return []
     return [

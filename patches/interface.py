@@ -15,6 +15,7 @@ from adaattn_hf.backends.base import BareCall
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import choose
 from adaattn_hf.config import raw_settings, settings_in
+from adaattn_hf.observe import watched
 from adaattn_hf.request import AttentionRequest, CallSpec
 from adaattn_hf.structure import CallStructure
 from adaattn_hf.tap import active_tap
@@ -111,6 +112,8 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         if not compiling and (tap := active_tap()) is not None:
             out = tap(module, request)
         elif program is not None:
+            if not compiling and settings_in(config).monitor:
+                program = watched(module, program, request)
             out = execute.attend(program, request, forced).out
         else:
             out = choose(CallSpec.of(request), forced).attend(request).out

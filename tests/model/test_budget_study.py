@@ -11,7 +11,7 @@ import pytest
 
 import adaattn_hf.calibrate as calibration
 from adaattn_hf.calibrate import CalibrationSettings
-from adaattn_hf.eval import budget_curve, budget_study
+from adaattn_hf.eval import budget_curve, budget_speed, budget_study
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.policy.prices import Price, PriceTable
@@ -142,3 +142,37 @@ def test_prices_and_curve(text: list[Path], tmp_path: Path) -> None:
     assert record["curve"][0]["test"][str(LENGTH)]["kl"] == 0.0
     assert [entry["choice"] for entry in record["uniform"]] == ["bf16"]
     assert record["uniform"][0]["test"][str(LENGTH)]["kl"] > 0.0
+
+
+def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Path) -> None:
+    model, encode = budget_study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    prices = PriceTable.from_json(table.read_text())
+    seed = budget_study.seed_study(model, encode, text[:1], text[1:], prices, SETTINGS, [0.5], tmp_path)[0]
+    target = tmp_path / "speed.json"
+    arguments = [
+        str(demo_model_path("llama")),
+        "--data",
+        str(text[1]),
+        "--output",
+        str(target),
+        "--rounds",
+        "1",
+    ]
+    arguments += ["--lengths", str(LENGTH), "--record", f"much={seed}", "--monitor", "much"]
+    for level in ("attention", "model"):
+        with pytest.raises(SystemExit) as ended:
+            budget_speed.main([*arguments, "--level", level])
+        assert ended.value.code == 0
+    found = json.loads(target.read_text())
+    assert set(found["attention"][str(LENGTH)]) == {"stock sdpa", "exact", "much"}
+    cells = found["model"][str(LENGTH)]
+    assert set(cells) == {"stock sdpa", "exact", "much", "much, monitored"}
+    assert all(cell["seconds"] > 0 for cell in cells.values())
+    assert cells["much"]["kl"] > 0
+    record = json.loads(seed.read_text())
+    plan = budget_speed.plan_of_record(record, model)
+    assert [choice.label for layer in plan.layers for choice in layer.choices] == record["picks"]
+    with pytest.raises(UsageError, match="without bases"):
+        budget_speed.plan_of_record({**record, "picks": ["r16"] * len(record["picks"])}, model)
+    with pytest.raises(UsageError, match="a multiple of the model's 4 layers"):
+        budget_speed.plan_of_record({**record, "picks": ["bf16"] * 7}, model)

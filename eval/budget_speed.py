@@ -1,0 +1,273 @@
+"""Speed under the plans of a study: `python -m adaattn_hf.eval.budget_speed MODEL --record NAME=FILE …`.
+
+Two levels, each timed in rounds that take the arms in turn, the smallest time of each arm kept: all attention
+calls of the model on its own queries, keys and values (stock sdpa as Transformers calls it, this package's
+exact attention, each plan), and one prefill of the whole model. CPU time of the process on a CPU, wall time
+elsewhere. Every run adds to the file, so that lengths and levels may be measured apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from adaattn_hf import attach
+from adaattn_hf.eval import budget_study as study
+from adaattn_hf.eval.errors import EvalError, UsageError
+from adaattn_hf.eval.provenance import provenance
+
+LEVELS = ("attention", "model")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def plan_of_record(record: Mapping[str, Any], model: nn.Module) -> Any:
+    """Returns the plan of a seed's record for a model on this machine.
+
+    Precisions, windows and blocks need nothing but their names; ranks need bases that a record does not hold.
+
+    Raises:
+        UsageError: If the record is of a model of other units, or takes a rank.
+    """
+    import importlib.metadata
+
+    from adaattn_hf.plan import PLAN_FORMAT, LayerPlan, Plan
+    from adaattn_hf.policy.candidates import candidates
+
+    config: Any = model.config
+    modules = dict(attach.attention_modules(model, config.model_type))
+    settings = record["settings"]
+    known = {
+        choice.label: choice
+        for choice in candidates(
+            settings["lengths"][-1],
+            0,
+            settings["dtype"],
+            settings["families"],
+            settings["windows"],
+            settings["masses"],
+        ).choices
+    }
+    labels = record["picks"]
+    if len(labels) % len(modules):
+        raise UsageError(
+            f"record: has {len(labels)} units, expected a multiple of the model's {len(modules)} layers"
+        )
+    unknown = sorted(set(labels) - set(known))
+    if unknown:
+        raise UsageError(f"record: takes {unknown}, expected choices without bases: {sorted(known)}")
+    per = len(labels) // len(modules)
+    hashes = {index: attach.weight_hash(module) for index, module in modules.items()}
+    layers = (
+        LayerPlan(
+            index, hashes[index], tuple(known[label] for label in labels[place * per : (place + 1) * per])
+        )
+        for place, index in enumerate(sorted(modules))
+    )
+    return Plan(
+        format=PLAN_FORMAT,
+        model_type=config.model_type,
+        weight_hash=hashlib.sha256("".join(hashes[index] for index in sorted(hashes)).encode()).hexdigest(),
+        dtype=attach.module_dtype(next(iter(modules.values()))),
+        adaattn=importlib.metadata.version("adaattn-hf"),
+        torch=torch.__version__,
+        transformers=importlib.metadata.version("transformers"),
+        budget=record["budget"],
+        seed=record["seed"],
+        data_fingerprint="",
+        protocol={},
+        lengths=tuple(settings["lengths"]),
+        layers=tuple(layer for layer in layers if not layer.is_exact),
+        units=(),
+        verified=None,
+        tensors="",
+    )
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Returns the time of one call: the process's CPU time on a CPU, wall time elsewhere."""
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = clock()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return clock() - start
+
+
+@torch.no_grad()
+def attention_level(
+    model: nn.Module, plans: Mapping[str, Any], tokens: Tensor, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Returns seconds of all attention calls of one prefill, per arm."""
+    from transformers import AttentionInterface
+
+    from adaattn_hf.arms import exact_tap, programs_of
+    from adaattn_hf.execute import attend
+    from adaattn_hf.request import AttentionRequest
+    from adaattn_hf.tap import tapping
+
+    stock = AttentionInterface()["sdpa"]
+    arms = {name: programs_of(plan, {}) for name, plan in plans.items()}
+    total = dict.fromkeys(("stock sdpa", "exact", *arms), 0.0)
+
+    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
+        index, device = int(module.layer_idx), request.query.device  # type: ignore[arg-type]
+        calls: dict[str, Callable[[], object]] = {
+            "stock sdpa": lambda: stock(
+                module,
+                request.query,
+                request.key,
+                request.value,
+                None,
+                scaling=request.scaling,
+                is_causal=True,
+            ),
+            "exact": lambda: exact_tap(module, request),
+        }
+        for name, programs in arms.items():
+            program = programs.get(index)
+            calls[name] = calls["exact"] if program is None else lambda one=program: attend(one, request)
+        best = dict.fromkeys(calls, float("inf"))
+        for _ in range(rounds):
+            for name, call in calls.items():
+                best[name] = min(best[name], seconds(call, device))
+        for name in calls:
+            total[name] += best[name]
+        return exact_tap(module, request)
+
+    with tapping(tap):
+        model.base_model(input_ids=tokens, use_cache=False)
+    return {name: {"seconds": value} for name, value in total.items()}
+
+
+@torch.no_grad()
+def model_level(
+    model: Any, plans: Mapping[str, Any], tokens: Tensor, rounds: int, monitor: str | None, loss: bool
+) -> dict[str, dict[str, float]]:
+    """Returns seconds of one prefill of the whole model to its last logits, per arm, and the KL of each plan there.
+
+    Args:
+        model: Loaded with `attn_implementation="adaattn"`.
+        plans: By name.
+        tokens: `[1, n]`.
+        rounds: Rounds over the arms.
+        monitor: A plan that is timed once more while it is watched.
+        loss: Measure the KL of each plan, in forward passes that are not timed.
+    """
+    from adaattn_hf.arms import ModelArms
+
+    def call() -> Any:
+        return model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+
+    scores = ModelArms(model)
+    arms: dict[str, tuple[str, Any, bool]] = {
+        "stock sdpa": ("sdpa", None, False),
+        "exact": ("adaattn", None, False),
+    }
+    arms |= {name: ("adaattn", plan, False) for name, plan in plans.items()}
+    if monitor is not None:
+        arms[f"{monitor}, monitored"] = ("adaattn", plans[monitor], True)
+    found: dict[str, dict[str, float]] = {name: {"seconds": float("inf")} for name in arms}
+    exact = scores.exact(tokens) if loss else None
+    for turn in range(rounds):
+        for name, (implementation, plan, watched) in arms.items():
+            model.set_attn_implementation(implementation)
+            if plan is not None:
+                attach.attach(model, plan)
+                model.config.adaattn = {**model.config.adaattn, "monitor": watched}
+            found[name]["seconds"] = min(found[name]["seconds"], seconds(call, tokens.device))
+            if plan is not None and not watched and turn == 0 and exact is not None:
+                found[name]["kl"] = _kl(scores, exact, tokens)
+            attach.remove_plan(model)
+            model.config.__dict__.pop("adaattn", None)
+    model.set_attn_implementation("adaattn")
+    return found
+
+
+def _kl(scores: Any, exact: Tensor, tokens: Tensor) -> float:
+    planned = scores.hidden(tokens)
+    parts = []
+    for _, (left, right) in scores.chunks(exact, planned):
+        first, second = left[0].double().log_softmax(-1), right[0].double().log_softmax(-1)
+        parts.append((first.exp() * (first - second)).sum(-1))
+    return float(torch.cat(parts).mean())
+
+
+@app.command()
+def speed(
+    model: study.Model,
+    record: Annotated[list[str], typer.Option(help="A plan to time, NAME=FILE of budget_study seeds.")],
+    data: study.Data,
+    output: Annotated[
+        Path, typer.Option(help="The file of the figures; what it holds of other cells is kept.")
+    ],
+    lengths: study.Lengths = "4096,8192",
+    level: Annotated[str, typer.Option(help="attention, model, or both by a comma.")] = ",".join(LEVELS),
+    rounds: Annotated[int, typer.Option(help="Rounds over the arms; the smallest time counts.")] = 2,
+    monitor: Annotated[
+        str | None, typer.Option(help="Name of a plan to time once more while it is watched.")
+    ] = None,
+    loss: Annotated[bool, typer.Option(help="Measure the KL of each plan on the text as well.")] = True,
+    dtype: study.Dtype = "float32",
+    device: study.Device = "cpu",
+    threads: study.Threads = None,
+    gguf_file: study.Gguf = None,
+) -> None:
+    """Time attention and whole prefills under plans beside stock and exact attention."""
+    from adaattn_hf import corpus
+
+    loaded, encode = study.load(model, dtype, device, gguf_file, threads)
+    plans = {}
+    for one in record:
+        name, _, path = one.partition("=")
+        plans[name] = plan_of_record(json.loads(Path(path).read_text(encoding="utf-8")), loaded)
+    words = {
+        "model": Path(model).name,
+        "dtype": dtype,
+        "data": [path.name for path in data],
+        "rounds": rounds,
+    }
+    kept: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
+    if kept.get("settings", words) != words:
+        raise UsageError(
+            f"output: {output} was measured with other settings; give another --output, or remove it"
+        )
+    kept |= {"settings": words, "provenance": provenance(torch.device(device))}
+    for length in study.numbers(lengths):
+        text = corpus.draw(data, encode, length, {"text": 1}, 0).parts["text"][0]
+        tokens = torch.tensor([text.tokens], device=loaded.device)
+        for name in level.split(","):
+            if name == "attention":
+                cells = attention_level(loaded, plans, tokens, rounds)
+            elif name == "model":
+                cells = model_level(loaded, plans, tokens, rounds, monitor, loss)
+            else:
+                raise UsageError(f"level: got {name!r}, expected one of {', '.join(LEVELS)}")
+            kept.setdefault(name, {})[str(length)] = cells
+            study.write(output, kept)
+            typer.echo(
+                f"{name} {length}: "
+                + ", ".join(f"{arm} {cell['seconds']:.2f} s" for arm, cell in cells.items())
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line; wrong arguments end with code 2."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="budget_speed")
+    except (EvalError, ValueError, FileNotFoundError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from error
+
+
+if __name__ == "__main__":
+    main()
