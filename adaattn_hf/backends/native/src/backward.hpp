@@ -4,7 +4,7 @@
 // left operands of dV += P^T dO and dK += dS^T Q as they stand, and dS^T is the right operand of dQ^T += K^T dS^T.
 // Sums run over query tiles and key tiles in a fixed order within one thread: the result is the same every time.
 #pragma once
-#include "forward.hpp"
+#include "softmax.hpp"
 
 namespace ADA_NS {
 

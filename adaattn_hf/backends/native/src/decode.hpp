@@ -1,6 +1,6 @@
 // Few query rows (a decode step): keys and values are read once, where they lie, and never packed.
 #pragma once
-#include "forward.hpp"
+#include "softmax.hpp"
 
 namespace ADA_NS {
 

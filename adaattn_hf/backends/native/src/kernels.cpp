@@ -5,6 +5,7 @@ const AdaKernels *ADA_TABLE() { return nullptr; }
 #else
 #include "backward.hpp"
 #include "decode.hpp"
+#include "forward.hpp"
 
 namespace ADA_NS {
 

@@ -1,0 +1,197 @@
+// From dot products to weights (softcap, bias, mask, online softmax) and from sums to the output.
+#pragma once
+#include "rows.hpp"
+
+namespace ADA_NS {
+
+// Softcap, bias and mask: whatever cannot be said by intervals. Turns raw dot products into natural-log scores.
+static void adjust(const ada_args &a, const AdaUnit &u, const Row &row, float *s, int64_t c0, int64_t c1, int64_t t0) {
+  const float scale = (float)a.scaling;
+  if (a.softcap > 0) {
+    const float cap = (float)a.softcap, f = scale / cap;
+    for (int64_t c = c0; c < c1; ++c) s[c] = cap * tanhf(s[c] * f);
+  } else {
+    for (int64_t c = c0; c < c1; ++c) s[c] *= scale;
+  }
+  const int64_t end = lesser(c1, u.kn - t0), key = u.k0 + t0;
+  if (a.bias) {
+    int64_t at = u.row * a.bs[0] + row.head * a.bs[1] + (u.q0 + row.i) * a.bs[2] + key * a.bs[3];
+    if (a.bias_dtype == ADA_F32 && a.bs[3] == 1) {
+      const float *b = (const float *)a.bias + at;
+      for (int64_t c = c0; c < end; ++c) s[c] += b[c];
+    } else {
+      for (int64_t c = c0; c < end; ++c) s[c] += load_any(a.bias, a.bias_dtype, at + c * a.bs[3]);
+    }
+  }
+  if (a.mask) {
+    const uint8_t *b = a.mask + u.row * a.ms[0] + row.head * a.ms[1] + (u.q0 + row.i) * a.ms[2] + key * a.ms[3];
+    for (int64_t c = c0; c < end; ++c)
+      if (!b[c * a.ms[3]]) s[c] = -INFINITY;
+  }
+}
+
+// Columns of [c0, c1) outside the row's visible keys become -inf.
+static void hide(const Row &row, float *s, int64_t c0, int64_t c1, int64_t t0) {
+  const int64_t lo = row.lo - t0, hi = row.hi - t0, sink = row.sink - t0;
+  if (sink <= c0 || sink >= c1) {
+    if (sink >= c1) return;
+    const int64_t a = lesser(greater(lo, c0), c1), b = greater(lesser(hi, c1), a);
+    for (int64_t c = c0; c < a; ++c) s[c] = -INFINITY;
+    for (int64_t c = b; c < c1; ++c) s[c] = -INFINITY;
+    return;
+  }
+  for (int64_t c = sink; c < c1; ++c)
+    if (c < lo || c >= hi) s[c] = -INFINITY;
+}
+
+ADA_INLINE void store_p(F32, float *p, vf x, vf y) {
+  store(p, x);
+  store(p + W, y);
+}
+#ifdef ADA_HAS_BF16
+ADA_INLINE void store_p(BF16, uint16_t *p, vf x, vf y) {
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
+}
+#endif
+
+// The online softmax of one row over the panels in `panels`; c = factor from s to log2 scores.
+template <class T>
+ADA_INLINE void softmax_row(float *s, typename T::elem *p, uint64_t panels, float c, float &m, float &l, float &alpha) {
+  int64_t c0, c1;
+  vf top0 = splat(-INFINITY), top1 = top0;
+  for (uint64_t bits = panels; next_run(bits, c0, c1);)
+    for (int64_t i = c0; i < c1; i += 2 * W) {
+      top0 = vmax(top0, load(s + i));
+      top1 = vmax(top1, load(s + i + W));
+    }
+  float top = hmax(vmax(top0, top1)) * c;  // c >= 0
+  float next = greater(m, top);
+  if (!(next > -INFINITY)) {
+    alpha = 1;
+    for (uint64_t bits = panels; next_run(bits, c0, c1);)
+      memset(p + c0, 0, (size_t)(c1 - c0) * sizeof(typename T::elem));
+    return;
+  }
+  alpha = m > -INFINITY ? exp2f(m - next) : 0.0f;
+  vf sum0 = vf{}, sum1 = vf{};
+  const vf cc = splat(c), mm = splat(next);
+  for (uint64_t bits = panels; next_run(bits, c0, c1);)
+    for (int64_t i = c0; i < c1; i += 2 * W) {
+      vf x = exp2_neg<T::EXP_DEGREE>(load(s + i) * cc - mm);
+      vf y = exp2_neg<T::EXP_DEGREE>(load(s + i + W) * cc - mm);
+      sum0 += x;
+      sum1 += y;
+      store_p(T{}, p + i, x, y);
+    }
+  l = l * alpha + hsum(sum0 + sum1);
+  m = next;
+}
+
+ADA_INLINE vf largest(const float *s, uint64_t panels) {
+  int64_t c0, c1;
+  vf x = splat(-INFINITY), y = x;
+  for (uint64_t bits = panels; next_run(bits, c0, c1);)
+    for (int64_t i = c0; i < c1; i += 2 * W) {
+      x = vmax(x, load(s + i));
+      y = vmax(y, load(s + i + W));
+    }
+  return vmax(x, y);
+}
+
+// Weights of 2 * W columns from i on, and what they add to the row's sum.
+template <class T>
+ADA_INLINE void soften(const float *s, typename T::elem *p, int64_t i, vf cc, vf mm, vf &sum0, vf &sum1) {
+  vf x = exp2_neg<T::EXP_DEGREE>(load(s + i) * cc - mm);
+  vf y = exp2_neg<T::EXP_DEGREE>(load(s + i + W) * cc - mm);
+  sum0 += x;
+  sum1 += y;
+  store_p(T{}, p + i, x, y);
+}
+
+// The same for W rows at a time, whose reductions then share one tree and one exponential. Rows from `n` on are absent;
+// `m`, `l` and `alpha` have room for W.
+template <class T>
+ADA_INLINE void softmax_rows(const float *s, typename T::elem *p, int64_t ldp, const uint64_t *panels, int64_t n,
+                             float c, float *m, float *l, float *alpha) {
+  // While a row is exponentiated, the maximum of the row after next is found: comparing and multiplying use different
+  // units, and a row comes into the cache once.
+  vf part[W];
+  float next[W + 2], start[W + 2];
+  const vf before = load(m), cc = splat(c);
+  const auto settle = [&](int64_t r, vf top) {
+    next[r] = greater(m[r], hmax(top) * c);           // c >= 0
+    start[r] = next[r] > -INFINITY ? next[r] : 0.0f;  // a row that has seen nothing yet
+  };
+  for (int64_t r = 0; r < 2 && r < n; ++r) settle(r, largest(s + r * LDS, panels[r]));
+  for (int64_t r = 0; r < W; ++r) {
+    part[r] = vf{};
+    if (r >= n) {
+      next[r] = -INFINITY, start[r] = 0;
+      continue;
+    }
+    int64_t c0, c1;
+    vf x0 = vf{}, y0 = vf{}, top0 = splat(-INFINITY), top1 = top0;
+    const vf mm = splat(start[r]);
+    const float *sr = s + r * LDS;
+    const bool ahead = r + 2 < n && r + 2 < W;
+    if (ahead && panels[r + 2] == panels[r]) {
+      const float *sn = sr + 2 * LDS;
+      for (uint64_t bits = panels[r]; next_run(bits, c0, c1);)
+        for (int64_t i = c0; i < c1; i += 2 * W) {
+          top0 = vmax(top0, load(sn + i));
+          top1 = vmax(top1, load(sn + i + W));
+          soften<T>(sr, p + r * ldp, i, cc, mm, x0, y0);
+        }
+      top0 = vmax(top0, top1);
+    } else {
+      for (uint64_t bits = panels[r]; next_run(bits, c0, c1);)
+        for (int64_t i = c0; i < c1; i += 2 * W) soften<T>(sr, p + r * ldp, i, cc, mm, x0, y0);
+      if (ahead) top0 = largest(sr + 2 * LDS, panels[r + 2]);
+    }
+    if (ahead) settle(r + 2, top0);
+    part[r] = x0 + y0;
+  }
+  const vf f = exp2_neg<5>(before - load(start));
+  store(m, load(next));
+  store(alpha, f);
+  store(l, load(l) * f + lanes_sum(part));
+}
+
+static void finish_row(const ada_args &a, const AdaUnit &u, const Row &row, const float *o, float m, float l,
+                       int64_t dv) {
+  float inv = 0, lse = -INFINITY;
+  if (!(l > 0) && a.sink_logits) lse = a.sink_logits[row.head];  // the sink alone carries the row, without a value
+  if (l > 0) {
+    if (a.sink_logits) {
+      const float sink = a.sink_logits[row.head] * LOG2E, next = greater(m, sink);
+      const float f = exp2f(m - next);
+      inv = f / (l * f + exp2f(sink - next));
+      if (a.lse) lse = LN2 * next + logf(l * f + exp2f(sink - next));
+    } else {
+      inv = 1.0f / l;
+      if (a.lse) lse = LN2 * m + logf(l);
+    }
+  }
+  const int64_t i = u.q0 + row.i;
+  if (a.lse) a.lse[(u.row * a.q_heads + row.head) * a.q_len + i] = lse;
+  if (!a.out) return;
+  const int64_t at = u.row * a.os[0] + row.head * a.os[1] + i * a.os[2];
+  if (inv == 0) {
+    for (int64_t d = 0; d < dv; ++d) store_any(a.out, a.q_dtype, at + d * a.os[3], 0.0f);
+  } else if (a.q_dtype == ADA_F32 && a.os[3] == 1) {
+    float *y = (float *)a.out + at;
+    for (int64_t d = 0; d < dv; ++d) y[d] = o[d] * inv;
+  } else if (a.q_dtype == ADA_BF16 && a.os[3] == 1) {
+    uint16_t *y = (uint16_t *)a.out + at;
+    int64_t d = 0;
+#ifdef ADA_HAS_BF16
+    for (; d + W <= dv; d += W)
+      _mm256_storeu_si256((__m256i *)(y + d), (__m256i)_mm512_cvtneps_pbh((__m512)(load(o + d) * splat(inv))));
+#endif
+    for (; d < dv; ++d) y[d] = to_bf16(o[d] * inv);
+  } else {
+    for (int64_t d = 0; d < dv; ++d) store_any(a.out, a.q_dtype, at + d * a.os[3], o[d] * inv);
+  }
+}
+
+}  // namespace ADA_NS
