@@ -123,6 +123,21 @@ void work(void *data) {
   }
 }
 
+// The same where there are units enough for all threads: whoever packs a unit computes it, from its own cache.
+void work_units(void *data) {
+  Job &job = *static_cast<Job *>(data);
+  char *scratch = t_scratch.get(static_cast<size_t>(job.shape.scratch));
+  if (!scratch) {
+    job.failed = true;
+    return;
+  }
+  for (int64_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.n_units;) {
+    const AdaUnit &u = job.units[i];
+    for (int64_t t = 0; t < u.tiles; ++t) job.k->pack(*job.a, job.shape, u, t, scratch);
+    for (int64_t t = 0; t < u.tasks; ++t) job.k->forward(*job.a, job.shape, u, t, scratch);
+  }
+}
+
 // The same for few query rows: tasks are parts of the keys of a unit, and whoever finishes the last part of a unit puts
 // its parts together.
 void work_few(void *data) {
@@ -328,7 +343,8 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
     job.n_units = count;
     job.tasks = job.pack_tasks = 0;
     job.next = 0;
-    double flops = 0;
+    double flops = 0, largest = 0;
+    int64_t most_rows = 0;
     for (int64_t i = 0; i < count; ++i) {
       AdaUnit &u = job.units[i];
       fill_unit(a, job.shape, u, (at + i) / a.kv_heads, (at + i) % a.kv_heads);
@@ -338,10 +354,19 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
       job.tasks += u.tasks;
       job.pack_tasks += u.tiles;
       new (&job.packed[i]) std::atomic<int64_t>(0);
-      flops += 2.0 * static_cast<double>(u.qn * job.shape.group) * static_cast<double>(u.kn) *
-               static_cast<double>(a.dim + a.dim_v);
+      const double own = 2.0 * static_cast<double>(u.qn * job.shape.group) * static_cast<double>(u.kn) *
+                         static_cast<double>(a.dim + a.dim_v);
+      flops += own;
+      if (own > largest) largest = own;
+      if (u.qn * job.shape.group > most_rows) most_rows = u.qn * job.shape.group;
     }
-    run(job, work, job.tasks + job.pack_tasks, flops);
+    // Keys that another core packed are slow to read; sharing them pays only where whole units would leave a core idle
+    // for long and have rows enough to make up for it.
+    const bool even = count % a.threads == 0 && largest * static_cast<double>(count) <= 1.01 * flops;
+    if (even || largest * 2.0 * static_cast<double>(a.threads) <= flops || most_rows <= 80)
+      run(job, work_units, count, flops);
+    else
+      run(job, work, job.tasks + job.pack_tasks, flops);
     if (job.failed) return -2;
     at += count;
   }
