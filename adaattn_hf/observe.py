@@ -12,6 +12,7 @@ the same function when they are repeated for their gradients.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -56,6 +57,7 @@ class LayerStatistics:
         dropped_mass: Mean dropped mass on these rows, per key/value head.
         predicted_kl: Predicted KL of the layer from these rows, nats/token.
         tightened: Key/value heads that the monitor made exact.
+        seconds: Time that watching took.
     """
 
     layer: int
@@ -67,6 +69,7 @@ class LayerStatistics:
     dropped_mass: list[float] = field(default_factory=list)
     predicted_kl: float = 0.0
     tightened: list[int] = field(default_factory=list)
+    seconds: float = 0.0
 
     @property
     def activation(self) -> float:
@@ -94,6 +97,7 @@ class Monitor:
 
     def watch(self, index: int, program: Program | None, request: AttentionRequest) -> Program | None:
         """Takes note of one call of a layer; returns the program to run, tightened where the samples said so."""
+        start = time.perf_counter()
         counters = self.layers.get(index) or self.layers.setdefault(index, LayerStatistics(index))
         counters.calls += 1
         batch, heads, q_len, _ = request.query.shape
@@ -106,6 +110,7 @@ class Monitor:
         if self._sample and due and request.structure.plain and not CallSpec.of(request).needs_grad:
             self._look(counters, program, request)
             program = self._tightened(index, program)
+        counters.seconds += time.perf_counter() - start
         return program
 
     def _tightened(self, index: int, program: Program) -> Program:

@@ -169,6 +169,7 @@ def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Pa
     assert set(cells) == {"stock sdpa", "exact", "much", "much, monitored"}
     assert all(cell["seconds"] > 0 for cell in cells.values())
     assert cells["much"]["kl"] > 0
+    assert 0 < cells["much, monitored"]["watching"] < cells["much, monitored"]["seconds"]
     record = json.loads(seed.read_text())
     plan = budget_speed.plan_of_record(record, model)
     assert [choice.label for layer in plan.layers for choice in layer.choices] == record["picks"]
