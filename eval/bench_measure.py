@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,13 +73,30 @@ def peak_bytes(work: Work, device: torch.device) -> int:
         work()
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated() - before)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with _unheard():
+        profile.start()
+    try:
         work()
+    finally:
+        with _unheard():
+            profile.stop()
     events: list[Any] = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
     return int(peak)
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """The profiler's library reports its start and its stop on stderr, past Python and whatever its log level."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
