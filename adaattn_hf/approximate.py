@@ -31,11 +31,13 @@ class LayerTensors:
         key_mean: `[num_kv_heads, head_dim]`, subtracted from keys before int8 rounding; zeros when absent.
         query_basis: Per key/value head `[head_dim, rank]`; see `stats.spectrum.score_factors`.
         key_basis: Per key/value head `[head_dim, rank]`.
+        folded: Whether the model's weights project onto the bases already: a rank is then its first columns.
     """
 
     key_mean: Tensor | None = None
     query_basis: Mapping[int, Tensor] = field(default_factory=dict)
     key_basis: Mapping[int, Tensor] = field(default_factory=dict)
+    folded: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +130,8 @@ def ranked(
     if not choice.rank:
         return request
     query, key = request.query, request.key
+    if tensors.folded:
+        return replace(request, query=query[..., : choice.rank], key=key[..., : choice.rank])
     groups = query.shape[1] // key.shape[1]
     query_basis = torch.stack([tensors.query_basis[head][:, : choice.rank] for head in kv_heads]).to(query)
     key_basis = torch.stack([tensors.key_basis[head][:, : choice.rank] for head in kv_heads]).to(query)

@@ -22,7 +22,8 @@ from adaattn_hf.approximate import LayerTensors, Program
 from adaattn_hf.plan import TENSORS_FILE, Plan, PlanError
 
 CONFIG_KEY = "plan"
-_SLOT = "_adaattn_program"
+PROGRAM_SLOT = "_adaattn_program"
+"""Where an attention module keeps `(settings, program)` once its plan was read."""
 _SAMPLES = 65536
 _tensors: dict[str, dict[str, Tensor]] = {}
 
@@ -115,7 +116,7 @@ def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
     raw = getattr(getattr(module, "config", None), "adaattn", None)
     if raw is None:
         return None
-    known = module.__dict__.get(_SLOT)
+    known = module.__dict__.get(PROGRAM_SLOT)
     if known is not None and known[0] is raw:
         program: Program | None = known[1]
         return program
@@ -125,7 +126,7 @@ def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
             "before torch.compile"
         )
     program = _resolve(module, raw)
-    module.__dict__[_SLOT] = (raw, program)
+    module.__dict__[PROGRAM_SLOT] = (raw, program)
     return program
 
 
@@ -243,7 +244,7 @@ def read_plan(path: str | Path) -> Plan:
 def remove_plan(model: nn.Module) -> None:
     """Takes the plan out of a model: every layer is exact again."""
     for module in model.modules():
-        module.__dict__.pop(_SLOT, None)
+        module.__dict__.pop(PROGRAM_SLOT, None)
         config: Any = getattr(module, "config", None)
         present = getattr(config, "adaattn", None)
         if config is not None and isinstance(present, Mapping) and CONFIG_KEY in present:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from .cache import GrowingCache, grow_in_place, holds_tokens
+from .fold import FoldError, Folding
 from .unpad import Unpadding, probe, refusals, trunk_of
 from .unpad.call import arguments_of, makes_cache
 from .unpad.direct import DirectForward, called_directly
@@ -67,6 +68,7 @@ class _Prepared:
         self.unpadding: Unpadding | None = None
         self.growing: _GrowingHook | None = None
         self.direct: DirectForward | None = None
+        self.folding: Folding | None = None
 
     def remove(self) -> None:
         if self.direct is not None:
@@ -75,9 +77,18 @@ class _Prepared:
             self.unpadding.remove()
         if self.growing is not None:
             self.growing.handle.remove()
+        if self.folding is not None:
+            self.folding.remove()
 
 
-def prepare(model: Model, *, unpad: bool = True, growing_cache: bool = True, on_padded: str = "run") -> Model:
+def prepare(
+    model: Model,
+    *,
+    unpad: bool = True,
+    growing_cache: bool = True,
+    on_padded: str = "run",
+    fold_rank: bool = False,
+) -> Model:
     """The same model, which computes real tokens only and whose caches grow in place.
 
     With `unpad`, padding is taken out where the model is entered and put back, as zeros, where it is left, so
@@ -95,12 +106,15 @@ def prepare(model: Model, *, unpad: bool = True, growing_cache: bool = True, on_
         unpad: Take the padding out.
         growing_cache: Let caches grow in place.
         on_padded: `"run"` runs calls that need their padding with it; `"raise"` raises `PaddedCallError`.
+        fold_rank: Fold the score ranks of the model's plan into its query and key projections, where no rotary
+            embedding stands between (GPT-2, BERT). `restore` before saving: the weights are others meanwhile.
 
     Returns:
         `model`.
 
     Raises:
-        PrepareError: `unpad` cannot be exact for this model; says every reason. Nothing is changed then.
+        PrepareError: `unpad` cannot be exact for this model, or its plan's ranks cannot be folded; says every
+            reason. Nothing is changed then.
         ValueError: Unknown `on_padded`.
     """
     if on_padded not in _ON_PADDED:
@@ -114,6 +128,8 @@ def prepare(model: Model, *, unpad: bool = True, growing_cache: bool = True, on_
         for one in found:
             prepared = _Prepared()
             one.__dict__[_SLOT] = prepared
+            if fold_rank:
+                prepared.folding = _folded(one)
             if growing_cache and "past_key_values" in inspect.signature(type(one).forward).parameters:
                 prepared.growing = _GrowingHook(one)
             if unpad:
@@ -125,6 +141,13 @@ def prepare(model: Model, *, unpad: bool = True, growing_cache: bool = True, on_
         if not done:
             restore(model)
     return model
+
+
+def _folded(model: PreTrainedModel) -> Folding:
+    try:
+        return Folding(model)
+    except FoldError as error:
+        raise PrepareError(f"fold_rank: {error}") from error
 
 
 def _unpadded(model: PreTrainedModel, on_padded: str) -> Unpadding:
