@@ -16,7 +16,7 @@ from adaattn_hf.plan import Choice, LayerPlan
 from adaattn_hf.request import AttentionRequest
 from adaattn_hf.selection import keep_blocks, keys_of_blocks, pooled_keys
 from adaattn_hf.stats.noise import through_dtype, through_int8
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.structure import CallStructure, Segment
 
 PRECISE_ROWS = 16
 """Fewer query rows than this are computed in the model's precision: a decode step reads the cache once, and rounding it
@@ -141,14 +141,21 @@ def ranked(
     return replace(request, query=query @ query_basis.repeat_interleave(groups, dim=0), key=key @ key_basis)
 
 
+def blocks_apply(request: AttentionRequest) -> tuple[Segment, ...] | None:
+    """Returns the runs in which blocks of keys are counted, None where blocks do not apply and all keys are kept."""
+    if request.structure.windowed or request.bias is not None:
+        return None
+    return request.structure.segments()
+
+
 def block_mask(request: AttentionRequest, choice: Choice) -> Tensor | None:
     """Returns the boolean `[batch, heads, q_len, kv_len]` of keys in kept blocks, `None` where blocks do not apply.
 
     Blocks are counted from the first key of each sequence, so they need a structure made of runs without a
     window.
     """
-    runs = request.structure.segments()
-    if runs is None or request.structure.windowed or request.bias is not None:
+    runs = blocks_apply(request)
+    if runs is None:
         return None
     query, key = request.query, request.key
     batch, heads, q_len, width = query.shape

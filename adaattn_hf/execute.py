@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from adaattn_hf import native_launch
-from adaattn_hf.approximate import PRECISE_ROWS, Program, defined, heads_of, ranked, rounded, windowed
+from adaattn_hf.approximate import (
+    PRECISE_ROWS,
+    Program,
+    blocks_apply,
+    defined,
+    heads_of,
+    ranked,
+    rounded,
+    windowed,
+)
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plan import BLOCK, EXACT, Choice
@@ -40,7 +49,7 @@ def launch_name(choice: Choice, shared: bool) -> str:
         choice: The choice.
         shared: Whether the native kernels serve the call; see `native_launch`.
     """
-    return f"native {choice.precision}" if shared and native_launch.takes(choice) else choice.label
+    return native_launch.name(choice) if shared and native_launch.takes(choice) else choice.label
 
 
 def attend(program: Program, request: AttentionRequest, backend: str | None = None) -> AttentionResult:
@@ -113,15 +122,19 @@ def _planned(program: Program, request: AttentionRequest, backend: str | None) -
     groups: dict[str, list[int]] = {}
     for head, choice in enumerate(program.plan.choices):
         name = launch_name(choice, shared)
-        if few and name.startswith("native "):
-            name = "native model"
+        if shared and few and native_launch.takes(choice):
+            name = native_launch.name(choice, few)
         groups.setdefault(name, []).append(head)
     results, order = [], []
-    for name, heads in groups.items():
+    for heads in groups.values():
         part = heads_of(request, heads)
         choices = [program.plan.choices[head] for head in heads]
-        if name.startswith("native "):
-            results.append(native_launch.attend(part, choices, "model" if few else choices[0].precision))
+        if shared and native_launch.takes(choices[0]):
+            mean = program.tensors.key_mean
+            mean = None if mean is None else mean[heads]
+            results.append(
+                native_launch.attend(part, choices, "model" if few else choices[0].precision, mean)
+            )
         else:
             results.append(_group(program, part, choices[0], heads, backend))
         order += heads
@@ -197,8 +210,8 @@ def _blocks(
         choice: The choice of the group.
         backend: Name of the backend, or `None`.
     """
-    runs = original.structure.segments()
-    if runs is None or original.structure.windowed or original.bias is not None:
+    runs = blocks_apply(original)
+    if runs is None:
         return launch(changed, backend)
     query, value = changed.query, changed.value
     batch, heads, q_len, _ = query.shape

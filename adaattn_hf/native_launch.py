@@ -1,7 +1,7 @@
-"""One call of the native kernels for all heads of a precision: windows and sinks per key/value head.
+"""One call of the native kernels for all heads of a precision: windows, sinks and kept blocks per key/value head.
 
 Where the native backend serves a call, exact and windowed heads of one precision share a launch, and bfloat16
-is computed from fp32 tensors without a copy of them.
+and int8 products are computed from the call's own tensors, without a copy of them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from adaattn_hf.approximate import blocks_apply
 from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.backend import NativeBackend
+from adaattn_hf.backends.native.library import library
 from adaattn_hf.backends.native.rules import rules_of, with_extras
 from adaattn_hf.backends.select import BACKENDS
-from adaattn_hf.plan import Choice
+from adaattn_hf.plan import BLOCK, Choice
 from adaattn_hf.request import AttentionRequest, AttentionResult, CallSpec
+from adaattn_hf.selection import keep_blocks, pooled_keys
 
-PRECISIONS = ("model", "bf16")
-"""Precisions of products that the kernels have for fp32 tensors."""
+
+def precisions() -> tuple[str, ...]:
+    """Returns the precisions of products that the kernels have on this machine, for tensors of any dtype."""
+    found = library()
+    if found is None:
+        return ()
+    return ("model", "bf16", "int8") if found.level_name == "avx512_bf16" else ("model", "bf16")
 
 
 def serves(request: AttentionRequest, backend: str | None) -> bool:
@@ -36,16 +45,29 @@ def serves(request: AttentionRequest, backend: str | None) -> bool:
 
 def takes(choice: Choice) -> bool:
     """Whether a choice can share a native launch with others of its precision."""
-    return choice.kind != "blocks" and choice.rank == 0 and choice.precision in PRECISIONS
+    return choice.rank == 0 and choice.precision in precisions()
 
 
-def attend(request: AttentionRequest, choices: Sequence[Choice], precision: str) -> AttentionResult:
-    """Returns the attention of heads of one precision, each with its own window.
+def name(choice: Choice, few: bool = False) -> str:
+    """Returns the name of the native launch that serves a choice; choices of one name share it.
+
+    Args:
+        choice: A choice that `takes` accepts.
+        few: Whether the call has so few query rows that products are in the model's precision.
+    """
+    return f"native{' blocks' * (choice.kind == 'blocks')} {'model' if few else choice.precision}"
+
+
+def attend(
+    request: AttentionRequest, choices: Sequence[Choice], precision: str, key_mean: Tensor | None = None
+) -> AttentionResult:
+    """Returns the attention of heads of one precision, each with its own window or its own blocks.
 
     Args:
         request: The request of these heads alone.
-        choices: One per key/value head, of kind exact or window.
-        precision: Precision of the products; see `PRECISIONS`.
+        choices: One per key/value head, all of kind blocks or none.
+        precision: Precision of the products; see `precisions`.
+        key_mean: `[num_kv_heads, head_dim]` of these heads, taken off the keys before they are rounded to int8.
     """
     rules = rules_of(request.structure)
     own = request.structure.window
@@ -58,7 +80,9 @@ def attend(request: AttentionRequest, choices: Sequence[Choice], precision: str)
         rules,
         head_windows=torch.tensor(windows, dtype=torch.int64),
         head_sinks=torch.tensor(sinks, dtype=torch.int64),
-        compute=precision if request.query.dtype == torch.float32 else "model",
+        keep=kept_blocks(request, choices) if choices[0].kind == "blocks" else None,
+        compute=precision if precision == "int8" or request.query.dtype == torch.float32 else "model",
+        key_mean=None if key_mean is None or precision != "int8" else key_mean.float().contiguous(),
     )
     if request.softcap is not None or request.sink_logits is not None or request.bias is not None:
         rules = with_extras(
@@ -72,3 +96,38 @@ def attend(request: AttentionRequest, choices: Sequence[Choice], precision: str)
             "the native kernels returned no output; rebuild them with python -m adaattn_hf.backends.native"
         )
     return AttentionResult(out, lse)
+
+
+def kept_blocks(request: AttentionRequest, choices: Sequence[Choice]) -> Tensor | None:
+    """Returns the boolean `[batch, num_kv_heads, q_len, blocks]` of blocks that each row keeps, None where all are.
+
+    Selected as `approximate.block_mask` defines it, which must be true row by row: a row's blocks follow from its
+    query and from keys at or before it.
+    """
+    runs = blocks_apply(request)
+    if runs is None:
+        return None
+    query, key = request.query, request.key
+    kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    blocks = max((-(-run.k_len // BLOCK) for run in runs), default=0)
+    if rules_of(request.structure).segments is None:
+        blocks = -(-key.shape[2] // BLOCK)
+    keep = torch.zeros(query.shape[0], kv_heads, query.shape[2], blocks, dtype=torch.bool)
+    for run in runs:
+        rows = slice(run.q_start, run.q_start + run.q_len)
+        positions = torch.arange(run.q_len) + run.offset
+        for choice in dict.fromkeys(choices):
+            heads = [head for head, own in enumerate(choices) if own == choice]
+            picked = keep_blocks(
+                query[run.row].view(kv_heads, groups, *query.shape[2:])[heads, :, rows],
+                pooled_keys(key[run.row, heads, run.k_start : run.k_start + run.k_len]),
+                positions,
+                run.k_len,
+                mass=choice.mass,
+                sinks=choice.sinks,
+                scaling=request.scaling,
+                causal=request.structure.causal,
+                softcap=request.softcap,
+            )
+            keep[run.row, heads, rows, : picked.shape[2]] = picked
+    return keep

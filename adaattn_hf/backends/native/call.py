@@ -19,12 +19,12 @@ COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
 _NONE4 = (0, 0, 0, 0)
 _NONE3 = (0, 0, 0)
 _HEAD = struct.Struct("=5Q2q7q16qd2q")  # tensors, dtypes, extents, strides, scaling, threads, level
-_RULES = struct.Struct("=qQ2q3q2QdQQ5qQ4q2Q6q2Q2qQ")
+_RULES = struct.Struct("=qQ2q3q2QdQQ5qQ4q2Q6qQ5qQ")
 _TAIL = struct.Struct("=Q4q3Q12qQ4q")  # backward
 _FORWARD_TAIL = bytes(_TAIL.size)
 _ERRORS = {
-    -1: "the native kernels were called with inconsistent extents, with segments outside the tensors, or backward "
-    "with int8 keys or block lists",
+    -1: "the native kernels were called with inconsistent extents, with segments outside the tensors, too few "
+    "blocks, or backward with int8 keys or kept blocks",
     -2: "the native kernels ran out of memory",
     -3: "the native kernels have no code for the instruction set that was asked for",
 }
@@ -43,8 +43,8 @@ class Rules:
         bias: Float, `[batch or 1, heads or 1, q_len or 1, kv_len]`.
         mask: Bool, `[batch or 1, heads or 1, q_len or 1, kv_len]`.
         key_scale, value_scale: fp32 `[batch, num_kv_heads, kv_len]` of int8 keys and values.
-        block_ptr, block_index: int64 lists of key blocks of 64 per key/value head and query block.
-        block_q: Query rows per query block.
+        keep: Bool, `[batch or 1, num_kv_heads or 1, q_len or 1, blocks]`, which blocks of 64 keys a row keeps, counted
+            from the first key of the row's segment; None for all.
         compute: Precision of the products, a key of `COMPUTE`; int8 needs the level avx512_bf16.
         key_mean: fp32 `[num_kv_heads, head_dim]`, contiguous, subtracted from keys before they are rounded to int8.
     """
@@ -62,17 +62,14 @@ class Rules:
     mask: Tensor | None = None
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
-    block_ptr: Tensor | None = None
-    block_index: Tensor | None = None
-    block_q: int = 0
+    keep: Tensor | None = None
     compute: str = "model"
     key_mean: Tensor | None = None
 
     @functools.cached_property
     def packed(self) -> bytes:
         """The rules' part of the argument structure; made once, because rules are shared by the layers of a model."""
-        bias, mask = self.bias, self.mask
-        blocks = 0 if self.block_ptr is None else self.block_ptr.shape[0] - 1
+        bias, mask, keep = self.bias, self.mask, self.keep
         return _RULES.pack(
             COMPUTE[self.compute],
             _pointer(self.segments), 0 if self.segments is None else self.segments.shape[0], self.offset,
@@ -85,7 +82,8 @@ class Rules:
             _pointer(self.key_scale), _pointer(self.value_scale),
             *(_NONE3 if self.key_scale is None else self.key_scale.stride()),
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
-            _pointer(self.block_ptr), _pointer(self.block_index), self.block_q, blocks, _pointer(self.key_mean),
+            _pointer(keep), *((*_NONE4, 0) if keep is None else (*_broadcast(keep), keep.shape[3])),
+            _pointer(self.key_mean),
         )  # fmt: skip
 
 
@@ -163,7 +161,9 @@ def forward(
     batch, heads, q_len, _ = q.shape
     out = q.new_empty((batch, q_len, heads, v.shape[3])) if need_out else None
     lse = q.new_empty((batch, heads, q_len), dtype=torch.float32) if need_lse else None
-    status = native.forward(words(q, k, v, out, lse, scaling, rules, native.level if level is None else level))
+    status = native.forward(
+        words(q, k, v, out, lse, scaling, rules, native.level if level is None else level)
+    )
     if status:
         raise RuntimeError(_ERRORS[status])
     return out, lse
@@ -195,7 +195,7 @@ def backward(
 
     Args:
         grad: Gradient of `out`, `[batch, q_len, heads, head_dim_v]`, any strides.
-        q, k, v, scaling, rules, level: As in `forward`, without int8 and block lists.
+        q, k, v, scaling, rules, level: As in `forward`, without int8 and kept blocks.
         out: What `forward` returned, contiguous.
         lse: What `forward` returned.
         need_bias: Also return the gradient of the bias.

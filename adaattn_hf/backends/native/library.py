@@ -16,7 +16,7 @@ from .build import NAME, REPORT
 
 __all__ = ["LEVELS", "Library", "level_names", "library", "load", "missing"]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "neon")
 """Instruction sets by their number in the C interface."""
 

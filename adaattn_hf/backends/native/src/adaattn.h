@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define ADA_ABI_VERSION 1
+#define ADA_ABI_VERSION 2
 
 enum ada_dtype { ADA_F32 = 0, ADA_BF16 = 1, ADA_F16 = 2, ADA_I8 = 3 };
 enum ada_compute { ADA_EXACT = 0, ADA_COMPUTE_BF16 = 1, ADA_COMPUTE_I8 = 2 };
@@ -38,9 +38,10 @@ struct ada_args {
   int64_t ms[4];
   const float *k_scale, *v_scale;  // [batch, kv_heads, kv_len] by strides, for int8 key/value
   int64_t kss[3], vss[3];
-  const int64_t *block_ptr;    // [block_tiles + 1]: per key/value head and query block, null: none
-  const int64_t *block_index;  // ascending key blocks of 64 inside a segment
-  int64_t block_q, block_tiles;
+  // which blocks of 64 keys a row keeps: bytes [batch, kv_heads, q_len, blocks], 0 = none of them visible, counted from
+  // the first key of the row's segment; null: all
+  const uint8_t *keep;
+  int64_t keeps[4], blocks;
   const float *key_mean;  // [kv_heads, dim], taken off the keys before rounding to int8; null: nothing
   // backward only
   const void *dout;

@@ -435,22 +435,15 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
   memset(w.o, 0, (size_t)(filled * ldo) * 4);
   const elem *kb = (const elem *)a.k + u.row * a.ks[0] + u.head * a.ks[1] + u.k0 * a.ks[2];
   const elem *vb = (const elem *)a.v + u.row * a.vs[0] + u.head * a.vs[1] + u.k0 * a.vs[2];
-  const int64_t *block = nullptr, *block_end = nullptr;
-  if (a.block_ptr) {
-    const int64_t at = u.head * (a.block_tiles / a.kv_heads);
-    block = a.block_index + a.block_ptr[at];
-    block_end = a.block_index + a.block_ptr[at + 1];
-  }
   const int64_t end = lesser(u.kn, (part + 1) * u.split);
   for (int64_t t0 = part * u.split; t0 < end; t0 += KEYS) {
     const int64_t t1 = lesser(t0 + KEYS, end);
-    uint64_t listed = ~0ull;
-    if (a.block_ptr) {
-      listed = 0;
-      for (; block < block_end && *block * ADA_BLOCK < t1; ++block)
-        listed |= panel_bits(*block * ADA_BLOCK, (*block + 1) * ADA_BLOCK, t0);
+    uint64_t panels = panel_bits(lo, lesser(hi, t1), t0) | panel_bits(0, lesser(sink, t1), t0), kept[FEW];
+    if (a.keep) {
+      uint64_t all = 0;
+      for (int64_t r = 0; r < n; ++r) all |= kept[r] = kept_panels(a, u, w.rows[r], t0);
+      panels &= all;
     }
-    const uint64_t panels = listed & (panel_bits(lo, lesser(hi, t1), t0) | panel_bits(0, lesser(sink, t1), t0));
     if (!panels) continue;
     int64_t c0, c1;
     for (uint64_t bits = panels; next_run(bits, c0, c1);) {
@@ -471,6 +464,7 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
         if (special) adjust(a, u, w.rows[r], s, c0, lesser(c1, t1 - t0), t0);
         if (t0 + c0 < w.rows[r].lo || t0 + c1 > w.rows[r].hi) hide(w.rows[r], s, c0, c1, t0);
       }
+      if (a.keep) drop(panels & ~kept[r], s);
       if constexpr (P::INTEGERS) softmax_row<F32>(s, s, panels, c, w.m[r], w.l[r], w.alpha[r]);
       else softmax_row<T>(s, w.p + r * ldp, panels, c, w.m[r], w.l[r], w.alpha[r]);
       if constexpr (P::SCALED) {

@@ -184,13 +184,13 @@ int64_t check(const ada_args &a) {
   if (a.compute < ADA_EXACT || a.compute > ADA_COMPUTE_I8) return -1;
   if (a.kv_dtype == ADA_I8 && (!a.k_scale || !a.v_scale || a.compute == ADA_COMPUTE_I8)) return -1;
   if (a.q_dtype < ADA_F32 || a.q_dtype > ADA_F16 || a.kv_dtype < ADA_F32 || a.kv_dtype > ADA_I8) return -1;
-  if (a.block_ptr && (a.block_q < 1 || a.block_tiles < 1 || a.block_tiles % a.kv_heads)) return -1;
+  const int64_t covered = a.keep ? a.blocks * ADA_BLOCK : INT64_MAX;
   for (int64_t s = 0; a.segments && s < a.n_segments; ++s) {
     const int64_t *g = a.segments + s * 6;
     if (g[0] < 0 || g[0] >= a.batch || g[1] < 0 || g[2] < 0 || g[1] > a.q_len - g[2]) return -1;
-    if (g[3] < 0 || g[4] < 0 || g[3] > a.kv_len - g[4]) return -1;
+    if (g[3] < 0 || g[4] < 0 || g[3] > a.kv_len - g[4] || g[4] > covered) return -1;
   }
-  return 0;
+  return !a.segments && a.kv_len > covered ? -1 : 0;
 }
 
 // Query rows that belong to no segment: zero output, lse -inf (or the learned sink's).
@@ -230,13 +230,8 @@ void fill_unit(const ada_args &a, const AdaShape &sh, AdaUnit &u, int64_t s, int
   u.k_bytes = (u.pitch * sh.k_size + 63) / 64 * 64;
   u.tile_bytes = u.k_bytes + (u.pitch * sh.v_size + sh.extra + 63) / 64 * 64;
   int64_t per = 1;
-  if (a.block_ptr) {
-    int64_t inside = (a.block_q + sh.rows - 1) / sh.rows;
-    u.row_tiles = (u.qn + a.block_q - 1) / a.block_q * inside;
-  } else {
-    u.row_tiles = (u.qn + sh.rows - 1) / sh.rows;
-    if (u.qn > 0 && u.qn * 2 <= sh.rows) per = sh.rows / u.qn;
-  }
+  u.row_tiles = (u.qn + sh.rows - 1) / sh.rows;
+  if (u.qn > 0 && u.qn * 2 <= sh.rows) per = sh.rows / u.qn;
   u.heads_per = per < sh.group ? per : sh.group;
   u.tasks = u.row_tiles * ((sh.group + u.heads_per - 1) / u.heads_per);
 }
@@ -258,7 +253,7 @@ bool few(const ada_args &a, const Job &job) {
   const int64_t segments = a.segments ? a.n_segments : a.batch;
   for (int64_t s = 0; s < segments; ++s) {
     const int64_t rows = segment_field(a, s, 2);
-    if (rows * job.shape.group > job.k->few || (a.block_ptr && rows > a.block_q)) return false;
+    if (rows * job.shape.group > job.k->few) return false;
   }
   return true;
 }
@@ -377,7 +372,7 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
 
 ADA_EXPORT int64_t ada_backward(const ada_args *args) {
   const ada_args &a = *args;
-  if (check(a) || a.kv_dtype == ADA_I8 || a.compute == ADA_COMPUTE_I8 || a.block_ptr || !a.lse || !a.out || !a.dout) return -1;
+  if (check(a) || a.kv_dtype == ADA_I8 || a.compute == ADA_COMPUTE_I8 || a.keep || !a.lse || !a.out || !a.dout) return -1;
   Job job;
   if (const int64_t error = prepare(a, job)) return error;
   const int64_t segments = a.segments ? a.n_segments : a.batch;

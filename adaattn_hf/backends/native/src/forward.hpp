@@ -10,8 +10,7 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
   constexpr int64_t ldp = T::STEP == 1 ? LDS : LDP;
   Work<T> w;
   layout<T>(w, scratch, sh.dk, sh.dv);
-  int64_t q_block;
-  const int64_t n = task_rows(a, sh, u, task, w.rows, q_block);
+  const int64_t n = task_rows(a, sh, u, task, w.rows);
   const bool special = a.softcap > 0 || a.bias || a.mask;
   const float c = special ? LOG2E : (float)(a.scaling * 1.4426950408889634);
   int64_t strips = 0;
@@ -46,23 +45,17 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
       const char *o = (const char *)a.out + (u.row * a.os[0] + w.rows[r].head * a.os[1] + (u.q0 + w.rows[r].i) * a.os[2]) * size;
       for (int64_t d = 0; d < a.dim_v * size; d += 64) __builtin_prefetch(o + d, 1);
     }
-  const int64_t *block = nullptr, *block_end = nullptr;
-  if (a.block_ptr) {
-    const int64_t at = u.head * (a.block_tiles / a.kv_heads) + q_block;
-    block = a.block_index + a.block_ptr[at];
-    block_end = a.block_index + a.block_ptr[at + 1];
-  }
   for (int64_t t = 0; t < u.tiles; ++t) {
     const int64_t t0 = t * KEYS;
-    uint64_t listed = ~0ull, any = 0;
-    if (a.block_ptr) {
-      listed = 0;
-      for (; block < block_end && *block * ADA_BLOCK < t0 + KEYS; ++block)
-        listed |= panel_bits(*block * ADA_BLOCK, (*block + 1) * ADA_BLOCK, t0);
-    }
+    uint64_t any = 0;
     for (int64_t i = 0; i < strips; ++i) {
       Strip &st = w.strips[i];
-      st.panels = listed & (panel_bits(st.lo, st.hi, t0) | panel_bits(0, st.sink, t0));
+      st.panels = panel_bits(st.lo, st.hi, t0) | panel_bits(0, st.sink, t0);
+      if (a.keep && st.panels) {
+        uint64_t kept = 0;
+        for (int64_t r = st.r0; r < st.r0 + st.rows; ++r) kept |= w.kept[r] = kept_panels(a, u, w.rows[r], t0);
+        st.panels &= kept;
+      }
       any |= st.panels;
     }
     if (!any) continue;
@@ -96,6 +89,7 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
         if (special) adjust(a, u, row, s, c0, c1, t0);
         if (t0 + c0 < row.lo || t0 + c1 > row.hi) hide(row, s, c0, c1, t0);
       }
+      if (a.keep) drop(w.panels[r] & ~w.kept[r], s);
     }
     for (int64_t r = 0; r < n; r += W) {
 #ifdef ADA_HAS_BF16

@@ -28,7 +28,8 @@ template <class T> struct Work {
   float *scale, *shift, *factor;  // int8: of the queries, of the scores and (W groups a row) of the weights
   Row *rows;
   Strip *strips;
-  uint64_t *panels;  // of each row
+  uint64_t *panels;  // of each row: what its strip computes
+  uint64_t *kept;    // of each row: what it keeps
 };
 
 ADA_INLINE char *take(char *&at, int64_t bytes) {
@@ -53,6 +54,7 @@ template <class T> static int64_t layout(Work<T> &w, char *base, int64_t dk, int
   w.rows = (Row *)take(at, ROWS * (int64_t)sizeof(Row));
   w.strips = (Strip *)take(at, ROWS * (int64_t)sizeof(Strip));
   w.panels = (uint64_t *)take(at, ROWS * 8);
+  w.kept = (uint64_t *)take(at, ROWS * 8);
   w.stage = (typename T::elem *)take(at, NR * greater(dk, dv) * 4);
   return at - base;
 }
@@ -81,21 +83,24 @@ ADA_INLINE uint64_t panel_bits(int64_t lo, int64_t hi, int64_t t0, int64_t colum
   return upto_b & ~((1ull << a) - 1);
 }
 
+// Bits of the panels of the tile at t0 that hold blocks which a row keeps.
+ADA_INLINE uint64_t kept_panels(const ada_args &a, const AdaUnit &u, const Row &row, int64_t t0) {
+  static_assert(ADA_BLOCK % NR == 0 && KEYS % ADA_BLOCK == 0, "blocks are made of panels, tiles of blocks");
+  constexpr uint64_t block = (1ull << (ADA_BLOCK / NR)) - 1;
+  const uint8_t *keep = a.keep + u.row * a.keeps[0] + u.head * a.keeps[1] + (u.q0 + row.i) * a.keeps[2];
+  const int64_t b0 = t0 / ADA_BLOCK, b1 = lesser((t0 + KEYS) / ADA_BLOCK, (u.kn + ADA_BLOCK - 1) / ADA_BLOCK);
+  uint64_t bits = 0;
+  for (int64_t b = b0; b < b1; ++b)
+    if (keep[b * a.keeps[3]]) bits |= block << ((b - b0) * (ADA_BLOCK / NR));
+  return bits;
+}
+
 // Which query rows task `task` of a unit covers. Late rows come first: under a causal mask they have the most keys.
-static int64_t task_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t task, Row *rows,
-                         int64_t &q_block) {
+static int64_t task_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t task, Row *rows) {
   const int64_t groups = (sh.group + u.heads_per - 1) / u.heads_per;
   const int64_t g0 = task % groups * u.heads_per, tile = u.row_tiles - 1 - task / groups;
   const int64_t heads = lesser(u.heads_per, sh.group - g0);
-  int64_t i0 = tile * sh.rows, i1 = lesser(u.qn, i0 + sh.rows);
-  q_block = 0;
-  if (a.block_ptr) {  // a tile must not reach over the edge of a query block
-    const int64_t per = (a.block_q + sh.rows - 1) / sh.rows, size = (a.block_q + per - 1) / per;
-    q_block = tile / per;
-    const int64_t end = lesser((q_block + 1) * a.block_q, u.qn);
-    i0 = q_block * a.block_q + tile % per * size;
-    i1 = lesser(i0 + size, end);
-  }
+  const int64_t i0 = tile * sh.rows, i1 = lesser(u.qn, i0 + sh.rows);
   int64_t n = 0;
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t i = i0; i < i1; ++i, ++n) {

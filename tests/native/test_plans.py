@@ -1,0 +1,125 @@
+"""Plans that the native kernels carry out: true to the definition, to causality and to the neighbours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adaattn_hf import execute, native_launch, reference
+from adaattn_hf.approximate import LayerTensors, Program, defined, heads_of
+from adaattn_hf.backends.native import call
+from adaattn_hf.backends.native.library import level_names, missing
+from adaattn_hf.plan import EXACT, Choice, LayerPlan
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.stats.noise import sqnr
+from adaattn_hf.structure import CallStructure
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
+NO_INT8 = pytest.mark.skipif("avx512_bf16" not in level_names(), reason="no int8 products on this machine")
+N, D, HEADS = 300, 32, 3
+LEFT = torch.ones(2, N, dtype=torch.bool)
+LEFT[1, :77] = False
+DOCUMENTS = torch.arange(N)[None].expand(2, -1) // 140
+STRUCTURES = {
+    "causal": CallStructure(2, N, N, causal=True),
+    "left padding": CallStructure(2, N, N, causal=True, key_padding=LEFT, pads_queries=True),
+    "documents": CallStructure(2, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "bidirectional": CallStructure(2, N, N, key_padding=LEFT),
+    "chunk of a prefill": CallStructure(2, 60, N, causal=True, q_offset=N - 60),
+    "step": CallStructure(2, 1, N, causal=True, q_offset=N - 1),
+    "step in a static cache": CallStructure(2, 1, N, causal=True, q_offset=torch.tensor(200)),
+}
+BLOCKS = Choice("blocks", mass=0.6, sinks=4)
+INT8 = Choice(precision="int8")
+
+
+def case(structure: CallStructure, seed: int = 0, **extra: object) -> AttentionRequest:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(2, 2 * HEADS, structure.q_len, D, generator=generator) * 2
+    key = torch.randn(2, HEADS, N, D, generator=generator) + 0.5
+    value = torch.randn(2, HEADS, N, D, generator=generator)
+    return AttentionRequest(query, key, value, structure, D**-0.5, **extra)  # type: ignore[arg-type]
+
+
+def program(*choices: Choice) -> Program:
+    mean = torch.full((HEADS, D), 0.5) + 0.1 * torch.arange(HEADS)[:, None]
+    return Program(LayerPlan(0, "", choices), LayerTensors(mean), 10**6)
+
+
+def defined_output(made: Program, request: AttentionRequest) -> torch.Tensor:
+    parts = [
+        reference.attention(defined(heads_of(request, [head]), choice, [head], made.tensors)).out
+        for head, choice in enumerate(made.plan.choices)
+    ]
+    return torch.cat(parts, 2)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_blocks_are_the_rows_own(name: str, softcap: float | None) -> None:
+    request = case(STRUCTURES[name], softcap=softcap)
+    made = program(BLOCKS, EXACT, Choice("blocks", mass=0.9))
+    assert native_launch.serves(request, "native")
+    found = execute.attend(made, request, "native").out
+    torch.testing.assert_close(found.double(), defined_output(made, request), atol=2e-5, rtol=2e-5)
+    exact = reference.attention(request).out
+    if name == "causal":  # the approximation is no empty one
+        assert not torch.allclose(found[:, :, :2].double(), exact[:, :, :2], atol=1e-3)
+
+
+def test_blocks_share_one_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    forward = call.forward
+
+    def counted(*arguments: object, **more: object) -> object:
+        calls.append(1)
+        return forward(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(call, "forward", counted)
+    execute.attend(program(BLOCKS, BLOCKS, BLOCKS), case(STRUCTURES["causal"]), "native")
+    assert len(calls) == 1
+
+
+@NO_INT8
+@pytest.mark.parametrize("name", list(STRUCTURES)[:5])
+@pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"sink_logits": torch.linspace(-1, 2, 2 * HEADS)}])
+@pytest.mark.parametrize("kind", ["exact", "window", "blocks"])
+def test_int8_is_as_accurate_as_the_torch_path(name: str, extra: dict[str, object], kind: str) -> None:
+    request = case(STRUCTURES[name], **extra)
+    choice = {
+        "exact": INT8,
+        "window": Choice("window", 48, 4, precision="int8"),
+        "blocks": Choice("blocks", mass=0.6, precision="int8"),
+    }[kind]
+    made = program(choice, choice, choice)
+    assert native_launch.takes(choice)
+    native = execute.attend(made, request, "native").out
+    torch_path = execute.attend(made, request, "sdpa" if kind != "blocks" else "eager").out
+    wide = Choice(choice.kind, choice.window, choice.sinks, choice.mass)
+    unrounded = defined_output(program(wide, wide, wide), request)
+    assert sqnr(defined_output(made, request), native) > 38
+    assert sqnr(unrounded, native) > sqnr(unrounded, torch_path) - 3
+
+
+@NO_INT8
+@pytest.mark.parametrize("choice", [INT8, BLOCKS, Choice("blocks", mass=0.6, precision="int8")], ids=str)
+def test_the_future_and_the_neighbours_change_nothing(choice: Choice) -> None:
+    made, request = program(choice, choice, EXACT), case(STRUCTURES["causal"])
+    before = execute.attend(made, request, "native").out
+    for tensor in (request.query, request.key, request.value):
+        tensor[0, :, 130:] = tensor[0, :, 130:] * -30 + 1
+    after = execute.attend(made, request, "native").out
+    assert torch.equal(before[0, :130], after[0, :130])
+    assert torch.equal(before[1], after[1])
+    assert not torch.allclose(before[0, 130:], after[0, 130:], atol=1e-2)
+
+
+@NO_INT8
+def test_half_precision_models_get_int8_products() -> None:
+    request = case(STRUCTURES["causal"])
+    low = request.with_tensors(*(t.bfloat16() for t in (request.query, request.key, request.value)))
+    made = program(INT8, INT8, INT8)
+    found = execute.attend(made, low, "native").out
+    assert found.dtype == torch.bfloat16
+    wide = request.with_tensors(*(t.float() for t in (low.query, low.key, low.value)))
+    assert sqnr(defined_output(made, wide), found) > 36
