@@ -103,7 +103,7 @@ ADA_INLINE __m512i to_bytes(vf a, vf b, vf c, vf d) {
   return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(ab, cd));
 }
 
-// The online softmax of up to W rows, with weights times value scales as bytes. `factor` [rows][W] gets the unit of each
+// The online softmax of the first W rows of n, with weights times value scales as bytes. `factor` [rows][W] gets the unit of each
 // group: its largest product of a weight and a value scale over 255. A row looks at keys that it sees and at no others.
 // The maxima are those of these products, too: `m` only has to keep the weights within the range of a float.
 ADA_INLINE void softmax_bytes(const float *s, uint8_t *p, int64_t ldp, const uint64_t *panels, int64_t n, float c,
@@ -131,7 +131,7 @@ ADA_INLINE void softmax_bytes(const float *s, uint8_t *p, int64_t ldp, const uin
     next[r] = greater(m[r], hmax(tops[r]));
     if (next[r] > -INFINITY) start[r] = next[r];
   }
-  for (int64_t r = 0; r < n; ++r) {
+  for (int64_t r = 0; r < lesser(n, (int64_t)W); ++r) {
     const float *sr = s + r * LDS;
     uint8_t *pr = p + r * ldp;
     const vf mm = splat(start[r]), unit = exp2_neg<5>(tops[r] - mm) * splat(1.0f / 255.0f);
