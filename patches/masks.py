@@ -19,9 +19,6 @@ from adaattn_hf.structure import CallStructure
 
 __all__ = ["adaattn_mask"]
 
-# Whether the two bare mask functions are causal.
-_BARE: dict[Any, bool] = {causal_mask_function: True, bidirectional_mask_function: False}
-
 
 def adaattn_mask(
     batch_size: int,
@@ -48,7 +45,7 @@ def adaattn_mask(
         # generate prepares the mask and the model's forward asks again
         return attention_mask
     place = device if isinstance(device, torch.device) else torch.device(device)
-    causal = _BARE.get(mask_function)
+    causal = _causality(mask_function)
     # the most frequent masks of all: nothing to read
     bare = causal is not None and type(q_offset) is int and not use_vmap
     bare = bare and (attention_mask is None or _hides_nothing(attention_mask, kv_length + kv_offset))
@@ -101,6 +98,14 @@ def adaattn_mask(
     else:
         structure = _structure(pattern, batch_size, q_length, kv_length, offset, kv_offset, padding, config)
     return StructuredMask(_settled(structure, place), place)
+
+
+def _causality(mask_function: Callable[..., Any]) -> bool | None:
+    """Whether one of the two bare mask functions is causal; None for every other function."""
+    # compared one by one: tracers before torch 2.13 know no functions as keys
+    if mask_function is causal_mask_function:
+        return True
+    return False if mask_function is bidirectional_mask_function else None
 
 
 def _structure(

@@ -49,18 +49,24 @@ def with_restarts(structure: CallStructure, positions: Tensor, known: Packed | N
         positions: `[1, q_len]` position of each token in its document.
         known: What the layers before found for this structure in this forward pass; added to.
     """
-    packed = structure.batch == 1 and structure.causal and structure.q_len == structure.kv_len > 1
-    if not packed or not structure.plain or positions.shape != (1, structure.q_len):
+    compiling = torch.compiler.is_compiling()
+    # what is no bare causality is a dense mask in a traced graph
+    legible = (structure.causal and structure.plain) or (compiling and structure.mask is not None)
+    square = structure.batch == 1 and structure.q_len == structure.kv_len > 1
+    if not (legible and square) or positions.shape != (1, structure.q_len):
         return structure
     known = {} if known is None else known
     key = (id(positions), 0)
     if key not in known:
         border = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
-        if torch.compiler.is_compiling() or bool(border.any()):
+        found = structure
+        if compiling or bool(border.any()):
             documents = border.cumsum(1)
-            found = structure.with_changes(q_segments=documents, k_segments=documents)
-        else:
-            found = structure
+            if structure.mask is None:
+                found = structure.with_changes(q_segments=documents, k_segments=documents)
+            else:
+                same = documents[:, None, :, None] == documents[:, None, None, :]
+                found = structure.with_changes(mask=structure.mask & same)
         known[key] = (positions, positions, found)
     return known[key][2]
 

@@ -84,8 +84,13 @@ def by_name(name: str) -> Backend:
 
 def refusals_of(name: str, spec: CallSpec) -> tuple[str, ...]:
     """All the reasons why a backend cannot serve a call: what is missing here, then what the call asks for."""
-    backend = by_name(name)
-    return (*backend.missing(), *backend.refusals(spec))
+    return (*_missing(name), *by_name(name).refusals(spec))
+
+
+@torch.compiler.assume_constant_result
+def _missing(name: str) -> tuple[str, ...]:
+    """What the installation lacks for a backend; a traced graph cannot look for packages, and need not."""
+    return by_name(name).missing()
 
 
 def choose(spec: CallSpec, forced: str | None = None) -> Backend:

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from ..support.models import ENCODERS, LENGTH, assert_same, fresh_pair, main_output, padding, pair, tokens
+from ..support.versions import needs_tracing
+
+pytestmark = needs_tracing
 
 FAMILIES = ("gpt2", "llama", "bert")
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache, StaticCache
 from adaattn_hf.patches.paged import engine_takes_names
 
 from ..support.models import assert_same, fresh_pair, padding, pair, tokens
+from ..support.versions import needs_tracing
 
 DECODERS = ("gpt2", "llama", "mistral-window", "gemma3-hybrid")
 
@@ -153,6 +154,7 @@ def test_several_turns_with_one_static_cache() -> None:
     assert torch.equal(*turns)
 
 
+@needs_tracing
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_compiled_decoding_step_takes_the_same_graphs_as_stock(name: str) -> None:
     """Static cache: one graph for steps of decoding, whatever the length; prompts stay outside of the graph."""
@@ -198,6 +200,7 @@ def test_compiled_decoding_step_takes_the_same_graphs_as_stock(name: str) -> Non
     assert_same(counts[0][1], counts[1][1], rtol=2e-5)
 
 
+@needs_tracing
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3-hybrid"])
 def test_compiled_generation_is_a_graph_for_all_steps(name: str, side: str) -> None:

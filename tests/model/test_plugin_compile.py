@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from adaattn_hf.backends import select
+
 from ..support.models import ENCODERS, assert_same, fresh_pair, main_output, padding, pair, tokens
+from ..support.versions import needs_tracing
+
+pytestmark = needs_tracing
 
 NAMES = ("gpt2", "llama", "bert", "gemma3-hybrid")
 
@@ -81,3 +86,16 @@ def test_inductor_runs_what_it_compiles() -> None:
         expected = stock(input_ids=tokens(), attention_mask=mask, use_cache=False).logits
         actual = compiled(input_ids=tokens(), attention_mask=mask, use_cache=False).logits
     assert_same(expected, actual, mask)
+
+
+@pytest.mark.parametrize("first", ["fa3", "fa2", "triton"])
+def test_looking_for_packages_does_not_break_the_graph(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the backends in front are asked whether their packages are there; so they are here."""
+    _, ours = pair("llama")
+    monkeypatch.setattr(select, "order", lambda spec: (first, "sdpa", "eager"))
+    with torch.no_grad():
+        compiled = torch.compile(ours, backend="eager", fullgraph=True)
+        assert_same(
+            ours(input_ids=tokens(), use_cache=False).logits,
+            compiled(input_ids=tokens(), use_cache=False).logits,
+        )

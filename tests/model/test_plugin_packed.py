@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 from ..property.test_memory import Largest
 from ..support.models import assert_same, main_output, pair, tokens
+from ..support.versions import needs_tracing
+from .test_breadth import LISTED, models
 
 BORDER = 4
 POSITIONS = torch.cat([torch.arange(BORDER), torch.arange(11 - BORDER)])[None]
@@ -110,3 +112,17 @@ def test_positions_and_borders_together_cost_no_mask() -> None:
     with torch.no_grad(), Largest() as seen:
         ours(input_ids=tokens(batch=1, length=length), **twice)
     assert 0 < seen.elements < length * length
+
+
+@needs_tracing
+@pytest.mark.parametrize("family", ["stablelm", "gpt_oss"])
+def test_borders_are_read_from_positions_in_a_traced_graph(family: str) -> None:
+    _, ours = models(family, LISTED["decoders"][family], AutoModelForCausalLM)
+    ids = tokens(batch=1)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = ours(input_ids=ids, position_ids=POSITIONS, use_cache=False).logits
+        compiled = torch.compile(ours, backend="eager", fullgraph=True)
+        actual = compiled(input_ids=ids, position_ids=POSITIONS, use_cache=False).logits
+    torch._dynamo.reset()
+    assert_same(expected, actual)
