@@ -178,6 +178,8 @@ def test_a_short_padding_mask_hides_the_keys_that_it_does_not_cover() -> None:
     assert found.dense()[0, 0, 0].tolist() == [True, True, True, False, False]
 
 
+# older versions of Transformers script functions when they are imported
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_a_family_that_computes_with_masks_gets_a_tensor() -> None:
     found = adaattn_mask(batch_size=1, q_length=3, kv_length=3, config=GPTBigCodeConfig())
     assert type(found) is Tensor
