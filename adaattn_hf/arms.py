@@ -117,6 +117,10 @@ class TokenScores:
     kl: Tensor
     agree: Tensor
 
+    def cpu(self) -> TokenScores:
+        """Returns the scores in the host's memory."""
+        return TokenScores(self.stock.cpu(), self.planned.cpu(), self.kl.cpu(), self.agree.cpu())
+
     @property
     def delta(self) -> Tensor:
         """Difference of the negative log-likelihoods, plan - stock."""

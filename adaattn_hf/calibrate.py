@@ -84,7 +84,7 @@ def calibrate(
     run.measure(directory, resume)
     run.price(prices)
     result = run.choose_and_verify()
-    if directory is not None:
+    if directory is not None and run.team.leads:
         CalibrationState.forget(directory)
     return result
 
@@ -142,15 +142,17 @@ class Run(Measurements):
     def joint(self, picks: NDArray[np.int64], length: int) -> tuple[float, float]:
         """Returns the measured KL of an allocation on the sequences set aside for it, and its flips per token."""
         tap = plan_tap(self.programs(picks))
-        parts = [self._tokens(part) for part in self.samples[length][0]["joint"]]
+        sequences = self.samples[length][0]["joint"]
+        parts = [self._tokens(sequences[number]) for number in self.team.mine(len(sequences))]
         if length not in self.exact_states:
             self.exact_states[length] = [self.arms.exact(tokens) for tokens in parts]
         scores = [
             compare(self.arms, tokens, tap, state)
             for tokens, state in zip(parts, self.exact_states[length], strict=True)
         ]
-        kl = float(np.mean([float(score.kl.mean()) for score in scores]))
-        return kl, 1.0 - float(np.mean([float(score.agree.double().mean()) for score in scores]))
+        own = [(float(score.kl.mean()), float(score.agree.double().mean())) for score in scores]
+        kl, agree = np.mean(self.team.gather(own, len(sequences)), axis=0)
+        return float(kl), 1.0 - float(agree)
 
     def choose_and_verify(self) -> Calibration:
         """Returns the first plan that passes, or the exact plan."""

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from adaattn_hf.team import join, leave
+
 BUDGET_NOT_MET = 4
 """Exit code when the budget cannot be met and the plan is exact."""
 
@@ -94,6 +96,7 @@ def calibrate(
     """Turn a loss budget into a plan per layer and head, prove it on held-out text, and store it with the model.
 
     Exit codes: 0 a plan passed; 2 wrong arguments; 4 the budget cannot be met and the plan is exact; 130 interrupted.
+    Under `accelerate launch` or `torchrun` the processes share the sequences and make the same plan.
     """
     console, errors = Console(), Console(stderr=True)
     try:
@@ -109,6 +112,7 @@ def calibrate(
     except (ValueError, FileNotFoundError) as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
+    leave()
     if code:
         raise typer.Exit(code)
 
@@ -125,6 +129,7 @@ def _run(given: dict[str, Any], console: Console) -> int:
     from adaattn_hf.plan_picture import heat_map, summary
     from adaattn_hf.policy.prices import PriceTable
 
+    crew, place = join()
     if given["threads"] is not None:
         torch.set_num_threads(given["threads"])
     settings = CalibrationSettings(
@@ -148,6 +153,8 @@ def _run(given: dict[str, Any], console: Console) -> int:
             )
     extra = {"gguf_file": given["gguf_file"]} if given["gguf_file"] else {}
     device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and crew.size > 1:
+        device = f"cuda:{place}"
     dtype = given["dtype"] if given["dtype"] == "auto" else getattr(torch, given["dtype"], None)
     if dtype is None:
         raise ValueError(f"dtype is {given['dtype']!r}, expected float32, bfloat16, float16 or auto")
@@ -168,7 +175,7 @@ def _run(given: dict[str, Any], console: Console) -> int:
 
     target: Path = given["target"]
     target.mkdir(parents=True, exist_ok=True)
-    with display(settings, console, given["quiet"]) as progress:
+    with display(settings, console, given["quiet"] or not crew.leads) as progress:
         result = run(
             model,
             encode,
@@ -180,6 +187,9 @@ def _run(given: dict[str, Any], console: Console) -> int:
             resume=given["resume"],
             progress=progress,
         )
+    code = 0 if result.met else BUDGET_NOT_MET
+    if not crew.leads:
+        return code
     save_plan(model, result, target)
     write_atomically(target / "adaattn_prices.json", result.report.pop("prices").encode())
     write_atomically(
@@ -189,4 +199,4 @@ def _run(given: dict[str, Any], console: Console) -> int:
     lines = summary(result.plan)
     for line in [*(lines if result.met else [*lines[:-1], result.sentence]), f"plan: {target}"]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return 0 if result.met else BUDGET_NOT_MET
+    return code

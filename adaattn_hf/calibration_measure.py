@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adaattn_hf import attach, corpus, execute, fisher, pricing
+from adaattn_hf import attach, corpus, execute, fisher, pricing, team
 from adaattn_hf.approximate import LayerTensors
 from adaattn_hf.arms import ModelArms, Progress
 from adaattn_hf.calibration_settings import CalibrationSettings
@@ -40,6 +40,7 @@ class Measurements:
         progress: Progress,
     ) -> None:
         self.model, self.settings, self.progress = model, settings, progress
+        self.team = team.present()
         if model.config._attn_implementation != "adaattn":  # type: ignore[union-attr]
             raise ValueError(
                 f"attn_implementation is {model.config._attn_implementation!r}, expected 'adaattn': "  # type: ignore[union-attr]
@@ -158,15 +159,20 @@ class Measurements:
             self.state.load(directory)
         total = s.sequences * len(s.lengths)
         for length in s.lengths:
-            for number in range(self.state.done[length], s.sequences):
+            while (start := self.state.done[length]) < s.sequences:
                 self.progress("risk", sum(self.state.done.values()), total)
-                self._measure_one(length, number)
-                self.state.done[length] = number + 1
-                if directory is not None:
+                stop = min(start + self.team.size, s.sequences)
+                own = [self._measure_one(length, number) for number in self.team.mine(stop, start)]
+                for sums, rows, dropped in self.team.gather(own, stop, start):
+                    self.state.risks[length].add(sums, rows)
+                    self.state.dropped[length] += dropped
+                self.state.done[length] = stop
+                if directory is not None and self.team.leads:
                     self.state.save(directory)
         self.progress("risk", total, total)
 
-    def _measure_one(self, length: int, number: int) -> None:
+    def _measure_one(self, length: int, number: int) -> tuple[Array, int, Array]:
+        """Sums of risk, rows and dropped masses of one sequence."""
         s = self.settings
         generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
         sums = np.zeros((len(self.units), len(self.candidates.choices)))
@@ -188,8 +194,7 @@ class Measurements:
             generator=generator,
             on_products=add,
         )
-        self.state.risks[length].add(sums, rows)
-        self.state.dropped[length] += self._dropped(recorder)
+        return sums, rows, self._dropped(recorder)
 
     def _dropped(self, recorder: fisher.FisherRecorder) -> Array:
         """Mean, 95th percentile and mean square of the mass that a choice drops, the worst query head of a unit."""
@@ -211,8 +216,10 @@ class Measurements:
         """Times the launches unless prices were given."""
         self.progress("prices", 0, 1)
         middle = self.layers[len(self.layers) // 2]
-        if prices is None:
+        if prices is None and self.team.leads:
             prices = pricing.measure_prices(self.calls, self.candidates.choices, self.tensors[middle])
+        prices = self.team.tell(prices)
+        assert prices is not None
         self.table = prices
         self.prices, self.launches = pricing.unit_prices(
             prices,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from adaattn_hf import needles as needle
+from adaattn_hf import team
 from adaattn_hf.approximate import Program
 from adaattn_hf.arms import ModelArms, TokenScores, compare, exact_tap, plan_tap
 from adaattn_hf.corpus import TokenSequence
@@ -90,25 +91,29 @@ def gather(
     """
     evidence = Evidence()
     tap = plan_tap(programs)
+    crew = team.present()
     total = len(sequences) + haystacks
-    for index, sequence in enumerate(sequences):
-        tokens = torch.tensor([sequence.tokens], device=arms.device)
+    scores: list[TokenScores] = []
+    for index in crew.mine(len(sequences)):
+        tokens = torch.tensor([sequences[index].tokens], device=arms.device)
         if states is not None and index not in states:
             states[index] = arms.exact(tokens)
-        evidence.add(
-            sequence.document, compare(arms, tokens, tap, states[index] if states is not None else None)
-        )
+        scores.append(compare(arms, tokens, tap, states[index] if states is not None else None).cpu())
         if step is not None:
-            step(index + 1, total)
+            step(min(index + crew.size, len(sequences)), total)
+    for sequence, score in zip(sequences, crew.gather(scores, len(sequences)), strict=True):
+        evidence.add(sequence.document, score)
     generator = torch.Generator().manual_seed(seed)
+    found: list[tuple[tuple[bool, ...], tuple[bool, ...]]] = []
     for index in range(haystacks):
         text = torch.tensor(sequences[index % len(sequences)].tokens)
         haystack = needle.build(text, needles, generator)
-        evidence.add_needles(
-            needle.retrieved(arms, haystack, exact_tap), needle.retrieved(arms, haystack, tap)
-        )
+        if index in crew.mine(haystacks):
+            found.append((needle.retrieved(arms, haystack, exact_tap), needle.retrieved(arms, haystack, tap)))
         if step is not None:
             step(len(sequences) + index + 1, total)
+    for stock, planned in crew.gather(found, haystacks):
+        evidence.add_needles(stock, planned)
     return evidence
 
 

@@ -42,6 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         f"{P}.needles",
         f"{P}.observe",
         f"{P}.pricing",
+        f"{P}.team",
         f"{P}.verify",
         f"{P}.patches",
     ),

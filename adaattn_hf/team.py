@@ -1,0 +1,86 @@
+"""Processes that calibrate together: each takes every n-th sequence, and all know every result in the order of one.
+
+Results are gathered per sequence and added in the order of the sequences, so that the sums, and with them the
+plan, are those of a single process bit for bit (with as many threads per process: torch's own sums depend on
+them). Objects travel through the default process group, which must carry CPU data (gloo does).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Team:
+    """One process of several.
+
+    Attributes:
+        rank: Which one this is.
+        size: How many there are.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes files and speaks."""
+        return self.rank == 0
+
+    def mine(self, count: int, start: int = 0) -> range:
+        """Returns the indices from `start` to `count` that this process works on."""
+        return range(start + (self.rank - start) % self.size, count, self.size)
+
+    def gather(self, own: Sequence[T], count: int, start: int = 0) -> list[T]:
+        """Returns the results of all processes for the indices from `start` to `count`, in their order.
+
+        Args:
+            own: Results of this process, in the order of `mine`.
+            count: End of the indices.
+            start: First index.
+        """
+        if self.size == 1:
+            return list(own)
+        parts: list[Any] = [None] * self.size
+        dist.all_gather_object(parts, list(own))
+        taken = [iter(part) for part in parts]
+        return [next(taken[index % self.size]) for index in range(start, count)]
+
+    def tell(self, value: T) -> T:
+        """Returns the first process's value to all."""
+        if self.size == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0)
+        told: T = box[0]
+        return told
+
+
+def present() -> Team:
+    """Returns the team of the default process group; a team of one without any."""
+    if dist.is_available() and dist.is_initialized():
+        return Team(dist.get_rank(), dist.get_world_size())
+    return Team()
+
+
+def join() -> tuple[Team, int]:
+    """Joins the processes that `accelerate launch` or `torchrun` started; returns the team and this process's device.
+
+    Alone, it starts nothing.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available() and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return present(), int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def leave() -> None:
+    """Ends what `join` began, if anything."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

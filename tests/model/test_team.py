@@ -1,0 +1,99 @@
+"""Two processes calibrate together: the plan of one, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adaattn_hf.eval.demo import calibration_pages, demo_model_path
+from adaattn_hf.policy.prices import Price, PriceTable
+from adaattn_hf.team import Team, join, present
+
+LENGTH = 160
+PROGRAM = "import sys; from adaattn_hf.cli import main; main(sys.argv[1:])"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("start", "count"), [(0, 7), (2, 7), (5, 6), (0, 1)])
+def test_shares_are_disjoint_and_complete(size: int, start: int, count: int) -> None:
+    shares = [list(Team(rank, size).mine(count, start)) for rank in range(size)]
+    assert sorted(index for share in shares for index in share) == list(range(start, count))
+    assert all(index % size == rank for rank, share in enumerate(shares) for index in share)
+
+
+def test_alone_there_is_a_team_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert join() == (Team(), 0)
+    assert present().leads
+    assert Team().gather([1, 2], 2) == [1, 2]
+    assert Team().tell("x") == "x"
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
+    text, prices = tmp_path / "text.txt", tmp_path / "prices.json"
+    text.write_text("\n\n".join(calibration_pages()[:14]), encoding="utf-8")
+    row = {label: Price(1e-4, 1.0 / (1 + place)) for place, label in enumerate(("exact", "bf16"))}
+    prices.write_text(
+        PriceTable("a table", False, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}}).to_json()
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    started = []
+    for name, environment in (
+        ("one", {}),
+        ("two", {**shared, "RANK": "0", "LOCAL_RANK": "0"}),
+        ("two", {**shared, "RANK": "1", "LOCAL_RANK": "1"}),
+    ):
+        model = tmp_path / name
+        if not model.exists():
+            shutil.copytree(demo_model_path("llama"), model)
+        arguments = ["calibrate", str(model), "--data", str(text), "--prices", str(prices), "--budget", "1%"]
+        arguments += [
+            "--lengths",
+            str(LENGTH),
+            "--families",
+            "bf16",
+            "--sequences",
+            "3",
+            "--rows",
+            "16",
+            "--labels",
+        ]
+        arguments += [
+            "1",
+            "--joint",
+            "3",
+            "--held-out",
+            "5",
+            "--tries",
+            "1",
+            "--threads",
+            "1",
+            "--device",
+            "cpu",
+        ]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-P", "-c", PROGRAM, *arguments],
+                env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=600) for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], outputs
+    assert "passed: Δnll" in outputs[1][0]
+    assert outputs[2][0] == ""
+    plans = [(tmp_path / name / "adaattn_plan.json").read_bytes() for name in ("one", "two")]
+    assert plans[0] == plans[1]
+    assert b'"bf16"' in plans[0]
