@@ -29,7 +29,7 @@ def plain_call(request: AttentionRequest, causal: bool) -> Tensor:
         dropout_p=request.dropout,
         is_causal=causal,
         scale=request.scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=bool(query.shape[1] != key.shape[1]),
     )
 
 
@@ -67,7 +67,7 @@ def masked_call(
         attn_mask=mask,
         dropout_p=request.dropout,
         scale=request.scaling,
-        enable_gqa=groups > 1 and mask is None and not folded,
+        enable_gqa=bool(groups > 1) and mask is None and not folded,
     )
     return out.reshape(batch, heads, 1, value.shape[3]) if folded else out
 
@@ -171,6 +171,6 @@ def _piece(part: Part, request: AttentionRequest) -> Tensor:
             dropout_p=request.dropout,
             is_causal=True,
             scale=request.scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=bool(query.shape[1] != key.shape[1]),
         )
     return masked_call(request, query, key, value, mask)
