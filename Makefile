@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 # `python -m` would put the checkout in front of the installed package, and its adaattn_hf/ lacks the mapped packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help venv demo conformance matrix test cover lint fmt types bench build docs-check freeze clean
+.PHONY: help venv demo conformance matrix test cover lint fmt types bench bench-native sanitize build docs-check freeze clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
@@ -81,6 +81,12 @@ matrix: ## the suite under every Python and Transformers at hand; PAIRS=3.11:5.1
 
 bench: $(READY) ## speed alone, against stock attention
 	$(BIN)/adaattn bench
+
+bench-native: $(READY) ## the native CPU kernels against torch, one and two threads; writes docs/results/native_cpu.*
+	$(BIN)/python tests/native/bench_native.py --write docs/results
+
+sanitize: ## build the native kernels with address and undefined-behaviour sanitizers and fuzz them; CASES=2000 SEED=0
+	$(PYTHON) tests/native/sanitize.py --cases $(or $(CASES),2000) --seed $(or $(SEED),0)
 
 build: $(READY) ## wheel and sdist in dist/
 	rm -rf dist

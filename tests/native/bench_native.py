@@ -1,8 +1,9 @@
 # ruff: noqa: E501
 """Times the native kernels against torch's own, interleaved in one process, and writes the table.
 
-`python tests/native/bench_native.py [--threads N] [--seconds S] [--write docs/results]`. Ratios are of process time
-(cores are shared with other programs, wall time is printed beside it); median over rounds with the quartiles.
+`python tests/native/bench_native.py [--seconds S] [--write docs/results]`. Ratios are of process time with one thread
+(cores are shared with other programs, wall time is printed beside it), of wall time with two; median over rounds with
+the quartiles.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.autograd import Differentiable
 from adaattn_hf.backends.native.call import Rules
 from adaattn_hf.backends.native.library import library, missing
+from adaattn_hf.backends.select import BACKENDS
+from adaattn_hf.request import AttentionRequest
 from adaattn_hf.stats.noise import quantise
+from adaattn_hf.structure import CallStructure
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Cell:
 
     name: str
     dtype: str
+    threads: int
     target: float | None
     flops: float
     native_ms: float
@@ -68,13 +73,18 @@ def compare(name: str, dtype: str, target: float | None, flops: float, pair: Pai
             row += [(time.process_time() - cpu) / repeat, (time.perf_counter() - wall) / repeat]
         rows.append((row[0], row[1], row[2], row[3]))
     columns = [statistics.median(column) for column in zip(*rows, strict=True)]
-    ratios = sorted(r[2] / r[0] for r in rows)
+    threads = torch.get_num_threads()
+    ratios = sorted(r[2] / r[0] if threads == 1 else r[3] / r[1] for r in rows)
     quartiles = statistics.quantiles(ratios, n=4)
     cell = Cell(
-        name, dtype, target, flops,
-        *(1e3 * c for c in columns), statistics.median(ratios), quartiles[0], quartiles[2], flops / columns[0] / 1e9,
+        name, dtype, threads, target, flops,
+        *(1e3 * c for c in columns), statistics.median(ratios), quartiles[0], quartiles[2],
+        flops / columns[0 if threads == 1 else 1] / 1e9,
     )  # fmt: skip
-    print(f"{cell.dtype:9} {cell.name:44} {cell.native_ms:9.3f} ms  {cell.ratio:6.2f}x", flush=True)
+    print(
+        f"{cell.dtype:9} {cell.threads} {cell.name:44} {cell.native_ms:9.3f} ms  {cell.ratio:6.2f}x",
+        flush=True,
+    )
     return cell
 
 
@@ -141,6 +151,43 @@ def packed(dtype: torch.dtype, documents: int, n: int, d: int) -> Pair:
             2,
         ),
     )
+
+
+GRID: dict[str, CallStructure] = {}
+
+
+def _grid() -> None:
+    """The structures on which the kernels are compared with the torch-only backend."""
+    n = 1024
+    for share in (0.25, 0.5, 0.9):
+        lengths = torch.linspace(share * 2 * n - n, n, 4).clamp(n // 16, n).long()
+        right = torch.arange(n)[None] < lengths[:, None]
+        GRID[f"right padding, {right.float().mean():.0%} real"] = CallStructure(
+            4, n, n, causal=True, key_padding=right
+        )
+        GRID[f"left padding, {right.float().mean():.0%} real"] = CallStructure(
+            4, n, n, causal=True, key_padding=right.flip(1), pads_queries=True
+        )
+        GRID[f"encoder padding, {right.float().mean():.0%} real"] = CallStructure(4, n, n, key_padding=right)
+    for documents in (2, 8, 32, 128):
+        numbers = (torch.arange(4 * n) * documents // (4 * n))[None]
+        GRID[f"{documents} documents packed in {4 * n}"] = CallStructure(
+            1, 4 * n, 4 * n, causal=True, q_segments=numbers, k_segments=numbers
+        )
+    for window in (64, 256, 1024):
+        GRID[f"window {window} of {4 * n}"] = CallStructure(1, 4 * n, 4 * n, causal=True, window=window)
+    GRID[f"window 256 and 4 sinks of {4 * n}"] = CallStructure(
+        1, 4 * n, 4 * n, causal=True, window=256, sinks=4
+    )
+
+
+def structured(dtype: torch.dtype, structure: CallStructure, d: int) -> Pair:
+    """Against the backend made of torch's operations."""
+    q = torch.randn(structure.batch, 4, structure.q_len, d).to(dtype)
+    k, v = (torch.randn(structure.batch, 2, structure.kv_len, d).to(dtype) for _ in range(2))
+    asked = AttentionRequest(q, k, v, structure, d**-0.5)
+    ours, theirs = BACKENDS["native"], BACKENDS["sdpa"]
+    return lambda: ours.attend(asked), lambda: theirs.attend(asked)
 
 
 def peak(dtype: torch.dtype) -> float:
@@ -231,7 +278,49 @@ def measure(seconds: float) -> list[Cell]:
     return cells
 
 
-def provenance(threads: int, peaks: dict[str, float]) -> dict[str, object]:
+def measure_grid(seconds: float) -> list[Cell]:
+    """Padded, packed and windowed calls against the torch-only backend."""
+    _grid()
+    cells = []
+    for dtype, kind in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        for name, structure in GRID.items():
+            cells.append(compare(name, kind, 1.0, 0.0, structured(dtype, structure, 64), seconds))
+    return cells
+
+
+def measure_two(seconds: float) -> list[Cell]:
+    """Some of the cells with two threads."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    cells = []
+    for d, goals in ((64, (2.6, 3.5, 1.15)), (128, (2.6, 3.5, 1.15))):
+        flops = 4.0 * 2 * 4096 * 4096 * d / 2
+        name = f"causal prefill 4096, head {d}"
+        cells.append(compare(name, "bf16", goals[0], flops, prefill(bf16, 4096, d, True), seconds))
+        int8 = (prefill(fp32, 4096, d, True, "int8")[0], prefill(bf16, 4096, d, True)[1])
+        cells.append(compare(f"{name}, int8 products", "int8", goals[1], flops, int8, seconds))
+        cells.append(compare(name, "fp32", goals[2], flops, prefill(fp32, 4096, d, True), seconds))
+    step = "decode, 32/8 heads, 4096 keys, head 128"
+    flops = 4.0 * 32 * 4096 * 128
+    cells.append(compare(step, "bf16", 12.0, flops, decode(bf16, 32, 8, 4096, 128), seconds))
+    cells.append(compare(step, "fp32", 1.0, flops, decode(fp32, 32, 8, 4096, 128), seconds))
+    cells.append(
+        compare(f"{step}, int8 keys", "int8", 20.0, flops, decode(bf16, 32, 8, 4096, 128, True), seconds)
+    )
+    flops = 14.0 * 2048 * 2048 * 64
+    cells.append(
+        compare(
+            "forward + backward, causal 2048, head 64",
+            "bf16",
+            1.6,
+            flops,
+            training(bf16, 2, 2048, 64),
+            seconds,
+        )
+    )
+    return cells
+
+
+def provenance(peaks: dict[str, float]) -> dict[str, object]:
     """What the numbers were measured with."""
     native = library()
     assert native is not None
@@ -249,43 +338,68 @@ def provenance(threads: int, peaks: dict[str, float]) -> dict[str, object]:
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "level": native.level_name,
-        "threads": threads,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "matrix_peak_gflops": peaks,
     }
 
 
-def table(origin: dict[str, object], cells: list[Cell]) -> str:
-    """The result as Markdown."""
-    peaks = origin["matrix_peak_gflops"]
-    assert isinstance(peaks, dict)
+def _rows(cells: list[Cell], peaks: dict[str, float]) -> list[str]:
     lines = [
-        "# Native CPU kernels against torch",
-        "",
-        "Made by `tests/native/bench_native.py`; the numbers lie in `native_cpu.json`. Ratio: process time of "
-        "`scaled_dot_product_attention` (packed documents: one call each; int8: stock bf16) over ours, interleaved in one "
-        "process, median [quartiles]. Share: of the process-time matrix peak of torch's own matrix product "
-        f"(bf16 {peaks['bf16']:.0f}, fp32 {peaks['fp32']:.0f} GFLOP/s).",
-        "",
-        f"{origin['cpu']}, {origin['threads']} thread(s), level {origin['level']}, torch {origin['torch']}, "
-        f"{origin['date']}, commit {origin['commit']}.",
-        "",
-        "| call | dtype | ms (wall) | stock ms (wall) | ratio | target | GFLOP/s | share |",
+        "| call | dtype | ms (wall) | other ms (wall) | ratio | target | GFLOP/s | share |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for c in cells:
         share = (
-            f"{100 * c.gflops / peaks[c.dtype]:.0f} %" if c.dtype in peaks and "prefill" in c.name else "-"
+            f"{100 * c.gflops / peaks[c.dtype] / c.threads:.0f} %"
+            if c.dtype in peaks and "prefill" in c.name
+            else "-"
         )
         goal = (
             "-" if c.target is None else f"{c.target:g}" + ("" if c.ratio >= c.target else " **not reached**")
         )
         lines.append(
             f"| {c.name} | {c.dtype} | {c.native_ms:.3f} ({c.native_wall_ms:.3f}) | {c.stock_ms:.3f} "
-            f"({c.stock_wall_ms:.3f}) | {c.ratio:.2f} [{c.ratio_low:.2f}, {c.ratio_high:.2f}] | {goal} | {c.gflops:.0f} | {share} |"
+            f"({c.stock_wall_ms:.3f}) | {c.ratio:.2f} [{c.ratio_low:.2f}, {c.ratio_high:.2f}] | {goal} | "
+            f"{c.gflops:.0f} | {share} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def table(origin: dict[str, object], one: list[Cell], grid: list[Cell], two: list[Cell]) -> str:
+    """The result as Markdown."""
+    peaks = origin["matrix_peak_gflops"]
+    assert isinstance(peaks, dict)
+    return (
+        "\n".join(
+            [
+                "# Native CPU kernels against torch",
+                "",
+                "Made by `make bench-native` (`tests/native/bench_native.py`); the numbers lie in `native_cpu.json`. Ratio: time "
+                "of `scaled_dot_product_attention` (packed documents: one call each; int8: stock bf16) over ours, interleaved in "
+                "one process, median [quartiles]. Share: of the matrix peak of torch's own matrix product with one thread "
+                f"(bf16 {peaks['bf16']:.0f}, fp32 {peaks['fp32']:.0f} GFLOP/s), counting the products that are asked for alone.",
+                "",
+                f"{origin['cpu']}, level {origin['level']}, torch {origin['torch']}, {origin['date']}, commit "
+                f"{origin['commit']}.",
+                "",
+                "## One thread, process time",
+                "",
+                *_rows(one, peaks),
+                "",
+                "## Two threads, wall time",
+                "",
+                *_rows(two, peaks),
+                "",
+                "## Padded, packed and windowed calls against the torch-only backend (`adaattn_sdpa`), one thread, process time",
+                "",
+                "4 query heads of 64 on 2 key/value heads.",
+                "",
+                *_rows(grid, peaks),
+            ]
+        )
+        + "\n"
+    )
 
 
 def write(path: Path, text: str) -> None:
@@ -298,23 +412,24 @@ def write(path: Path, text: str) -> None:
 def main() -> int:
     """Measures, prints, and writes when asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=2.0, help="per cell")
     parser.add_argument("--write", type=Path, help="directory for native_cpu.json and native_cpu.md")
     asked = parser.parse_args()
     if missing():
         print("; ".join(missing()))
         return 1
-    torch.set_num_threads(asked.threads)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     peaks = {"bf16": peak(torch.bfloat16), "fp32": peak(torch.float32)}
-    cells = measure(asked.seconds)
-    origin = provenance(asked.threads, peaks)
-    text = table(origin, cells)
+    one, grid = measure(asked.seconds), measure_grid(asked.seconds / 2)
+    torch.set_num_threads(2)
+    two = measure_two(asked.seconds)
+    origin = provenance(peaks)
+    text = table(origin, one, grid, two)
     print(text)
     if asked.write:
         asked.write.mkdir(parents=True, exist_ok=True)
-        record = {"provenance": origin, "cells": [asdict(cell) for cell in cells]}
+        record = {"provenance": origin, "cells": [asdict(cell) for cell in (*one, *two, *grid)]}
         write(asked.write / "native_cpu.json", json.dumps(record, indent=1) + "\n")
         write(asked.write / "native_cpu.md", text)
     return 0

@@ -90,10 +90,12 @@ struct Tensor {
   }
 };
 
+int64_t level;  // of the present case
+
 bool close(double got, double want, double tolerance, const char *what, int64_t seed) {
   if (std::fabs(got - want) <= tolerance || (std::isinf(want) && got == want)) return true;
-  std::printf("case %lld: %s is %g, expected %g (tolerance %g)\n", static_cast<long long>(seed), what, got, want,
-              tolerance);
+  std::printf("case %lld, level %lld: %s is %g, expected %g (tolerance %g)\n", static_cast<long long>(seed),
+              static_cast<long long>(level), what, got, want, tolerance);
   return false;
 }
 
@@ -126,6 +128,7 @@ bool one(int64_t seed) {
   a.threads = 1;
   do a.level = pick(0, 4);
   while (!ada_has_level(a.level));
+  level = a.level;
   a.causal = pick(0, 1);
   a.window = pick(0, 2) ? -1 : pick(1, 40);
   a.sinks = pick(0, 1) ? 0 : pick(1, 5);
@@ -200,7 +203,12 @@ bool one(int64_t seed) {
   std::vector<double> ek(k.values.size()), ev(v.values.size());
   std::vector<char> covered(lse.size());
   const bool coarse = a.compute == ADA_COMPUTE_I8;  // every logit is off by a percent, and so are the weights
+<<<<<<< HEAD
+  const double tol = coarse ? 0.08 * query_scale * query_scale : half ? 0.03 : 3e-5;
+  const double lse_tol = coarse ? 2 * tol : 2e-4 * query_scale;
+=======
   const double tol = coarse ? 0.05 * query_scale * query_scale : half ? 0.03 : 3e-5, lse_tol = coarse ? tol : 2e-4;
+>>>>>>> 4d72ec00c1e3a5906d5c4b35d8b74104fd3477b8
   bool good = true;
   double top_k = 1, top_v = 1;
   for (size_t s = 0; s < table.size(); s += 6) {
@@ -273,7 +281,7 @@ bool one(int64_t seed) {
       for (int64_t j = 0; j < kv_len; ++j) {
         const size_t at = static_cast<size_t>((b * kv_heads + g) * kv_len + j);
         for (int64_t d = 0; d < dim; ++d)
-          good &= close(dk.get(b, g, j, d), ek[at * static_cast<size_t>(dim) + static_cast<size_t>(d)], 3 * tol * top_k, "dk", seed);
+          good &= close(dk.get(b, g, j, d), ek[at * static_cast<size_t>(dim) + static_cast<size_t>(d)], 3 * tol * top_k * (half ? query_scale : 1), "dk", seed);
         for (int64_t d = 0; d < dim_v; ++d)
           good &= close(dv.get(b, g, j, d), ev[at * static_cast<size_t>(dim_v) + static_cast<size_t>(d)], 3 * tol * top_v, "dv", seed);
       }

@@ -118,7 +118,7 @@ void work(void *data) {
   }
   for (; task < job.pack_tasks + job.tasks; task = job.next.fetch_add(1, std::memory_order_relaxed)) {
     const AdaUnit &u = unit_of(job.units, job.n_units, task - job.pack_tasks);
-    for (int64_t spin = 0; job.packed[&u - job.units].load(std::memory_order_acquire) < u.tiles; ++spin) relax();
+    while (job.packed[&u - job.units].load(std::memory_order_acquire) < u.tiles) relax();
     job.k->forward(*job.a, job.shape, u, task - job.pack_tasks - u.first_task, scratch);
   }
 }

@@ -81,7 +81,7 @@ static void transpose_panel(const uint32_t *src, int64_t ld, int64_t cols, uint3
     for (int r = 0; r < NR; r += 16) transpose16(src + r * ld + c, ld, dst + c * NR + r, NR);
 #endif
   for (; c < cols; ++c)
-    for (int r = 0; r < NR; ++r) dst[c * NR + r] = src[r * ld + c];
+    for (int r = 0; r < NR; ++r) memcpy(dst + c * NR + r, (const char *)src + (r * ld + c) * 4, 4);  // any alignment
 }
 
 // Rows become columns: panel[k / STEP][row][k % STEP] for NR rows of `n` elements (keys for the score product).
