@@ -203,12 +203,8 @@ bool one(int64_t seed) {
   std::vector<double> ek(k.values.size()), ev(v.values.size());
   std::vector<char> covered(lse.size());
   const bool coarse = a.compute == ADA_COMPUTE_I8;  // every logit is off by a percent, and so are the weights
-<<<<<<< HEAD
   const double tol = coarse ? 0.08 * query_scale * query_scale : half ? 0.03 : 3e-5;
   const double lse_tol = coarse ? 2 * tol : 2e-4 * query_scale;
-=======
-  const double tol = coarse ? 0.05 * query_scale * query_scale : half ? 0.03 : 3e-5, lse_tol = coarse ? tol : 2e-4;
->>>>>>> 4d72ec00c1e3a5906d5c4b35d8b74104fd3477b8
   bool good = true;
   double top_k = 1, top_v = 1;
   for (size_t s = 0; s < table.size(); s += 6) {
