@@ -42,7 +42,8 @@ def one(suite: str, family: str, name: str, partial: str, selection: str) -> Non
     os.dup2(log, 2)
     import pytest
 
-    files = sorted(str(p) for p in Path("tests/models", family).glob("test_modeling_*.py"))
+    home = Path("tests/models", family)
+    files = sorted(str(p) for name in ("test_modeling_*.py", "declared_*.py") for p in home.glob(name))
     options = ["-q", "--no-header", "--tb=short", "-p", "substitute", "-k", selection, "-c", "pytest.ini"]
     sys.exit(int(pytest.main([*options, *files])))
 

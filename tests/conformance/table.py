@@ -107,10 +107,15 @@ def matrix(results: Results) -> list[str]:
     return [*legend, "", *lines]
 
 
-def listed(results: Results, outcome_of_ours: tuple[str, ...]) -> list[str]:
-    """Returns the tests that sdpa passes and ours does not, with what ours said."""
+def listed(results: Results, outcome_of_ours: tuple[str, ...], stock_sdpa: bool = True) -> list[str]:
+    """Returns the tests that stock passes and ours does not, with what ours said.
+
+    `stock_sdpa`: of families that sdpa serves, or of those whose stock column is eager's.
+    """
     lines = []
     for family, both in sorted(results.items()):
+        if (family in WITHOUT_STOCK_SDPA) == stock_sdpa:
+            continue
         ours = outcomes(both[NAME])
         for test, outcome in outcomes(both["sdpa"]).items():
             if outcome == GOOD and ours.get(test, "skipped") in outcome_of_ours:
@@ -134,29 +139,64 @@ def refused() -> tuple[list[str], list[str]]:
     return plain, tables
 
 
+def versions_table(record: Path) -> list[str]:
+    """Returns the tests that ran under each set of versions, from what `matrix.py --record` kept."""
+    kept = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    lines = [
+        "| Python | torch | Transformers | tests | passed | failed | skipped |",
+        "|---|---|---|---|---:|---:|---:|",
+    ]
+    for row in kept.values():
+        head = f"| {row['python']} | {row['torch']} | {row['transformers']}"
+        own = {name: n for name, n in row["runs"].items() if name.startswith("tests")}
+        other = {name: n for name, n in row["runs"].items() if name not in own}
+        paths = sorted(
+            {path.removeprefix("tests/") for name in own for path in name.split() if path.startswith("tests")}
+        )
+        for name, runs in [
+            (f"{', '.join(f'`{path}`' for path in paths)}", own),
+            *((k, {k: v}) for k, v in other.items()),
+        ]:
+            if runs:
+                passed, bad, skipped = (
+                    sum(counts.get(outcome, 0) for counts in runs.values() for outcome in outcomes)
+                    for outcomes in (("passed",), ("failed", "error"), ("skipped",))
+                )
+                lines.append(f"{head} | {name} | {passed} | {bad} | {skipped} |")
+    return lines if kept else ["None yet."]
+
+
 def document(results: Results) -> str:
     """Returns the page."""
     versions = {
         name: {str(b[i]["versions"][name]) for b in results.values() for i in b}
         for name in ("transformers", "torch")
     }
-    stock_passed = sum(o == GOOD for b in results.values() for o in outcomes(b["sdpa"]).values())
+    stock_passed = sum(
+        outcome == GOOD
+        for family, both in results.items()
+        if family not in WITHOUT_STOCK_SDPA
+        for outcome in outcomes(both["sdpa"]).values()
+    )
     failed, skipped = listed(results, ("failed", "error")), listed(results, ("skipped",))
+    eager = listed(results, ("failed", "error", "skipped"), stock_sdpa=False)
     count = 0 if failed == ["None."] else len(failed)
     plain, tables = refused()
     template = Template((HERE / "page.md").read_text(encoding="utf-8"))
     return template.substitute(
         transformers=", ".join(sorted(versions["transformers"])),
         torch=", ".join(sorted(versions["torch"])),
-        families=len(results),
+        families=sum(any(t["calls"] for t in both[NAME]["tests"]) for both in results.values()),
         passed=stock_passed,
         failures=count,
         summary="\n".join(summary(results)),
         failed="\n".join(failed),
         skipped="\n".join(skipped),
+        eager="\n".join(eager),
         alone="\n".join(alone(results)),
         matrix="\n".join(matrix(results)),
         plain=prose(", ".join(f"`{name}`" for name in plain)),
+        versions="\n".join(versions_table(HERE.parents[1] / "docs" / "results" / "versions.json")),
         tables=prose(", ".join(f"`{name}`" for name in tables)),
     )
 
