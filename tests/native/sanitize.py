@@ -1,6 +1,8 @@
 """Builds the kernels and their fuzzer with the address and undefined-behaviour sanitizers and runs it.
 
-`python tests/native/sanitize.py [--cases N] [--seed S] [--levels portable,avx2,…]`; needs no installed package.
+`python tests/native/sanitize.py [--cases N] [--seed S] [--levels portable,avx2,…]`; needs no installed package. For
+another machine than this one, without sanitizers: `CXX="python -m ziglang c++ -target aarch64-linux-musl" python
+tests/native/sanitize.py --machine aarch64 --emulator qemu-aarch64-static`.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ NATIVE = HERE.parents[1] / "adaattn_hf" / "backends" / "native"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
 
 
-def compile_fuzzer(target: Path, levels: list[str] | None = None, optimise: str = "-O1") -> Path:
-    """Compiles the sanitized fuzzer into `target`; `levels` limits the instruction sets.
+def compile_fuzzer(
+    target: Path, levels: list[str] | None = None, optimise: str = "-O1", machine: str = ""
+) -> Path:
+    """Compiles the fuzzer into `target`, with sanitizers unless it is for another `machine`.
+
+    `levels` limits the instruction sets.
 
     Raises:
         RuntimeError: There is no compiler, or it failed.
@@ -30,8 +36,9 @@ def compile_fuzzer(target: Path, levels: list[str] | None = None, optimise: str 
     command = build["compiler"]()
     if command is None:
         raise RuntimeError("sanitize: no C++ compiler was found; install one or set CXX")
-    known = build["levels"](platform.machine().lower())
-    flags = [f for f in build["FLAGS"] if f != "-O3"] + [optimise, "-w", *SANITIZE, f"-I{NATIVE / 'src'}"]
+    known = build["levels"](machine or platform.machine().lower())
+    sanitize = ["-static"] if machine else SANITIZE
+    flags = [f for f in build["FLAGS"] if f != "-O3"] + [optimise, "-w", *sanitize, f"-I{NATIVE / 'src'}"]
     jobs = {"dispatch": [str(NATIVE / "src" / "dispatch.cpp")]}
     jobs["fuzz"] = [str(HERE / "fuzz.cpp"), "-fexceptions", "-frtti"]
     for name, extra in known.items():
@@ -51,7 +58,7 @@ def compile_fuzzer(target: Path, levels: list[str] | None = None, optimise: str 
         errors = "".join(pool.map(run, jobs))
     program = target / "fuzz"
     objects = [str(target / f"{name}.o") for name in jobs]
-    done = subprocess.run([*command, *SANITIZE, *objects, "-o", str(program)], capture_output=True, text=True)
+    done = subprocess.run([*command, *sanitize, *objects, "-o", str(program)], capture_output=True, text=True)
     if errors or done.returncode:
         raise RuntimeError(f"sanitize: the compiler failed: {(errors + done.stderr)[-2000:]}")
     return program
@@ -63,10 +70,16 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--levels", default="")
+    parser.add_argument(
+        "--machine", default="", help="machine that CXX compiles for, if not this one: aarch64"
+    )
+    parser.add_argument("--emulator", default="", help="program that runs its programs here")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        program = compile_fuzzer(Path(scratch), asked.levels.split(",") if asked.levels else None)
-        return subprocess.run([str(program), str(asked.seed), str(asked.cases)]).returncode
+        levels = asked.levels.split(",") if asked.levels else None
+        program = compile_fuzzer(Path(scratch), levels, machine=asked.machine)
+        run = [*asked.emulator.split(), str(program), str(asked.seed), str(asked.cases)]
+        return subprocess.run(run).returncode
 
 
 if __name__ == "__main__":
