@@ -24,11 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 # `python -m` would put the checkout in front of the installed package, and its adaattn_hf/ lacks the mapped packages.
 export PYTHONSAFEPATH := 1
 
-<<<<<<< HEAD
 .PHONY: help venv demo conformance matrix test cover lint fmt types bench bench-native sanitize fuzz-aarch64 build docs-check freeze clean
-=======
-.PHONY: help venv demo conformance matrix test cover lint fmt types bench bench-native sanitize build docs-check freeze clean
->>>>>>> origin/main
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1|/' | column -t -s '|'
@@ -92,15 +88,12 @@ bench-native: $(READY) ## the native CPU kernels against torch, one and two thre
 sanitize: ## build the native kernels with address and undefined-behaviour sanitizers and fuzz them; CASES=2000 SEED=0
 	$(PYTHON) tests/native/sanitize.py --cases $(or $(CASES),2000) --seed $(or $(SEED),0)
 
-<<<<<<< HEAD
 # ziglang is a compiler for many machines that pip installs; qemu-user-static runs programs of other machines.
 fuzz-aarch64: $(READY) ## the fuzzer's calls on NEON, without sanitizers; needs qemu-aarch64-static
 	$(BIN)/python -m pip install -q ziglang
 	CXX="$(BIN)/python -m ziglang c++ -target aarch64-linux-musl" $(PYTHON) tests/native/sanitize.py \
 	  --machine aarch64 --emulator qemu-aarch64-static --cases $(or $(CASES),500) --seed $(or $(SEED),0)
 
-=======
->>>>>>> origin/main
 build: $(READY) ## wheel and sdist in dist/
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
