@@ -218,7 +218,7 @@ def test_compiled_generation_is_a_graph_for_all_steps(name: str, side: str) -> N
         return graph.forward
 
     compiled = tf.CompileConfig(backend=kept, fullgraph=True, dynamic=None, mode=None)
-    compiled._compile_all_devices = True
+    compiled._compile_all_devices = True  # type: ignore[assignment]
     torch._dynamo.reset()
     found = greedy(ours, tokens(), compile_config=compiled, **settings)
     torch._dynamo.reset()
