@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from adaattn_hf.policy.prices import PriceTable
+
 PARTS = ("prices", "curve", "speed", "peers")
 
 
@@ -99,7 +101,32 @@ def _made(study: dict[str, Any]) -> list[str]:
         lines.append(
             f"* prices: {study['prices']['machine']}; times exact = this package's own exact attention"
         )
+        digest = PriceTable.from_json(json.dumps(study["prices"])).digest
+        older = sum(record["prices"] != digest for record in study["seeds"])
+        if older:
+            lines.append(
+                f"* {older} of {len(study['seeds'])} plans were chosen, and their speed computed, by an older table"
+                " than the one below: the native kernels have learned int8 and blocks since, which plans would now take"
+            )
     return [*lines, ""]
+
+
+def _prices(table: dict[str, Any]) -> list[str]:
+    """Each choice's launch of one key/value head beside the exact one."""
+    prefill = table["prices"]["prefill"]
+    lengths = sorted(prefill, key=int)
+
+    def times(length: str, label: str) -> str:
+        exact, mine = (sum(prefill[length][name]) for name in ("exact", label))
+        return f"{exact / mine:.2f}"
+
+    labels = sorted(prefill[lengths[0]], key=lambda label: sum(prefill[lengths[-1]][label]))
+    rows = [[label, *(times(length, label) for length in lengths)] for label in labels]
+    return [
+        "## Prices of one key/value head: times as fast as exact",
+        "",
+        *_table(["choice", *(f"prefill, {length}" for length in lengths)], rows),
+    ]
 
 
 def _row(entry: dict[str, Any], name: str, lengths: Sequence[str]) -> list[str]:
@@ -205,13 +232,20 @@ def _speed(speed: dict[str, Any]) -> list[str]:
         rows = []
         for length, arms in speed.get(level, {}).items():
             stock, exact = arms["stock sdpa"]["seconds"], arms["exact"]["seconds"]
-            for name, arm in arms.items():
+            for name, arm in sorted(arms.items(), key=lambda item: -item[1]["seconds"]):
                 kl = _loss(arm["kl"]) if "kl" in arm else ""
                 seconds = arm["seconds"]
-                rows.append(
-                    [length, name, f"{seconds:.2f}", f"{stock / seconds:.2f}", f"{exact / seconds:.2f}", kl]
-                )
-        head = ["length", title, "seconds", "times stock", "times our exact", "KL on this text"]
+                watching = f"{arm['watching'] / seconds:.2%}" if "watching" in arm else ""
+                cells = [
+                    length,
+                    name,
+                    f"{seconds:.2f}",
+                    f"{stock / seconds:.2f}",
+                    f"{exact / seconds:.2f}",
+                    kl,
+                ]
+                rows.append([*cells, watching])
+        head = ["length", title, "seconds", "times stock", "times our exact", "KL on this text", "watching"]
         lines += _table(head, rows)
     return lines
 
@@ -219,7 +253,7 @@ def _speed(speed: dict[str, Any]) -> list[str]:
 def _peers(peers: dict[str, Any]) -> list[str]:
     lines = ["## Beside other libraries", "", *peers["words"], ""]
     if peers.get("rows"):
-        head = list(peers["rows"][0])
+        head = ["what", *sorted(name for name in peers["rows"][0] if name != "what")]
         rows = [
             [row[k] if isinstance(row[k], str) else f"{row[k]:.3g}" for k in head] for row in peers["rows"]
         ]
@@ -241,6 +275,8 @@ def markdown(study: dict[str, Any]) -> str:
             lines += _seeds(study)
         if part in study:
             lines += section(study[part])
+        if part == "speed" and "prices" in study:
+            lines += _prices(study["prices"])
     return "\n".join(lines)
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import adaattn_hf.calibrate as calibration
 from adaattn_hf.calibrate import CalibrationSettings
-from adaattn_hf.eval import budget_curve, budget_speed, budget_study
+from adaattn_hf.eval import budget_curve, budget_peers, budget_speed, budget_study
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.policy.prices import Price, PriceTable
@@ -177,3 +178,33 @@ def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Pa
         budget_speed.plan_of_record({**record, "picks": ["r16"] * len(record["picks"])}, model)
     with pytest.raises(UsageError, match="a multiple of the model's 4 layers"):
         budget_speed.plan_of_record({**record, "picks": ["bf16"] * 7}, model)
+
+
+def test_peers_that_are_not_installed_are_rows_that_say_so(
+    tmp_path: Path, text: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock, a plan, and every peer: measured where it is there, named where it is not."""
+    model, encode = budget_study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    settings = {"lengths": [128], "dtype": "float32", "families": ["bf16"], "windows": [], "masses": []}
+    plan = budget_speed.plan_of_record(
+        {"settings": settings, "picks": ["bf16"] * 8, "budget": 1e-3, "seed": 0}, model
+    )
+    monkeypatch.setitem(budget_peers.PEERS, "absent_library", ("absent-library", budget_peers.of_kvpress))
+    monkeypatch.delitem(budget_peers.PEERS, "modelopt")
+    monkeypatch.delitem(budget_peers.PEERS, "kvpress")
+    tokens = torch.tensor([list(encode(text[1].read_text())[:128])])
+    kept: list[list[dict[str, Any]]] = []
+    budget_peers.compare(
+        model, {"bf16": plan}, tokens, 32, lambda rows: kept.append([dict(row) for row in rows])
+    )
+    assert [len(rows) for rows in kept] == [1, 2, 3]
+    stock, planned, absent = kept[-1]
+    assert stock["KL"] == 0.0
+    assert 0.0 < planned["KL"] < 1e-2
+    assert absent["what"] == "absent-library: not installed"
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(tokens).logits[0, -32:-1], tokens[0, -31:])
+        model.set_attn_implementation("adaattn")
+        budget_speed.attach.attach(model, plan)
+        other = torch.nn.functional.cross_entropy(model(tokens).logits[0, -32:-1], tokens[0, -31:])
+    assert planned["Δnll"] == pytest.approx(float(other - loss), abs=2e-6)
