@@ -87,10 +87,15 @@ class AttentionResult(NamedTuple):
 _SMALL_PAIRS = 1 << 14
 
 
+# Bytes of keys and values beyond which one query reads them from memory.
+_CACHED_BYTES = 1 << 24
+
+
 class CallSpec(NamedTuple):
     """The facts of a call on which the choice of a backend may depend: hashable, without data.
 
-    `kind` is that of the structure, or `holes` where padding on the CPU is not made of runs.
+    `kind` is that of the structure, or `holes` where padding on the CPU is not made of runs. `streamed` is one query
+    per sequence over more keys and values than a processor's caches hold.
     """
 
     device: str
@@ -109,6 +114,7 @@ class CallSpec(NamedTuple):
     bias: bool
     need_lse: bool
     compiling: bool
+    streamed: bool = False
 
     @classmethod
     def of(cls, request: AttentionRequest) -> CallSpec:
@@ -148,4 +154,5 @@ class CallSpec(NamedTuple):
             bias is not None,
             request.need_lse,
             compiling,
+            q_len == 1 and not compiling and (k.numel() + v.numel()) * k.dtype.itemsize > _CACHED_BYTES,
         )

@@ -52,8 +52,9 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     our own where flash-attn would have to gather tokens first, else to flash-attn.
     """
     if spec.device == "cpu":
-        # one row per key/value head gives the kernels nothing to share, and torch's product is tuned for it
+        # one row per key/value head gives the kernels nothing to share, and from memory torch's product reads faster
         lone = spec.decode and spec.groups == 1 and spec.dtype == torch.float32 and spec.kind == "suffix"
+        lone = lone and (spec.streamed or spec.compiling)
         # padding with holes is gathered into runs by the one, and becomes a dense mask in the other
         gathered = spec.kind == "holes" and not spec.bias
         return ("sdpa", "native", "eager") if lone or gathered else ("native", "sdpa", "eager")

@@ -122,3 +122,15 @@ def test_eager_refuses_nothing() -> None:
     assert select.refusals_of("eager", hardest) == ()
     assert select.refusals_of("sdpa", hardest) != ()
     assert select.choose(hardest).name == "eager"
+
+
+def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
+    """From the caches to the native kernels, from memory to torch's product."""
+
+    def first(kv_len: int) -> str:
+        query, key = torch.zeros(1, 12, 1, 64), torch.zeros(1, 12, 1, 64).expand(1, 12, kv_len, 64)
+        structure = CallStructure(1, 1, kv_len, causal=True, q_offset=kv_len - 1)
+        return select.order(CallSpec.of(AttentionRequest(query, key, key, structure, 1.0)))[0]
+
+    assert [first(64), first(16384)] == ["native", "sdpa"]
+    assert select.order(spec(decode=True, kind="suffix", compiling=True))[0] == "sdpa"
