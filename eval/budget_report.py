@@ -64,7 +64,7 @@ def _short(study: dict[str, Any]) -> list[str]:
     lines = []
     for budget in sorted({record["budget"] for record in study["seeds"]}):
         mine = [record for record in study["seeds"] if record["budget"] == budget]
-        met = [record for record in mine if record["met"]]
+        met, seeds = [record for record in mine if record["met"]], len({record["seed"] for record in mine})
         tries = [len(_verified(record)) for record in met]
         verdicts = [verdict for record in met for verdict in record["report"]["verdicts"]]
         gaps = [verdict["predicted_kl"] / verdict["kl"] for verdict in verdicts]
@@ -73,9 +73,9 @@ def _short(study: dict[str, Any]) -> list[str]:
             f"{statistics.median(record['ratio'][n] for record in met):.2f} at {n}" for n in mine[0]["ratio"]
         )
         lines.append(
-            f"* {_percent(budget)}: {len(met)} of {len(mine)} seeds met the budget on text of a source that calibration"
-            f" never saw, {sum(count == 1 for count in tries)} of them at the first try; the largest upper bound is "
-            f"{_loss(max(v['upper'] for v in verdicts))} of {_loss(budget)} nats/token; predicted over measured KL"
+            f"* {_percent(budget)}: {len(met)} of {len(mine)} plans of {seeds} seeds met the budget on text of a source"
+            f" that calibration never saw, {sum(count == 1 for count in tries)} of them at the first try; the largest upper "
+            f"bound is {_loss(max(v['upper'] for v in verdicts))} of {_loss(budget)} nats/token; predicted over measured KL"
             f" at the length that decides {min(worst):.2f} to {max(worst):.2f}, over all lengths {min(gaps):.2f} to "
             f"{max(gaps):.2f} with median {statistics.median(gaps):.2f}; attention {ratios} times as fast as exact, "
             "by the price table, in the median."
