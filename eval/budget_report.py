@@ -74,11 +74,12 @@ def _short(study: dict[str, Any]) -> list[str]:
         )
         lines.append(
             f"* {_percent(budget)}: {len(met)} of {len(mine)} plans of {seeds} seeds met the budget on text of a source"
-            f" that calibration never saw, {sum(count == 1 for count in tries)} of them at the first try; the largest upper "
-            f"bound is {_loss(max(v['upper'] for v in verdicts))} of {_loss(budget)} nats/token; predicted over measured KL"
-            f" at the length that decides {min(worst):.2f} to {max(worst):.2f}, over all lengths {min(gaps):.2f} to "
-            f"{max(gaps):.2f} with median {statistics.median(gaps):.2f}; attention {ratios} times as fast as exact, "
-            "by the price table, in the median."
+            " that calibration never saw, "
+            f"{sum(count == 1 for count in tries)} of them at the first try; the largest upper bound is "
+            f"{_loss(max(v['upper'] for v in verdicts))} of {_loss(budget)} nats/token; predicted over measured KL"
+            f" at the length that decides {min(worst):.2f} to {max(worst):.2f}, over all lengths "
+            f"{min(gaps):.2f} to {max(gaps):.2f} with median {statistics.median(gaps):.2f}; attention "
+            f"{ratios} times as fast as exact, by the price table, in the median."
         )
     return [*lines, ""]
 
