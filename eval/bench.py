@@ -123,7 +123,9 @@ def _run(
             failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
         found["commit"] = report["provenance"]["commit"]
         earlier[cell.title] = found
-        report["cells"] = [earlier[known.title] for known in data.cells if known.title in earlier]
+        report["cells"] = [
+            {**earlier[known.title], "note": known.note} for known in data.cells if known.title in earlier
+        ]
         console.print(_line(found))
         gc.collect()
         if output is not None:
@@ -193,6 +195,7 @@ def run_cell(
         "level": cell.level,
         "target": cell.target,
         "floor": cell.floor,
+        "note": cell.note,
         "times": {
             name: {clock: spread(values) for clock, values in clocks.items()}
             for name, clocks in times.items()

@@ -30,6 +30,7 @@ class Cell:
         cached: The model keeps its keys; of a prompt it answers the last logits alone.
         target: Ratio that should be reached; None where only the floor counts.
         floor: Ratio below which the gate fails.
+        note: Why the target is out of reach, for the report.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Cell:
     cached: bool = False
     model: str | None = None
     target: float | None = None
+    note: str = ""
 
     @property
     def keys(self) -> int:

@@ -12,7 +12,8 @@ _HEAD = """# Benchmarks
 Written by `adaattn bench` from `{source}`; do not edit. Ratios are medians over rounds of the time of a stock
 implementation divided by the time of `adaattn` in the same round (above 1: `adaattn` is faster), quartiles in brackets.
 `best` is the fastest stock implementation of the cell. Masks, packing and routing are inside the time. Cells where
-`adaattn` is slower are listed like the others.
+`adaattn` is slower are listed like the others. Slow implementations were left out of some cells; the JSON names those of
+each.
 
 {machine}
 """
@@ -39,6 +40,14 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
         cells = [cell for cell in report["cells"] if cell["level"] == level]
         if cells:
             lines += [f"## {title}", "", *_table(cells), ""]
+    missed = [cell for cell in report["cells"] if verdict(cell) == "missed"]
+    if missed:
+        lines += [
+            "## Missed",
+            "",
+            *(f"* {cell['title']}: {cell.get('note') or 'no reason known'}" for cell in missed),
+            "",
+        ]
     absent = [f"{name} ({why})" for name, why in {**report["absent"], **report["peers"]}.items()]
     if absent:
         lines += ["## Not measured", "", "; ".join(absent) + ".", ""]

@@ -1,0 +1,95 @@
+"""The README's table of gains, written from the results that are kept: `python -m adaattn_hf.eval.headline README.md`.
+
+The figures come from `docs/results/` beside the file; nothing in the table is typed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from adaattn_hf.eval.errors import UsageError
+
+__all__ = ["BEGIN", "END", "block", "rewrite"]
+
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+# What a line says, the cell's title, and the results that hold it.
+_LINES = (
+    ("documents packed into one row", "packed 8 x 512 (float32)", "bench"),
+    ("prompts padded on the left", "left-padded prompts (float32)", "bench"),
+    ("window of 512 at 8k", "window 512 at 8k (bfloat16)", "bench"),
+    ("causal prefill, 4k", "causal 4k (float32)", "bench"),
+    ("causal prefill, 4k", "causal 4k (bfloat16)", "bench"),
+    ("decode, 32/8 heads, 4k", "GQA decode 4k (bfloat16)", "bench"),
+    ("BERT-base, a batch of 12 to 512 tokens, whole model", "BERT base batch 12-512, prepared (float32)", "bench"),
+    ("a decode step of 8 rows behind 4k, whole model", "decode step 8 x 4k, 16 heads, prepared (bfloat16)", "bench"),
+    ("GPT-2 on 32 tokens, whole model", "GPT-2 small 32 tokens (float32)", "bench"),
+    ("causal prefill, 16k", "causal 16k (bfloat16)", "gpu"),
+    ("prompts padded on the left, half of them real", "left-padded 8 x 4k, half real (bfloat16)", "gpu"),
+    ("16 documents of 1k packed into one row", "packed 16 x 1k (bfloat16)", "gpu"),
+    ("window of 1k at 16k", "window 1k at 16k (bfloat16)", "gpu"),
+    ("decode from a static cache, a quarter in use", "static cache of 16k, 4k in use, batch 8 (bfloat16)", "gpu"),
+)  # fmt: skip
+
+
+def block(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table.
+
+    Args:
+        reports: Reports of `adaattn bench` by name, `bench` and `gpu`.
+
+    Raises:
+        UsageError: A cell was not measured.
+    """
+    rows = [
+        "| exact attention | dtype | on | best stock | times as fast |",
+        "|---|---|---|---|---|",
+    ]
+    for says, title, name in _LINES:
+        report = reports[name]
+        found = [cell for cell in report["cells"] if cell["title"] == title]
+        if not found or found[0]["best"] is None:
+            raise UsageError(f"{name}.json: no stock implementation was measured in the cell {title!r}")
+        _, _, dtype = title.rpartition(" (")
+        made = report["provenance"]
+        cpu = made["device"] == "cpu"
+        where = f"{made['cpu']}, {made['threads']} threads" if cpu else made["device"]
+        ratio = found[0]["ratio_best"]["wall"]["median"]
+        rows.append(f"| {says} | {dtype[:-1]} | {where} | {found[0]['best']} | {ratio:.2f} |")
+    return "\n".join(rows)
+
+
+def rewrite(page: str, table: str) -> str:
+    """The page with the table between its marks.
+
+    Raises:
+        UsageError: The page has no marks.
+    """
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise UsageError(f"got a page without {BEGIN} and {END}")
+    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+
+
+def reports_beside(page: Path) -> dict[str, Any]:
+    """The reports in `docs/results/` beside a page."""
+    results = page.parent / "docs" / "results"
+    return {
+        name: json.loads((results / f"{name}.json").read_text(encoding="utf-8")) for name in ("bench", "gpu")
+    }
+
+
+def main(path: str) -> None:
+    """Rewrites a page."""
+    page = Path(path).resolve()
+    text = rewrite(page.read_text(encoding="utf-8"), block(reports_beside(page)))
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
