@@ -249,7 +249,8 @@ def watched(module: nn.Module, program: Program, request: AttentionRequest) -> P
 
     The layers of a model share one monitor. It lives as long as their settings stay the same object.
     """
-    raw = module.config.adaattn  # type: ignore[union-attr]
+    config: Any = module.config
+    raw = config.adaattn
     known = module.__dict__.get(_SLOT)
     if known is None or known[0] is not raw:
         monitor = _shared.get(id(raw))

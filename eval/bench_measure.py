@@ -81,7 +81,8 @@ def peak_bytes(work: Work, device: torch.device) -> int:
     finally:
         with _unheard():
             profile.stop()
-    events: list[Any] = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    recorded: Any = profile.profiler
+    events: list[Any] = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         held += event.nbytes()

@@ -12,6 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,7 +138,7 @@ def attention_level(
         }
         for name, programs in arms.items():
             program = programs.get(index)
-            calls[name] = calls["exact"] if program is None else lambda one=program: attend(one, request)
+            calls[name] = calls["exact"] if program is None else partial(attend, program, request)
         best = dict.fromkeys(calls, float("inf"))
         for _ in range(rounds):
             for name, call in calls.items():
@@ -147,7 +148,8 @@ def attention_level(
         return exact_tap(module, request)
 
     with tapping(tap):
-        model.base_model(input_ids=tokens, use_cache=False)
+        base: Any = model.base_model
+        base(input_ids=tokens, use_cache=False)
     return {name: {"seconds": value} for name, value in total.items()}
 
 

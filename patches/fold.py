@@ -43,9 +43,10 @@ class _Slice:
     def rows(self, head: int, width: int) -> tuple[Tensor, Tensor | None]:
         """Views of the weight `[width, in]` and of the bias `[width]` of one head."""
         at = slice(self.start + head * width, self.start + (head + 1) * width)
-        weight, bias = self.module.weight.detach(), self.module.bias  # type: ignore[union-attr]
+        projection: Any = self.module
+        weight, bias = projection.weight.detach(), projection.bias
         rows = weight[:, at].T if self.transposed else weight[at]
-        return rows, None if bias is None else bias.detach()[at]  # type: ignore[index, union-attr]
+        return rows, None if bias is None else bias.detach()[at]
 
 
 def complete(query_basis: Tensor, key_basis: Tensor) -> tuple[Tensor, Tensor]:

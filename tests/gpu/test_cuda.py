@@ -181,7 +181,9 @@ def test_generates_the_same_tokens(name: str, cache: str) -> None:
     assert torch.equal(stock.generate(ids, **args), ours.generate(ids, **args))
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of its own imports and of the empty graph it warms up with
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # torch warns of its own imports and of the empty graph it warms up with
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_captured_step_gives_what_the_step_gives(name: str) -> None:
     """A CUDA graph of one decoding step with a static cache: capturing fails wherever the host is asked."""
@@ -203,7 +205,9 @@ def test_a_captured_step_gives_what_the_step_gives(name: str) -> None:
     assert torch.equal(torch.cat(found, dim=1), plain)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of its own imports and of the empty graph it warms up with
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # torch warns of its own imports and of the empty graph it warms up with
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_a_forward_pass_can_be_captured(side: str) -> None:
     """Without a compiler: `torch.cuda.graph` around the model, replayed over other tokens."""

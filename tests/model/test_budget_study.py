@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import adaattn_hf.calibrate as calibration
+from adaattn_hf import attach
 from adaattn_hf.calibrate import CalibrationSettings
 from adaattn_hf.eval import budget_curve, budget_peers, budget_speed, budget_study
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
@@ -205,6 +206,6 @@ def test_peers_that_are_not_installed_are_rows_that_say_so(
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(tokens).logits[0, -32:-1], tokens[0, -31:])
         model.set_attn_implementation("adaattn")
-        budget_speed.attach.attach(model, plan)
+        attach.attach(model, plan)
         other = torch.nn.functional.cross_entropy(model(tokens).logits[0, -32:-1], tokens[0, -31:])
     assert planned["Δnll"] == pytest.approx(float(other - loss), abs=2e-6)

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import adaattn_hf
 from adaattn_hf import attach, observe
+from adaattn_hf.approximate import LayerTensors, Program
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.plan import PLAN_FORMAT, Choice, LayerPlan, Plan, UnitRecord
 from adaattn_hf.request import AttentionRequest
@@ -134,17 +135,17 @@ def test_each_model_has_a_monitor_of_its_own() -> None:
 def test_dropped_mass_counts_what_the_call_counts(extra: str) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 96, 8, generator=generator) for heads in (4, 2, 2))
-    more: dict[str, Any] = {
+    extras: dict[str, dict[str, Any]] = {
         "softcap": {"softcap": 1.5},
         "sink_logits": {"sink_logits": torch.randn(4, generator=generator)},
         "bias": {"bias": torch.randn(1, 4, 96, 96, generator=generator)},
         "window": {},
-    }[extra]
+    }
     structure = CallStructure(1, 96, 96, causal=True, window=48 if extra == "window" else None)
-    request = AttentionRequest(query, key, value, structure, scaling=0.5, **more)
+    request = AttentionRequest(query, key, value, structure, scaling=0.5, **extras[extra])
     program = adaattn_hf.plan_of(_planned(0.5)).layers[0]  # type: ignore[union-attr]
     rows = torch.tensor([3, 60, 95])
-    found = observe.dropped_mass(attach.Program(program, attach.LayerTensors(), 256), request, rows)
+    found = observe.dropped_mass(Program(program, LayerTensors(), 256), request, rows)
     weights = attention_weights(request)[0][:, rows]
     keys = torch.arange(96)
     far = (rows[:, None] - keys >= 32) & ((keys >= 4) | (extra == "window"))
