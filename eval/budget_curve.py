@@ -17,7 +17,6 @@ import typer
 
 from adaattn_hf.eval import budget_study as study
 from adaattn_hf.eval.ablate import ARMS, only
-from adaattn_hf.eval.errors import EvalError
 from adaattn_hf.eval.provenance import provenance
 
 BUDGETS = "1e-4,2e-4,4e-4,7e-4,1e-3,2e-3,4e-3,7e-3,1e-2,3e-2"
@@ -106,11 +105,7 @@ def curve(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong arguments end with code 2."""
-    try:
-        app(args=None if argv is None else list(argv), prog_name="budget_curve")
-    except (EvalError, ValueError, FileNotFoundError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from error
+    study.run_app(app, "budget_curve", argv)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from adaattn_hf import attach
 from adaattn_hf.eval import budget_study as study
-from adaattn_hf.eval.budget_speed import plan_of_record, seconds
-from adaattn_hf.eval.errors import EvalError
+from adaattn_hf.eval.budget_speed import plans_of_records, seconds, tokens_of
 from adaattn_hf.eval.provenance import provenance
 
 THRESHOLDS = (1e-4, 1e-3, 1e-2)
@@ -176,15 +175,8 @@ def peers(
     gguf_file: study.Gguf = None,
 ) -> None:
     """Measure loss and time of other libraries beside plans."""
-    from adaattn_hf import corpus
-
     loaded, encode = study.load(model, dtype, device, gguf_file, threads)
-    plans = {}
-    for one in record:
-        name, _, path = one.partition("=")
-        plans[name] = plan_of_record(json.loads(Path(path).read_text(encoding="utf-8")), loaded)
-    text = corpus.draw(data, encode, length, {"text": 1}, 0).parts["text"][0]
-    tokens = torch.tensor([text.tokens], device=loaded.device)
+    plans, tokens = plans_of_records(record, loaded), tokens_of(data, encode, length, loaded)
     words = {
         "model": Path(model).name,
         "dtype": dtype,
@@ -204,11 +196,7 @@ def peers(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong arguments end with code 2."""
-    try:
-        app(args=None if argv is None else list(argv), prog_name="budget_peers")
-    except (EvalError, ValueError, FileNotFoundError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from error
+    study.run_app(app, "budget_peers", argv)
 
 
 if __name__ == "__main__":

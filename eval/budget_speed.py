@@ -22,13 +22,32 @@ from torch import Tensor, nn
 
 from adaattn_hf import attach
 from adaattn_hf.eval import budget_study as study
-from adaattn_hf.eval.errors import EvalError, UsageError
+from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.eval.provenance import provenance
 
 LEVELS = ("attention", "model")
 PROBE = 32
 """Tokens of the forward pass that comes before a timed one."""
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def plans_of_records(records: Sequence[str], model: nn.Module) -> dict[str, Any]:
+    """Returns the plans of `NAME=FILE` arguments by name; see `plan_of_record`."""
+    plans = {}
+    for one in records:
+        name, _, path = one.partition("=")
+        plans[name] = plan_of_record(json.loads(Path(path).read_text(encoding="utf-8")), model)
+    return plans
+
+
+def tokens_of(
+    data: Sequence[Path], encode: Callable[[str], Sequence[int]], length: int, model: Any
+) -> Tensor:
+    """Returns one stretch of text `[1, length]` on the model's device, the same for every measurement."""
+    from adaattn_hf import corpus
+
+    text = corpus.draw(data, encode, length, {"text": 1}, 0).parts["text"][0]
+    return torch.tensor([text.tokens], device=model.device)
 
 
 def plan_of_record(record: Mapping[str, Any], model: nn.Module) -> Any:
@@ -240,13 +259,8 @@ def speed(
     gguf_file: study.Gguf = None,
 ) -> None:
     """Time attention and whole prefills under plans beside stock and exact attention."""
-    from adaattn_hf import corpus
-
     loaded, encode = study.load(model, dtype, device, gguf_file, threads)
-    plans = {}
-    for one in record:
-        name, _, path = one.partition("=")
-        plans[name] = plan_of_record(json.loads(Path(path).read_text(encoding="utf-8")), loaded)
+    plans = plans_of_records(record, loaded)
     words = {
         "model": Path(model).name,
         "dtype": dtype,
@@ -260,8 +274,7 @@ def speed(
         )
     kept |= {"settings": words, "provenance": provenance(torch.device(device))}
     for length in study.numbers(lengths):
-        text = corpus.draw(data, encode, length, {"text": 1}, 0).parts["text"][0]
-        tokens = torch.tensor([text.tokens], device=loaded.device)
+        tokens = tokens_of(data, encode, length, loaded)
         for name in level.split(","):
             if name == "attention":
                 cells = attention_level(loaded, plans, tokens, rounds)
@@ -279,11 +292,7 @@ def speed(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong arguments end with code 2."""
-    try:
-        app(args=None if argv is None else list(argv), prog_name="budget_speed")
-    except (EvalError, ValueError, FileNotFoundError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from error
+    study.run_app(app, "budget_speed", argv)
 
 
 if __name__ == "__main__":

@@ -257,13 +257,18 @@ def seeds(
         longest = max(longest, time.perf_counter() - start)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line; wrong arguments end with code 2."""
+def run_app(command: typer.Typer, name: str, argv: Sequence[str] | None) -> None:
+    """Runs a command of the study under its name; wrong arguments end with code 2."""
     try:
-        app(args=None if argv is None else list(argv), prog_name="budget_study")
+        command(args=None if argv is None else list(argv), prog_name=name)
     except (EvalError, ValueError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(2) from error
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line; wrong arguments end with code 2."""
+    run_app(app, "budget_study", argv)
 
 
 if __name__ == "__main__":
