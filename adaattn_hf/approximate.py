@@ -6,7 +6,7 @@ dense mask and serves tests, `output_attentions` and calibration; `execute` comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -148,6 +148,34 @@ def blocks_apply(request: AttentionRequest) -> tuple[Segment, ...] | None:
     return request.structure.segments()
 
 
+def picked_blocks(
+    request: AttentionRequest, run: Segment, choice: Choice, heads: Sequence[int] | slice = slice(None)
+) -> Tensor:
+    """Returns the boolean `[heads, run.q_len, blocks]` of blocks that the rows of a run keep.
+
+    Args:
+        request: The call.
+        run: One of its runs.
+        choice: Says how much mass the kept blocks hold.
+        heads: Key/value heads.
+    """
+    query, key = request.query, request.key
+    rows = slice(run.q_start, run.q_start + run.q_len)
+    keys = slice(run.k_start, run.k_start + run.k_len)
+    grouped = query[run.row].view(key.shape[1], query.shape[1] // key.shape[1], *query.shape[2:])
+    return keep_blocks(
+        grouped[heads, :, rows],
+        pooled_keys(key[run.row, heads, keys]),
+        torch.arange(run.q_len, device=query.device) + run.offset,
+        run.k_len,
+        mass=choice.mass,
+        sinks=choice.sinks,
+        scaling=request.scaling,
+        causal=request.structure.causal,
+        softcap=request.softcap,
+    )
+
+
 def block_mask(request: AttentionRequest, choice: Choice) -> Tensor | None:
     """Returns the boolean `[batch, heads, q_len, kv_len]` of keys in kept blocks, `None` where blocks do not apply.
 
@@ -158,26 +186,13 @@ def block_mask(request: AttentionRequest, choice: Choice) -> Tensor | None:
     if runs is None:
         return None
     query, key = request.query, request.key
-    batch, heads, q_len, width = query.shape
+    batch, heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
     kept = torch.zeros(batch, kv_heads, q_len, kv_len, dtype=torch.bool, device=query.device)
     for run in runs:
         rows = slice(run.q_start, run.q_start + run.q_len)
         keys = slice(run.k_start, run.k_start + run.k_len)
-        grouped = query[run.row].view(kv_heads, heads // kv_heads, q_len, width)[:, :, rows]
-        positions = torch.arange(run.q_len, device=query.device) + run.offset
-        keep = keep_blocks(
-            grouped,
-            pooled_keys(key[run.row, :, keys]),
-            positions,
-            run.k_len,
-            mass=choice.mass,
-            sinks=choice.sinks,
-            scaling=request.scaling,
-            causal=request.structure.causal,
-            softcap=request.softcap,
-        )
-        kept[run.row, :, rows, keys] = keys_of_blocks(keep, run.k_len)
+        kept[run.row, :, rows, keys] = keys_of_blocks(picked_blocks(request, run, choice), run.k_len)
     return kept.repeat_interleave(heads // kv_heads, dim=1)
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from adaattn_hf.approximate import blocks_apply
+from adaattn_hf.approximate import blocks_apply, picked_blocks
 from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import library
@@ -20,7 +20,6 @@ from adaattn_hf.backends.native.rules import rules_of, with_extras
 from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.plan import BLOCK, Choice
 from adaattn_hf.request import AttentionRequest, AttentionResult, CallSpec
-from adaattn_hf.selection import keep_blocks, pooled_keys
 
 
 def precisions() -> tuple[str, ...]:
@@ -108,26 +107,14 @@ def kept_blocks(request: AttentionRequest, choices: Sequence[Choice]) -> Tensor 
     if runs is None:
         return None
     query, key = request.query, request.key
-    kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
     blocks = max((-(-run.k_len // BLOCK) for run in runs), default=0)
     if rules_of(request.structure).segments is None:
         blocks = -(-key.shape[2] // BLOCK)
-    keep = torch.zeros(query.shape[0], kv_heads, query.shape[2], blocks, dtype=torch.bool)
+    keep = torch.zeros(query.shape[0], key.shape[1], query.shape[2], blocks, dtype=torch.bool)
     for run in runs:
         rows = slice(run.q_start, run.q_start + run.q_len)
-        positions = torch.arange(run.q_len) + run.offset
         for choice in dict.fromkeys(choices):
             heads = [head for head, own in enumerate(choices) if own == choice]
-            picked = keep_blocks(
-                query[run.row].view(kv_heads, groups, *query.shape[2:])[heads, :, rows],
-                pooled_keys(key[run.row, heads, run.k_start : run.k_start + run.k_len]),
-                positions,
-                run.k_len,
-                mass=choice.mass,
-                sinks=choice.sinks,
-                scaling=request.scaling,
-                causal=request.structure.causal,
-                softcap=request.softcap,
-            )
+            picked = picked_blocks(request, run, choice, heads)
             keep[run.row, heads, rows, : picked.shape[2]] = picked
     return keep

@@ -8,7 +8,6 @@ choices beside them.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -113,6 +112,7 @@ def ablate(
 
     from adaattn_hf.calibrate import CalibrationSettings
     from adaattn_hf.calibrate_command import nats
+    from adaattn_hf.calibration_state import write_atomically
 
     console, errors = Console(), Console(stderr=True)
     extra = {"gguf_file": gguf_file} if gguf_file else {}
@@ -136,12 +136,9 @@ def ablate(
     except (ValueError, FileNotFoundError, AttributeError) as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from error
-    output.parent.mkdir(parents=True, exist_ok=True)
-    fresh = output.with_name(f".{output.name}.{os.getpid()}")
-    fresh.write_text(
-        json.dumps({"model": model, **result}, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+    write_atomically(
+        output, (json.dumps({"model": model, **result}, indent=1, sort_keys=True) + "\n").encode()
     )
-    os.replace(fresh, output)
     console.print(terminal_table(result))
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +12,13 @@ import torch
 import typer
 from rich.console import Console
 
+from adaattn_hf.calibration_state import write_atomically
 from adaattn_hf.eval.bench_grid import Cell, Grid, read_grid
 from adaattn_hf.eval.bench_measure import measure, peak_bytes, spread
 from adaattn_hf.eval.bench_model import model_works
 from adaattn_hf.eval.bench_report import markdown, verdict
 from adaattn_hf.eval.bench_work import Work, absent_peers, attention_works, missing
-from adaattn_hf.eval.errors import EvalError, UsageError
+from adaattn_hf.eval.errors import EvalError, UsageError, leave
 from adaattn_hf.eval.provenance import provenance
 
 __all__ = ["bench", "run_cell"]
@@ -58,10 +57,7 @@ def bench(
             gate, memory,
         )  # fmt: skip
     except EvalError as error:
-        Console(stderr=True).print(
-            f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
-        raise typer.Exit(error.exit_code) from error
+        leave(error)
     if gate and failed:
         raise typer.Exit(1)
 
@@ -130,8 +126,8 @@ def _run(
         gc.collect()
         if output is not None:
             # after every cell: an interrupted run keeps what it measured
-            _write(output, json.dumps(report, indent=1) + "\n")
-            _write(table or output.with_suffix(".md"), markdown(report, output.name))
+            write_atomically(output, (json.dumps(report, indent=1) + "\n").encode())
+            write_atomically(table or output.with_suffix(".md"), markdown(report, output.name).encode())
     if gate:
         for line in failed:
             console.print(f"below its floor: {line}")
@@ -195,7 +191,6 @@ def run_cell(
         "level": cell.level,
         "target": cell.target,
         "floor": cell.floor,
-        "note": cell.note,
         "times": {
             name: {clock: spread(values) for clock, values in clocks.items()}
             for name, clocks in times.items()
@@ -227,13 +222,6 @@ def _line(found: dict[str, Any]) -> str:
     return f"{found['title']}: {ours:.3g} ms; {others}" + (
         f" (target {found['target']:g} {reached})" if reached else ""
     )
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.replace(file.name, path)
 
 
 if __name__ == "__main__":

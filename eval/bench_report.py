@@ -45,7 +45,7 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
         lines += [
             "## Missed",
             "",
-            *(f"* {cell['title']}: {cell.get('note') or 'no reason known'}" for cell in missed),
+            *(f"* {cell['title']}: {cell['note'] or 'no reason known'}" for cell in missed),
             "",
         ]
     absent = [f"{name} ({why})" for name, why in {**report["absent"], **report["peers"]}.items()]

@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from adaattn_hf.eval.errors import EXIT_CODES, EvalError, UsageError
+from adaattn_hf.eval.errors import EXIT_CODES, EvalError, UsageError, leave
 
 if TYPE_CHECKING:
     from adaattn_hf.eval.runner import Progress as Tell
@@ -135,8 +135,7 @@ def evaluate(
         with _terminate_like_interrupt():
             broken = _run(given, where, console)
     except EvalError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(error.exit_code) from error
+        leave(error)
     except KeyboardInterrupt:
         errors.print(
             f"interrupted: finished work is kept in {where}; the same command with --resume --output "

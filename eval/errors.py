@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import NoReturn
 
 EXIT_CODES: dict[int, str] = {
     0: "done; every bound that was asked for is kept",
@@ -45,6 +46,15 @@ class JournalMismatch(EvalError):
     """The output directory holds the work of another run."""
 
     exit_code = 5
+
+
+def leave(error: EvalError) -> NoReturn:
+    """Says what is wrong on stderr and ends a command with the error's exit code."""
+    import typer
+    from rich.console import Console
+
+    Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(error.exit_code) from error
 
 
 def unknown(argument: str, got: str, known: Iterable[str], remedy: str = "") -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from adaattn_hf.eval.errors import EvalError, ModelUnavailable, UsageError, unknown
+from adaattn_hf.eval.errors import EvalError, ModelUnavailable, UsageError, leave, unknown
 
 
 def explain(
@@ -32,10 +31,7 @@ def explain(
     try:
         text = _explanation(model, impl, dtype, device, revision, gguf_file, trust_remote_code)
     except EvalError as error:
-        Console(stderr=True).print(
-            f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
-        raise typer.Exit(error.exit_code) from error
+        leave(error)
     typer.echo(text)
 
 

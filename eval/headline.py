@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from adaattn_hf.calibration_state import write_atomically
 from adaattn_hf.eval.errors import UsageError
 
 __all__ = ["BEGIN", "END", "block", "rewrite"]
@@ -88,7 +89,7 @@ def main(path: str) -> None:
     """Rewrites a page."""
     page = Path(path).resolve()
     text = rewrite(page.read_text(encoding="utf-8"), block(reports_beside(page)))
-    page.write_text(text, encoding="utf-8")
+    write_atomically(page, text.encode())
 
 
 if __name__ == "__main__":
