@@ -16,10 +16,10 @@ from typer.core import TyperGroup
 COMMANDS: dict[str, str] = {
     "eval": "adaattn_hf.eval.command:evaluate",
     "explain": "adaattn_hf.eval.explain_command:explain",
-    "calibrate": "adaattn_hf.calibrate_command:calibrate",
+    "calibrate": "adaattn_hf.calibration.command:calibrate",
     "plan": "adaattn_hf.plan_command:plan",
     "ablate": "adaattn_hf.eval.ablate:ablate",
-    "bench": "adaattn_hf.eval.bench:bench",
+    "bench": "adaattn_hf.eval.bench.command:bench",
 }
 """Subcommand to the function that it calls."""
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from adaattn_hf import attach, execute
 from adaattn_hf.approximate import Program, heads_of, windowed
-from adaattn_hf.arms import exact_tap
-from adaattn_hf.fisher import row_visible
+from adaattn_hf.calibration.arms import exact_tap
+from adaattn_hf.calibration.fisher import row_visible
 from adaattn_hf.plan import EXACT, Choice, Plan, UnitRecord
 from adaattn_hf.request import AttentionRequest, CallSpec
 from adaattn_hf.selection import keep_blocks, keys_of_blocks, pooled_keys

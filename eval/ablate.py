@@ -55,7 +55,7 @@ def ablate_model(
         prices: Prices measured before.
         say: Told what is being done.
     """
-    from adaattn_hf.calibrate import ablation_rows, prepare_run
+    from adaattn_hf.calibration.calibrate import ablation_rows, prepare_run
 
     run = prepare_run(model, encode, list(data), settings, verify_data, prices)
     rows: list[dict[str, Any]] = []
@@ -110,9 +110,9 @@ def ablate(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from adaattn_hf.calibrate import CalibrationSettings
-    from adaattn_hf.calibrate_command import nats
-    from adaattn_hf.calibration_state import write_atomically
+    from adaattn_hf.calibration.calibrate import CalibrationSettings
+    from adaattn_hf.calibration.command import nats
+    from adaattn_hf.files import write_atomically
 
     console, errors = Console(), Console(stderr=True)
     extra = {"gguf_file": gguf_file} if gguf_file else {}

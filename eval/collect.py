@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adaattn_hf.eval import report
-from adaattn_hf.eval.runner import write_text
+from adaattn_hf.files import write_atomically
 
 KNOWN = "known.json"
 PAGE = "README.md"
@@ -56,7 +56,7 @@ def _row(entry: Mapping[str, Any], reports: Mapping[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page of each directory that is named."""
     for name in sys.argv[1:] if arguments is None else arguments:
-        write_text(Path(name) / PAGE, page(Path(name)))
+        write_atomically(Path(name) / PAGE, page(Path(name)))
 
 
 if __name__ == "__main__":

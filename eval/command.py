@@ -22,6 +22,7 @@ from rich.progress import (
 )
 
 from adaattn_hf.eval.errors import EXIT_CODES, EvalError, UsageError, leave
+from adaattn_hf.files import write_atomically
 
 if TYPE_CHECKING:
     from adaattn_hf.eval.runner import Progress as Tell
@@ -202,7 +203,7 @@ def _run(given: dict[str, Any], where: Path, console: Console) -> list[str]:
         reports.append(result)
         if not given["quiet"]:
             console.print(report.terminal_table(result))
-    runner.write_text(where / "report.md", report.markdown(reports))
+    write_atomically(where / "report.md", report.markdown(reports))
     console.print(f"reports: {where}", markup=False, highlight=False, soft_wrap=True)
     return broken
 

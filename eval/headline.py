@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adaattn_hf.calibration_state import write_atomically
 from adaattn_hf.eval.errors import UsageError
+from adaattn_hf.files import write_atomically
 
 __all__ = ["BEGIN", "END", "block", "rewrite"]
 

@@ -1,7 +1,7 @@
 """Needles in the user's own text: how many an attention implementation still finds, by length and depth.
 
 Perplexity does not see retrieval; this does. The needles, keys and values of tokens from the text itself, are those of
-`adaattn_hf.needles`, which also guard calibration.
+`adaattn_hf.calibration.needles`, which also guard calibration.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from adaattn_hf.arms import ModelArms, exact_tap
-from adaattn_hf.corpus import draw
-from adaattn_hf.needles import build, retrieved
+from adaattn_hf.calibration.arms import ModelArms, exact_tap
+from adaattn_hf.calibration.corpus import draw
+from adaattn_hf.calibration.needles import build, retrieved
 
 
 def measure(

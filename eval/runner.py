@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from adaattn_hf.eval.journal import BatchRecord, Journal, Memory
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.eval.windows import Window
+from adaattn_hf.files import write_atomically
 from adaattn_hf.plan import PlanError
 
 FORMAT = 1
@@ -264,7 +264,7 @@ def write_json(path: Path, value: Any) -> None:
 
     JSON has no infinity: what is too large for a float (an untrained model's word perplexity) is written as null.
     """
-    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(_finite(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -273,11 +273,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -21,6 +21,7 @@ from adaattn_hf.eval import corpora, report, runner
 from adaattn_hf.eval.checkpoint import load
 from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.eval.settings import Settings
+from adaattn_hf.files import write_atomically
 
 MODELS = ("gpt2", "llama", "bert")
 DTYPES = ("float32", "bfloat16")
@@ -81,7 +82,7 @@ def run(given: Mapping[str, Any], settings: Settings, where: Path, console: Cons
                 reports.append(result)
     if not given["quiet"]:
         console.print(table(reports))
-    runner.write_text(where / "report.md", report.markdown(reports))
+    write_atomically(where / "report.md", report.markdown(reports))
     console.print(f"reports: {where}", markup=False, highlight=False, soft_wrap=True)
     return [sentence for r in reports for sentence in [verdict(r)[1]] if not verdict(r)[0]]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from adaattn_hf import attach
 from adaattn_hf.approximate import Program
-from adaattn_hf.arms import exact_tap
+from adaattn_hf.calibration.arms import exact_tap
 from adaattn_hf.request import AttentionRequest
 from adaattn_hf.tap import tapping
 

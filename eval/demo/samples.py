@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from adaattn_hf.eval.demo.corpus import Document, fingerprint, of_split, splits_record
+from adaattn_hf.files import write_atomically
 
 SAMPLE_CHARACTERS = 200_000
 """Size of the held-out sample and of the calibration sample."""
@@ -119,19 +119,11 @@ def last_word_sample(documents: Sequence[Document], count: int = LAST_WORD_PASSA
 
 def write_json(path: Path, value: object) -> None:
     """Write a value as indented JSON, atomically."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def _write_lines(path: Path, records: Sequence[Mapping[str, str]]) -> None:
-    write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def write_samples(documents: Sequence[Document], directory: Path) -> None:
@@ -148,7 +140,7 @@ def write_samples(documents: Sequence[Document], directory: Path) -> None:
     )
     _write_lines(directory / "lastword.jsonl", last_word_sample(heldout))
     write_json(directory / "splits.json", splits_record(documents))
-    write_text(directory / "README.md", SAMPLE_CARD)
+    write_atomically(directory / "README.md", SAMPLE_CARD)
 
 
 def corpus_fingerprint(documents: Sequence[Document]) -> str:

@@ -28,8 +28,9 @@ from adaattn_hf.eval.demo.card import model_card
 from adaattn_hf.eval.demo.corpus import Document, load_documents, of_split
 from adaattn_hf.eval.demo.loop import Progress, Streams, train
 from adaattn_hf.eval.demo.measure import measure
-from adaattn_hf.eval.demo.samples import corpus_fingerprint, write_json, write_samples, write_text
+from adaattn_hf.eval.demo.samples import corpus_fingerprint, write_json, write_samples
 from adaattn_hf.eval.demo.vocabulary import TOKENIZERS
+from adaattn_hf.files import write_atomically
 
 app = typer.Typer(add_completion=False)
 console = Console()
@@ -155,7 +156,7 @@ def train_one(
         "history": progress.history,
     }
     write_json(directory / "training.json", record)
-    write_text(directory / "README.md", model_card(name, record))
+    write_atomically(directory / "README.md", model_card(name, record))
     return progress
 
 

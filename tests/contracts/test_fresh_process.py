@@ -20,7 +20,14 @@ OPTIONAL = (
     "peft",
 )
 """Packages that the core does without."""
-LATE = ("matplotlib", "typer", "scipy.optimize", "adaattn_hf.eval", "adaattn_hf.cli", "adaattn_hf.calibrate")
+LATE = (
+    "matplotlib",
+    "typer",
+    "scipy.optimize",
+    "adaattn_hf.eval",
+    "adaattn_hf.cli",
+    "adaattn_hf.calibration.calibrate",
+)
 """What only the command line, calibration and plots need."""
 
 GUARD = """

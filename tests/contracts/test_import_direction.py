@@ -13,7 +13,7 @@ from ..support.source_tree import MAPPED, Module, arrows, read_modules
 P = "adaattn_hf"
 FLOORS: tuple[tuple[str, ...], ...] = (
     # what is asked
-    (f"{P}._segments", f"{P}.structure", f"{P}.config", f"{P}.request"),
+    (f"{P}.files", f"{P}._segments", f"{P}.structure", f"{P}.config", f"{P}.request"),
     # decided data, the oracle, measuring
     (
         f"{P}.plan",
@@ -31,34 +31,21 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # a plan carried out by backends
     (f"{P}.native_launch", f"{P}.execute"),
     # a model over text; Transformers
-    (
-        f"{P}.arms",
-        f"{P}.calibrate",
-        f"{P}.calibration_measure",
-        f"{P}.calibration_settings",
-        f"{P}.calibration_state",
-        f"{P}.corpus",
-        f"{P}.fisher",
-        f"{P}.needles",
-        f"{P}.observe",
-        f"{P}.pricing",
-        f"{P}.team",
-        f"{P}.verify",
-        f"{P}.patches",
-    ),
+    (f"{P}.calibration", f"{P}.observe", f"{P}.patches"),
     # the face
     (P,),
     # evidence and the command line
     (
         f"{P}.eval",
         f"{P}.cli",
-        f"{P}.calibrate_command",
-        f"{P}.calibration_progress",
+        f"{P}.calibration.command",
+        f"{P}.calibration.progress",
         f"{P}.plan_command",
         f"{P}.plan_picture",
     ),
 )
-"""From the ground up; an entry stands for a module and for all that a package of that name holds."""
+"""From the ground up; an entry stands for a module and for all that a package of that name holds and no
+longer entry names."""
 
 BACKEND_ROOMS_OPEN_TO_ALL = (f"{P}.backends.base",)
 FORBIDDEN_ROOMS = {
@@ -75,10 +62,10 @@ def within(name: str, room: str) -> bool:
 
 
 def floor_of(name: str) -> int | None:
-    for number, rooms in enumerate(FLOORS):
-        if any(within(name, room) for room in rooms):
-            return number
-    return None
+    found = [
+        (len(room), number) for number, rooms in enumerate(FLOORS) for room in rooms if within(name, room)
+    ]
+    return max(found)[1] if found else None
 
 
 def rising(modules: Mapping[str, Module]) -> list[str]:
@@ -188,7 +175,7 @@ PLANTED = {
     "between_backends": ("adaattn_hf/backends/sdpa.py", "from .eager import x\n"),
     "into_forbidden_rooms": ("adaattn_hf/stats/entropy.py", "from ..plan import x\n"),
     "of_transformers": ("adaattn_hf/plan.py", "from transformers.models import gpt2\n"),
-    "by_directory": ("eval/bench.py", "from patches.registry import x\n"),
+    "by_directory": ("eval/bench/command.py", "from patches.registry import x\n"),
 }
 
 
@@ -206,7 +193,7 @@ def test_the_rule_finds_a_planted_violation(rule: Rule, tmp_path: Path) -> None:
         "adaattn_hf/backends/sdpa.py": "from ..structure import x\n",
         "patches/__init__.py": "from .registry import register\n",
         "patches/registry.py": "import transformers\nfrom ..backends import eager\n",
-        "eval/bench.py": "import adaattn_hf\n",
+        "eval/bench/command.py": "import adaattn_hf\n",
     }
     for name, text in clean.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

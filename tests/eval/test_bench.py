@@ -13,10 +13,10 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from adaattn_hf.cli import app
-from adaattn_hf.eval import bench as bench_module
-from adaattn_hf.eval.bench_grid import read_grid
-from adaattn_hf.eval.bench_measure import measure, peak_bytes, spread
-from adaattn_hf.eval.bench_work import missing
+from adaattn_hf.eval.bench import command as bench_module
+from adaattn_hf.eval.bench.grid import read_grid
+from adaattn_hf.eval.bench.measure import measure, peak_bytes, spread
+from adaattn_hf.eval.bench.work import missing
 from adaattn_hf.eval.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")

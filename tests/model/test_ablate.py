@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adaattn_hf.calibrate import CalibrationSettings
+from adaattn_hf.calibration.calibrate import CalibrationSettings
 from adaattn_hf.eval.ablate import ARMS, ablate_model, terminal_table
-from adaattn_hf.eval.budget_report import write_page
+from adaattn_hf.eval.budget.report import write_page
 from adaattn_hf.eval.retrieval import measure
 from adaattn_hf.policy.prices import Price, PriceTable
 

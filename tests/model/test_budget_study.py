@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import adaattn_hf.calibrate as calibration
+import adaattn_hf.calibration.calibrate as calibration
 from adaattn_hf import attach
-from adaattn_hf.calibrate import CalibrationSettings
-from adaattn_hf.eval import budget_curve, budget_peers, budget_speed, budget_study
+from adaattn_hf.calibration.calibrate import CalibrationSettings
+from adaattn_hf.eval.budget import curve, peers, speed, study
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.policy.prices import Price, PriceTable
@@ -48,7 +48,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_seed_is_measured_once_for_all_budgets_and_never_again(
     text: list[Path], table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, encode = budget_study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
     prices = PriceTable.from_json(table.read_text())
     runs: list[Any] = []
     real = calibration.prepare_run
@@ -59,10 +59,10 @@ def test_a_seed_is_measured_once_for_all_budgets_and_never_again(
 
     monkeypatch.setattr(calibration, "prepare_run", counted)
 
-    def study(settings: CalibrationSettings, *budgets: float) -> list[Path]:
-        return budget_study.seed_study(model, encode, text[:1], text[1:], prices, settings, budgets, tmp_path)
+    def measured(settings: CalibrationSettings, *budgets: float) -> list[Path]:
+        return study.seed_study(model, encode, text[:1], text[1:], prices, settings, budgets, tmp_path)
 
-    paths = study(SETTINGS, 1e-12, 0.5)
+    paths = measured(SETTINGS, 1e-12, 0.5)
     assert len(runs) == 1
     none, much = (json.loads(path.read_text()) for path in paths)
     assert not none["met"]
@@ -72,15 +72,15 @@ def test_a_seed_is_measured_once_for_all_budgets_and_never_again(
     assert much["ratio"][str(LENGTH)] > 1.0 == none["ratio"][str(LENGTH)]
     assert much["settings"]["data"] == ["own.txt"]
     assert much["prices"] == prices.digest
-    assert study(SETTINGS, 1e-12, 0.5) == paths
+    assert measured(SETTINGS, 1e-12, 0.5) == paths
     assert len(runs) == 1
     paths[0].unlink()
-    study(SETTINGS, 1e-12, 0.5)
+    measured(SETTINGS, 1e-12, 0.5)
     assert len(runs) == 2
     again = json.loads(paths[0].read_text())
     assert again["report"] == none["report"]
     with pytest.raises(UsageError, match="measured with other settings"):
-        study(replace(SETTINGS, rows=16), 0.5)
+        measured(replace(SETTINGS, rows=16), 0.5)
 
 
 def test_commands_stop_at_the_limit_and_refuse_wrong_arguments(
@@ -89,26 +89,24 @@ def test_commands_stop_at_the_limit_and_refuse_wrong_arguments(
     common = [str(demo_model_path("llama")), "--data", str(text[0]), "--verify-data", str(text[1])]
     common += ["--prices", str(table), "--lengths", str(LENGTH), "--families", "bf16"]
     with pytest.raises(SystemExit) as stopped:
-        budget_study.main(["seeds", *common, "--output", str(tmp_path), "--limit", "0"])
+        study.main(["seeds", *common, "--output", str(tmp_path), "--limit", "0"])
     assert stopped.value.code == 3
     assert "stopped before seed 0" in capsys.readouterr().out
     with pytest.raises(SystemExit) as refused:
-        budget_study.main(["seeds", *common, "--output", str(tmp_path), "--seeds", "a-b"])
+        study.main(["seeds", *common, "--output", str(tmp_path), "--seeds", "a-b"])
     assert refused.value.code == 2
     assert "got 'a-b'" in capsys.readouterr().err
 
 
 def test_seeds_are_numbers_and_ranges() -> None:
-    assert budget_study.numbers("0-3,7") == [0, 1, 2, 3, 7]
+    assert study.numbers("0-3,7") == [0, 1, 2, 3, 7]
 
 
 def test_prices_and_curve(text: list[Path], tmp_path: Path) -> None:
     """From nothing to a curve: prices of this machine, then plans that are measured and kept one by one."""
     common = [str(demo_model_path("llama")), "--data", str(text[0]), "--lengths", str(LENGTH)]
     with pytest.raises(SystemExit) as ended:
-        budget_study.main(
-            ["prices", *common, "--families", "bf16", "--output", str(tmp_path / "prices.json")]
-        )
+        study.main(["prices", *common, "--families", "bf16", "--output", str(tmp_path / "prices.json")])
     assert ended.value.code == 0
     found = PriceTable.from_json((tmp_path / "prices.json").read_text())
     assert found.launches("prefill") == {"exact", "bf16"}
@@ -137,7 +135,7 @@ def test_prices_and_curve(text: list[Path], tmp_path: Path) -> None:
     ]
     for budgets in ("1e-9,1.0", "1e-9,1.0,2.0"):
         with pytest.raises(SystemExit) as ended:
-            budget_curve.main([*arguments, "--budgets", budgets])
+            curve.main([*arguments, "--budgets", budgets])
         assert ended.value.code == 0
     record = json.loads(target.read_text())
     assert [entry["budget"] for entry in record["curve"]] == [1e-9, 1.0, 2.0]
@@ -147,9 +145,9 @@ def test_prices_and_curve(text: list[Path], tmp_path: Path) -> None:
 
 
 def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Path) -> None:
-    model, encode = budget_study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
     prices = PriceTable.from_json(table.read_text())
-    seed = budget_study.seed_study(model, encode, text[:1], text[1:], prices, SETTINGS, [0.5], tmp_path)[0]
+    seed = study.seed_study(model, encode, text[:1], text[1:], prices, SETTINGS, [0.5], tmp_path)[0]
     target = tmp_path / "speed.json"
     arguments = [
         str(demo_model_path("llama")),
@@ -163,7 +161,7 @@ def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Pa
     arguments += ["--lengths", str(LENGTH), "--record", f"much={seed}", "--monitor", "much"]
     for level in ("attention", "model"):
         with pytest.raises(SystemExit) as ended:
-            budget_speed.main([*arguments, "--level", level])
+            speed.main([*arguments, "--level", level])
         assert ended.value.code == 0
     found = json.loads(target.read_text())
     assert set(found["attention"][str(LENGTH)]) == {"stock sdpa", "exact", "much"}
@@ -173,31 +171,29 @@ def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Pa
     assert cells["much"]["kl"] > 0
     assert 0 < cells["much, monitored"]["watching"] < cells["much, monitored"]["seconds"]
     record = json.loads(seed.read_text())
-    plan = budget_speed.plan_of_record(record, model)
+    plan = speed.plan_of_record(record, model)
     assert [choice.label for layer in plan.layers for choice in layer.choices] == record["picks"]
     with pytest.raises(UsageError, match="without bases"):
-        budget_speed.plan_of_record({**record, "picks": ["r16"] * len(record["picks"])}, model)
+        speed.plan_of_record({**record, "picks": ["r16"] * len(record["picks"])}, model)
     with pytest.raises(UsageError, match="a multiple of the model's 4 layers"):
-        budget_speed.plan_of_record({**record, "picks": ["bf16"] * 7}, model)
+        speed.plan_of_record({**record, "picks": ["bf16"] * 7}, model)
 
 
 def test_peers_that_are_not_installed_are_rows_that_say_so(
     tmp_path: Path, text: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stock, a plan, and every peer: measured where it is there, named where it is not."""
-    model, encode = budget_study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
     settings = {"lengths": [128], "dtype": "float32", "families": ["bf16"], "windows": [], "masses": []}
-    plan = budget_speed.plan_of_record(
+    plan = speed.plan_of_record(
         {"settings": settings, "picks": ["bf16"] * 8, "budget": 1e-3, "seed": 0}, model
     )
-    monkeypatch.setitem(budget_peers.PEERS, "absent_library", ("absent-library", budget_peers.of_kvpress))
-    monkeypatch.delitem(budget_peers.PEERS, "modelopt")
-    monkeypatch.delitem(budget_peers.PEERS, "kvpress")
+    monkeypatch.setitem(peers.PEERS, "absent_library", ("absent-library", peers.of_kvpress))
+    monkeypatch.delitem(peers.PEERS, "modelopt")
+    monkeypatch.delitem(peers.PEERS, "kvpress")
     tokens = torch.tensor([list(encode(text[1].read_text())[:128])])
     kept: list[list[dict[str, Any]]] = []
-    budget_peers.compare(
-        model, {"bf16": plan}, tokens, 32, lambda rows: kept.append([dict(row) for row in rows])
-    )
+    peers.compare(model, {"bf16": plan}, tokens, 32, lambda rows: kept.append([dict(row) for row in rows]))
     assert [len(rows) for rows in kept] == [1, 2, 3]
     stock, planned, absent = kept[-1]
     assert stock["KL"] == 0.0

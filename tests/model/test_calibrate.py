@@ -17,14 +17,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import adaattn_hf
-from adaattn_hf import attach, execute, fisher, observe
-from adaattn_hf.arms import ModelArms, compare, exact_tap, plan_tap, programs_of
+from adaattn_hf import attach, execute, observe
 from adaattn_hf.backends.eager import attention_weights
-from adaattn_hf.calibrate import Calibration, CalibrationSettings, calibrate, prepare_run, save_plan
-from adaattn_hf.calibrate_command import nats
-from adaattn_hf.calibration_state import FILE, CalibrationState
-from adaattn_hf.corpus import draw, read_documents
-from adaattn_hf.needles import build
+from adaattn_hf.calibration import fisher
+from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap, programs_of
+from adaattn_hf.calibration.calibrate import (
+    Calibration,
+    CalibrationSettings,
+    calibrate,
+    prepare_run,
+    save_plan,
+)
+from adaattn_hf.calibration.command import nats
+from adaattn_hf.calibration.corpus import draw, read_documents
+from adaattn_hf.calibration.needles import build
+from adaattn_hf.calibration.state import FILE, CalibrationState
 from adaattn_hf.plan import EXACT, TENSORS_FILE, Choice, Plan, PlanError
 from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.tap import tapping
@@ -152,7 +159,7 @@ def test_no_saving_means_no_plan(model: LlamaForCausalLM, text: list[Path]) -> N
 def test_failing_verification_backs_off(
     model: LlamaForCausalLM, text: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from adaattn_hf import verify
+    from adaattn_hf.calibration import verify
 
     real = verify.judge
     shares = []
@@ -457,12 +464,12 @@ def test_needles_lie_where_they_say() -> None:
 
 def test_a_plan_that_cuts_the_context_loses_needles() -> None:
     """The gate is no ornament: attention that copies over a distance finds, a window forgets."""
+    from adaattn_hf.calibration.verify import Evidence, judge
     from adaattn_hf.policy.acceptance import Gates
-    from adaattn_hf.verify import Evidence, judge
 
     evidence = Evidence()
     tokens = torch.zeros(10)
-    from adaattn_hf.arms import TokenScores
+    from adaattn_hf.calibration.arms import TokenScores
 
     for index in range(4):
         evidence.add(str(index), TokenScores(tokens, tokens, tokens, torch.ones(10, dtype=torch.bool)))

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 import adaattn_hf
-from adaattn_hf import fisher
-from adaattn_hf.calibrate_command import BUDGET_NOT_MET, tokens
-from adaattn_hf.calibration_progress import Display, display
-from adaattn_hf.calibration_settings import CalibrationSettings
-from adaattn_hf.calibration_state import FILE
+from adaattn_hf.calibration import fisher
+from adaattn_hf.calibration.command import BUDGET_NOT_MET, tokens
+from adaattn_hf.calibration.progress import Display, display
+from adaattn_hf.calibration.settings import CalibrationSettings
+from adaattn_hf.calibration.state import FILE
 from adaattn_hf.cli import app
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.plan import PlanError
@@ -186,7 +186,7 @@ def test_bars_show_every_stage_and_the_time_left() -> None:
 def test_the_time_left_follows_the_work_done(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = CalibrationSettings(lengths=(64,), sequences=2, rows=8, labels=1, held_out=4, tries=1)
     clock = [0.0]
-    monkeypatch.setattr("adaattn_hf.calibration_progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("adaattn_hf.calibration.progress.time.monotonic", lambda: clock[0])
     progress = Display(settings, Console(quiet=True), None, quiet=True)
     assert progress.left() == ""
     for stage in ("moments", "risk"):

@@ -17,8 +17,9 @@ from transformers import (
 )
 
 import adaattn_hf
-from adaattn_hf import attach, fisher
-from adaattn_hf.arms import ModelArms
+from adaattn_hf import attach
+from adaattn_hf.calibration import fisher
+from adaattn_hf.calibration.arms import ModelArms
 from adaattn_hf.patches.fold import complete
 from adaattn_hf.plan import EXACT, PLAN_FORMAT, Choice, LayerPlan, Plan
 from adaattn_hf.stats.spectrum import score_factors

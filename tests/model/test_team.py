@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from adaattn_hf.calibration.team import Team, join, present
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.policy.prices import Price, PriceTable
-from adaattn_hf.team import Team, join, present
 
 LENGTH = 160
 PROGRAM = "import sys; from adaattn_hf.cli import main; main(sys.argv[1:])"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from adaattn_hf.team import join, leave
+from adaattn_hf.calibration.team import join, leave
 
 BUDGET_NOT_MET = 4
 """Exit code when the budget cannot be met and the plan is exact."""
@@ -122,10 +122,10 @@ def _run(given: dict[str, Any], console: Console) -> int:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import adaattn_hf  # noqa: F401  registers the name
-    from adaattn_hf.calibrate import CalibrationSettings, save_plan
-    from adaattn_hf.calibrate import calibrate as run
-    from adaattn_hf.calibration_progress import display
-    from adaattn_hf.calibration_state import write_atomically
+    from adaattn_hf.calibration.calibrate import CalibrationSettings, save_plan
+    from adaattn_hf.calibration.calibrate import calibrate as run
+    from adaattn_hf.calibration.progress import display
+    from adaattn_hf.files import write_atomically
     from adaattn_hf.plan_picture import heat_map, summary
     from adaattn_hf.policy.prices import PriceTable
 

@@ -24,12 +24,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adaattn_hf import attach, needles, verify
+from adaattn_hf import attach
 from adaattn_hf.approximate import LayerTensors, Program
-from adaattn_hf.arms import Progress, compare, plan_tap, programs_of, silent
-from adaattn_hf.calibration_measure import Measurements
-from adaattn_hf.calibration_settings import Calibration, CalibrationSettings
-from adaattn_hf.calibration_state import CalibrationState, write_atomically
+from adaattn_hf.calibration import needles, verify
+from adaattn_hf.calibration.arms import Progress, compare, plan_tap, programs_of, silent
+from adaattn_hf.calibration.measure import Measurements
+from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
+from adaattn_hf.calibration.state import CalibrationState
+from adaattn_hf.files import write_atomically
 from adaattn_hf.plan import PLAN_FORMAT, TENSORS_FILE, Choice, LayerPlan, Plan, UnitRecord, Verified
 from adaattn_hf.policy.acceptance import Gates
 from adaattn_hf.policy.backoff import Backoff, adjusted_alpha

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adaattn_hf.arms import ModelArms
+from adaattn_hf.calibration.arms import ModelArms
 from adaattn_hf.tap import Tap, tapping
 
 KEY = 6

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from adaattn_hf.files import write_atomically
 from adaattn_hf.policy.risk import RiskTable
 
 FILE = "adaattn_calibration.partial.npz"
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file that is either the old one or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_bytes(data)
-    os.replace(fresh, path)
 
 
 class CalibrationState:

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaattn_hf import needles as needle
-from adaattn_hf import team
 from adaattn_hf.approximate import Program
-from adaattn_hf.arms import ModelArms, TokenScores, compare, exact_tap, plan_tap
-from adaattn_hf.corpus import TokenSequence
+from adaattn_hf.calibration import needles as needle
+from adaattn_hf.calibration import team
+from adaattn_hf.calibration.arms import ModelArms, TokenScores, compare, exact_tap, plan_tap
+from adaattn_hf.calibration.corpus import TokenSequence
 from adaattn_hf.plan import Choice, Verified
 from adaattn_hf.policy.acceptance import Bound, Gates, clustered, upper_bound
 

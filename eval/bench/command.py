@@ -12,14 +12,14 @@ import torch
 import typer
 from rich.console import Console
 
-from adaattn_hf.calibration_state import write_atomically
-from adaattn_hf.eval.bench_grid import Cell, Grid, read_grid
-from adaattn_hf.eval.bench_measure import measure, peak_bytes, spread
-from adaattn_hf.eval.bench_model import model_works
-from adaattn_hf.eval.bench_report import markdown, verdict
-from adaattn_hf.eval.bench_work import Work, absent_peers, attention_works, missing
+from adaattn_hf.eval.bench.grid import Cell, Grid, read_grid
+from adaattn_hf.eval.bench.measure import measure, peak_bytes, spread
+from adaattn_hf.eval.bench.model import model_works
+from adaattn_hf.eval.bench.report import markdown, verdict
+from adaattn_hf.eval.bench.work import Work, absent_peers, attention_works, missing
 from adaattn_hf.eval.errors import EvalError, UsageError, leave
 from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.files import write_atomically
 
 __all__ = ["bench", "run_cell"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from adaattn_hf.eval.bench_work import Work
+from adaattn_hf.eval.bench.work import Work
 
 __all__ = ["measure", "peak_bytes", "spread"]
 

@@ -1,4 +1,4 @@
-"""Other libraries beside a plan at the same text: `python -m adaattn_hf.eval.budget_peers MODEL --record FILE …`.
+"""Other libraries beside a plan at the same text: `python -m adaattn_hf.eval.budget.peers MODEL --record FILE …`.
 
 NVIDIA ModelOpt's skip-softmax (its PyTorch path, the only one without CUDA) and kvpress, each at several
 settings, on one stretch of text. All are scored on the last tokens alone: kvpress drops keys of the context
@@ -23,8 +23,8 @@ import typer
 from torch import Tensor
 
 from adaattn_hf import attach
-from adaattn_hf.eval import budget_study as study
-from adaattn_hf.eval.budget_speed import plans_of_records, seconds, tokens_of
+from adaattn_hf.eval.budget import study
+from adaattn_hf.eval.budget.speed import plans_of_records, seconds, tokens_of
 from adaattn_hf.eval.provenance import provenance
 
 THRESHOLDS = (1e-4, 1e-3, 1e-2)
@@ -164,7 +164,7 @@ def compare(
 @app.command()
 def peers(
     model: study.Model,
-    record: Annotated[list[str], typer.Option(help="A plan, NAME=FILE of budget_study seeds.")],
+    record: Annotated[list[str], typer.Option(help="A plan, NAME=FILE of `study seeds`.")],
     data: study.Data,
     output: Annotated[Path, typer.Option(help="The file of the figures.")],
     length: Annotated[int, typer.Option(help="Tokens of the text.")] = 4096,
@@ -196,7 +196,7 @@ def peers(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong arguments end with code 2."""
-    study.run_app(app, "budget_peers", argv)
+    study.run_app(app, "peers", argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a loss budget buys over many seeds: `python -m adaattn_hf.eval.budget_study prices|seeds …`.
+"""What a loss budget buys over many seeds: `python -m adaattn_hf.eval.budget.study prices|seeds …`.
 
 Losses are measured on any device, CUDA included; prices on the machine whose speed is of interest, and handed
 over as a file. Every seed and every budget is a file of its own, and a file that is there is not measured
@@ -26,7 +26,7 @@ Model = Annotated[str, typer.Argument(help="Hub id or directory of a causal LM."
 Data = Annotated[list[Path], typer.Option(help="Calibration text: .txt, .jsonl, or directories of them.")]
 Held = Annotated[list[Path] | None, typer.Option(help="Held-out text of another source.")]
 Lengths = Annotated[str, typer.Option(help="Length bins in tokens, rising, by commas.")]
-Prices = Annotated[Path, typer.Option(help="Price table of `budget_study prices`.")]
+Prices = Annotated[Path, typer.Option(help="Price table of `study prices`.")]
 Output = Annotated[Path, typer.Option(help="Directory of the study's files.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
@@ -82,7 +82,7 @@ def numbers(text: str) -> list[int]:
 
 def write(path: Path, record: dict[str, Any]) -> None:
     """Writes a record of the study, whole or not at all."""
-    from adaattn_hf.calibration_state import write_atomically
+    from adaattn_hf.files import write_atomically
 
     write_atomically(path, (json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
 
@@ -142,7 +142,7 @@ def seed_study(
         output: Directory of the files.
         say: Told what was found.
     """
-    from adaattn_hf.calibrate import prepare_run
+    from adaattn_hf.calibration.calibrate import prepare_run
 
     wanted = [replace(settings, budget=budget) for budget in budgets]
     paths = [output / f"seed-{settings.seed:03d}-{budget:.6f}.json" for budget in budgets]
@@ -190,9 +190,9 @@ def prices(
     gguf_file: Gguf = None,
 ) -> None:
     """Time the launches of every choice on this machine, with queries, keys and values of real text."""
-    from adaattn_hf.arms import silent
-    from adaattn_hf.calibrate import CalibrationSettings, Run
-    from adaattn_hf.calibration_state import write_atomically
+    from adaattn_hf.calibration.arms import silent
+    from adaattn_hf.calibration.calibrate import CalibrationSettings, Run
+    from adaattn_hf.files import write_atomically
 
     loaded, encode = load(model, dtype, device, gguf_file, threads)
     settings = CalibrationSettings(
@@ -235,8 +235,8 @@ def seeds(
     ),
 ) -> None:
     """Calibrate once per seed and budget, and keep what held-out text said. Exit code 3: the limit came first."""
-    from adaattn_hf.calibrate import CalibrationSettings
-    from adaattn_hf.calibrate_command import nats
+    from adaattn_hf.calibration.calibrate import CalibrationSettings
+    from adaattn_hf.calibration.command import nats
     from adaattn_hf.policy.prices import PriceTable
 
     begin = time.perf_counter()
@@ -260,7 +260,9 @@ def seeds(
 def run_app(command: typer.Typer, name: str, argv: Sequence[str] | None) -> None:
     """Runs a command of the study under its name; wrong arguments end with code 2."""
     try:
-        command(args=None if argv is None else list(argv), prog_name=name)
+        command(
+            args=None if argv is None else list(argv), prog_name=f"python -m adaattn_hf.eval.budget.{name}"
+        )
     except (EvalError, ValueError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(2) from error
@@ -268,7 +270,7 @@ def run_app(command: typer.Typer, name: str, argv: Sequence[str] | None) -> None
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong arguments end with code 2."""
-    run_app(app, "budget_study", argv)
+    run_app(app, "study", argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Speed under the plans of a study: `python -m adaattn_hf.eval.budget_speed MODEL --record NAME=FILE …`.
+"""Speed under the plans of a study: `python -m adaattn_hf.eval.budget.speed MODEL --record NAME=FILE …`.
 
 Two levels, each timed in rounds that take the arms in turn, the smallest time of each arm kept: all attention
 calls of the model on its own queries, keys and values (stock sdpa as Transformers calls it, this package's
@@ -21,7 +21,7 @@ import typer
 from torch import Tensor, nn
 
 from adaattn_hf import attach
-from adaattn_hf.eval import budget_study as study
+from adaattn_hf.eval.budget import study
 from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.eval.provenance import provenance
 
@@ -44,7 +44,7 @@ def tokens_of(
     data: Sequence[Path], encode: Callable[[str], Sequence[int]], length: int, model: Any
 ) -> Tensor:
     """Returns one stretch of text `[1, length]` on the model's device, the same for every measurement."""
-    from adaattn_hf import corpus
+    from adaattn_hf.calibration import corpus
 
     text = corpus.draw(data, encode, length, {"text": 1}, 0).parts["text"][0]
     return torch.tensor([text.tokens], device=model.device)
@@ -132,7 +132,7 @@ def attention_level(
     """Returns seconds of all attention calls of one prefill, per arm."""
     from transformers import AttentionInterface
 
-    from adaattn_hf.arms import exact_tap, programs_of
+    from adaattn_hf.calibration.arms import exact_tap, programs_of
     from adaattn_hf.execute import attend
     from adaattn_hf.request import AttentionRequest
     from adaattn_hf.tap import tapping
@@ -186,7 +186,7 @@ def model_level(
         monitor: A plan that is timed once more while it is watched.
         loss: Measure the KL of each plan, in forward passes that are not timed.
     """
-    from adaattn_hf.arms import ModelArms
+    from adaattn_hf.calibration.arms import ModelArms
 
     def call() -> Any:
         return model(input_ids=tokens, use_cache=False, logits_to_keep=1)
@@ -241,7 +241,7 @@ def _kl(scores: Any, exact: Tensor, tokens: Tensor) -> float:
 @app.command()
 def speed(
     model: study.Model,
-    record: Annotated[list[str], typer.Option(help="A plan to time, NAME=FILE of budget_study seeds.")],
+    record: Annotated[list[str], typer.Option(help="A plan to time, NAME=FILE of `study seeds`.")],
     data: study.Data,
     output: Annotated[
         Path, typer.Option(help="The file of the figures; what it holds of other cells is kept.")
@@ -292,7 +292,7 @@ def speed(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong arguments end with code 2."""
-    study.run_app(app, "budget_speed", argv)
+    study.run_app(app, "speed", argv)
 
 
 if __name__ == "__main__":

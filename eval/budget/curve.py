@@ -1,4 +1,4 @@
-"""Loss against speed: plans of rising budgets and uniform choices, `python -m adaattn_hf.eval.budget_curve …`.
+"""Loss against speed: plans of rising budgets and uniform choices, `python -m adaattn_hf.eval.budget.curve …`.
 
 One calibration of the risks, then plans for a row of budgets, with all choices and with those of one kind
 alone, and the same choice for every head beside them. Budgets are the sums of risks that a plan may take at
@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from adaattn_hf.eval import budget_study as study
 from adaattn_hf.eval.ablate import ARMS, only
+from adaattn_hf.eval.budget import study
 from adaattn_hf.eval.provenance import provenance
 
 BUDGETS = "1e-4,2e-4,4e-4,7e-4,1e-3,2e-3,4e-3,7e-3,1e-2,3e-2"
@@ -33,7 +33,7 @@ def curve_of(
         budgets: Sums of risks in nats/token.
         arms: Some of `ablate.ARMS`.
         target: The file.
-        words: What it belongs to; see `budget_study.described`.
+        words: What it belongs to; see `study.described`.
     """
     import numpy as np
 
@@ -89,7 +89,7 @@ def curve(
     gguf_file: study.Gguf = None,
 ) -> None:
     """Measure loss against speed for plans of rising budgets and for uniform choices."""
-    from adaattn_hf.calibrate import CalibrationSettings, prepare_run
+    from adaattn_hf.calibration.calibrate import CalibrationSettings, prepare_run
     from adaattn_hf.policy.prices import PriceTable
 
     loaded, encode = study.load(model, dtype, device, gguf_file, threads)
@@ -105,7 +105,7 @@ def curve(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong arguments end with code 2."""
-    study.run_app(app, "budget_curve", argv)
+    study.run_app(app, "curve", argv)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from adaattn_hf.approximate import LayerTensors, Program, heads_of, ranked
-from adaattn_hf.arms import ModelArms, exact_tap
 from adaattn_hf.backends.eager import attention_weights
+from adaattn_hf.calibration.arms import ModelArms, exact_tap
 from adaattn_hf.execute import cast, launch
 from adaattn_hf.plan import EXACT, Choice, LayerPlan
 from adaattn_hf.request import AttentionRequest

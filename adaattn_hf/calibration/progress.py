@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from adaattn_hf.calibration_settings import CalibrationSettings
+from adaattn_hf.calibration.settings import CalibrationSettings
 
 
 class Display:

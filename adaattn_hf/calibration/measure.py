@@ -13,12 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adaattn_hf import attach, corpus, execute, fisher, pricing, team
+from adaattn_hf import attach, execute
 from adaattn_hf.approximate import LayerTensors
-from adaattn_hf.arms import ModelArms, Progress
-from adaattn_hf.calibration_settings import CalibrationSettings
-from adaattn_hf.calibration_state import CalibrationState
-from adaattn_hf.corpus import TokenSequence
+from adaattn_hf.calibration import corpus, fisher, pricing, team
+from adaattn_hf.calibration.arms import ModelArms, Progress
+from adaattn_hf.calibration.corpus import TokenSequence
+from adaattn_hf.calibration.settings import CalibrationSettings
+from adaattn_hf.calibration.state import CalibrationState
 from adaattn_hf.policy.candidates import Candidates, candidates
 from adaattn_hf.policy.knapsack import Array
 from adaattn_hf.policy.prices import PriceTable

@@ -1,0 +1,1 @@
+"""Attention, models and decode steps beside every stock implementation, in one interleaved run."""
