@@ -1,10 +1,11 @@
-"""From a loss budget to a verified plan: measure risks and prices, choose, verify on held-out text, back off.
+"""From a loss budget to a verified plan, in five steps.
 
-    measure   risk of every (layer, key/value head, choice) from a few backward passes on sampled rows   ->
-    fisher price     the launches, timed on this machine
-    -> pricing choose    a multiple-choice knapsack inside the budget of every length
-    -> policy.knapsack re-scale  the sum of risks by one measured joint KL, and choose again verify
-    held-out text, paired and clustered, with gates; on failure spend less on fresh text      -> verify
+* measure: the risk of every choice of every unit, a key/value head of a layer, from a few backward passes on
+  sampled rows (`fisher`)
+* price: the launches, timed on this machine (`pricing`)
+* choose: a multiple-choice knapsack inside the budget of every length (`policy.knapsack`)
+* re-scale: the sum of risks by the measured KL of the plan, and choose again
+* verify: held-out text, paired and clustered, with gates (`verify`); after a failure spend less, on fresh text
 
 Everything random comes from one seed; with the prices of a file the plan is the same byte for byte. Prices
 timed anew differ in the last digits, and may tip a choice between two of nearly the same price.
@@ -12,30 +13,28 @@ timed anew differ in the last digits, and may tip a choice between two of nearly
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from adaattn_hf import attach
-from adaattn_hf.approximate import LayerTensors, Program
+from adaattn_hf.approximate import Program
 from adaattn_hf.calibration import needles, verify
 from adaattn_hf.calibration.arms import Progress, compare, plan_tap, programs_of, silent
+from adaattn_hf.calibration.assemble import finished_plan, make_plan, report, save_plan
 from adaattn_hf.calibration.measure import Measurements
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.calibration.state import CalibrationState
-from adaattn_hf.files import write_atomically
-from adaattn_hf.plan import PLAN_FORMAT, TENSORS_FILE, Choice, LayerPlan, Plan, UnitRecord, Verified
+from adaattn_hf.plan import Choice, Plan, Verified
 from adaattn_hf.policy.acceptance import Gates
 from adaattn_hf.policy.backoff import Backoff, adjusted_alpha
-from adaattn_hf.policy.knapsack import Allocation, Array, allocate, evaluate, shared_prices
+from adaattn_hf.policy.decisive import decisive_pairs
+from adaattn_hf.policy.knapsack import Allocation, Array, allocate
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.policy.risk import rescale
 
@@ -132,7 +131,7 @@ class Run(Measurements):
 
     def programs(self, picks: NDArray[np.int64]) -> dict[int, Program]:
         """Returns the programs of an allocation."""
-        return programs_of(self.make_plan(picks, None, self.settings.lengths), self.tensors)
+        return programs_of(make_plan(self, picks), self.tensors)
 
     def picks(self, plan: Plan) -> NDArray[np.int64]:
         """Returns the place among the candidates of each unit's choice in a plan."""
@@ -156,64 +155,83 @@ class Run(Measurements):
         kl, agree = np.mean(self.team.gather(own, len(sequences)), axis=0)
         return float(kl), 1.0 - float(agree)
 
+    def refine(self, found: Allocation, budget: Array) -> bool:
+        """Measures the pairs that decide an allocation directly; returns whether there were any."""
+        pairs = decisive_pairs(found.picks, self.prices, self.risks(), budget, self.settings.direct)
+        if pairs:
+            self.measure_directly(pairs)
+        return bool(pairs)
+
+    def settle(
+        self, backoff: Backoff, alpha: Array, history: list[dict[str, Any]]
+    ) -> tuple[Allocation, Array]:
+        """Returns the allocation for a share of the budget, and the factors of risk that its measured KL gave.
+
+        Args:
+            backoff: The share, and units that must be exact.
+            alpha: `[lengths]`, the present factors.
+            history: Takes what was predicted and measured.
+        """
+        s = self.settings
+        limit = np.full(len(s.lengths), s.budget * backoff.share)
+        flips_allowed = 1.0 - Gates.for_budget(s.budget).top1
+        found = self.solve(limit / alpha, backoff.demoted)
+        if s.direct and not self.decided and self.refine(found, limit / alpha):
+            found = self.solve(limit / alpha, backoff.demoted)
+        for step in range(JOINT_STEPS):
+            self.progress("joint", step, JOINT_STEPS)
+            if not found.picks.any():
+                break
+            pairs = [self.joint(found.picks, length) for length in s.lengths]
+            measured, flips = np.array([kl for kl, _ in pairs]), np.array([flip for _, flip in pairs])
+            predicted = found.risk * alpha
+            history.append(
+                {"predicted": predicted.tolist(), "measured": measured.tolist(), "flips": flips.tolist()}
+            )
+            # Spend what the budget allows, but never twice as much because one measurement came out small.
+            alpha = np.array(
+                [max(rescale(a, p, m), 0.5 * a) for a, p, m in zip(alpha, predicted, measured, strict=True)]
+            )
+            # Flips of the likeliest token grow with the root of the KL: what fails that gate is not worth a try.
+            over = flips > 0.95 * flips_allowed
+            room = measured * (0.85 * flips_allowed / np.maximum(flips, 1e-9)) ** 2
+            limit = np.where(over, np.minimum(limit, room), limit)
+            if not over.any() and (np.abs(measured / np.maximum(predicted, 1e-30) - 1.0) <= 0.2).all():
+                break
+            found = self.solve(limit / alpha, backoff.demoted)
+        self.progress("joint", JOINT_STEPS, JOINT_STEPS)
+        return found, alpha
+
     def choose_and_verify(self) -> Calibration:
         """Returns the first plan that passes, or the exact plan."""
         s = self.settings
+        self.decided = []
         backoff = Backoff(limit=s.tries)
         alpha = np.ones(len(s.lengths))
         history: list[dict[str, Any]] = []
-        flips_allowed = 1.0 - Gates.for_budget(s.budget).top1
+        verdicts: list[Verified] = []
         sentence = "no choice saves time inside the budget on this machine"
         while not backoff.exhausted:
-            limit = np.full(len(s.lengths), s.budget * backoff.share)
-            found = self.solve(limit / alpha, backoff.demoted)
-            for step in range(JOINT_STEPS):
-                self.progress("joint", step, JOINT_STEPS)
-                if not found.picks.any():
-                    break
-                pairs = [self.joint(found.picks, length) for length in s.lengths]
-                measured, flips = np.array([kl for kl, _ in pairs]), np.array([flip for _, flip in pairs])
-                predicted = found.risk * alpha
-                history.append(
-                    {"predicted": predicted.tolist(), "measured": measured.tolist(), "flips": flips.tolist()}
-                )
-                # Spend what the budget allows, but never twice as much because one measurement came out small.
-                alpha = np.array(
-                    [
-                        max(rescale(a, p, m), 0.5 * a)
-                        for a, p, m in zip(alpha, predicted, measured, strict=True)
-                    ]
-                )
-                # Flips of the likeliest token grow with the root of the KL: what fails that gate is not worth a try.
-                over = flips > 0.95 * flips_allowed
-                limit = np.where(
-                    over,
-                    np.minimum(limit, measured * (0.85 * flips_allowed / np.maximum(flips, 1e-9)) ** 2),
-                    limit,
-                )
-                if not over.any() and (np.abs(measured / np.maximum(predicted, 1e-30) - 1.0) <= 0.2).all():
-                    break
-                found = self.solve(limit / alpha, backoff.demoted)
-            self.progress("joint", JOINT_STEPS, JOINT_STEPS)
+            found, alpha = self.settle(backoff, alpha, history)
             if not found.picks.any():
                 break
-            verified = self._verify(found, alpha, backoff.tries + 1)
-            history.append({"verified": asdict(verified)})
-            if verified.passed:
-                plan, tensors = self._finish(found.picks, verified, alpha)
+            verdicts = self._verify(found, alpha, backoff.tries + 1)
+            worst = max(verdicts, key=lambda verdict: (not verdict.passed, verdict.upper))
+            history.append({"verified": asdict(worst)})
+            sentence = worst.sentence
+            if worst.passed:
+                plan, tensors = finished_plan(self, found.picks, worst, alpha)
                 return Calibration(
-                    plan, tensors, True, verified.sentence, self._report(history, found, alpha)
+                    plan, tensors, True, sentence, report(self, history, found, alpha, verdicts)
                 )
-            sentence = verified.sentence
             risk = (self.risks() * alpha[:, None, None]).max(axis=0)
             backoff = backoff.failed(risk[np.arange(len(self.units)), found.picks])
-        exact = np.zeros(len(self.units), dtype=np.int64)
+        plan, _ = finished_plan(self, np.zeros(len(self.units), dtype=np.int64), None, alpha)
         text = f"the budget of {s.budget:.3g} nats/token cannot be met: {sentence}; the plan is exact"
-        plan, _ = self._finish(exact, None, alpha)
-        return Calibration(plan, {}, False, text, self._report(history, None, alpha))
+        return Calibration(plan, {}, False, text, report(self, history, None, alpha, verdicts))
 
-    def _verify(self, found: Allocation, alpha: Array, tries: int) -> Verified:
-        """The verdict over all lengths: the worst of them."""
+    def _verify(self, found: Allocation, alpha: Array, tries: int) -> list[Verified]:
+        """The verdict of each length."""
         s = self.settings
         programs = self.programs(found.picks)
         confidence = 1.0 - adjusted_alpha(s.alpha, s.tries)
@@ -245,95 +263,7 @@ class Run(Measurements):
                     predicted=float(found.risk[place] * alpha[place]),
                 )
             )
-        worst = max(verdicts, key=lambda verdict: (not verdict.passed, verdict.upper))
-        self.verdicts = verdicts
-        return worst
-
-    # ------------------------------------------------------------------ the plan
-    def make_plan(
-        self, picks: NDArray[np.int64], verified: Verified | None, lengths: tuple[int, ...]
-    ) -> Plan:
-        """Returns the plan of an allocation."""
-        choices = self.candidates.choices
-        layers, units = [], []
-        risks = self.risks().max(axis=0)
-        price, exact_price = (
-            shared_prices(one, self.prices, self.launches) for one in (picks, np.zeros_like(picks))
-        )
-        dropped = sum(self.state.dropped.values()) / max(sum(self.state.done.values()), 1)
-        for place, index in enumerate(self.layers):
-            mine = picks[place * self.kv_heads : (place + 1) * self.kv_heads]
-            layer = LayerPlan(index, self.hashes[index], tuple(choices[pick] for pick in mine))
-            if layer.is_exact:
-                continue
-            layers.append(layer)
-            for head, pick in enumerate(mine):
-                unit = place * self.kv_heads + head
-                units.append(
-                    UnitRecord(
-                        index,
-                        head,
-                        float(risks[unit, pick]),
-                        float(price[unit]),
-                        float(exact_price[unit]),
-                        *(float(value) for value in np.asarray(dropped)[unit, pick]),
-                    )
-                )
-        digest = hashlib.sha256("".join(self.hashes[index] for index in self.layers).encode()).hexdigest()
-        return Plan(
-            format=PLAN_FORMAT,
-            model_type=self.model_type,
-            weight_hash=digest,
-            dtype=self.dtype,
-            adaattn=_version("adaattn-hf"),
-            torch=torch.__version__,
-            transformers=_version("transformers"),
-            budget=self.settings.budget,
-            seed=self.settings.seed,
-            data_fingerprint=self.fingerprint,
-            protocol={},
-            lengths=lengths,
-            layers=tuple(layers),
-            units=tuple(units),
-            verified=verified,
-            tensors="",
-        )
-
-    def _finish(
-        self, picks: NDArray[np.int64], verified: Verified | None, alpha: Array
-    ) -> tuple[Plan, dict[str, Tensor]]:
-        plan = self.make_plan(picks, verified, self.settings.lengths)
-        tensors: dict[str, Tensor] = {}
-        for layer in plan.layers:
-            tensors.update(_needed(layer, self.tensors[layer.layer]))
-        settings = asdict(self.settings)
-        settings.pop("budget"), settings.pop("seed"), settings.pop("lengths")
-        table = self.table
-        protocol = {
-            "settings": {
-                name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
-            },
-            "alpha": [float(value) for value in alpha],
-            "prices": table.digest if table is not None else "",
-            "machine": table.machine if table is not None else "",
-            "clusters": "documents where there are at least eight of them, stretches of text otherwise",
-        }
-        return replace(plan, protocol=protocol, tensors=attach.remember_tensors(tensors)), tensors
-
-    def _report(
-        self, history: list[dict[str, Any]], found: Allocation | None, alpha: Array
-    ) -> dict[str, Any]:
-        exact = np.zeros(len(self.units), dtype=np.int64)
-        base = evaluate(exact, self.prices, self.risks(), self.launches).price
-        return {
-            "prices": self.table.to_json() if self.table is not None else "",
-            "history": history,
-            "alpha": alpha.tolist(),
-            "verdicts": [asdict(verdict) for verdict in getattr(self, "verdicts", [])],
-            "price_exact_seconds": base,
-            "price_plan_seconds": found.price if found is not None else base,
-            "risk": found.risk.tolist() if found is not None else [],
-        }
+        return verdicts
 
 
 def prepare_run(
@@ -354,32 +284,3 @@ def prepare_run(
 def ablation_rows(run: Run, allowed: Callable[[Choice], bool], budget: float) -> dict[str, float]:
     """Returns predicted and measured loss and the price ratio of the best plan of allowed choices inside a budget."""
     return run.evaluate(run.solve(np.full(len(run.settings.lengths), budget), allowed=allowed).picks)
-
-
-def _needed(layer: LayerPlan, tensors: LayerTensors) -> Mapping[str, Tensor]:
-    """The tensors that a layer's choices read, by their names in the file."""
-    needed: dict[str, Tensor] = {}
-    prefix = f"layers.{layer.layer}."
-    if any(choice.precision == "int8" for choice in layer.choices) and tensors.key_mean is not None:
-        needed[f"{prefix}key_mean"] = tensors.key_mean.cpu().contiguous()
-    for head, choice in enumerate(layer.choices):
-        if choice.rank:
-            needed[f"{prefix}query_basis.{head}"] = (
-                tensors.query_basis[head][:, : choice.rank].cpu().contiguous()
-            )
-            needed[f"{prefix}key_basis.{head}"] = tensors.key_basis[head][:, : choice.rank].cpu().contiguous()
-    return needed
-
-
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)
-
-
-def save_plan(model: nn.Module, result: Calibration, directory: Path) -> None:
-    """Writes the plan beside a model's weights: into `config.json`, and bases and means into their safetensors file."""
-    attach.attach(model, result.plan)
-    data = attach.tensor_bytes(result.plan)
-    if data is not None:
-        write_atomically(directory / TENSORS_FILE, data)
-    model.config.save_pretrained(directory)  # type: ignore[union-attr, operator]
-    write_atomically(directory / "adaattn_plan.json", result.plan.to_json().encode())

@@ -14,15 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from adaattn_hf import attach, execute
-from adaattn_hf.approximate import LayerTensors
-from adaattn_hf.calibration import corpus, fisher, pricing, team
+from adaattn_hf.approximate import LayerTensors, Program
+from adaattn_hf.calibration import corpus, direct, fisher, pricing, team
 from adaattn_hf.calibration.arms import ModelArms, Progress
 from adaattn_hf.calibration.corpus import TokenSequence
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import CalibrationState
+from adaattn_hf.plan import EXACT, LayerPlan
 from adaattn_hf.policy.candidates import Candidates, candidates
 from adaattn_hf.policy.knapsack import Array
 from adaattn_hf.policy.prices import PriceTable
+from adaattn_hf.policy.risk import corrected
 from adaattn_hf.request import AttentionRequest
 from adaattn_hf.stats.spectrum import score_factors
 from adaattn_hf.tap import tapping
@@ -78,6 +80,8 @@ class Measurements:
         self.exact_states: dict[int, list[Tensor]] = {}
         self.held_states: dict[int, dict[int, Tensor]] = {}
         self.table: PriceTable | None = None
+        self.directory: Path | None = None
+        self.decided: list[tuple[int, int]] = []
 
     # ------------------------------------------------------------------ text
     def _draw(
@@ -153,8 +157,10 @@ class Measurements:
     def measure(self, directory: Path | None, resume: bool) -> None:
         """Pass one: risks and dropped masses of every unit and choice, per length."""
         s = self.settings
+        self.directory = directory
         identity = {**asdict(s), "weights": self.hashes, "text": self.fingerprint, "dtype": self.dtype}
-        identity.pop("budget"), identity.pop("held_out"), identity.pop("tries")
+        for free in ("budget", "direct", "held_out", "tries"):
+            identity.pop(free)
         self.state = CalibrationState(identity, s.lengths, len(self.units), len(self.candidates.choices))
         if resume and directory is not None:
             self.state.load(directory)
@@ -168,9 +174,12 @@ class Measurements:
                     self.state.risks[length].add(sums, rows)
                     self.state.dropped[length] += dropped
                 self.state.done[length] = stop
-                if directory is not None and self.team.leads:
-                    self.state.save(directory)
+                self._save()
         self.progress("risk", total, total)
+
+    def _save(self) -> None:
+        if self.directory is not None and self.team.leads:
+            self.state.save(self.directory)
 
     def _measure_one(self, length: int, number: int) -> tuple[Array, int, Array]:
         """Sums of risk, rows and dropped masses of one sequence."""
@@ -231,9 +240,62 @@ class Measurements:
         )
         self.progress("prices", 1, 1)
 
+    # ------------------------------------------------------------------ pass two
+    def measure_directly(self, pairs: list[tuple[int, int]]) -> None:
+        """Pass two: the KL of pairs (unit, choice) by forward passes of their own, which `risks` reckons with."""
+        s = self.settings
+        total = len(pairs) * s.sequences * len(s.lengths)
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            self.progress("direct", done, total)
+            done += self.team.size
+
+        for length in s.lengths:
+            known = self.state.direct[length]
+            for number in range(s.sequences):
+                missing = [pair for pair in pairs if (number, *pair) not in known]
+                if not missing:
+                    continue
+                own = [missing[place] for place in self.team.mine(len(missing))]
+                tokens = self._tokens(self.samples[length][0]["risk"][number])
+                found = direct.measured_pairs(self.arms, tokens, own, self._single, step)
+                every = self.team.gather([found[pair] for pair in own], len(missing))
+                known.update({(number, *pair): one for pair, one in zip(missing, every, strict=True)})
+                self._save()
+        self.progress("direct", total, total)
+        self.decided = pairs
+
+    def _single(self, unit: int, choice: int) -> Program:
+        """The program of one unit taking one choice, the rest of its layer exact."""
+        layer, head = self.units[unit]
+        choices = [EXACT] * self.kv_heads
+        choices[head] = self.candidates.choices[choice]
+        return Program(LayerPlan(layer, "", tuple(choices)), self.tensors[layer], self.settings.lengths[-1])
+
+    def direct_kl(self, length: int) -> tuple[Array, Array]:
+        """Returns mean and standard error `[pairs]` of the KL measured directly at a length, nats/token."""
+        known, numbers = self.state.direct[length], range(self.settings.sequences)
+        found = [
+            direct.mean_and_error([known[number, unit, choice] for number in numbers])
+            for unit, choice in self.decided
+        ]
+        return np.array([mean for mean, _ in found]), np.array([error for _, error in found])
+
     def risks(self) -> Array:
-        """Returns the risks `[lengths, units, choices]` in nats/token, not re-scaled."""
-        return np.stack([self.state.risks[length].mean() for length in self.settings.lengths])
+        """Returns the risks `[lengths, units, choices]` in nats/token, not re-scaled, pass two reckoned with."""
+        found = []
+        for length in self.settings.lengths:
+            table = self.state.risks[length]
+            risk = table.mean()
+            if self.decided:
+                at = tuple(np.array(self.decided).T)
+                own, factor = corrected(risk[at], table.standard_error()[at], *self.direct_kl(length))
+                risk *= factor
+                risk[at] = own
+            found.append(risk)
+        return np.stack(found)
 
     def ratio(self, picks: NDArray[np.int64], length: int, phase: str = "prefill") -> float:
         """Returns how many times faster than exact attention the launches of an allocation are, by the price table."""

@@ -22,6 +22,8 @@ class CalibrationSettings:
         sequences: Sequences per length that risks are measured on.
         rows: Query rows sampled per sequence.
         labels: Label draws, one backward pass each.
+        direct: Pairs of unit and choice whose KL is measured by forward passes of their own; see
+            `policy.decisive`.
         joint: Sequences per length that re-scale the risks.
         held_out: Sequences per length and try that verify.
         tries: Plans that may be verified before the answer is "exact".
@@ -40,6 +42,7 @@ class CalibrationSettings:
     sequences: int = 4
     rows: int = 256
     labels: int = 2
+    direct: int = 0
     joint: int = 3
     held_out: int = 12
     tries: int = 3
@@ -63,6 +66,8 @@ class CalibrationSettings:
         for name in ("sequences", "rows", "labels", "joint", "tries", "needles"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.direct < 0:
+            raise ValueError(f"direct is {self.direct}, expected a number of pairs, 0 for none")
         if self.held_out < 2:
             raise ValueError(f"held_out is {self.held_out}, expected at least 2: one sequence has no spread")
 

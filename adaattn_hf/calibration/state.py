@@ -27,6 +27,7 @@ class CalibrationState:
         dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean
             square.
         done: By length, sequences finished.
+        direct: By length, measured KL of the stretches of a sequence by (sequence, unit, choice), nats/token.
     """
 
     def __init__(
@@ -38,6 +39,9 @@ class CalibrationState:
             length: np.zeros((units, choices, 3)) for length in lengths
         }
         self.done = dict.fromkeys(lengths, 0)
+        self.direct: dict[int, dict[tuple[int, int, int], NDArray[np.float64]]] = {
+            length: {} for length in lengths
+        }
 
     def save(self, directory: Path) -> None:
         """Writes the state to a directory."""
@@ -48,6 +52,8 @@ class CalibrationState:
             arrays[f"means.{length}"] = table.means
             arrays[f"dropped.{length}"] = self.dropped[length]
             arrays[f"counts.{length}"] = np.array([table.rows, table.sequences, self.done[length]])
+            arrays[f"pairs.{length}"] = np.array(list(self.direct[length]), dtype=np.int64).reshape(-1, 3)
+            arrays[f"direct.{length}"] = np.array(list(self.direct[length].values()))
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)
         write_atomically(directory / FILE, buffer.getvalue())
@@ -73,6 +79,8 @@ class CalibrationState:
                 table.means = arrays[f"means.{length}"]
                 self.dropped[length] = arrays[f"dropped.{length}"]
                 table.rows, table.sequences, self.done[length] = (int(n) for n in arrays[f"counts.{length}"])
+                pairs = (tuple(pair) for pair in arrays[f"pairs.{length}"].tolist())
+                self.direct[length] = dict(zip(pairs, arrays[f"direct.{length}"], strict=True))
         return True
 
     @staticmethod

@@ -81,6 +81,43 @@ class RiskTable:
         return np.asarray(np.sqrt(variance / (self.sequences - 1)))
 
 
+def corrected(fisher: Array, fisher_error: Array, direct: Array, direct_error: Array) -> tuple[Array, float]:
+    """Returns risks corrected by directly measured KL, and the factor by which the measured ones were misjudged.
+
+    In logarithms, as errors of both are relative: the Fisher estimates are off by one common factor (the median)
+    and each by its own error, whose size beyond the sampling errors is estimated over the pairs. A pair is then
+    drawn to its measured value by the share of the variance that is not the measurement's own
+    (random effects after DerSimonian and Laird).
+
+    Args:
+        fisher: `[pairs]`, estimated risk, nats/token; where it is 0, the choice changes nothing and stays so.
+        fisher_error: `[pairs]`, standard error of `fisher`, infinite where unknown.
+        direct: `[pairs]`, measured KL, nats/token.
+        direct_error: `[pairs]`, standard error of `direct`.
+    """
+    risky = fisher > 0.0
+    if not risky.all():
+        found = fisher.copy()
+        if risky.any():
+            found[risky], factor = corrected(
+                *(one[risky] for one in (fisher, fisher_error, direct, direct_error))
+            )
+            return found, factor
+        return found, 1.0
+    # a measured KL of nothing would be trusted without limit
+    measured = np.maximum(direct, 1e-3 * fisher)
+    offset = np.log(measured / fisher)
+    common = float(np.median(offset))
+    noise = (direct_error / measured) ** 2
+    own = (fisher_error / fisher) ** 2
+    known = np.isfinite(own)
+    excess = np.mean((offset - common) ** 2) - np.mean(noise + np.where(known, own, 0.0))
+    spread = np.where(known, own, 0.0) + max(float(excess), 0.0)
+    total = spread + noise
+    weight = np.where(known & (total > 0.0), spread / np.where(total > 0.0, total, 1.0), 1.0)
+    return np.asarray(fisher * np.exp(common + weight * (offset - common))), float(np.exp(common))
+
+
 def rescale(alpha: float, predicted: float, measured: float, damping: float = 1.0) -> float:
     """Returns the new factor of risk given a predicted and a measured joint KL of one plan.
 

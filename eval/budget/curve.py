@@ -83,6 +83,7 @@ def curve(
     labels: study.Labels = 4,
     held_out: study.HeldOut = 12,
     families: study.Families = study.FAMILIES,
+    masses: study.Masses = study.MASSES,
     dtype: study.Dtype = "float32",
     device: study.Device = "cpu",
     threads: study.Threads = None,
@@ -97,6 +98,7 @@ def curve(
     settings = CalibrationSettings(
         lengths=tuple(study.numbers(lengths)), seed=seed, sequences=sequences, rows=rows, labels=labels, joint=1,
         held_out=held_out, tries=1, haystacks=0, families=tuple(families.split(",")),
+        masses=study.shares(masses),
     )  # fmt: skip
     run = prepare_run(loaded, encode, data, settings, verify_data, table)
     words = study.described(settings, loaded, data, verify_data)

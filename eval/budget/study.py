@@ -36,7 +36,9 @@ Families = Annotated[str, typer.Option(help="Kinds of choices, by commas.")]
 Rows = Annotated[int, typer.Option(help="Query rows sampled per sequence.")]
 Labels = Annotated[int, typer.Option(help="Label draws per sequence.")]
 HeldOut = Annotated[int, typer.Option(help="Held-out sequences per length and try.")]
+Masses = Annotated[str, typer.Option(help="Shares of attention that blocks may keep, by commas.")]
 FAMILIES = "window,bf16,int8,rank"
+MASSES = "0.95,0.98,0.99,0.995"
 
 
 def load(
@@ -77,6 +79,21 @@ def numbers(text: str) -> list[int]:
         if not first.isdigit() or (last and not last.isdigit()):
             raise UsageError(f"numbers: got {text!r}, expected numbers and ranges by commas, such as 0-3,7")
         found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Returns the shares of `0.9,0.95`.
+
+    Raises:
+        UsageError: If a part is no share between 0 and 1.
+    """
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (0.0,)
+    if not all(0.0 < share < 1.0 for share in found):
+        raise UsageError(f"masses: got {text!r}, expected shares between 0 and 1 by commas, such as 0.9,0.95")
     return found
 
 
@@ -184,6 +201,7 @@ def prices(
     output: Annotated[Path, typer.Option(help="Where the price table goes.")],
     lengths: Lengths = "4096,8192",
     families: Families = FAMILIES,
+    masses: Masses = MASSES,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
@@ -202,6 +220,7 @@ def prices(
         held_out=2,
         tries=1,
         families=tuple(families.split(",")),
+        masses=shares(masses),
     )
     run = Run(loaded, encode, list(data), settings, None, silent)
     run.price(None)
