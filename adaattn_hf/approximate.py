@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from adaattn_hf.plan import Choice, LayerPlan
+from adaattn_hf.plan import BLOCK, Choice, LayerPlan
 from adaattn_hf.request import AttentionRequest
 from adaattn_hf.selection import keep_blocks, keys_of_blocks, pooled_keys
 from adaattn_hf.stats.noise import through_dtype, through_int8
@@ -47,7 +47,8 @@ class Program:
     Attributes:
         plan: The choices.
         tensors: Bases and means.
-        max_length: Rows at this position of their sequence or later are exact.
+        max_length: Rows at this position of their sequence or later are exact; bidirectional, all rows of a
+            longer sequence.
     """
 
     plan: LayerPlan
@@ -93,6 +94,39 @@ def windowed(structure: CallStructure, choice: Choice) -> CallStructure:
     if choice.window >= structure.window:
         return structure
     return structure.with_changes(window=choice.window)
+
+
+def rows_with_fewer_keys(choice: Choice, first: int, stop: int, kv_len: int, causal: bool) -> int:
+    """Returns how many rows at positions from `first` to `stop` see fewer keys than exact attention.
+
+    Of blocks: how many may, since the sinks' block and those beside a row's own are always kept.
+
+    Args:
+        choice: The choice.
+        first: Position of the first row.
+        stop: Position behind the last one.
+        kv_len: Keys of the sequence.
+        causal: Whether attention is causal.
+    """
+    if choice.kind == "exact":
+        return 0
+    if causal:
+        beyond = choice.window + choice.sinks if choice.kind == "window" else 3 * BLOCK + choice.sinks
+        return max(stop - max(first, beyond), 0)
+    if choice.kind == "window":
+        # keys are lost on the left beyond the sinks, and on the right up to the end
+        left = max(stop - max(first, choice.window + choice.sinks), 0)
+        right = max(min(stop, kv_len - choice.window) - first, 0)
+        both = max(min(stop, kv_len - choice.window) - max(first, choice.window + choice.sinks), 0)
+        return left + right - both
+    blocks = -(-kv_len // BLOCK)
+    sinks = -(-choice.sinks // BLOCK)
+
+    def may_lose(row: int) -> bool:
+        own = row // BLOCK
+        return len({*range(max(own - 1, 0), min(own + 2, blocks)), *range(min(sinks, blocks))}) < blocks
+
+    return sum(may_lose(row) for row in range(first, stop))
 
 
 def rounded(

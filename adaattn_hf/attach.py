@@ -19,11 +19,14 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from adaattn_hf.approximate import LayerTensors, Program
-from adaattn_hf.plan import TENSORS_FILE, Plan, PlanError
+from adaattn_hf.plan import TENSORS_FILE, LayerPlan, Plan, PlanError
 
 CONFIG_KEY = "plan"
 PROGRAM_SLOT = "_adaattn_program"
 """Where an attention module keeps `(settings, program)` once its plan was read."""
+OWN_NUMBERS = "layers_by_weights"
+"""Set in the protocol of a plan whose layers had no number of their own; it holds them all, exact ones too."""
+_NUMBERED = "_adaattn_numbered"
 _SAMPLES = 65536
 _tensors: dict[str, dict[str, Tensor]] = {}
 
@@ -143,7 +146,10 @@ def _resolve(module: nn.Module, raw: Any) -> Program | None:
             f"the plan was made for model type {plan.model_type!r}, this is {config.model_type!r}"
         )
     check_versions(plan)
-    if layer is None or index is None:
+    if index is None and plan.protocol.get(OWN_NUMBERS):
+        layer = _layer_by_weights(module, plan)
+        index = layer.layer
+    if layer is None or index is None or layer.is_exact:
         return None
     dtype = module_dtype(module)
     if dtype != plan.dtype:
@@ -162,6 +168,22 @@ def _resolve(module: nn.Module, raw: Any) -> Program | None:
         else LayerTensors()
     )
     return Program(layer, tensors, plan.max_length)
+
+
+def _layer_by_weights(module: nn.Module, plan: Plan) -> LayerPlan:
+    """The layer of a module without a number; plans of such models hold all layers, exact ones too.
+
+    Raises:
+        PlanError: If no layer of the plan has the module's weights.
+    """
+    own = weight_hash(module)
+    for layer in plan.layers:
+        if layer.weights == own:
+            return layer
+    raise PlanError(
+        f"the weights of this {type(module).__name__} are not those of any layer that the plan was calibrated on "
+        "(fine-tuned, another model or dtype); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
+    )
 
 
 def check_versions(plan: Plan) -> None:
@@ -299,6 +321,7 @@ def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, 
     Raises:
         PlanError: If two of them claim the same index: a plan could not tell them apart.
     """
+    number_layers(model)
     seen: dict[int, str] = {}
     for name, module in model.named_modules():
         index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
@@ -312,3 +335,24 @@ def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, 
             )
         seen[index] = name
         yield index, module
+
+
+def number_layers(model: nn.Module) -> bool:
+    """Gives the attention modules of a model without any `layer_idx` (DistilBERT) theirs, in the order of the model.
+
+    Returns:
+        Whether the numbers are this package's.
+    """
+    modules = [
+        module
+        for module in model.modules()
+        if hasattr(module, "is_causal")
+        and hasattr(module, "config")
+        and any(True for _ in module.parameters())
+    ]
+    numbered = [module for module in modules if isinstance(getattr(module, "layer_idx", None), int)]
+    if not numbered:
+        for index, module in enumerate(modules):
+            module.layer_idx = index  # type: ignore[assignment]
+            module.__dict__[_NUMBERED] = True
+    return any(_NUMBERED in module.__dict__ for module in modules)

@@ -99,12 +99,16 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
 
 
 def rows_within(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
-    """Returns which rows stand at a position below `limit` of their sequence: all, none, or `[batch or 1, q_len]`.
+    """Returns which rows a plan for sequences up to `limit` speaks for: all, none, or `[batch or 1, q_len]`.
 
-    Reads no data: a structure whose keys all fit answers at once, whatever its padding.
+    Causal: rows at a position below `limit` of their sequence, since no later key changes them. Bidirectional:
+    all rows of sequences of up to `limit` tokens. Reads no data: a structure whose keys all fit answers at once,
+    whatever its padding.
     """
     if structure.kv_len <= limit:
         return True
+    if not structure.causal:
+        return _rows_of_short(structure, limit, device)
     if structure.plain and isinstance(structure.q_offset, int):
         if structure.q_offset + structure.q_len <= limit:
             return True
@@ -114,6 +118,23 @@ def rows_within(structure: CallStructure, limit: int, device: torch.device) -> b
     start = structure._sequence_start(device)
     at = start.gather(1, place.clamp(0, structure.kv_len - 1)[None].expand(start.shape[0], -1))
     return place[None] - at < limit
+
+
+def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
+    """Rows of bidirectional sequences of up to `limit` real tokens."""
+    real = structure.key_padding
+    if structure.k_segments is None:
+        if real is None:
+            return False
+        return (real.to(device).sum(1, keepdim=True) <= limit).expand(-1, structure.q_len)
+    keys = structure.k_segments.to(device).contiguous()
+    queries = keys if structure.q_segments is None else structure.q_segments.to(device).contiguous()
+    first, behind = torch.searchsorted(keys, queries), torch.searchsorted(keys, queries, right=True)
+    if real is None:
+        return behind - first <= limit
+    before = torch.nn.functional.pad(real.to(device).long().cumsum(1), (1, 0))
+    first, behind = (at.expand(before.shape[0], -1) for at in (first, behind))
+    return before.gather(1, behind) - before.gather(1, first) <= limit
 
 
 def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf import attach, execute
-from adaattn_hf.approximate import Program, heads_of, windowed
+from adaattn_hf.approximate import Program, heads_of, rows_with_fewer_keys, windowed
 from adaattn_hf.calibration.arms import exact_tap
 from adaattn_hf.calibration.fisher import row_visible
 from adaattn_hf.plan import EXACT, Choice, Plan, UnitRecord
@@ -125,10 +125,11 @@ class Monitor:
             structure.q_offset if isinstance(structure.q_offset, int) else max(structure.kv_len - q_len, 0)
         )
         stop = min(first + q_len, program.max_length)
+        if not structure.causal:
+            stop = first + q_len if structure.kv_len <= program.max_length else first
         rows = max(stop - first, 0)
         for choice in program.plan.choices:
-            beyond = choice.window + choice.sinks if choice.kind == "window" else 192 + choice.sinks
-            fewer = max(stop - max(first, beyond), 0) if choice.kind != "exact" else 0
+            fewer = rows_with_fewer_keys(choice, first, stop, structure.kv_len, structure.causal)
             counters.fewer_keys += group * fewer
             counters.changed += group * (rows if choice.rank or choice.precision != "model" else fewer)
 
@@ -237,7 +238,10 @@ def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> T
             full, less = torch.logaddexp(full, sinks), torch.logaddexp(less, sinks)
         ratio = torch.where(torch.isfinite(full), less - full, torch.zeros_like(full)).clamp(max=0.0)
         found[heads] = (-torch.expm1(ratio)).amax(1).cpu()
-    return found * (positions < program.max_length).cpu()
+    within = execute.rows_within(structure, program.max_length, device)
+    if isinstance(within, Tensor):
+        return found * within[0, rows].cpu()
+    return found if within else torch.zeros_like(found)
 
 
 _SLOT = "_adaattn_monitor"

@@ -213,7 +213,8 @@ class Verified:
         kl: Mean KL(stock || plan), nats/token.
         kl_p999: Its 99.9th percentile.
         top1: Share of tokens where both agree on the likeliest token.
-        retrieval_stock: Share of needles that stock attention retrieves.
+        retrieval_stock: Share of needles that stock attention retrieves; `None` where none were asked for, as of
+            models that generate nothing.
         retrieval_plan: Share of needles that the plan retrieves.
         activation: Share of (token, query head) pairs that the plan computes otherwise than stock.
         activation_keys: Share of them that see fewer keys: what perplexity on short text cannot test.
@@ -231,8 +232,8 @@ class Verified:
     kl: float
     kl_p999: float
     top1: float
-    retrieval_stock: float
-    retrieval_plan: float
+    retrieval_stock: float | None
+    retrieval_plan: float | None
     activation: float
     activation_keys: float
     predicted_kl: float

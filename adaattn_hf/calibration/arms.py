@@ -1,14 +1,17 @@
 """Running a model's exact and planned arm on the same tokens, with the vocabulary projection done in pieces.
 
 A forward to the last hidden state and a chunked projection keep memory at one chunk of logits. Whether
-`head(hidden)` is what the model returns is checked once per model; where it is not (capped or scaled logits)
-the model's own logits are used.
+`head(hidden)` is what the model returns is checked once per model; where a head does more (transforms, caps or
+scales) it is reached through the model's own forward pass, and where that is not possible either the model's
+logits are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from adaattn_hf import execute
 from adaattn_hf.approximate import LayerTensors, Program
 from adaattn_hf.backends.select import choose
+from adaattn_hf.calibration.scoring import Input, Reading, reading_of
 from adaattn_hf.plan import Plan
 from adaattn_hf.request import AttentionRequest, CallSpec
 from adaattn_hf.tap import Tap, tapping
@@ -35,39 +39,87 @@ class ModelArms:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self._body = getattr(model, "base_model", None)
+        body = getattr(model, "base_model", None)
+        self._body: nn.Module | None = None if body is model else body
         get_head = getattr(model, "get_output_embeddings", None)
-        self._head: nn.Module | None = get_head() if callable(get_head) else None
-        self._split = self._check()
+        projection = get_head() if callable(get_head) else None
+        if projection is None:
+            raise ValueError(
+                f"model: got {type(model).__name__}, which has no language-model head, expected one that predicts "
+                "tokens (…ForCausalLM, …LMHeadModel, …ForMaskedLM): without predictions there is no loss to keep a "
+                "budget of; calibrate the checkpoint with its head, and give its plan to this model with "
+                "adaattn_hf.load_plan(model, directory)"
+            )
+        self._head = self._find_head(projection)
 
-    def _check(self) -> bool:
-        if self._body is None or self._body is self.model or self._head is None:
-            return False
+    def _find_head(self, projection: nn.Module) -> Callable[[Tensor], Tensor] | None:
+        """The function from last hidden states to logits, `None` where there is no telling."""
+        if self._body is None:
+            return None
         probe = torch.arange(1, 9, device=self.device)[None]
         with torch.no_grad(), tapping(None):
-            whole = self.model(input_ids=probe).logits
-            parts = self._head(self._body(input_ids=probe).last_hidden_state)
-        return whole.shape == parts.shape and torch.allclose(whole, parts, rtol=1e-4, atol=1e-4)
+            whole: Tensor = self.model(input_ids=probe).logits
+            states: Tensor = self._body(input_ids=probe).last_hidden_state
+            heads: list[Callable[[Tensor], Tensor]] = [self._head_of_forward]
+            # a head that transforms first may have another width at its end
+            if getattr(projection, "in_features", states.shape[-1]) == states.shape[-1]:
+                heads.insert(0, projection)
+            for head in heads:
+                parts = head(states)
+                if whole.shape == parts.shape and torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):
+                    return head
+        return None
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Returns the last hidden state `[1, n, width]`, or the logits where the model cannot be split."""
-        if self._split and self._body is not None:
-            state: Tensor = self._body(input_ids=tokens, use_cache=False).last_hidden_state
-            return state
-        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+    def _head_of_forward(self, states: Tensor) -> Tensor:
+        """The logits of hidden states, by the model's own forward pass.
+
+        The body reads one token, and what it returns is replaced: whatever the model does behind its body
+        (a transform, a norm, a cap on the logits) is done to these states.
+        """
+
+        def replaced(_module: nn.Module, _inputs: object, output: Any) -> Any:
+            output["last_hidden_state"] = states
+            return output
+
+        assert self._body is not None
+        handle = self._body.register_forward_hook(replaced)
+        try:
+            with tapping(exact_tap):
+                logits: Tensor = self.model(
+                    input_ids=torch.ones(1, 1, dtype=torch.long, device=self.device)
+                ).logits
+        finally:
+            handle.remove()
         return logits
 
+    def hidden(self, given: Input) -> Tensor:
+        """Returns the last hidden states of the predictions `[1, predictions, width]`, logits where a model has no
+        head of its own.
+
+        Args:
+            given: Token ids `[1, n]`, or a reading.
+        """
+        reading = reading_of(given)
+        states = self._states(reading.tokens)
+        return states if reading.places is None else states[:, reading.places]
+
+    def _states(self, tokens: Tensor) -> Tensor:
+        whole = self._body if self._head is not None else self.model
+        assert whole is not None
+        options = {"use_cache": False} if "use_cache" in signature(whole.forward).parameters else {}
+        output = whole(input_ids=tokens, **options)
+        states: Tensor = output.logits if self._head is None else output.last_hidden_state
+        return states
+
     @torch.no_grad()
-    def exact(self, tokens: Tensor) -> Tensor:
-        """Returns the last hidden state under exact attention, whatever plan the model carries."""
+    def exact(self, given: Input) -> Tensor:
+        """Returns `hidden` under exact attention, whatever plan the model carries."""
         with tapping(exact_tap):
-            return self.hidden(tokens)
+            return self.hidden(given)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns fp32 logits of a stretch of hidden states."""
-        if self._split and self._head is not None:
-            return torch.as_tensor(self._head(hidden)).float()
-        return hidden.float()
+        return (hidden if self._head is None else self._head(hidden)).float()
 
     def chunks(self, *hidden: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yields the first position and the logits `[1, chunk, vocabulary]` of each arm, chunk by chunk."""
@@ -127,23 +179,30 @@ class TokenScores:
         return self.planned - self.stock
 
 
+def joined(scores: Sequence[TokenScores]) -> TokenScores:
+    """Returns the scores of several readings as one."""
+    names = [field.name for field in fields(TokenScores)]
+    return TokenScores(**{name: torch.cat([getattr(one, name) for one in scores]) for name in names})
+
+
 @torch.no_grad()
-def compare(arms: ModelArms, tokens: Tensor, tap: Tap, exact: Tensor | None = None) -> TokenScores:
-    """Returns the paired scores of a sequence `[1, n]` under exact attention and under a tap.
+def compare(arms: ModelArms, given: Input, tap: Tap, exact: Tensor | None = None) -> TokenScores:
+    """Returns the paired scores of a sequence under exact attention and under a tap.
 
     Args:
         arms: The model.
-        tokens: Token ids `[1, n]`.
+        given: Token ids `[1, n]`, scored at every next token, or a reading.
         tap: Answers the attention calls of the second arm.
         exact: Hidden states of the first arm, if they are known already.
     """
+    reading = reading_of(given)
     if exact is None:
-        exact = arms.exact(tokens)
+        exact = arms.exact(reading)
     with tapping(tap):
-        planned = arms.hidden(tokens)
+        planned = arms.hidden(reading)
     parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    target = tokens[0, 1:]
-    for start, (left, right) in arms.chunks(exact[:, :-1], planned[:, :-1]):
+    target = reading.targets
+    for start, (left, right) in arms.chunks(exact[:, : len(target)], planned[:, : len(target)]):
         stop = start + left.shape[1]
         wanted = target[start:stop, None]
         first, second = left[0].double().log_softmax(-1), right[0].double().log_softmax(-1)
@@ -157,6 +216,21 @@ def compare(arms: ModelArms, tokens: Tensor, tap: Tap, exact: Tensor | None = No
         )
     stock, plan, kl, agree = (torch.cat(column) for column in zip(*parts, strict=True))
     return TokenScores(stock, plan, kl, agree)
+
+
+def compare_all(
+    arms: ModelArms, readings: Sequence[Reading], tap: Tap, exact: Sequence[Tensor] | None = None
+) -> TokenScores:
+    """Returns the paired scores of all readings of a sequence.
+
+    Args:
+        arms: The model.
+        readings: The readings.
+        tap: Answers the attention calls of the second arm.
+        exact: Hidden states of the first arm per reading, if they are known already.
+    """
+    known: Sequence[Tensor | None] = [None] * len(readings) if exact is None else exact
+    return joined([compare(arms, one, tap, state) for one, state in zip(readings, known, strict=True)])
 
 
 Progress = Callable[[str, int, int], None]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from adaattn_hf.approximate import LayerTensors, Program, heads_of, ranked
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.calibration.arms import ModelArms, exact_tap
+from adaattn_hf.calibration.scoring import Input, reading_of
 from adaattn_hf.execute import cast, launch
 from adaattn_hf.plan import EXACT, Choice, LayerPlan
 from adaattn_hf.request import AttentionRequest
@@ -211,7 +212,7 @@ def label_gradients(arms: ModelArms, hidden: Tensor, generator: torch.Generator,
 
 def measure(
     arms: ModelArms,
-    tokens: Tensor,
+    given: Input,
     choices: Sequence[Choice],
     tensors: dict[int, LayerTensors],
     *,
@@ -220,8 +221,11 @@ def measure(
     generator: torch.Generator,
     on_products: Callable[[dict[int, Tensor]], None],
 ) -> FisherRecorder:
-    """Runs one sequence `[1, n]` forward and `labels` times backward, handing over g . do after each backward pass."""
-    sampled = stratified_rows(tokens.shape[1], rows, generator)
+    """Runs one sequence forward and `labels` times backward, handing over g . do after each backward pass.
+
+    Labels are drawn for every prediction of the sequence: at each position, or at the places of a reading.
+    """
+    sampled = stratified_rows(reading_of(given).tokens.shape[1], rows, generator)
     recorder = FisherRecorder(sampled, choices, tensors)
     frozen = [parameter for parameter in arms.model.parameters() if parameter.requires_grad]
     for parameter in frozen:
@@ -230,7 +234,7 @@ def measure(
     handle = embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
     try:
         with torch.enable_grad(), tapping(recorder.tap):
-            hidden = arms.hidden(tokens)
+            hidden = arms.hidden(given)
             recorder.listening = False
             for index, gradient in enumerate(label_gradients(arms, hidden, generator, labels)):
                 torch.autograd.backward(hidden, gradient, retain_graph=index + 1 < labels)

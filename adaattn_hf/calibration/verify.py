@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaattn_hf.approximate import Program
+from adaattn_hf.approximate import Program, rows_with_fewer_keys
 from adaattn_hf.calibration import needles as needle
 from adaattn_hf.calibration import team
-from adaattn_hf.calibration.arms import ModelArms, TokenScores, compare, exact_tap, plan_tap
+from adaattn_hf.calibration.arms import ModelArms, TokenScores, compare_all, exact_tap, plan_tap
 from adaattn_hf.calibration.corpus import TokenSequence
-from adaattn_hf.plan import Choice, Verified
+from adaattn_hf.calibration.scoring import NextToken, Scoring
+from adaattn_hf.plan import Verified
 from adaattn_hf.policy.acceptance import Bound, Gates, clustered, upper_bound
 
 Step = Callable[[int, int], None]
@@ -71,11 +72,12 @@ def gather(
     programs: Mapping[int, Program],
     sequences: Sequence[TokenSequence],
     *,
+    scoring: Scoring = NextToken(),
     haystacks: int = 0,
     needles: int = 8,
     seed: int = 0,
     step: Step | None = None,
-    states: dict[int, Tensor] | None = None,
+    states: dict[int, list[Tensor]] | None = None,
 ) -> Evidence:
     """Returns the evidence of a plan on held-out sequences, each of its own length.
 
@@ -83,22 +85,25 @@ def gather(
         arms: The model.
         programs: The plan's programs by layer index.
         sequences: Held-out sequences.
-        haystacks: How many of the sequences also serve as haystacks.
+        scoring: What is scored; both arms read the same tokens.
+        haystacks: How many of the sequences also serve as haystacks; of models that generate.
         needles: Needles per haystack.
-        seed: Seed of the needles.
+        seed: Seed of the needles and of what a reading masks.
         step: Told how many passes are done, and of how many.
         states: Keeps the hidden states of exact attention by place, for further plans on the same sequences.
     """
+    haystacks = haystacks if scoring.generates else 0
     evidence = Evidence()
     tap = plan_tap(programs)
     crew = team.present()
     total = len(sequences) + haystacks
     scores: list[TokenScores] = []
     for index in crew.mine(len(sequences)):
-        tokens = torch.tensor([sequences[index].tokens], device=arms.device)
+        readings = scoring.readings(sequences[index].tokens, seed, arms.device)
         if states is not None and index not in states:
-            states[index] = arms.exact(tokens)
-        scores.append(compare(arms, tokens, tap, states[index] if states is not None else None).cpu())
+            states[index] = [arms.exact(reading) for reading in readings]
+        known = states[index] if states is not None else None
+        scores.append(compare_all(arms, readings, tap, known).cpu())
         if step is not None:
             step(min(index + crew.size, len(sequences)), total)
     for sequence, score in zip(sequences, crew.gather(scores, len(sequences)), strict=True):
@@ -117,31 +122,26 @@ def gather(
     return evidence
 
 
-def activation(programs: Mapping[int, Program], heads: Mapping[int, int], length: int) -> tuple[float, float]:
+def activation(
+    programs: Mapping[int, Program], heads: Mapping[int, int], length: int, causal: bool = True
+) -> tuple[float, float]:
     """Returns the share of (token, query head) pairs that a plan changes at a length: at all, and by dropping keys.
-
-    Blocks count as dropping keys from the fourth block on, where they first can.
 
     Args:
         programs: The plan's programs by layer index.
         heads: Key/value heads of every layer, exact ones too.
         length: Tokens of a sequence.
+        causal: Whether attention is causal.
     """
     changed = dropped = 0.0
     total = sum(heads.values()) * length
     for program in programs.values():
+        within = min(length, program.max_length) if causal else length * (length <= program.max_length)
         for choice in program.plan.choices:
-            rows = rows_with_dropped_keys(choice, min(length, program.max_length))
+            rows = rows_with_fewer_keys(choice, 0, within, length, causal)
             dropped += rows
-            changed += min(length, program.max_length) if choice.rank or choice.precision != "model" else rows
+            changed += within if choice.rank or choice.precision != "model" else rows
     return (changed / total, dropped / total) if total else (0.0, 0.0)
-
-
-def rows_with_dropped_keys(choice: Choice, length: int) -> int:
-    """Returns how many rows of a causal sequence see fewer keys (for blocks: may see fewer) than exact attention."""
-    if choice.kind == "window":
-        return max(0, length - choice.window - choice.sinks)
-    return max(0, length - 192 - choice.sinks) if choice.kind == "blocks" else 0
 
 
 def judge(
@@ -174,7 +174,7 @@ def judge(
         if not reasons
         else "failed: " + "; ".join(reasons)
     )
-    needles = max(evidence.needles, 1)
+    needles = evidence.needles
     return Verified(
         passed=not reasons,
         delta_nll=bound.mean,
@@ -186,8 +186,8 @@ def judge(
         kl=mean,
         kl_p999=float(np.quantile(kl.numpy(), 0.999)),
         top1=top1,
-        retrieval_stock=evidence.found / needles,
-        retrieval_plan=evidence.planned / needles,
+        retrieval_stock=evidence.found / needles if needles else None,
+        retrieval_plan=evidence.planned / needles if needles else None,
         activation=share[0],
         activation_keys=share[1],
         predicted_kl=predicted,

@@ -17,6 +17,8 @@ from adaattn_hf.plan import EXACT, Choice
 
 FAMILIES = ("window", "blocks", "rank", "bf16", "int8")
 WINDOWS = (256, 512, 1024, 2048, 4096)
+WINDOWS_BOTH_WAYS = (32, 64, 128, 256, 512, 1024, 2048)
+"""Of bidirectional attention: a window of W sees 2 W - 1 keys."""
 MASSES = (0.95, 0.98, 0.99, 0.995)
 SINKS = 16
 
@@ -47,8 +49,9 @@ def candidates(
 ) -> Candidates:
     """Returns the choices that make sense for sequences up to `length` and heads of `head_dim` in `dtype`.
 
-    Windows that reach half of the sequence are left out (they save nothing worth a launch), ranks are
-    multiples of 16, bfloat16 is a choice for float32 models alone.
+    Windows that leave out less than a quarter of the scores are left out (they save nothing worth a launch: a
+    causal window of half the sequence, one that looks both ways of three eighths), ranks are multiples of 16,
+    bfloat16 is a choice for float32 models alone.
 
     Raises:
         ValueError: If a family is unknown.
@@ -60,7 +63,8 @@ def candidates(
             raise ValueError(f"family {family!r} is unknown, expected some of {list(FAMILIES)}{hint}")
     kinds = [EXACT]
     if "window" in families:
-        kinds += [Choice("window", window, SINKS) for window in windows if window + SINKS <= length // 2]
+        widest = length // 2 - SINKS if causal else (3 * length // 4 - SINKS) // 2
+        kinds += [Choice("window", window, SINKS) for window in windows if window <= widest]
     if "blocks" in families and length >= 512:
         kinds += [Choice("blocks", sinks=SINKS, mass=mass) for mass in masses]
     ranks: list[Choice] = []

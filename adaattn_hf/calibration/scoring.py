@@ -1,0 +1,186 @@
+"""What a model is scored on: which tokens it reads, which of its predictions count, and what is true there.
+
+A causal model predicts every next token of a sequence in one pass. A masked one predicts tokens that were
+taken out of what it reads: a seeded share of them at a time, in several readings of each sequence. Everything
+else of calibration is the same for both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from adaattn_hf.policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """One pass over a sequence: what goes in, and what its predictions are held against.
+
+    Attributes:
+        tokens: `[1, n]` token ids that the model reads.
+        targets: `[scored]` true tokens of the scored predictions.
+        places: `[scored]` positions of these predictions; without them every position predicts its next
+            token, and the last one has no target.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    places: Tensor | None = None
+
+    @property
+    def rows_per_prediction(self) -> float:
+        """Query rows per prediction: a loss of 1 nat in each row is this many nats per predicted token."""
+        return 1.0 if self.places is None else self.tokens.shape[1] / len(self.places)
+
+
+Input = Tensor | Reading
+"""What a model reads: `[1, n]` token ids that predict their next ones, or a reading."""
+
+
+def reading_of(given: Input) -> Reading:
+    """Returns a reading as it is, and token ids `[1, n]` as the reading that predicts each next one."""
+    return given if isinstance(given, Reading) else Reading(given, given[0, 1:])
+
+
+class Scoring(Protocol):
+    """How a kind of model is scored.
+
+    Attributes:
+        causal: Whether attention of such models is causal.
+        generates: Whether they generate: needles can be asked for, and decode steps have a price.
+    """
+
+    causal: ClassVar[bool]
+    generates: ClassVar[bool]
+
+    def content(self, length: int) -> int:
+        """Returns how many tokens of text a sequence of `length` tokens holds."""
+
+    def windows(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the windows to consider, those of the settings unless they are the default of another kind."""
+
+    def readings(self, tokens: Sequence[int], seed: int, device: torch.device) -> list[Reading]:
+        """Returns the passes over a sequence of text, the same ones for the same seed and tokens."""
+
+    def words(self) -> dict[str, Any]:
+        """Returns the protocol as a plan keeps it."""
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """Causal models: every next token, in one reading."""
+
+    causal: ClassVar[bool] = True
+    generates: ClassVar[bool] = True
+
+    def content(self, length: int) -> int:
+        """Returns `length`: sequences are text alone."""
+        return length
+
+    def windows(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the windows as asked for."""
+        return asked
+
+    def readings(self, tokens: Sequence[int], seed: int, device: torch.device) -> list[Reading]:
+        """Returns the one reading of a sequence."""
+        return [reading_of(torch.tensor([tokens], device=device))]
+
+    def words(self) -> dict[str, Any]:
+        """Returns the protocol as a plan keeps it."""
+        return {"predicts": "the next token, at every position"}
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """Masked-language models: true tokens at masked positions, in several readings of each sequence.
+
+    The masked places of the readings of one sequence are disjoint as long as there are places left.
+
+    Attributes:
+        mask_token: Id of the mask token.
+        prefix: Special tokens before a text, never masked.
+        suffix: Special tokens behind it.
+        share: Share of the text's tokens that is masked in a reading.
+        count: Readings of a sequence.
+    """
+
+    mask_token: int
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    share: float = 0.15
+    count: int = 4
+
+    causal: ClassVar[bool] = False
+    generates: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share < 1.0:
+            raise ValueError(f"mask_share is {self.share}, expected a share of the tokens such as 0.15")
+        if self.count < 1:
+            raise ValueError(f"maskings is {self.count}, expected at least 1 reading of each sequence")
+
+    @classmethod
+    def of(cls, tokenizer: Any, share: float = 0.15, count: int = 4) -> MaskedTokens:
+        """Returns the scoring with a tokenizer's mask token and the special tokens that it puts around a text.
+
+        Raises:
+            ValueError: If it has no mask token, or changes a text that it puts special tokens around.
+        """
+        mask = tokenizer.mask_token_id
+        if mask is None:
+            raise ValueError(
+                f"tokenizer: {type(tokenizer).__name__} of {tokenizer.name_or_path!r} has no mask token, expected the "
+                "one that the model was trained with: a masked-language model is scored on masked tokens; set "
+                "tokenizer.mask_token, or give the tokenizer that belongs to the model"
+            )
+        whole = list(tokenizer("a").input_ids)
+        body = list(tokenizer("a", add_special_tokens=False).input_ids)
+        for at in range(len(whole) - len(body) + 1):
+            if whole[at : at + len(body)] == body:
+                return cls(int(mask), tuple(whole[:at]), tuple(whole[at + len(body) :]), share, count)
+        raise ValueError(
+            f"tokenizer: it gives {whole} for 'a', expected {body} with special tokens before and behind"
+        )
+
+    def content(self, length: int) -> int:
+        """Returns `length` less the special tokens."""
+        return length - len(self.prefix) - len(self.suffix)
+
+    def windows(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns windows that look both ways instead of the default ones, which look back."""
+        return WINDOWS_BOTH_WAYS if asked == WINDOWS else asked
+
+    def readings(self, tokens: Sequence[int], seed: int, device: torch.device) -> list[Reading]:
+        """Returns the readings of a sequence; every masked token is replaced by the mask token."""
+        digest = hashlib.sha256(f"{seed}:{','.join(map(str, tokens))}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        whole = torch.tensor([*self.prefix, *tokens, *self.suffix])
+        size = max(1, round(self.share * len(tokens)))
+        found: list[Reading] = []
+        pieces: list[Tensor] = []
+        for _ in range(self.count):
+            if not pieces:
+                order = torch.randperm(len(tokens), generator=generator)
+                pieces = list(order[: len(tokens) // size * size].split(size))
+            places = pieces.pop(0).sort().values + len(self.prefix)
+            masked = whole.clone()
+            masked[places] = self.mask_token
+            found.append(Reading(masked[None].to(device), whole[places].to(device), places.to(device)))
+        return found
+
+    def words(self) -> dict[str, Any]:
+        """Returns the protocol as a plan keeps it."""
+        return {
+            "predicts": "tokens at masked positions, each replaced by the mask token",
+            "mask_share": self.share,
+            "maskings": self.count,
+            "special_tokens": [list(self.prefix), list(self.suffix)],
+            "retrieval": "does not apply: nothing is generated",
+            "decode": "does not apply: nothing is generated",
+        }
