@@ -36,7 +36,7 @@ def make_plan(run: Measurements, picks: NDArray[np.int64], verified: Verified | 
     for place, index in enumerate(run.layers):
         mine = picks[place * run.kv_heads : (place + 1) * run.kv_heads]
         layer = LayerPlan(index, run.hashes[index], tuple(run.candidates.choices[pick] for pick in mine))
-        if not layer.is_exact:
+        if not layer.is_exact or run.own_numbers:
             layers.append(layer)
             units += records[place * run.kv_heads : (place + 1) * run.kv_heads]
     digest = hashlib.sha256("".join(run.hashes[index] for index in run.layers).encode()).hexdigest()
@@ -97,7 +97,8 @@ def finished_plan(
         tensors.update(needed_tensors(layer, run.tensors[layer.layer]))
     named = ("budget", "seed", "lengths")
     settings = {name: value for name, value in asdict(run.settings).items() if name not in named}
-    protocol = {
+    protocol: dict[str, Any] = {
+        "scoring": run.scoring.words(),
         "settings": {
             name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
         },
@@ -107,6 +108,8 @@ def finished_plan(
         "machine": run.table.machine if run.table is not None else "",
         "clusters": "documents where there are at least eight of them, stretches of text otherwise",
     }
+    if run.own_numbers:
+        protocol[attach.OWN_NUMBERS] = True
     return replace(plan, protocol=protocol, tensors=attach.remember_tensors(tensors)), tensors
 
 

@@ -25,9 +25,10 @@ from torch import nn
 
 from adaattn_hf.approximate import Program
 from adaattn_hf.calibration import needles, verify
-from adaattn_hf.calibration.arms import Progress, compare, plan_tap, programs_of, silent
+from adaattn_hf.calibration.arms import Progress, compare_all, plan_tap, programs_of, silent
 from adaattn_hf.calibration.assemble import finished_plan, make_plan, report, save_plan
 from adaattn_hf.calibration.measure import Measurements
+from adaattn_hf.calibration.scoring import NEXT_TOKEN, Scoring
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.calibration.state import CalibrationState
 from adaattn_hf.plan import Choice, Plan, Verified
@@ -59,6 +60,7 @@ def calibrate(
     settings: CalibrationSettings,
     *,
     verify_data: Sequence[str | Path] | None = None,
+    scoring: Scoring = NEXT_TOKEN,
     prices: PriceTable | None = None,
     directory: Path | None = None,
     resume: bool = False,
@@ -73,6 +75,7 @@ def calibrate(
         data: Files and directories of text.
         settings: How the plan is made.
         verify_data: Held-out text of another source; disjoint parts of `data` when absent.
+        scoring: What the model is scored on: `MaskedTokens.of(tokenizer)` for a masked-language model.
         prices: Prices measured before; measured now when absent.
         directory: Where the state is kept after every sequence.
         resume: Go on with the state found there.
@@ -81,7 +84,8 @@ def calibrate(
     Raises:
         ValueError: If the model cannot carry a plan, or the text is too short.
     """
-    run = Run(model, encode, list(data), settings, list(verify_data) if verify_data else None, progress)
+    held = list(verify_data) if verify_data else None
+    run = Run(model, encode, list(data), settings, held, progress, scoring)
     run.measure(directory, resume)
     run.price(prices)
     result = run.choose_and_verify()
@@ -109,7 +113,7 @@ class Run(Measurements):
         """Returns what held-out text of a length says about an allocation, and its price ratio there."""
         held = self.samples[length][0]["try 1"]
         states = self.held_states.setdefault(length, {})
-        evidence = verify.gather(self.arms, self.programs(picks), held, states=states)
+        evidence = verify.gather(self.arms, self.programs(picks), held, scoring=self.scoring, states=states)
         bound = evidence.bound(0.95)
         return {
             "delta_nll": bound.mean,
@@ -144,12 +148,12 @@ class Run(Measurements):
         """Returns the measured KL of an allocation on the sequences set aside for it, and its flips per token."""
         tap = plan_tap(self.programs(picks))
         sequences = self.samples[length][0]["joint"]
-        parts = [self._tokens(sequences[number]) for number in self.team.mine(len(sequences))]
+        parts = [self.readings(sequences[number]) for number in self.team.mine(len(sequences))]
         if length not in self.exact_states:
-            self.exact_states[length] = [self.arms.exact(tokens) for tokens in parts]
+            self.exact_states[length] = [[self.arms.exact(one) for one in readings] for readings in parts]
         scores = [
-            compare(self.arms, tokens, tap, state)
-            for tokens, state in zip(parts, self.exact_states[length], strict=True)
+            compare_all(self.arms, readings, tap, states)
+            for readings, states in zip(parts, self.exact_states[length], strict=True)
         ]
         own = [(float(score.kl.mean()), float(score.agree.double().mean())) for score in scores]
         kl, agree = np.mean(self.team.gather(own, len(sequences)), axis=0)
@@ -242,12 +246,13 @@ class Run(Measurements):
             def step(done: int, total: int, length: int = length) -> None:
                 self.progress(f"verify {length}", done, total)
 
-            step(0, len(held) + s.haystacks)
+            step(0, len(held) + (s.haystacks if self.scoring.generates else 0))
 
             evidence = verify.gather(
                 self.arms,
                 programs,
                 held,
+                scoring=self.scoring,
                 haystacks=s.haystacks,
                 needles=min(s.needles, needles.most(length)),
                 seed=s.seed + tries,
@@ -259,7 +264,9 @@ class Run(Measurements):
                     Gates.for_budget(s.budget),
                     confidence=confidence,
                     tries=tries,
-                    share=verify.activation(programs, dict.fromkeys(self.layers, self.kv_heads), length),
+                    share=verify.activation(
+                        programs, dict.fromkeys(self.layers, self.kv_heads), length, self.scoring.causal
+                    ),
                     predicted=float(found.risk[place] * alpha[place]),
                 )
             )
@@ -273,9 +280,11 @@ def prepare_run(
     settings: CalibrationSettings,
     verify_data: Sequence[str | Path] | None = None,
     prices: PriceTable | None = None,
+    scoring: Scoring = NEXT_TOKEN,
 ) -> Run:
     """Returns a calibration with risks and prices measured and nothing chosen, for studies."""
-    run = Run(model, encode, list(data), settings, list(verify_data) if verify_data else None, silent)
+    held = list(verify_data) if verify_data else None
+    run = Run(model, encode, list(data), settings, held, silent, scoring)
     run.measure(None, False)
     run.price(prices)
     return run

@@ -17,6 +17,7 @@ from adaattn_hf import execute
 from adaattn_hf.approximate import Program
 from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap
 from adaattn_hf.calibration.fisher import layer_index
+from adaattn_hf.calibration.scoring import Input
 from adaattn_hf.request import AttentionRequest
 from adaattn_hf.tap import tapping
 
@@ -31,11 +32,11 @@ class SingleChanges:
 
     Args:
         arms: The model.
-        tokens: Token ids `[1, n]`.
+        given: Token ids `[1, n]`, or a reading.
     """
 
-    def __init__(self, arms: ModelArms, tokens: Tensor) -> None:
-        self._arms, self._tokens = arms, tokens
+    def __init__(self, arms: ModelArms, given: Input) -> None:
+        self._arms, self._given = arms, given
         self._outputs: dict[int, Tensor] = {}
 
         def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
@@ -44,7 +45,7 @@ class SingleChanges:
             return out
 
         with torch.no_grad(), tapping(tap):
-            self._exact = arms.hidden(tokens)
+            self._exact = arms.hidden(given)
 
     def kl(self, program: Program) -> NDArray[np.float64]:
         """Returns the mean KL `[STRETCHES]` of each stretch under a program of one layer, exact elsewhere."""
@@ -56,7 +57,7 @@ class SingleChanges:
                 return self._outputs[index]
             return execute.attend(program, request).out if index == changed else exact_tap(module, request)
 
-        scores = compare(self._arms, self._tokens, tap, self._exact)
+        scores = compare(self._arms, self._given, tap, self._exact)
         return np.array([float(part.mean()) for part in scores.kl.cpu().tensor_split(STRETCHES)])
 
 
@@ -68,7 +69,7 @@ def mean_and_error(stretches: Sequence[NDArray[np.float64]]) -> tuple[float, flo
 
 def measured_pairs(
     arms: ModelArms,
-    tokens: Tensor,
+    readings: Sequence[Input],
     pairs: Sequence[tuple[int, int]],
     program: Callable[[int, int], Program],
     step: Callable[[], None],
@@ -77,14 +78,15 @@ def measured_pairs(
 
     Args:
         arms: The model.
-        tokens: Token ids `[1, n]`.
+        readings: The passes over the sequence.
         pairs: Units and choices.
         program: The program of one unit taking one choice, the rest of its layer exact.
         step: Called after each pair.
     """
+    every = [SingleChanges(arms, reading) for reading in readings]
     found: dict[tuple[int, int], NDArray[np.float64]] = {}
-    changes = SingleChanges(arms, tokens)
     for pair in pairs:
-        found[pair] = changes.kl(program(*pair))
+        made = program(*pair)
+        found[pair] = np.concatenate([changes.kl(made) for changes in every])
         step()
     return found

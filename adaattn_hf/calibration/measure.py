@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from adaattn_hf.approximate import LayerTensors, Program
 from adaattn_hf.calibration import corpus, direct, fisher, pricing, team
 from adaattn_hf.calibration.arms import ModelArms, Progress
 from adaattn_hf.calibration.corpus import TokenSequence
+from adaattn_hf.calibration.scoring import NEXT_TOKEN, Reading, Scoring
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import CalibrationState
 from adaattn_hf.plan import EXACT, LayerPlan
@@ -41,8 +42,10 @@ class Measurements:
         settings: CalibrationSettings,
         verify_data: list[str | Path] | None,
         progress: Progress,
+        scoring: Scoring = NEXT_TOKEN,
     ) -> None:
-        self.model, self.settings, self.progress = model, settings, progress
+        settings = replace(settings, windows=scoring.windows(settings.windows))
+        self.model, self.settings, self.progress, self.scoring = model, settings, progress, scoring
         self.team = team.present()
         if model.config._attn_implementation != "adaattn":  # type: ignore[union-attr]
             raise ValueError(
@@ -50,6 +53,7 @@ class Measurements:
                 'load the model with from_pretrained(..., attn_implementation="adaattn")'
             )
         model.eval()
+        self.own_numbers = attach.number_layers(model)
         self.arms = ModelArms(model)
         self.samples = {length: self._draw(data, verify_data, encode, length) for length in settings.lengths}
         self.fingerprint = hashlib.sha256(
@@ -75,10 +79,11 @@ class Measurements:
             settings.families,
             settings.windows,
             settings.masses,
+            scoring.causal,
         )
         self.tensors = {index: self._layer_tensors(index) for index in self.layers}
-        self.exact_states: dict[int, list[Tensor]] = {}
-        self.held_states: dict[int, dict[int, Tensor]] = {}
+        self.exact_states: dict[int, list[list[Tensor]]] = {}
+        self.held_states: dict[int, dict[int, list[Tensor]]] = {}
         self.table: PriceTable | None = None
         self.directory: Path | None = None
         self.decided: list[tuple[int, int]] = []
@@ -92,6 +97,7 @@ class Measurements:
         n: int,
     ) -> tuple[dict[str, list[TokenSequence]], str, str]:
         s = self.settings
+        n = self.scoring.content(n)
         own = {"risk": s.sequences, "joint": s.joint}
         held = {f"try {number}": s.held_out for number in range(1, s.tries + 1)}
         if verify_data is None:
@@ -101,8 +107,9 @@ class Measurements:
         second = corpus.draw(verify_data, encode, n, held, s.seed)
         return {**first.parts, **second.parts}, first.fingerprint, second.fingerprint
 
-    def _tokens(self, sequence: TokenSequence) -> Tensor:
-        return torch.tensor([sequence.tokens], device=self.arms.device)
+    def readings(self, sequence: TokenSequence) -> list[Reading]:
+        """Returns the passes over a sequence of calibration text."""
+        return self.scoring.readings(sequence.tokens, self.settings.seed, self.arms.device)
 
     def _attention_config(self) -> Any:
         for module in self.model.modules():
@@ -128,16 +135,21 @@ class Measurements:
 
             self.progress("moments", number, len(self.samples))
             with torch.no_grad(), tapping(tap):
-                self.arms.hidden(self._tokens(parts["risk"][0]))
+                self.arms.hidden(self.readings(parts["risk"][0])[0])
             if not seen:
                 raise ValueError(
                     "the model made no attention call through adaattn; it may not use the attention interface"
                 )
-            self.calls[length] = seen[len(seen) // 2]
+            whole = [request for request in seen if request.structure.window is None] or seen
+            self.calls[length] = whole[len(whole) // 2]
         self.progress("moments", len(self.samples), len(self.samples))
-        if not all(moments.causal.values()):
+        if set(moments.causal.values()) != {self.scoring.causal}:
+            kinds = sorted({"causal" if causal else "bidirectional" for causal in moments.causal.values()})
+            wanted = "causal" if self.scoring.causal else "bidirectional"
             raise ValueError(
-                "attention is bidirectional: calibration draws labels of the next token and serves causal models"
+                f"scoring: {type(self.scoring).__name__} is for {wanted} attention, this model's is "
+                f"{' and '.join(kinds)}; calibrate a masked-language model with scoring=MaskedTokens.of(tokenizer), a "
+                "causal one with the default"
             )
         return moments
 
@@ -159,6 +171,8 @@ class Measurements:
         s = self.settings
         self.directory = directory
         identity = {**asdict(s), "weights": self.hashes, "text": self.fingerprint, "dtype": self.dtype}
+        if not self.scoring.causal:
+            identity["scoring"] = self.scoring.words()
         for free in ("budget", "direct", "held_out", "tries"):
             identity.pop(free)
         self.state = CalibrationState(identity, s.lengths, len(self.units), len(self.candidates.choices))
@@ -186,25 +200,29 @@ class Measurements:
         s = self.settings
         generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
         sums = np.zeros((len(self.units), len(self.candidates.choices)))
+        dropped = np.zeros((*sums.shape, 3))
         rows = 0
+        readings = self.readings(self.samples[length][0]["risk"][number])
+        for reading in readings:
 
-        def add(products: dict[int, Tensor]) -> None:
-            nonlocal rows
-            part, count = fisher.unit_risks(products, self.kv_heads, self.candidates.combine)
-            sums.__iadd__(part)
-            rows += count
+            def add(products: dict[int, Tensor], weight: float = reading.rows_per_prediction) -> None:
+                nonlocal rows
+                part, count = fisher.unit_risks(products, self.kv_heads, self.candidates.combine)
+                sums.__iadd__(part * weight)
+                rows += count
 
-        recorder = fisher.measure(
-            self.arms,
-            self._tokens(self.samples[length][0]["risk"][number]),
-            self.candidates.parts,
-            self.tensors,
-            rows=s.rows,
-            labels=s.labels,
-            generator=generator,
-            on_products=add,
-        )
-        return sums, rows, self._dropped(recorder)
+            recorder = fisher.measure(
+                self.arms,
+                reading,
+                self.candidates.parts,
+                self.tensors,
+                rows=s.rows,
+                labels=s.labels,
+                generator=generator,
+                on_products=add,
+            )
+            dropped += self._dropped(recorder) / len(readings)
+        return sums, rows, dropped
 
     def _dropped(self, recorder: fisher.FisherRecorder) -> Array:
         """Mean, 95th percentile and mean square of the mass that a choice drops, the worst query head of a unit."""
@@ -227,7 +245,12 @@ class Measurements:
         self.progress("prices", 0, 1)
         middle = self.layers[len(self.layers) // 2]
         if prices is None and self.team.leads:
-            prices = pricing.measure_prices(self.calls, self.candidates.choices, self.tensors[middle])
+            prices = pricing.measure_prices(
+                self.calls,
+                self.candidates.choices,
+                self.tensors[middle],
+                phases=pricing.PHASES if self.scoring.generates else ("prefill",),
+            )
         prices = self.team.tell(prices)
         assert prices is not None
         self.table = prices
@@ -236,7 +259,8 @@ class Measurements:
             self.candidates.choices,
             self.units,
             lengths=self.settings.lengths,
-            decode_tokens=self.settings.decode_tokens,
+            decode_tokens=self.settings.decode_tokens if self.scoring.generates else 0,
+            windows=self.moments.windows,
         )
         self.progress("prices", 1, 1)
 
@@ -259,8 +283,8 @@ class Measurements:
                 if not missing:
                     continue
                 own = [missing[place] for place in self.team.mine(len(missing))]
-                tokens = self._tokens(self.samples[length][0]["risk"][number])
-                found = direct.measured_pairs(self.arms, tokens, own, self._single, step)
+                readings = self.readings(self.samples[length][0]["risk"][number])
+                found = direct.measured_pairs(self.arms, readings, own, self._single, step)
                 every = self.team.gather([found[pair] for pair in own], len(missing))
                 known.update({(number, *pair): one for pair, one in zip(missing, every, strict=True)})
                 self._save()

@@ -56,6 +56,7 @@ def measure_prices(
     tensors: LayerTensors,
     *,
     repeats: int = 3,
+    phases: Sequence[str] = PHASES,
 ) -> PriceTable:
     """Returns the measured prices of every choice.
 
@@ -64,10 +65,11 @@ def measure_prices(
         choices: The choices.
         tensors: Bases and means of that layer.
         repeats: Interleaved rounds.
+        phases: What is timed; models that generate nothing have no decode.
     """
-    table: dict[str, dict[int, dict[str, Price]]] = {phase: {} for phase in PHASES}
+    table: dict[str, dict[int, dict[str, Price]]] = {phase: {} for phase in phases}
     for length, whole in sorted(requests.items()):
-        for phase in PHASES:
+        for phase in phases:
             request = whole if phase == "prefill" else decode_step(whole)
             # a decode step is microseconds: timed in bundles, above the clock's resolution
             bundle = 1 if phase == "prefill" else 20
@@ -101,6 +103,7 @@ def unit_prices(
     *,
     lengths: Sequence[int],
     decode_tokens: int,
+    windows: Mapping[int, int | None] | None = None,
 ) -> tuple[Array, Launches]:
     """Returns prices `[units, choices]` in seconds and the launch constants, summed over the length bins.
 
@@ -111,12 +114,16 @@ def unit_prices(
         choices: The choices.
         units: Layer and key/value head of each unit.
         lengths: Length bins.
-        decode_tokens: Decode steps per prefill.
+        decode_tokens: Decode steps per prefill; with 0 no decode price is asked for.
+        windows: By layer, the model's own window. A choice's window that is not narrower changes nothing there,
+            and costs what the same choice without a window costs.
     """
     slopes = np.zeros(len(choices))
     constants = np.zeros(len(choices))
     for length in lengths:
         for phase, weight in (("prefill", 1.0), ("decode", float(decode_tokens))):
+            if not weight:
+                continue
             for place, choice in enumerate(choices):
                 price = table.price(phase, length, choice.label)
                 slopes[place] += weight * price.slope
@@ -126,4 +133,10 @@ def unit_prices(
     launch = np.array([groups.index(name) for name in names])
     constant = np.array([float(np.median(constants[launch == group])) for group in range(len(groups))])
     prices = np.tile(slopes, (len(units), 1))
+    for unit, (layer, _) in enumerate(units):
+        own = (windows or {}).get(layer)
+        for place, choice in enumerate(choices):
+            if own is not None and choice.kind == "window" and choice.window >= own:
+                whole = replace(choice, kind="exact", window=0, sinks=0)
+                prices[unit, place] = slopes[choices.index(whole)]
     return prices, Launches(np.array([layer for layer, _ in units]), launch, constant)

@@ -96,6 +96,9 @@ class NextToken:
         return {"predicts": "the next token, at every position"}
 
 
+NEXT_TOKEN = NextToken()
+
+
 @dataclass(frozen=True)
 class MaskedTokens:
     """Masked-language models: true tokens at masked positions, in several readings of each sequence.

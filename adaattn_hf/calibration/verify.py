@@ -14,7 +14,7 @@ from adaattn_hf.calibration import needles as needle
 from adaattn_hf.calibration import team
 from adaattn_hf.calibration.arms import ModelArms, TokenScores, compare_all, exact_tap, plan_tap
 from adaattn_hf.calibration.corpus import TokenSequence
-from adaattn_hf.calibration.scoring import NextToken, Scoring
+from adaattn_hf.calibration.scoring import NEXT_TOKEN, Scoring
 from adaattn_hf.plan import Verified
 from adaattn_hf.policy.acceptance import Bound, Gates, clustered, upper_bound
 
@@ -72,7 +72,7 @@ def gather(
     programs: Mapping[int, Program],
     sequences: Sequence[TokenSequence],
     *,
-    scoring: Scoring = NextToken(),
+    scoring: Scoring = NEXT_TOKEN,
     haystacks: int = 0,
     needles: int = 8,
     seed: int = 0,
