@@ -38,6 +38,11 @@ def summary(plan: Plan) -> list[str]:
         f"{plan.model_type}, {plan.dtype}, budget {plan.budget:.3g} nats/token, lengths {list(plan.lengths)}",
         f"made with adaattn {plan.adaattn}, torch {plan.torch}, transformers {plan.transformers}",
     ]
+    scoring = plan.protocol.get("scoring", {})
+    if scoring:
+        lines.append(f"scored on {scoring['predicts']}")
+    if "retrieval" in scoring:
+        lines.append(f"retrieval: {scoring['retrieval']}")
     risk = sum(unit.risk for unit in plan.units)
     exact, price = sum(unit.exact_price for unit in plan.units), sum(unit.price for unit in plan.units)
     if plan.units:

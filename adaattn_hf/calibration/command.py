@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +54,7 @@ def tokens(lengths: str) -> tuple[int, ...]:
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Hub id or directory of a causal LM.")],
+    model: Annotated[str, typer.Argument(help="Hub id or directory of a causal or masked LM.")],
     data: Annotated[
         list[Path], typer.Option(help="Text: .txt, .jsonl with a field text, or directories of them.")
     ],
@@ -66,8 +67,12 @@ def calibrate(
         Path | None, typer.Option(help="Where the plan goes. Default: MODEL, if it is a directory.")
     ] = None,
     lengths: Annotated[
-        str, typer.Option(help="Length bins in tokens, rising (4096 or 4k); longer sequences are exact.")
-    ] = "4096",
+        str | None,
+        typer.Option(
+            help="Length bins in tokens, rising (4096 or 4k); longer sequences are exact. "
+            "Default: 4096, or the model's positions where they are fewer."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     sequences: Annotated[int, typer.Option(help="Sequences per length that risks are measured on.")] = 4,
     rows: Annotated[int, typer.Option(help="Query rows sampled per sequence.")] = 256,
@@ -75,6 +80,12 @@ def calibrate(
     joint: Annotated[int, typer.Option(help="Sequences per length that re-scale the risks.")] = 3,
     held_out: Annotated[int, typer.Option(help="Held-out sequences per length and try.")] = 12,
     tries: Annotated[int, typer.Option(help="Plans verified before the answer is exact.")] = 3,
+    mask_share: Annotated[
+        float, typer.Option(help="Share of the tokens that a masked LM is asked for at a time.")
+    ] = 0.15,
+    maskings: Annotated[
+        int, typer.Option(help="Times that each sequence is masked anew, for a masked LM.")
+    ] = 4,
     families: Annotated[
         str, typer.Option(help="Kinds of choices: window,blocks,rank,bf16,int8.")
     ] = "window,bf16,int8,rank",
@@ -119,11 +130,11 @@ def calibrate(
 
 def _run(given: dict[str, Any], console: Console) -> int:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import adaattn_hf  # noqa: F401  registers the name
     from adaattn_hf.calibration.calibrate import CalibrationSettings, save_plan
     from adaattn_hf.calibration.calibrate import calibrate as run
+    from adaattn_hf.calibration.loading import load
+    from adaattn_hf.calibration.measure import most_positions
     from adaattn_hf.calibration.progress import display
     from adaattn_hf.files import write_atomically
     from adaattn_hf.plan_picture import heat_map, summary
@@ -134,7 +145,7 @@ def _run(given: dict[str, Any], console: Console) -> int:
         torch.set_num_threads(given["threads"])
     settings = CalibrationSettings(
         budget=nats(given["budget"]),
-        lengths=tokens(given["lengths"]),
+        lengths=tokens(given["lengths"] or "4096"),
         families=tuple(part for part in given["families"].split(",") if part),
         **{
             name: given[name]
@@ -151,37 +162,27 @@ def _run(given: dict[str, Any], console: Console) -> int:
             raise FileNotFoundError(
                 f"data: {path} does not exist; expected .txt or .jsonl files or directories of them"
             )
-    extra = {"gguf_file": given["gguf_file"]} if given["gguf_file"] else {}
     device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and crew.size > 1:
         device = f"cuda:{place}"
-    dtype = given["dtype"] if given["dtype"] == "auto" else getattr(torch, given["dtype"], None)
-    if dtype is None:
-        raise ValueError(f"dtype is {given['dtype']!r}, expected float32, bfloat16, float16 or auto")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(given["model"], **extra)
-        model = AutoModelForCausalLM.from_pretrained(
-            given["model"], attn_implementation="adaattn", dtype=dtype, **extra
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model: {given['model']!r} cannot be loaded: {str(error).splitlines()[0]}"
-        ) from error
-    model.to(torch.device(device))  # type: ignore[arg-type]
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        return ids
+    loaded = load(
+        given["model"], **{name: given[name] for name in ("dtype", "gguf_file", "mask_share", "maskings")}
+    )
+    model = loaded.model.to(torch.device(device))
+    positions = most_positions(model)
+    if given["lengths"] is None and positions is not None:
+        settings = replace(settings, lengths=(min(positions, *settings.lengths),))
 
     target: Path = given["target"]
     target.mkdir(parents=True, exist_ok=True)
     with display(settings, console, given["quiet"] or not crew.leads) as progress:
         result = run(
             model,
-            encode,
+            loaded.encode,
             given["data"],
             settings,
             verify_data=given["verify_data"],
+            scoring=loaded.scoring,
             prices=known,
             directory=target,
             resume=given["resume"],

@@ -53,6 +53,12 @@ class Measurements:
                 'load the model with from_pretrained(..., attn_implementation="adaattn")'
             )
         model.eval()
+        positions = most_positions(model)
+        if positions is not None and settings.lengths[-1] > positions:
+            raise ValueError(
+                f"lengths is {list(settings.lengths)}, expected at most the {positions} tokens that "
+                f"{type(model).__name__} has positions for"
+            )
         self.own_numbers = attach.number_layers(model)
         self.arms = ModelArms(model)
         self.samples = {length: self._draw(data, verify_data, encode, length) for length in settings.lengths}
@@ -341,3 +347,12 @@ class Measurements:
         per_layer = picks.reshape(len(self.layers), self.kv_heads)
         exact = seconds(np.zeros(self.kv_heads, dtype=np.int64)) * len(self.layers)
         return exact / sum(seconds(mine) for mine in per_layer)
+
+
+def most_positions(model: nn.Module) -> int | None:
+    """Returns the most tokens that a model with a table of positions can read, `None` without such a table."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("position_embeddings", "wpe") and isinstance(module, nn.Embedding):
+            # RoBERTa and its kin count from behind the padding token
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return None

@@ -39,6 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         f"{P}.eval",
         f"{P}.cli",
         f"{P}.calibration.command",
+        f"{P}.calibration.loading",
         f"{P}.calibration.progress",
         f"{P}.plan_command",
         f"{P}.plan_picture",
