@@ -41,7 +41,8 @@ def find_segments(structure: CallStructure) -> tuple[Segment, ...] | None:
         if structure.chunk is not None or trimmed:
             return None
     offset, q_len, kv_len = structure.offset(), structure.q_len, structure.kv_len
-    padding = None if structure.key_padding is None else structure.key_padding.cpu().numpy()
+    own = structure.padding_on_host()
+    padding = None if own is None else own.numpy()
     starts = None if structure.chunk_start is None else structure.chunk_start.cpu().numpy()
     documents = _documents(structure)
     if documents is None:

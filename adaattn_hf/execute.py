@@ -217,7 +217,7 @@ def cast(request: AttentionRequest, choice: Choice, heads: list[int], program: P
 
 def launch(request: AttentionRequest, backend: str | None) -> AttentionResult:
     """Returns what the chosen backend computes for one request."""
-    return choose(CallSpec.of(request), backend).attend(request)
+    return choose(CallSpec.of(request, look=backend is not None), backend).attend(request)
 
 
 def _blocks(

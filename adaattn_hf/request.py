@@ -83,19 +83,23 @@ class AttentionResult(NamedTuple):
     lse: Tensor | None = None
 
 
-# Pairs of queries and keys up to which a processor need not know whether padding has holes.
+# Pairs of queries and keys up to which nobody need know whether padding has holes. A CUDA device masks more of them in
+# the time in which the host looks.
 _SMALL_PAIRS = 1 << 14
+_SMALL_PAIRS_CUDA = 1 << 17
 
-
-# Bytes of keys and values beyond which one query reads them from memory.
+# Bytes of keys and values beyond which one query on a processor reads them from memory, and the number of keys from
+# which a CUDA device has to share them out among its multiprocessors.
 _CACHED_BYTES = 1 << 24
+_SHARED_KEYS = 384
 
 
 class CallSpec(NamedTuple):
     """The facts of a call on which the choice of a backend may depend: hashable, without data.
 
-    `kind` is that of the structure, or `holes` where padding on the CPU is not made of runs. `streamed` is one query
-    per sequence over more keys and values than a processor's caches hold.
+    `kind` is that of the structure; or `holes` where padding on the CPU is not made of runs, `small` where it is not
+    looked at on CUDA since a mask costs less. `streamed` is one query per sequence over so many keys and values that
+    reading them decides: more than a processor's caches hold, or than one multiprocessor reads in a launch's time.
     """
 
     device: str
@@ -117,8 +121,8 @@ class CallSpec(NamedTuple):
     streamed: bool = False
 
     @classmethod
-    def of(cls, request: AttentionRequest) -> CallSpec:
-        """The spec of a request."""
+    def of(cls, request: AttentionRequest, *, look: bool = False) -> CallSpec:
+        """The spec of a request; `look` at padding however small, for a backend that was asked for by name."""
         # Runs in every layer: positional, nothing read twice, and no torch.device made where none is needed.
         q, k, v, structure = request.query, request.key, request.value, request.structure
         bias, sink_logits = request.bias, request.sink_logits
@@ -132,11 +136,17 @@ class CallSpec(NamedTuple):
         device = "cpu" if q.is_cpu else q.device.type
         kind, compiling = structure.kind, torch.compiler.is_compiling()
         if kind == "ragged" and not compiling and device != "meta":
-            large = structure.batch * structure.q_len * structure.kv_len > _SMALL_PAIRS
-            if (large or device != "cpu") and structure.segments() is None:
+            pairs = structure.batch * structure.q_len * structure.kv_len
+            if device == "cuda" and pairs <= _SMALL_PAIRS_CUDA and structure.q_len > 1 and not look:
+                kind = "small"
+            elif (pairs > _SMALL_PAIRS or device != "cpu") and structure.segments() is None:
                 # padding with holes: kernels that walk runs are no better off than with a dense mask
                 kind = "irregular" if device != "cpu" else "holes"
         _, heads, q_len, head_dim = q.shape
+        streamed = False
+        if q_len == 1 and not compiling:
+            size = (k.numel() + v.numel()) * k.dtype.itemsize
+            streamed = k.shape[2] >= _SHARED_KEYS if device == "cuda" else size > _CACHED_BYTES
         return cls(
             device,
             q.dtype,
@@ -154,5 +164,5 @@ class CallSpec(NamedTuple):
             bias is not None,
             request.need_lse,
             compiling,
-            q_len == 1 and not compiling and (k.numel() + v.numel()) * k.dtype.itemsize > _CACHED_BYTES,
+            streamed,
         )

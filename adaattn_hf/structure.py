@@ -245,11 +245,21 @@ class CallStructure:
 
     def _settle(self) -> CallStructure:
         changes: dict[str, Any] = {}
-        if self.key_padding is not None and not self.key_padding.is_meta and bool(self.key_padding.all()):
+        padding = self.padding_on_host()
+        if padding is not None and not padding.is_meta and bool(padding.all()):
             changes = {"key_padding": None, "pads_queries": False}
         if not isinstance(self.q_offset, int):
             changes["q_offset"] = self.offset()
         return self.with_changes(**changes) if changes else self
+
+    def padding_on_host(self) -> Tensor | None:
+        """`key_padding` in the host's memory: on CUDA one synchronisation, after which nothing else need wait."""
+        if self.key_padding is None or self.key_padding.is_cpu or self.key_padding.is_meta:
+            return self.key_padding
+        known: Tensor | None = self._memo.get("padding")
+        if known is None:
+            known = self._memo["padding"] = self.key_padding.cpu()
+        return known
 
     def segments(self) -> tuple[Segment, ...] | None:
         """The call as contiguous runs, or None if it is not made of such (spans, a dense mask, holes in the padding).

@@ -116,7 +116,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 program = watched(module, program, request)
             out = execute.attend(program, request, forced).out
         else:
-            out = choose(CallSpec.of(request), forced).attend(request).out
+            out = choose(CallSpec.of(request, look=forced is not None), forced).attend(request).out
         if out.dtype is not out_dtype:
             out = _restored(out, out_dtype)
         if not wanted:
@@ -147,7 +147,7 @@ def _bare(
     known: tuple[Any, BareCall | None] | None = structure._memo.get("bare")
     if known is not None and known[0] == call:
         return known[1]
-    spec = CallSpec.of(AttentionRequest(query, key, value, structure, 1.0))
+    spec = CallSpec.of(AttentionRequest(query, key, value, structure, 1.0), look=forced is not None)
     bare = choose(spec, forced).bare(spec, structure)
     structure._memo["bare"] = (call, bare)
     return bare

@@ -88,7 +88,9 @@ def paged_function(backend: str | None = None) -> Any:
             if program is not None:
                 out[:, q:q_stop] = execute.attend(program, request, backend).out
             else:
-                out[:, q:q_stop] = choose(CallSpec.of(request), backend).attend(request).out
+                out[:, q:q_stop] = (
+                    choose(CallSpec.of(request, look=backend is not None), backend).attend(request).out
+                )
         return out, None
 
     return adaattn_paged

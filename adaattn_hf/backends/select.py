@@ -60,9 +60,13 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         return ("sdpa", "native", "eager") if lone or gathered else ("native", "sdpa", "eager")
     if spec.device != "cuda":
         return ("sdpa", "eager")
+    if spec.kind == "small":
+        return ("sdpa", "eager")
     special = (
         spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
     )
+    if not special and spec.streamed and spec.dtype == torch.float32:
+        return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):
         return ("sdpa", "eager")
     if spec.kind == "ragged" or spec.decode:

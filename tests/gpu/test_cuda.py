@@ -38,12 +38,16 @@ def structures() -> dict[str, CallStructure]:
         "suffix": CallStructure(3, 40, n, causal=True, q_offset=n - 40),
         "static cache": CallStructure(3, 40, n, causal=True, q_offset=60),
         "decode": CallStructure(3, 1, n, causal=True, q_offset=n - 1),
+        "long decode": CallStructure(2, 1, 1000, causal=True, q_offset=999),
         "window": CallStructure(3, n, n, causal=True, window=32),
         "window both ways": CallStructure(3, n, n, window=32),
         "window and sinks": CallStructure(3, n, n, causal=True, window=32, sinks=4),
         "left padding": CallStructure(3, n, n, causal=True, key_padding=left, pads_queries=True),
         "right padding": CallStructure(3, n, n, key_padding=left.flip(1), pads_queries=True),
         "padded decode": CallStructure(3, 1, n, causal=True, q_offset=n - 1, key_padding=left),
+        "padded prefill behind a past": CallStructure(
+            3, 40, n, causal=True, q_offset=n - 40, key_padding=left, pads_queries=True
+        ),
         "holes": CallStructure(3, n, n, causal=True, key_padding=holes, pads_queries=True),
         "documents": CallStructure(1, n, n, causal=True, q_segments=documents, k_segments=documents),
         "chunks": CallStructure(3, n, n, causal=True, chunk=50),
@@ -75,18 +79,38 @@ def make(structure: CallStructure, dtype: torch.dtype, dim: int, **extra: Any) -
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_backend_equals_reference(backend: str, name: str, dtype: torch.dtype, dim: int) -> None:
     request = make(structures()[name], dtype, dim)
-    spec = CallSpec.of(request)
+    spec = CallSpec.of(request, look=True)
     reasons = refusals_of(backend, spec)
     if reasons:
         pytest.skip("; ".join(reasons))
     truth = reference.attention(request).out
-    out = BACKENDS[backend].attend(request).out
+    close(BACKENDS[backend].attend(request).out, request, truth)
+
+
+def close(out: torch.Tensor, request: AttentionRequest, truth: torch.Tensor) -> None:
+    dtype = request.query.dtype
     assert out.dtype == dtype
     plain = BACKENDS["eager"].attend(request).out.double()
     # half precision: twice torch's own error in the same dtype and one rounding band; fp32 matmuls are exact to 1e-5
     bound = 1e-5 if dtype is torch.float32 else 2 * (plain - truth).abs().max().item()
     band = 0.0 if dtype is torch.float32 else torch.finfo(dtype).eps * truth.abs().max().item()
     assert (out.double() - truth).abs().max().item() <= bound + band
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", structures() if torch.cuda.is_available() else ["none"])
+def test_shortest_ways_equal_reference(name: str, dtype: torch.dtype) -> None:
+    """Without a request around the operator: small calls by a mask, larger ones over packed runs."""
+    structure = structures()[name].settled()
+    request = make(structure, dtype, 64)
+    for look in (False, True):
+        spec = CallSpec.of(request, look=look)
+        way = choose(spec).bare(spec, structure)
+        if way is None:
+            continue
+        for _ in range(2):
+            out = way(request.query, request.key, request.value, request.scaling)
+            close(out, request, reference.attention(request).out)
 
 
 @pytest.mark.parametrize("name", structures() if torch.cuda.is_available() else ["none"])

@@ -11,7 +11,7 @@ from ...structure import CallStructure
 from . import limits
 from .parts import Part, Program, empty_rows
 
-__all__ = ["dense_part", "dense_program"]
+__all__ = ["constant", "dense_part", "dense_program"]
 
 
 def dense_program(
@@ -29,8 +29,8 @@ def dense_program(
         whole = Part(0, structure.batch, 0, structure.q_len, 0, structure.kv_len)
         mask = torch.where(
             structure.visible(device=device),
-            _constant(0.0, dtype, device),
-            _constant(float("-inf"), dtype, device),
+            constant(0.0, dtype, device),
+            constant(float("-inf"), dtype, device),
         )
         return Program(
             (whole._replace(mask=mask, empty=empty_rows(mask) if lse else None),), True, merges=False
@@ -51,7 +51,8 @@ def dense_program(
 
 
 @functools.cache
-def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a tensor that is made once."""
     return torch.full((), value, dtype=dtype, device=device)
 
 

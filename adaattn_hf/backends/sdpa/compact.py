@@ -42,13 +42,15 @@ def compacted(structure: CallStructure) -> Gathered | None:
     if structure.causal and (structure.offset() != 0 or structure.q_len != structure.kv_len):
         return None
     if "compacted" not in structure._memo:
-        structure._memo["compacted"] = _compacted(structure, structure.key_padding)
+        structure._memo["compacted"] = _compacted(structure)
     found: Gathered = structure._memo["compacted"]
     return found
 
 
-def _compacted(structure: CallStructure, padding: Tensor) -> Gathered:
-    real = padding.cpu()
+def _compacted(structure: CallStructure) -> Gathered:
+    real = structure.padding_on_host()
+    assert real is not None
+    assert structure.key_padding is not None
     offset = structure.offset()
     places = torch.arange(structure.q_len) + offset
     shown = torch.ones(structure.batch, structure.q_len, dtype=torch.bool)
@@ -63,7 +65,7 @@ def _compacted(structure: CallStructure, padding: Tensor) -> Gathered:
         if q_len and k_len:
             segments.append(Segment(0, q_start, q_len, k_start, k_len, 0))
         q_start, k_start = q_start + q_len, k_start + k_len
-    device = padding.device
+    device = structure.key_padding.device
     packed = CallStructure(
         1,
         q_start,

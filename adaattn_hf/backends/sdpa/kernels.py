@@ -12,7 +12,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["EfficientKernel", "FlashCpuKernel", "Gradients", "Kernel", "MathKernel"]
+__all__ = [
+    "EfficientKernel",
+    "FlashCpuKernel",
+    "Gradients",
+    "Kernel",
+    "MathKernel",
+    "aligned",
+    "repeated",
+    "suits_efficient",
+]
 
 
 class Gradients(NamedTuple):
@@ -65,7 +74,7 @@ class FlashCpuKernel:
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         if not _GROUPED_ON_CPU:
-            key, value = _repeated(key, query), _repeated(value, query)
+            key, value = repeated(key, query), repeated(value, query)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scaling
         )
@@ -86,7 +95,7 @@ class FlashCpuKernel:
         """See `Kernel`."""
         kv_heads = key.shape[1]
         if not _GROUPED_ON_CPU:
-            key, value = _repeated(key, query), _repeated(value, query)
+            key, value = repeated(key, query), repeated(value, query)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scaling
         )
@@ -102,9 +111,9 @@ class EfficientKernel:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        key, value = _repeated(key, query), _repeated(value, query)
+        key, value = repeated(key, query), repeated(value, query)
         out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, _aligned(mask, query, key), True, 0.0, causal, scale=scaling
+            query, key, value, _for_all_heads(mask, query, key), True, 0.0, causal, scale=scaling
         )
         return out, lse[:, :, : query.shape[2]]
 
@@ -122,18 +131,24 @@ class EfficientKernel:
     ) -> Gradients:
         """See `Kernel`."""
         kv_heads = key.shape[1]
-        key, value = _repeated(key, query), _repeated(value, query)
+        key, value = repeated(key, query), repeated(value, query)
         # the kernel reads the log-sum-exp in rows of 32
         padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32)).contiguous()
         none = torch.zeros((), dtype=torch.int64, device=query.device)
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad, query, key, value, _aligned(mask, query, key), out, padded, none, none, 0.0,
+            grad, query, key, value, _for_all_heads(mask, query, key), out, padded, none, none, 0.0,
             [True, True, True, False], causal, scale=scaling,
         )  # fmt: skip
         return Gradients(grads[0], _summed(grads[1], kv_heads), _summed(grads[2], kv_heads))
 
 
-def _repeated(t: Tensor, query: Tensor) -> Tensor:
+def suits_efficient(dtype: torch.dtype, *sizes: int) -> bool:
+    """Whether torch's memory-efficient kernel takes a dtype and head sizes."""
+    return dtype != torch.float64 and not any(size * dtype.itemsize % 16 for size in sizes)
+
+
+def repeated(t: Tensor, query: Tensor) -> Tensor:
+    """Keys or values with the query's number of heads."""
     groups = query.shape[1] // t.shape[1]
     return t if groups == 1 else t.repeat_interleave(groups, dim=1)
 
@@ -145,15 +160,21 @@ def _summed(grad: Tensor, kv_heads: int) -> Tensor:
     return summed
 
 
-def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask expanded, on memory whose rows start at multiples of 16 elements as the kernel wants them."""
-    if mask is None:
-        return None
-    kv_len = key.shape[2]
+def aligned(mask: Tensor) -> Tensor:
+    """The mask on memory whose rows start at multiples of 16 elements, as the memory-efficient kernel wants them."""
+    kv_len = mask.shape[-1]
     if kv_len % 16 or mask.stride(-2) % 16 or mask.storage_offset() % 16 or mask.stride(-1) != 1:
         room = mask.new_empty((*mask.shape[:-1], kv_len + -kv_len % 16))
         mask = room[..., :kv_len].copy_(mask)
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], kv_len)
+    return mask
+
+
+def _for_all_heads(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.shape[-1] != key.shape[2]:
+        mask = mask.expand(*mask.shape[:-1], key.shape[2])
+    return aligned(mask).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
 class MathKernel:

@@ -16,6 +16,9 @@ MASKED_PAIRS = 1 << 18
 MASKED_PAIRS_CUDA = 1 << 22
 """The same on CUDA, where a call costs as much as millions of pairs."""
 
+GATHERED_RUNS = 2
+"""Runs up to which calls on views of them are no slower than gathering them for one call, on CUDA."""
+
 FEW_ROWS = 48
 """Queries up to which a causal run behind a past is one masked call; above, the past and the square are merged."""
 

@@ -12,10 +12,11 @@ from . import limits
 from .compact import compacted, scattered
 from .decode import attend_few
 from .fused import Fused, is_single, run_forward, run_single
-from .kernels import EfficientKernel, FlashCpuKernel, Kernel, MathKernel
+from .kernels import EfficientKernel, FlashCpuKernel, Kernel, MathKernel, suits_efficient
 from .parts import EMPTY
 from .planner import Target, program_for
 from .traced import masked_call, plain_call, run_traced
+from .varlen import layout_for, packed_attention
 
 __all__ = ["attend"]
 
@@ -71,13 +72,7 @@ def _kernel(request: AttentionRequest) -> Kernel:
     if request.softcap is None and not bias_gradient:
         if query.device.type == "cpu":
             return FlashCpuKernel()
-        wanted = 16 // query.dtype.itemsize
-        sizes = (query.shape[3], request.value.shape[3])
-        if (
-            query.device.type == "cuda"
-            and query.dtype != torch.float64
-            and not any(size % wanted for size in sizes)
-        ):
+        if query.is_cuda and suits_efficient(query.dtype, query.shape[3], request.value.shape[3]):
             return EfficientKernel()
     return MathKernel(request.softcap, bias_gradient)
 
@@ -95,6 +90,12 @@ def _fused(request: AttentionRequest, structure: CallStructure) -> AttentionResu
     grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (query, key, value, bias, sink_logits)
     )
+    if isinstance(kernel, EfficientKernel) and bias is None and sink_logits is None and not request.need_lse:
+        layout = layout_for(structure)
+        if layout is not None:
+            return AttentionResult(
+                packed_attention(query, key, value, layout, request.scaling, gradient=grad)
+            )
     program = program_for(structure, _target(request, kernel, grad))
     if not program.parts:
         return _nothing(request)

@@ -5,23 +5,21 @@ Serves traced graphs, where no data may be read, and attention dropout, which no
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...request import AttentionRequest
-from ..base import BareCall
 from .bands import dense_part
 from .parts import Part, Program
 
-__all__ = ["bare_call", "masked_call", "plain_call", "run_traced"]
+__all__ = ["masked_call", "plain_call", "run_traced"]
 
 
 def plain_call(request: AttentionRequest, causal: bool) -> Tensor:
     """One operator call without a mask, `[batch, heads, q_len, head_dim_v]`."""
-    query, key, value = request.query, request.key, request.value
+    query = request.query
+    key, value = _fusible(query, request.key, request.value)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -33,18 +31,15 @@ def plain_call(request: AttentionRequest, causal: bool) -> Tensor:
     )
 
 
-def bare_call(causal: bool, grouped: bool, stop: int | None = None) -> BareCall:
-    """`plain_call` for a known kind, without a request around it; of the keys those before `stop`."""
-    operator = F.scaled_dot_product_attention
-    if grouped:
-        operator = functools.partial(operator, enable_gqa=True)
+def _fusible(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value as the fused CUDA kernel of float32 takes them: grouped heads repeated.
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if stop is not None:
-            key, value = key[:, :, :stop], value[:, :, :stop]
-        return operator(query, key, value, None, 0.0, causal, scale=scaling).transpose(1, 2)
-
-    return attend
+    Left grouped they go to the unfused operations, which write the whole score matrix and keep it for the backward.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1 or query.shape[2] == 1 or not query.is_cuda or query.dtype != torch.float32:
+        return key, value
+    return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
 
 
 def masked_call(

@@ -17,7 +17,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 class TritonBackend(Backend):
-    """Inference in half precision over segments, windows and grouped heads, without a mask in memory."""
+    """Inference over segments, windows and grouped heads, without a mask in memory; decode steps in fp32, too."""
 
     name = "triton"
 
@@ -36,8 +36,10 @@ class TritonBackend(Backend):
         reasons = []
         if spec.device != "cuda":
             reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
-        if spec.dtype not in _DTYPES:
-            reasons.append(f"the Triton kernels compute in float16 or bfloat16, got {spec.dtype}")
+        if spec.dtype not in _DTYPES and not (spec.decode and spec.dtype == torch.float32):
+            reasons.append(
+                f"the Triton kernels compute in float16 or bfloat16, and one query in float32, got {spec.dtype}"
+            )
         if max(spec.head_dim, spec.head_dim_v) > 256:
             reasons.append(
                 f"the Triton kernels serve head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}"

@@ -23,7 +23,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scores in base 2: `log2(e) * (softcapped scaling * q k^T)`."""
-    s = tl.dot(q, k) * scale
+    s = tl.dot(q, k, input_precision="ieee") * scale
     if HAS_CAP:
         s = softcap * _tanh(s / softcap)
     return s * 1.4426950408889634
@@ -51,7 +51,7 @@ def _step(acc, m, l, s, v):  # type: ignore[no-untyped-def]
     w = tl.exp2(s - base[:, None])
     decay = tl.exp2(m - base)
     l = l * decay + tl.sum(w, 1)
-    acc = acc * decay[:, None] + tl.dot(w.to(v.dtype), v).to(tl.float32)
+    acc = acc * decay[:, None] + tl.dot(w.to(v.dtype), v, input_precision="ieee").to(tl.float32)
     return acc, top, l
 
 
@@ -203,7 +203,7 @@ def decode(  # type: ignore[no-untyped-def]
     """A share of the keys of one sequence and key/value head, for the one query of all its query heads.
 
     Programs are (key/value head, segment, share); a share is `span` keys. Writes unnormalised products with their
-    maximum and sum; the caller merges the shares.
+    maximum and sum; `merge` puts the shares together.
     """
     kv_head, segment, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(segments_ptr + 6 * segment).to(tl.int64)
@@ -256,3 +256,44 @@ def decode(  # type: ignore[no-untyped-def]
     )
     tl.store(part_m_ptr + place, m, mask=g < GROUPS)
     tl.store(part_l_ptr + place, l, mask=g < GROUPS)
+
+
+@triton.jit
+def merge(  # type: ignore[no-untyped-def]
+    part_ptr, part_m_ptr, part_l_ptr, out_ptr, lse_ptr, sink_ptr, segments_ptr, o_b, o_h, o_d, l_b, l_h, shares,
+    DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The shares of one query and head by their log-sum-exp; programs are (head, segment)."""
+    head, segment = tl.program_id(0), tl.program_id(1)
+    row = tl.load(segments_ptr + 6 * segment).to(tl.int64)
+    place = (segment * tl.num_programs(0) + head).to(tl.int64) * shares
+    d = tl.arange(0, PAD_V)
+    i = tl.arange(0, BLOCK)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    if HAS_SINK:
+        top = tl.zeros([1], tl.float32) + tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    acc = tl.zeros([PAD_V], tl.float32)
+    for first in range(0, shares, BLOCK):
+        inside = first + i < shares
+        m = tl.load(part_m_ptr + place + first + i, mask=inside, other=float("-inf"))
+        own = tl.load(part_l_ptr + place + first + i, mask=inside, other=0.0)
+        rows = tl.load(
+            part_ptr + (place + first + i)[:, None] * DIM_V + d[None, :],
+            mask=inside[:, None] & (d < DIM_V)[None, :],
+            other=0.0,
+        )
+        new = tl.maximum(top, tl.max(m, 0))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        decay = tl.exp2(top - base)
+        w = tl.exp2(m - base)
+        total = total * decay + tl.sum(w * own, 0)
+        acc = acc * decay + tl.sum(rows * w[:, None], 0)
+        top = new
+    acc = acc / tl.where(total == 0, 1.0, total)
+    tl.store(out_ptr + row * o_b + head * o_h + d * o_d, acc.to(out_ptr.dtype.element_ty), mask=d < DIM_V)
+    if HAS_LSE:
+        base = tl.where(top == float("-inf"), 0.0, top)
+        lse = (base + tl.log2(total)) * 0.6931471805599453
+        tl.store(lse_ptr + row * l_b + head * l_h + tl.arange(0, 1), lse)

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from ...request import AttentionRequest, AttentionResult
 from ...structure import CallStructure, Segment
-from .kernels import decode, forward
+from .kernels import decode, forward, merge
 
 __all__ = ["attend"]
 
-_LOG2E = 1.4426950408889634
 # Shares that a decode step is cut into so that a device of about this many multiprocessors is full, with two waves.
 _PROGRAMS = 264
 
@@ -118,7 +117,8 @@ def _decode(request: AttentionRequest, segments: Sequence[Segment], out: Tensor,
     query, key, value, structure = request.query, request.key, request.value, request.structure
     dim, value_dim = query.shape[3], value.shape[3]
     heads, kv_heads = query.shape[1], key.shape[1]
-    block_n = 64 if max(dim, value_dim) <= 128 else 32
+    # three stages of keys and values stay in shared memory
+    block_n = 64 if max(dim, value_dim) * query.dtype.itemsize <= 256 else 32
     longest = max(s.k_len for s in segments)
     shares = max(1, min(_PROGRAMS // max(1, len(segments) * kv_heads), _ceil(longest, 4 * block_n)))
     span = _ceil(_ceil(longest, shares), block_n) * block_n
@@ -126,8 +126,7 @@ def _decode(request: AttentionRequest, segments: Sequence[Segment], out: Tensor,
     table, _ = _table(structure, segments, 1, query.device)
     n = len(segments)
     part = torch.empty((n, heads, shares, value_dim), dtype=torch.float32, device=query.device)
-    m = torch.empty((n, heads, shares), dtype=torch.float32, device=query.device)
-    total = torch.empty_like(m)
+    m, total = torch.empty((2, n, heads, shares), dtype=torch.float32, device=query.device)
     decode[(kv_heads, n, shares)](
         query, key, value, part, m, total, table,
         query.stride(0), query.stride(1), query.stride(3), *key.stride(), *value.stride(),
@@ -136,22 +135,10 @@ def _decode(request: AttentionRequest, segments: Sequence[Segment], out: Tensor,
         PAD=_padded(dim), PAD_V=_padded(value_dim), CAUSAL=structure.causal, WINDOW=structure.windowed,
         HAS_CAP=request.softcap is not None, BLOCK_N=block_n, num_warps=4, num_stages=3,
     )  # fmt: skip
-    top = m.amax(dim=2)
-    if request.sink_logits is not None:
-        sink = request.sink_logits.float() * _LOG2E
-        top = torch.maximum(top, sink)
-    top = top.masked_fill(torch.isinf(top), 0.0)
-    share = torch.exp2(m - top.unsqueeze(2))
-    norm = (total * share).sum(dim=2)
-    if request.sink_logits is not None:
-        norm = norm + torch.exp2(sink - top)
-    merged = (part * share.unsqueeze(3)).sum(dim=2) / norm.masked_fill(norm == 0, 1.0).unsqueeze(2)
-    if n == out.shape[0]:
-        out[:, 0] = merged
-        if lse is not None:
-            lse[:, :, 0] = (top + torch.log2(norm)) / _LOG2E
-        return
-    index = table[:, 0].long()
-    out[:, 0].index_copy_(0, index, merged.to(out.dtype))
-    if lse is not None:
-        lse[:, :, 0].index_copy_(0, index, (top + torch.log2(norm)) / _LOG2E)
+    sink = request.sink_logits
+    merge[(heads, n)](
+        part, m, total, out, lse if lse is not None else out, sink if sink is not None else out, table,
+        out.stride(0), out.stride(2), out.stride(3), *(lse.stride()[:2] if lse is not None else (0, 0)), shares,
+        DIM_V=value_dim, PAD_V=_padded(value_dim), HAS_SINK=sink is not None, HAS_LSE=lse is not None, BLOCK=16,
+        num_warps=1 if value_dim <= 64 else 2,
+    )  # fmt: skip

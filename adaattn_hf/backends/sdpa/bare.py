@@ -1,0 +1,92 @@
+"""The shortest ways: the operator for a structure, without a request around it."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...request import CallSpec
+from ...structure import CallStructure
+from ..base import BareCall
+from .bands import constant
+from .kernels import aligned, repeated, suits_efficient
+from .varlen import layout_for, packed_attention
+
+__all__ = ["bare_way"]
+
+
+def bare_way(spec: CallSpec, structure: CallStructure) -> BareCall | None:
+    """The operator itself where it says what the structure says, one masked call, or one call over packed runs."""
+    if spec.kind in ("full", "causal", "suffix") and spec.head_dim == spec.head_dim_v:
+        if spec.decode:
+            if spec.device != "cuda":
+                return None  # on processors one query has ways of its own
+            # the operator's own kernels split the keys among programs and read grouped heads once
+            stop = structure.offset() + 1 if structure.causal else structure.kv_len
+            if stop < 1:
+                return None
+            return _plain(False, spec.groups > 1, stop if stop < structure.kv_len else None)
+        if spec.kind != "suffix":
+            return _plain(spec.kind == "causal", spec.groups > 1)
+    if spec.device != "cuda" or not suits_efficient(spec.dtype, spec.head_dim, spec.head_dim_v):
+        return None
+    if spec.kind == "small":
+        return None if spec.needs_grad else _masked(structure)
+    return _packed(structure, spec.needs_grad) if spec.kind in ("ragged", "suffix") else None
+
+
+def _plain(causal: bool, grouped: bool, stop: int | None = None) -> BareCall:
+    """One call without a mask; of the keys those before `stop`."""
+    operator = F.scaled_dot_product_attention
+    if grouped:
+        operator = functools.partial(operator, enable_gqa=True)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        if stop is not None:
+            key, value = key[:, :, :stop], value[:, :, :stop]
+        return operator(query, key, value, None, 0.0, causal, scale=scaling).transpose(1, 2)
+
+    return attend
+
+
+def _masked(structure: CallStructure) -> BareCall:
+    """One call with a mask of numbers, which the layers of a pass share; torch makes one of a boolean mask in each."""
+    masks: dict[torch.dtype, Tensor] = {}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        query, key, value = _in_batch(structure, query, key, value)
+        key, value = repeated(key, query), repeated(value, query)
+        mask = masks.get(query.dtype)
+        if mask is None:
+            hidden = constant(float("-inf"), query.dtype, query.device)
+            shown = structure.visible(device=query.device)
+            mask = aligned(torch.where(shown, constant(0.0, query.dtype, query.device), hidden))
+            masks[query.dtype] = mask
+        out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask.expand(*query.shape[:3], -1), False, scale=scaling
+        )[0]
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def _packed(structure: CallStructure, gradient: bool) -> BareCall | None:
+    layout = layout_for(structure)
+    if layout is None:
+        return None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        query, key, value = _in_batch(structure, query, key, value)
+        return packed_attention(query, key, value, layout, scaling, gradient=gradient)
+
+    return attend
+
+
+def _in_batch(structure: CallStructure, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in the batch of the structure; learned queries come once for the whole batch."""
+    if all(t.shape[0] == structure.batch for t in tensors):
+        return tensors
+    return tuple(t.expand(structure.batch, -1, -1, -1) for t in tensors)

@@ -1,0 +1,169 @@
+"""Runs of unequal length as one call of torch's memory-efficient kernel, which walks a packed row.
+
+On CUDA every call costs tens of microseconds, forward and backward, whatever it computes: runs one by one are slower
+than a dense mask until they are long. The packed row is the batch itself where the runs cover it, else it is gathered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...structure import CallStructure, Segment
+from . import limits
+
+__all__ = ["Layout", "layout_for", "packed_attention"]
+
+# The kernel's names for what a run's queries see of its keys.
+_FULL, _FROM_FIRST, _TO_LAST = 0, 1, 2
+
+
+class Layout:
+    """Where the runs lie in the packed rows.
+
+    Attributes:
+        rule: All keys, causal from the first key on, or causal so that the last query sees the last key.
+        q_longest, k_longest: Lengths of the longest runs.
+    """
+
+    __slots__ = ("_host", "_placed", "k_longest", "q_longest", "rule")
+
+    def __init__(self, structure: CallStructure, segments: Sequence[Segment], rule: int) -> None:
+        """The layout of segments that one rule describes."""
+        self.rule = rule
+        self.q_longest = max(s.q_len for s in segments)
+        self.k_longest = max(s.k_len for s in segments)
+        borders = [
+            [*itertools.accumulate((s.q_len for s in segments), initial=0)],
+            [*itertools.accumulate((s.k_len for s in segments), initial=0)],
+        ]
+        queries = [(s.row * structure.q_len + s.q_start, s.q_len) for s in segments]
+        keys = [(s.row * structure.kv_len + s.k_start, s.k_len) for s in segments]
+        self._host = (
+            torch.tensor(borders, dtype=torch.int32),
+            _places(queries, structure.batch * structure.q_len),
+            _places(keys, structure.batch * structure.kv_len),
+        )
+        self._placed: dict[torch.device, Places] = {}
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the packed rows are others than those of the call."""
+        return self._host[1] is not None or self._host[2] is not None
+
+    def on(self, device: torch.device) -> Places:
+        """The same as tensors on a device, moved there once."""
+        if device not in self._placed:
+            borders, queries, keys = (None if t is None else t.to(device) for t in self._host)
+            assert borders is not None
+            self._placed[device] = Places(*borders, queries, keys)
+        return self._placed[device]
+
+
+class Places(NamedTuple):
+    """A layout's tensors.
+
+    Attributes:
+        q_borders, k_borders: int32 `[runs + 1]`.
+        queries, keys: int64 places `row * len + position` of the packed tokens; None where they are all tokens.
+    """
+
+    q_borders: Tensor
+    k_borders: Tensor
+    queries: Tensor | None
+    keys: Tensor | None
+
+
+def layout_for(structure: CallStructure) -> Layout | None:
+    """The layout of a structure's runs, where one call over them beats a call per run; found once per forward pass."""
+    memo = structure._memo
+    if "layout" not in memo:
+        memo["layout"] = _layout(structure)
+    known: Layout | None = memo["layout"]
+    return known
+
+
+def _layout(structure: CallStructure) -> Layout | None:
+    if structure.windowed:
+        return None
+    segments = structure.segments()
+    if not segments:
+        return None
+    rule = _rule(structure, segments)
+    if rule is None:
+        return None
+    layout = Layout(structure, segments, rule)
+    return None if layout.gathers and len(segments) <= limits.GATHERED_RUNS else layout
+
+
+def _rule(structure: CallStructure, segments: Sequence[Segment]) -> int | None:
+    if not structure.causal:
+        return _FULL
+    if all(s.offset == 0 for s in segments):
+        return _FROM_FIRST
+    if all(s.offset == s.k_len - s.q_len for s in segments):
+        return _TO_LAST
+    return None
+
+
+def _places(runs: Sequence[tuple[int, int]], total: int) -> Tensor | None:
+    """Places of the tokens of runs `(start, length)`, None if these are all tokens in their order."""
+    stop = 0
+    for start, length in runs:
+        if start != stop:
+            return torch.cat([torch.arange(a, a + n) for a, n in runs])
+        stop = start + length
+    return None if stop == total else torch.arange(stop)
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float, *, gradient: bool
+) -> Tensor:
+    """`[batch, q_len, heads, head_dim_v]`; queries outside of every run are zero.
+
+    Args:
+        query: `[batch, heads, q_len, head_dim]`.
+        key: `[batch, num_kv_heads, kv_len, head_dim]`.
+        value: `[batch, num_kv_heads, kv_len, head_dim_v]`.
+        layout: The runs.
+        scaling: Multiplies the scores.
+        gradient: Keep what the backward pass needs.
+    """
+    batch, heads, q_len, _ = query.shape
+    groups = heads // key.shape[1]
+    places = layout.on(query.device)
+    q, k, v = _packed(query, places.queries), _packed(key, places.keys), _packed(value, places.keys)
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    out = _kernel(q, k, v, layout, places, scaling, gradient)
+    if places.queries is not None:
+        whole = out.new_zeros((batch * q_len, *out.shape[1:]))
+        out = (
+            whole.index_copy(0, places.queries, out)
+            if gradient
+            else whole.index_copy_(0, places.queries, out)
+        )
+    return out.view(batch, q_len, heads, -1)
+
+
+def _packed(t: Tensor, places: Tensor | None) -> Tensor:
+    """`[tokens, heads, dim]` of `[batch, heads, len, dim]`."""
+    tokens = t.transpose(1, 2).flatten(0, 1)
+    if places is not None:
+        return tokens.index_select(0, places)
+    return tokens if tokens.stride(2) == 1 else tokens.contiguous()
+
+
+def _kernel(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, places: Places, scaling: float, gradient: bool
+) -> Tensor:
+    """`[queries, heads, head_dim_v]` of packed tokens."""
+    out: Tensor = torch.ops.aten._efficient_attention_forward(
+        query[None], key[None], value[None], None, places.q_borders, places.k_borders,
+        layout.q_longest, layout.k_longest, 0.0, layout.rule, gradient, scale=scaling,
+    )[0]  # fmt: skip
+    return out[0]

@@ -1,0 +1,136 @@
+"""Packing runs for a kernel of unequal lengths: torch's own needs CUDA (tests/gpu), here a loop stands for it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from adaattn_hf import reference
+from adaattn_hf.backends.sdpa import varlen
+from adaattn_hf.backends.sdpa.bare import bare_way
+from adaattn_hf.backends.sdpa.varlen import layout_for, packed_attention
+from adaattn_hf.request import AttentionRequest, CallSpec
+from adaattn_hf.structure import CallStructure
+
+N = 24
+RIGHT = torch.arange(N)[None] < torch.tensor([[N], [7], [13]])
+DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([4, 15, 5]))[None]
+EMPTY_ROW = RIGHT.clone()
+EMPTY_ROW[1] = False
+GATHERED = {
+    "right padding": CallStructure(3, N, N, key_padding=RIGHT, pads_queries=True),
+    "right padding, causal": CallStructure(3, N, N, causal=True, key_padding=RIGHT, pads_queries=True),
+    "left padding, causal": CallStructure(3, N, N, causal=True, key_padding=RIGHT.flip(1), pads_queries=True),
+    "keys alone are padded": CallStructure(3, 5, N, key_padding=RIGHT),
+    "padding behind a past": CallStructure(
+        3, 5, N, causal=True, q_offset=N - 5, key_padding=RIGHT.flip(1), pads_queries=True
+    ),
+}
+WHOLE = {
+    "documents": CallStructure(1, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "documents both ways": CallStructure(1, N, N, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "chunks": CallStructure(2, N, N, causal=True, chunk=10),
+    "chunked prefill": CallStructure(3, 5, N, causal=True, q_offset=N - 5),
+}
+REFUSED = {
+    "window": CallStructure(3, N, N, causal=True, window=5, key_padding=RIGHT, pads_queries=True),
+    "holes": CallStructure(1, N, N, key_padding=(torch.arange(N) % 3 > 0)[None]),
+    "two rules": CallStructure(3, 5, N, causal=True, q_offset=9, key_padding=RIGHT.flip(1)),
+    "two runs": CallStructure(2, N, N, key_padding=RIGHT[:2], pads_queries=True),
+    "nothing to see": CallStructure(1, N, N, key_padding=torch.zeros(1, N, dtype=torch.bool)),
+}
+
+
+def loop(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: varlen.Layout,
+    places: varlen.Places,
+    scaling: float,
+    gradient: bool,
+) -> Tensor:
+    """What the kernel is documented to do."""
+    assert query.ndim == key.ndim == value.ndim == 3
+    assert query.shape[1] == key.shape[1] == value.shape[1]
+    out = []
+    q_cuts, k_cuts = places.q_borders.tolist(), places.k_borders.tolist()
+    for (a, b), (c, d) in zip(itertools.pairwise(q_cuts), itertools.pairwise(k_cuts), strict=True):
+        assert b - a <= layout.q_longest
+        assert d - c <= layout.k_longest
+        scores = torch.einsum("qhd,khd->hqk", query[a:b], key[c:d]) * scaling
+        i, j = torch.arange(b - a)[:, None], torch.arange(d - c)[None]
+        hidden = {0: i < 0, 1: j > i, 2: j - (d - c) > i - (b - a)}[layout.rule]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=2)
+        out.append(torch.einsum("hqk,khd->qhd", weights, value[c:d]))
+    return torch.cat(out)
+
+
+def draw(structure: CallStructure, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, ...]:
+    shapes = ((structure.q_len, heads, 8), (structure.kv_len, kv_heads, 8), (structure.kv_len, kv_heads, 16))
+    made = (torch.randn(structure.batch, *shape, dtype=torch.float64) for shape in shapes)
+    return tuple(t.transpose(1, 2).requires_grad_() for t in made)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("name", GATHERED | WHOLE)
+def test_equals_reference(monkeypatch: pytest.MonkeyPatch, name: str, gradient: bool) -> None:
+    monkeypatch.setattr(varlen, "_kernel", loop)
+    structure = (GATHERED | WHOLE)[name]
+    q, k, v = draw(structure)
+    layout = layout_for(structure)
+    assert layout is not None
+    truth = reference.attention(AttentionRequest(q, k, v, structure, scaling=0.3)).out
+    with torch.set_grad_enabled(gradient):
+        out = packed_attention(q, k, v, layout, 0.3, gradient=gradient)
+    torch.testing.assert_close(out, truth)
+    if gradient:
+        probe = torch.randn_like(out)
+        for ours, theirs in zip(
+            torch.autograd.grad(out, (q, k, v), probe),
+            torch.autograd.grad(truth, (q, k, v), probe),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_what_covers_the_batch_is_not_gathered() -> None:
+    for name, structure in (GATHERED | WHOLE).items():
+        layout = layout_for(structure)
+        assert layout is not None
+        assert layout.gathers == (name in GATHERED)
+        assert layout_for(structure) is layout
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_kernel_has_no_rule_for(name: str) -> None:
+    assert layout_for(REFUSED[name]) is None
+
+
+def spec_of(structure: CallStructure, **changes: object) -> CallSpec:
+    q, k, v = (t.detach().float() for t in draw(structure))
+    request = AttentionRequest(q, k, v, structure, scaling=0.3)
+    return CallSpec.of(request)._replace(**{"device": "cuda", **changes})  # type: ignore[arg-type]
+
+
+def test_the_shortest_way_is_taken_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "_kernel", loop)
+    structure = GATHERED["left padding, causal"]
+    q, k, v = (t.detach() for t in draw(structure))
+    way = bare_way(spec_of(structure), structure)
+    assert way is not None
+    truth = reference.attention(AttentionRequest(q, k, v, structure, scaling=0.3)).out
+    torch.testing.assert_close(way(q, k, v, 0.3), truth)
+    assert bare_way(spec_of(structure, device="cpu"), structure) is None
+    assert bare_way(spec_of(structure, dtype=torch.float64), structure) is None
+    assert bare_way(spec_of(structure, head_dim=6), structure) is None
+    assert bare_way(spec_of(REFUSED["window"]), REFUSED["window"]) is None
+
+
+def test_small_masks_are_for_inference() -> None:
+    structure = GATHERED["right padding"]
+    assert bare_way(spec_of(structure, kind="small"), structure) is not None
+    assert bare_way(spec_of(structure, kind="small", needs_grad=True), structure) is None
