@@ -1,0 +1,173 @@
+"""What a plan computes where attention looks both ways: equal to its definition, symmetric, exact beyond its length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adaattn_hf import execute, reference
+from adaattn_hf.approximate import (
+    LayerTensors,
+    Program,
+    defined,
+    heads_of,
+    rows_with_fewer_keys,
+    windowed,
+)
+from adaattn_hf.backends.native.library import missing
+from adaattn_hf.plan import EXACT, Choice, LayerPlan
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.structure import CallStructure
+
+HEADS, D, N = 2, 16, 270
+WINDOW = Choice("window", 24, 4)
+CHOICES = [
+    WINDOW,
+    Choice("blocks", mass=0.5, sinks=4),
+    Choice(rank=8),
+    Choice(precision="bf16"),
+    Choice("window", 24, 4, precision="bf16"),
+]
+RIGHT = torch.ones(2, N, dtype=torch.bool)
+RIGHT[1, 190:] = False
+DOCUMENTS = torch.arange(N)[None].expand(2, -1) // 100
+STRUCTURES = {
+    "full": CallStructure(2, N, N),
+    "right padding": CallStructure(2, N, N, key_padding=RIGHT, pads_queries=True),
+    "left padding": CallStructure(2, N, N, key_padding=RIGHT.flip(1), pads_queries=True),
+    "documents": CallStructure(2, N, N, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "own window": CallStructure(2, N, N, window=60),
+    "narrower window of its own": CallStructure(2, N, N, window=10),
+}
+BACKENDS = ["sdpa", "eager", *([] if missing() else ["native"])]
+
+
+def tensors() -> LayerTensors:
+    generator = torch.Generator().manual_seed(9)
+    bases = {head: torch.linalg.qr(torch.randn(D, 8, generator=generator)).Q for head in range(HEADS)}
+    return LayerTensors(torch.randn(HEADS, D, generator=generator), bases, bases)
+
+
+def request_of(structure: CallStructure, seed: int = 0) -> AttentionRequest:
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(2, HEADS, N, D, generator=generator) for _ in range(3))
+    return AttentionRequest(query * 2, key, value, structure, D**-0.5)
+
+
+def program_of(choice: Choice, limit: int = 10**6) -> Program:
+    return Program(LayerPlan(0, "", (choice, EXACT)), tensors(), limit)
+
+
+def definition(program: Program, request: AttentionRequest) -> torch.Tensor:
+    parts = [
+        reference.attention(defined(heads_of(request, [head]), pick, [head], program.tensors)).out
+        for head, pick in enumerate(program.plan.choices)
+    ]
+    return torch.cat(parts, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", list(STRUCTURES))
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
+def test_execution_equals_the_definition(choice: Choice, name: str, backend: str) -> None:
+    request, program = request_of(STRUCTURES[name]), program_of(choice)
+    found = execute.attend(program, request, backend).out
+    tolerance = 5e-2 if choice.precision == "bf16" else 2e-5
+    torch.testing.assert_close(found.double(), definition(program, request), atol=tolerance, rtol=tolerance)
+    exact = reference.attention(request).out
+    assert (found[:, :, 1:].double() - exact[:, :, 1:]).abs().max() < 2e-5
+    if name == "full":  # the approximation is no empty one
+        assert (found[:, :, :1].double() - exact[:, :, :1]).abs().max() > 1e-3
+
+
+def test_a_window_looks_as_far_ahead_as_back_and_keeps_the_first_keys() -> None:
+    request = request_of(STRUCTURES["full"])
+    weights = execute.weights(program_of(WINDOW), request)[0, 0]
+    rows, keys = torch.arange(N)[:, None], torch.arange(N)
+    assert torch.equal(weights > 0, ((rows - keys).abs() < WINDOW.window) | (keys < WINDOW.sinks))
+    documents = execute.weights(program_of(WINDOW), request_of(STRUCTURES["documents"]))[0, 0]
+    assert documents[150, 100:104].min() > 0, "sinks are the first keys of the row's own document"
+    assert documents[150, :100].max() == 0
+
+
+def test_no_row_feels_a_key_beyond_its_window() -> None:
+    request, program = request_of(STRUCTURES["full"]), program_of(WINDOW)
+    before = execute.attend(program, request).out
+    request.key[:, :, 150] += 3.0
+    request.value[:, :, 150] -= 3.0
+    moved = (execute.attend(program, request).out - before).abs().amax(-1)[0]
+    assert moved[:, 0].nonzero().flatten().tolist() == list(range(150 - 23, 150 + 24))
+    assert moved[:, 1].min() > 0
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
+def test_neighbours_and_padding_change_nothing(choice: Choice) -> None:
+    """A padded batch is what its sequences are alone: the sequence of 190 tokens beside one of 270."""
+    program = program_of(choice)
+    request = request_of(STRUCTURES["right padding"])
+    together = execute.attend(program, request).out[1, :190]
+    alone = AttentionRequest(
+        *(tensor[1:, :, :190] for tensor in (request.query, request.key, request.value)),
+        CallStructure(1, 190, 190), request.scaling,
+    )  # fmt: skip
+    tolerance = 5e-2 if choice.precision == "bf16" else 2e-5
+    torch.testing.assert_close(
+        together, execute.attend(program, alone).out[0], atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "planned"),
+    [
+        ("right padding", 200, [[False] * N, [True] * N]),  # rows of padding are nobody's
+        ("documents", 80, [[False] * 200 + [True] * 70] * 2),
+    ],
+)
+def test_sequences_longer_than_the_plan_speaks_for_are_exact_as_a_whole(
+    name: str, limit: int, planned: list[list[bool]]
+) -> None:
+    """Each of their rows sees all keys; a short neighbour is planned none the less."""
+    request, program = request_of(STRUCTURES[name]), program_of(WINDOW, limit)
+    within = execute.rows_within(request.structure, limit, torch.device("cpu"))
+    assert isinstance(within, torch.Tensor)
+    wanted = torch.tensor(planned)
+    assert torch.equal(within.expand(2, -1), wanted)
+    found = execute.attend(program, request).out
+    mixed = torch.where(
+        wanted[:, :, None, None], definition(program_of(WINDOW), request), reference.attention(request).out
+    )
+    torch.testing.assert_close(found.double(), mixed, atol=2e-5, rtol=2e-5)
+
+
+def test_a_single_sequence_is_planned_up_to_the_length() -> None:
+    whole = CallStructure(2, N, N)
+    assert execute.rows_within(whole, N - 1, torch.device("cpu")) is False
+    assert execute.rows_within(whole, N, torch.device("cpu")) is True
+
+
+def test_documents_of_padded_rows_are_measured_without_padding() -> None:
+    structure = CallStructure(2, N, N, key_padding=RIGHT, q_segments=DOCUMENTS, k_segments=DOCUMENTS)
+    within = execute.rows_within(structure, 95, torch.device("cpu"))
+    assert isinstance(within, torch.Tensor)
+    # documents of 100, 100 and 70 tokens; of the second row 100, 90 and none
+    assert within[0].tolist() == [False] * 200 + [True] * 70
+    assert within[1].tolist() == [False] * 100 + [True] * 170
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("first", "stop"), [(0, N), (40, 200), (250, N)])
+@pytest.mark.parametrize("choice", [WINDOW, Choice("window", 200, 16)], ids=lambda choice: choice.label)
+def test_rows_with_fewer_keys_are_counted_right(choice: Choice, first: int, stop: int, causal: bool) -> None:
+    structure = CallStructure(1, N, N, causal=causal)
+    fewer = (structure.visible() & ~windowed(structure, choice).visible()).any(-1)[0, 0]
+    wanted = int(fewer[first:stop].sum())
+    assert rows_with_fewer_keys(choice, first, stop, N, causal) == wanted
+
+
+def test_rows_of_blocks_that_may_lose_keys() -> None:
+    blocks = Choice("blocks", mass=0.5, sinks=4)
+    # of 4 blocks, rows of the third keep their own, those beside it and the first, for its sinks: all
+    assert rows_with_fewer_keys(blocks, 0, 256, 256, causal=False) == 3 * 64
+    assert rows_with_fewer_keys(blocks, 128, 192, 256, causal=False) == 0
+    assert rows_with_fewer_keys(blocks, 0, 192, 192, causal=False) == 0
+    assert rows_with_fewer_keys(EXACT, 0, 256, 256, causal=False) == 0
