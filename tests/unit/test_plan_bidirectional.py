@@ -169,5 +169,6 @@ def test_rows_of_blocks_that_may_lose_keys() -> None:
     # of 4 blocks, rows of the third keep their own, those beside it and the first, for its sinks: all
     assert rows_with_fewer_keys(blocks, 0, 256, 256, causal=False) == 3 * 64
     assert rows_with_fewer_keys(blocks, 128, 192, 256, causal=False) == 0
-    assert rows_with_fewer_keys(blocks, 0, 192, 192, causal=False) == 0
+    assert rows_with_fewer_keys(blocks, 0, 192, 192, causal=False) == 64
+    assert rows_with_fewer_keys(blocks, 0, 128, 128, causal=False) == 0
     assert rows_with_fewer_keys(EXACT, 0, 256, 256, causal=False) == 0
