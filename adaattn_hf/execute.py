@@ -32,6 +32,8 @@ from adaattn_hf.structure import CallStructure, Segment
 
 TILE = 64
 """Query rows that share one gather of key blocks."""
+DEVICE_TILE = 2048
+"""The same off the CPU, where a launch costs more than the keys that a smaller tile would spare."""
 
 
 def launches(program: Program) -> list[tuple[Choice, list[int]]]:
@@ -273,8 +275,9 @@ def _run_of_head(
     )[0]
     key, value = changed.key[run.row, head, keys], changed.value[run.row, head, keys]
     inside = torch.arange(BLOCK, device=device)
-    for start in range(0, run.q_len, TILE):
-        stop = min(start + TILE, run.q_len)
+    tile = TILE if device.type == "cpu" else DEVICE_TILE
+    for start in range(0, run.q_len, tile):
+        stop = min(start + tile, run.q_len)
         used = keep[start:stop].any(0).nonzero()[:, 0]
         columns = (used[:, None] * BLOCK + inside).flatten()
         columns = columns[columns < run.k_len]
