@@ -57,7 +57,7 @@ class Measurements:
         if positions is not None and settings.lengths[-1] > positions:
             raise ValueError(
                 f"lengths is {list(settings.lengths)}, expected at most the {positions} tokens that "
-                f"{type(model).__name__} has positions for"
+                f"{type(model).__name__} has positions for; give shorter lengths"
             )
         self.own_numbers = attach.number_layers(model)
         self.arms = ModelArms(model)

@@ -138,9 +138,9 @@ class MaskedTokens:
         mask = tokenizer.mask_token_id
         if mask is None:
             raise ValueError(
-                f"tokenizer: {type(tokenizer).__name__} of {tokenizer.name_or_path!r} has no mask token, expected the "
-                "one that the model was trained with: a masked-language model is scored on masked tokens; set "
-                "tokenizer.mask_token, or give the tokenizer that belongs to the model"
+                f"tokenizer: that of {tokenizer.name_or_path!r} has no mask token, expected the one that the model was "
+                "trained with: a masked-language model is scored on masked tokens; set tokenizer.mask_token, or give "
+                "the tokenizer that belongs to the model"
             )
         whole = list(tokenizer("a").input_ids)
         body = list(tokenizer("a", add_special_tokens=False).input_ids)

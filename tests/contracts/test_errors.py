@@ -14,12 +14,17 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
+from transformers import BertForMaskedLM, BertModel
 
 import adaattn_hf
 from adaattn_hf import execute
 from adaattn_hf.approximate import LayerTensors, Program
 from adaattn_hf.backends.select import BackendRefusal, by_name
+from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
+from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.patches.carrier import StructuredMask
 from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.plan import Choice, LayerPlan, Plan, PlanError
@@ -87,6 +92,16 @@ def explain_stock() -> Any:
 def run_unrouted() -> Any:
     config = tf.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2, pad_token_id=0)
     return adaattn_hf.check(config)
+
+
+def calibrate_tiny(made: type[Any], length: int = 64, **more: Any) -> Any:
+    """A calibration of a BERT of random weights on this file."""
+    config = config_of("bert")
+    config._attn_implementation = "adaattn"
+    settings = CalibrationSettings(lengths=(length,), held_out=2)
+    return calibrate(
+        made(config), lambda text: [4 + ord(one) % 60 for one in text], [__file__], settings, **more
+    )
 
 
 SIX = StructuredMask(CallStructure(1, 6, 6, causal=True), torch.device("cpu"))
@@ -230,6 +245,32 @@ CASES = (
         lambda: planned(Choice(precision="int8"), requires_grad=True),
         ValueError,
         ("plan of layer 0", "int8", "no gradient", "remove_plan(model)"),
+    ),
+    Case(
+        "calibrates an encoder without a language-model head",
+        lambda: calibrate_tiny(BertModel),
+        ValueError,
+        ("model", "got BertModel", "…ForMaskedLM", "load_plan(model, directory)"),
+    ),
+    Case(
+        "calibrates a masked LM as if it predicted next tokens",
+        lambda: calibrate_tiny(BertForMaskedLM),
+        ValueError,
+        ("scoring", "NextToken", "bidirectional", "scoring=MaskedTokens.of(tokenizer)"),
+    ),
+    Case(
+        "calibrates a masked LM with a tokenizer without a mask token",
+        lambda: MaskedTokens.of(
+            tf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})), name_or_path="gpt2")
+        ),
+        ValueError,
+        ("tokenizer", "'gpt2' has no mask token", "expected the one", "set tokenizer.mask_token"),
+    ),
+    Case(
+        "calibrates at more tokens than the model has positions for",
+        lambda: calibrate_tiny(BertForMaskedLM, length=128, scoring=MaskedTokens(3)),
+        ValueError,
+        ("lengths", "[128]", "at most the 96 tokens", "BertForMaskedLM"),
     ),
 )
 

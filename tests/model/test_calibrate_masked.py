@@ -1,0 +1,546 @@
+"""Calibration of masked-language models: what is scored, what a choice costs, the proof, and where the plan goes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertModel,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    DistilBertModel,
+    ElectraConfig,
+    ElectraForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+from typer.testing import CliRunner
+
+import adaattn_hf
+from adaattn_hf import attach
+from adaattn_hf.calibration import fisher
+from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap
+from adaattn_hf.calibration.calibrate import (
+    Calibration,
+    CalibrationSettings,
+    calibrate,
+    prepare_run,
+    save_plan,
+)
+from adaattn_hf.calibration.measure import most_positions
+from adaattn_hf.calibration.scoring import MaskedTokens, NextToken, Reading
+from adaattn_hf.cli import app
+from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
+from adaattn_hf.plan import EXACT, Choice, LayerPlan, PlanError
+from adaattn_hf.policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS, candidates
+from adaattn_hf.policy.prices import Price, PriceTable
+from adaattn_hf.tap import tapping
+
+LENGTH = 256
+SETTINGS = CalibrationSettings(
+    budget=2e-2, lengths=(LENGTH,), sequences=2, rows=64, labels=2, joint=2, held_out=10, tries=2,
+    families=("window", "bf16", "rank"), windows=(32, 64),
+)  # fmt: skip
+
+
+def prices(**seconds: float) -> PriceTable:
+    """A table without decode, in which windows cost a third, bf16 half and ranks as much as exact attention."""
+    cost = {"exact": 1.0, "bf16": 0.5, "w32+16": 0.3, "w64+16": 0.4, "w32+16 bf16": 0.2, "w64+16 bf16": 0.25}
+    cost |= {"r16": 0.95, **seconds}
+    row = {label: Price(0.0, value) for label, value in cost.items()}
+    return PriceTable("a table", False, {"prefill": {LENGTH: row}})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo_model_path("bert"))
+
+
+@pytest.fixture(scope="module")
+def encode(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    return lambda text: tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+
+
+@pytest.fixture(scope="module")
+def scoring(tokenizer: Any) -> MaskedTokens:
+    return MaskedTokens.of(tokenizer, count=4)
+
+
+def bert(implementation: str = "adaattn") -> Any:
+    return AutoModelForMaskedLM.from_pretrained(
+        demo_model_path("bert"), attn_implementation=implementation, dtype=torch.float32
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return bert()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    path = tmp_path_factory.mktemp("text") / "pages.jsonl"
+    pages = [*calibration_pages()[:5], *heldout_pages()[:10]]
+    path.write_text("\n".join(json.dumps({"text": page}) for page in pages), encoding="utf-8")
+    return [path]
+
+
+@pytest.fixture(scope="module")
+def result(model: Any, encode: Any, text: list[Path], scoring: MaskedTokens) -> Calibration:
+    return calibrate(model, encode, text, SETTINGS, scoring=scoring, prices=prices())
+
+
+@pytest.fixture(scope="module")
+def ids(encode: Any) -> list[int]:
+    return list(encode(heldout_pages()[3])[: LENGTH - 2])
+
+
+CPU = torch.device("cpu")
+
+
+# ---------------------------------------------------------------------- what is scored
+def test_readings_mask_disjoint_seeded_shares_and_no_special_token(ids: list[int], tokenizer: Any) -> None:
+    scoring = MaskedTokens.of(tokenizer, count=6)
+    readings = scoring.readings(ids, 0, CPU)
+    whole = torch.tensor([tokenizer.cls_token_id, *ids, tokenizer.sep_token_id])
+    assert scoring.content(LENGTH) == len(ids) == len(whole) - 2
+    places: list[int] = []
+    for reading in readings:
+        assert reading.places is not None
+        assert len(reading.places) == round(0.15 * len(ids))
+        assert reading.rows_per_prediction == pytest.approx(LENGTH / len(reading.places))
+        masked = reading.tokens[0] == tokenizer.mask_token_id
+        assert masked.nonzero().flatten().tolist() == reading.places.tolist()
+        assert torch.equal(reading.tokens[0][~masked], whole[~masked])
+        assert torch.equal(reading.targets, whole[reading.places])
+        places += reading.places.tolist()
+    assert len(set(places)) == len(places), "six shares of 15 % fit without overlap"
+    assert 0 not in places
+    assert LENGTH - 1 not in places
+    again, other = scoring.readings(ids, 0, CPU), scoring.readings(ids, 1, CPU)
+    assert all(torch.equal(one.tokens, two.tokens) for one, two in zip(readings, again, strict=True))
+    assert not any(torch.equal(one.tokens, two.tokens) for one, two in zip(readings, other, strict=True))
+    assert len(MaskedTokens(4, count=9).readings(ids, 0, CPU)) == 9, "more readings than shares begin anew"
+
+
+def test_scores_are_the_models_own_at_masked_places(
+    model: Any, ids: list[int], scoring: MaskedTokens
+) -> None:
+    """Against stock attention and the whole model's logits, one loop per token."""
+    reading = scoring.readings(ids, 0, CPU)[0]
+    assert reading.places is not None
+    choices = {layer: Choice("window", 16, 4) for layer in range(4)}
+    tap = plan_tap({layer: _program(layer, choice) for layer, choice in choices.items()})
+    scores = compare(ModelArms(model), reading, tap)
+    with torch.no_grad():
+        stock = bert("eager")(input_ids=reading.tokens).logits[0].double().log_softmax(-1)
+        with tapping(tap):
+            planned = model(input_ids=reading.tokens).logits[0].double().log_softmax(-1)
+    for at, place in enumerate(reading.places.tolist()):
+        target = int(reading.targets[at])
+        assert float(scores.stock[at]) == pytest.approx(-float(stock[place, target]), abs=1e-4)
+        assert float(scores.planned[at]) == pytest.approx(-float(planned[place, target]), abs=1e-4)
+        kl = float((stock[place].exp() * (stock[place] - planned[place])).sum())
+        assert float(scores.kl[at]) == pytest.approx(kl, abs=1e-4)
+        assert bool(scores.agree[at]) == bool(stock[place].argmax() == planned[place].argmax())
+    assert len(scores.kl) == len(reading.places)
+    assert float(scores.kl.mean()) > 1e-3, "the plan changes something"
+
+
+def _program(layer: int, choice: Choice, heads: int = 5, only: int | None = None) -> Any:
+    from adaattn_hf.approximate import LayerTensors, Program
+
+    chosen = tuple(choice if only in (None, head) else EXACT for head in range(heads))
+    return Program(LayerPlan(layer, "", chosen), LayerTensors(), 512)
+
+
+@pytest.mark.parametrize("family", ["bert", "electra", "roberta"])
+def test_a_head_that_transforms_is_reached_through_the_models_forward(family: str) -> None:
+    small = {
+        "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 32, "max_position_embeddings": 64, "initializer_range": 0.3,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    made: Any = {
+        "bert": bert,
+        "electra": lambda: ElectraForMaskedLM(ElectraConfig(**small, embedding_size=16)).eval(),
+        "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**small)).eval(),
+    }[family]()
+    tokens = torch.randint(4, 40, (1, 30), generator=torch.Generator().manual_seed(0))
+    arms = ModelArms(made)
+    places = torch.tensor([3, 17, 20])
+    with torch.no_grad():
+        states = arms.hidden(Reading(tokens, tokens[0, places], places))
+        assert states.shape == (1, 3, made.config.hidden_size), "states, not logits, are kept"
+        torch.testing.assert_close(arms.logits(states), made(tokens).logits[:, places], atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------- what a choice costs
+def test_gradients_of_masked_labels_equal_differences(
+    model: Any, ids: list[int], scoring: MaskedTokens
+) -> None:
+    reading = scoring.readings(ids, 0, CPU)[0]
+    found: list[dict[int, Tensor]] = []
+    recorder = fisher.measure(
+        ModelArms(model), reading, [Choice("window", 8)], {}, rows=LENGTH, labels=1,
+        generator=torch.Generator().manual_seed(3), on_products=found.append,
+    )  # fmt: skip
+    with torch.no_grad():
+        chances = model(reading.tokens).logits[0, reading.places].softmax(-1)
+    labels = torch.multinomial(chances, 1, replacement=True, generator=torch.Generator().manual_seed(3))
+    step = 1e-2 * recorder.changes[2][0]
+
+    def shifted(sign: float) -> float:
+        def tap(module: Any, request: Any) -> Tensor:
+            out = exact_tap(module, request)
+            return out + sign * step.transpose(0, 1)[None] if module.layer_idx == 2 else out
+
+        with torch.no_grad(), tapping(tap):
+            logits = model(reading.tokens).logits[0, reading.places]
+        return float(logits.double().log_softmax(-1).gather(1, labels).sum())
+
+    slope = (shifted(1.0) - shifted(-1.0)) / 2e-2
+    assert slope == pytest.approx(float(found[0][2].sum()), rel=2e-2)
+
+
+def test_the_risk_of_single_heads_is_their_measured_kl(
+    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens
+) -> None:
+    """Nats per masked token: a risk per row would be seven times too small."""
+    settings = replace(
+        SETTINGS, sequences=4, rows=LENGTH, labels=4, families=("window",), windows=(32,), tries=1
+    )
+    run = prepare_run(model, encode, text, settings, scoring=scoring, prices=prices())
+    risks = run.risks()[0][:, 1]
+    heads = np.argsort(-risks)[[0, 3, 6]]
+    sequences = run.samples[LENGTH][0]["try 1"]
+    for unit in heads:
+        layer, head = run.units[unit]
+        tap = plan_tap({layer: _program(layer, Choice("window", 32, 16), only=head)})
+        kl = np.mean(
+            [
+                float(compare(run.arms, reading, tap).kl.mean())
+                for sequence in sequences
+                for reading in run.readings(sequence)
+            ]
+        )
+        assert 1 / 2.5 < risks[unit] / kl < 2.5, (layer, head, risks[unit], kl)
+
+
+def test_candidates_that_look_both_ways() -> None:
+    assert MaskedTokens(4).windows(WINDOWS) == WINDOWS_BOTH_WAYS
+    assert MaskedTokens(4).windows((40,)) == (40,)
+    assert NextToken().windows(WINDOWS) == WINDOWS
+    found = candidates(512, 32, "float32", ("window",), WINDOWS_BOTH_WAYS, causal=False).choices
+    assert [choice.window for choice in found] == [0, 32, 64, 128]
+    assert len(candidates(512, 32, "float32", ("window",), WINDOWS).choices) == 1
+
+
+# ---------------------------------------------------------------------- the proof
+def test_a_plan_passes_and_says_what_was_not_asked(result: Calibration) -> None:
+    assert result.met, result.sentence
+    verified = result.plan.verified
+    assert verified is not None
+    assert verified.upper <= SETTINGS.budget
+    # 10 sequences, 4 readings each, 15 % of 254 tokens
+    assert verified.tokens == 10 * 4 * 38
+    assert verified.retrieval_stock is None
+    assert verified.retrieval_plan is None
+    assert 0.0 < verified.activation <= 1.0
+    words = result.plan.protocol["scoring"]
+    assert words["mask_share"] == 0.15
+    assert words["maskings"] == 4
+    assert words["retrieval"] == "does not apply: nothing is generated"
+    assert result.plan.protocol["settings"]["windows"] == [32, 64]
+    assert attach.Plan.from_json(result.plan.to_json()) == result.plan
+
+
+def test_decode_is_neither_timed_nor_asked_for(
+    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens
+) -> None:
+    run = prepare_run(
+        model, encode, text, replace(SETTINGS, families=("bf16",), sequences=1), scoring=scoring
+    )
+    assert run.table is not None
+    assert set(run.table.prices) == {"prefill"}
+    assert not run.calls[LENGTH].structure.causal
+    assert run.calls[LENGTH].query.shape[2] == LENGTH
+
+
+def test_the_same_seed_gives_the_same_bytes(
+    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens, result: Calibration
+) -> None:
+    again = calibrate(model, encode, text, SETTINGS, scoring=scoring, prices=prices())
+    assert again.plan.to_json() == result.plan.to_json()
+
+
+def test_an_interrupted_run_goes_on_and_other_maskings_do_not(
+    model: Any,
+    encode: Any,
+    text: list[Path],
+    scoring: MaskedTokens,
+    result: Calibration,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = 0
+    real = fisher.measure
+
+    def stops(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 6:  # the second reading of the second sequence
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(fisher, "measure", stops)
+    given: dict[str, Any] = {"prices": prices(), "directory": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, encode, text, SETTINGS, scoring=scoring, **given)
+    with pytest.raises(ValueError, match="another model, text or settings"):
+        calibrate(model, encode, text, SETTINGS, scoring=replace(scoring, share=0.2), resume=True, **given)
+    resumed = calibrate(model, encode, text, SETTINGS, scoring=scoring, resume=True, **given)
+    assert calls == 10
+    assert resumed.plan.to_json() == result.plan.to_json()
+
+
+def test_pairs_measured_directly_take_all_readings(
+    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens
+) -> None:
+    found = calibrate(model, encode, text, replace(SETTINGS, direct=2), scoring=scoring, prices=prices())
+    assert found.plan.protocol["measured_directly"] == 2
+    assert found.met, found.sentence
+
+
+# ---------------------------------------------------------------------- where the plan goes
+@pytest.fixture(scope="module")
+def stored(result: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("planned") / "bert"
+    shutil.copytree(demo_model_path("bert"), directory)
+    fresh = bert()
+    save_plan(fresh, result, directory)
+    return directory
+
+
+def load(auto: Any, directory: Path) -> Any:
+    return auto.from_pretrained(directory, attn_implementation="adaattn", dtype=torch.float32).eval()
+
+
+def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
+    stored: Path, result: Calibration, ids: list[int]
+) -> None:
+    tokens = torch.tensor([ids])
+    expected = bert()
+    attach.attach(expected, result.plan)
+    bare = bert()
+    with torch.no_grad():
+        wanted = expected.bert(tokens).last_hidden_state
+        exact = bare.bert(tokens).last_hidden_state
+        assert float((wanted - exact).abs().max()) > 1e-3
+        masked = load(AutoModelForMaskedLM, stored)
+        torch.testing.assert_close(masked(tokens).logits, expected(tokens).logits)
+        torch.testing.assert_close(load(AutoModel, stored)(tokens).last_hidden_state, wanted)
+        classifier = load(AutoModelForSequenceClassification, stored)
+        torch.testing.assert_close(classifier.bert(tokens).last_hidden_state, wanted)
+        assert adaattn_hf.plan_of(classifier) == result.plan
+        classifier.bert.encoder.layer[1].attention.self.query.weight.mul_(1.01)
+    for module in classifier.modules():
+        module.__dict__.pop(attach.PROGRAM_SLOT, None)
+    with pytest.raises(PlanError, match="weights of layer 1 are not those"):
+        classifier(tokens)
+
+
+@torch.no_grad()
+def test_a_padded_batch_is_its_sequences_alone(stored: Path, ids: list[int]) -> None:
+    planned = load(AutoModelForMaskedLM, stored)
+    batch = torch.full((2, LENGTH), planned.config.pad_token_id)
+    mask = torch.zeros_like(batch)
+    for row, sequence in enumerate((ids, ids[40:200])):
+        batch[row, : len(sequence)] = torch.tensor(sequence)
+        mask[row, : len(sequence)] = 1
+    alone = planned(torch.tensor([ids[40:200]])).logits
+    for model in (planned, adaattn_hf.prepare(planned)):
+        together = model(input_ids=batch, attention_mask=mask).logits[1:, :160]
+        # bf16 heads round to bf16 in other launches
+        torch.testing.assert_close(together, alone, atol=3e-2, rtol=3e-2)
+
+
+def test_monitor_and_statistics_count_rows_that_lose_keys_on_either_side(
+    model: Any, result: Calibration
+) -> None:
+    watched = bert()
+    window = Choice("window", 32, 16)
+    modules = dict(attach.attention_modules(watched, "bert"))
+    layer = LayerPlan(2, attach.weight_hash(modules[2]), (window, *[EXACT] * 4))
+    plan = replace(result.plan, layers=(layer,), units=(), tensors="")
+    attach.attach(watched, plan)
+    tokens = torch.randint(5, 500, (1, 200), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), adaattn_hf.monitoring(watched) as monitor:
+        watched(tokens)
+    counted = {entry["layer"]: entry for entry in adaattn_hf.statistics(watched)}[2]
+    positions = torch.arange(200)
+    far = (positions[:, None] - positions).abs() >= 32
+    assert counted["fewer_keys"] == int((far & (positions >= 16)).any(-1).sum())
+    assert counted["pairs"] == 5 * 200
+    assert monitor.layers[2].rows == 1
+    assert monitor.layers[2].dropped_mass[0] > 0
+    longer = torch.randint(5, 500, (1, LENGTH + 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), adaattn_hf.monitoring(watched):
+        watched(longer)
+    assert {entry["layer"]: entry for entry in adaattn_hf.statistics(watched)}[2]["fewer_keys"] == 0
+
+
+@torch.no_grad()
+def test_ranks_of_a_masked_models_plan_fold(
+    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens, ids: list[int]
+) -> None:
+    settings = replace(SETTINGS, families=("rank",), budget=0.5)
+    found = calibrate(model, encode, text, settings, scoring=scoring, prices=prices(r16=0.1))
+    assert found.met, found.sentence
+    assert any(choice.rank for layer in found.plan.layers for choice in layer.choices)
+    folded = bert()
+    attach.attach(folded, found.plan)
+    tokens = torch.tensor([ids])
+    projected = folded(tokens).logits
+    adaattn_hf.prepare(folded, unpad=False, fold_rank=True)
+    torch.testing.assert_close(folded(tokens).logits, projected, atol=2e-3, rtol=2e-3)
+
+
+def test_layers_without_a_number_are_known_by_their_weights(
+    text: list[Path], encode: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = DistilBertConfig(
+        vocab_size=4096, dim=64, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=LENGTH,
+        initializer_range=0.1,
+    )  # fmt: skip
+    config._attn_implementation = "adaattn"
+    small = DistilBertForMaskedLM(config).eval()
+    settings = replace(SETTINGS, families=("bf16",), held_out=2, budget=0.5)
+    found = calibrate(
+        small, encode, text, settings, scoring=MaskedTokens(4, (2,), (3,), count=1), prices=prices()
+    )
+    assert found.met, found.sentence
+    # one layer exact: it must be known too
+    first = replace(found.plan.layers[0], choices=(EXACT, EXACT))
+    window = replace(found.plan.layers[1], choices=(Choice("window", 16, 4),) * 2)
+    plan = replace(found.plan, layers=(first, window))
+    save_plan(small, replace(found, plan=plan), tmp_path)  # type: ignore[type-var]
+    small.save_pretrained(tmp_path)
+    tokens = torch.randint(5, 500, (1, 100), generator=torch.Generator().manual_seed(0))
+    reloaded = load(DistilBertModel, tmp_path)
+    with torch.no_grad():
+        planned = small.distilbert(tokens).last_hidden_state
+        torch.testing.assert_close(reloaded(tokens).last_hidden_state, planned)
+        adaattn_hf.remove_plan(reloaded)
+        assert float((reloaded(tokens).last_hidden_state - planned).abs().max()) > 1e-4
+    tuned = load(DistilBertModel, tmp_path)
+    with torch.no_grad():
+        tuned.transformer.layer[0].attention.q_lin.weight.mul_(1.01)
+        with pytest.raises(PlanError, match="not those of any layer"):
+            tuned(tokens)
+
+
+# ---------------------------------------------------------------------- refusals
+def test_models_and_scorings_that_do_not_fit(
+    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens
+) -> None:
+    with pytest.raises(ValueError, match="NextToken is for causal attention, this model's is bidirectional"):
+        calibrate(model, encode, text, SETTINGS, prices=prices())
+    with pytest.raises(ValueError, match="got BertModel, which has no language-model head"):
+        calibrate(model.bert, encode, text, SETTINGS, scoring=scoring, prices=prices())
+    with pytest.raises(ValueError, match="expected at most the 512 tokens"):
+        calibrate(model, encode, text, replace(SETTINGS, lengths=(513,)), scoring=scoring)
+    with pytest.raises(ValueError, match="mask_share is 1"):
+        replace(scoring, share=1.0)
+    with pytest.raises(ValueError, match="maskings is 0"):
+        replace(scoring, count=0)
+
+
+def test_a_tokenizer_without_a_mask_token_is_refused() -> None:
+    causal = AutoTokenizer.from_pretrained(demo_model_path("gpt2"))
+    with pytest.raises(ValueError, match="has no mask token, expected the one"):
+        MaskedTokens.of(causal)
+
+
+def test_positions_of_tables_that_count_from_behind_padding() -> None:
+    config = RobertaConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=66,
+    )  # fmt: skip
+    roberta = RobertaForMaskedLM(config)
+    assert most_positions(roberta) == 64
+    with torch.no_grad():
+        roberta(torch.full((1, 64), 5))
+        with pytest.raises((IndexError, RuntimeError)):
+            roberta(torch.full((1, 65), 5))
+
+
+# ---------------------------------------------------------------------- the command
+def run_command(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["calibrate", *arguments])
+
+
+def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Path]) -> None:
+    directory = Path(shutil.copytree(demo_model_path("bert"), tmp_path / "bert"))
+    table = tmp_path / "prices.json"
+    table.write_text(prices().to_json())
+    small = [
+        "--sequences",
+        "1",
+        "--rows",
+        "16",
+        "--labels",
+        "1",
+        "--joint",
+        "1",
+        "--held-out",
+        "3",
+        "--tries",
+        "1",
+    ]
+    done = run_command(
+        str(directory), "--data", str(text[0]), "--budget", "1%", "--lengths", str(LENGTH), "--maskings", "3",
+        "--mask-share", "0.2", "--families", "bf16", "--prices", str(table), *small,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "passed: Δnll" in done.output
+    shown = CliRunner().invoke(app, ["plan", "show", str(directory)])
+    assert "scored on tokens at masked positions" in shown.output
+    assert "retrieval: does not apply" in shown.output
+    plan = adaattn_hf.load_plan(load(AutoModelForMaskedLM, directory))
+    assert plan.protocol["scoring"]["maskings"] == 3
+    assert plan.protocol["scoring"]["mask_share"] == 0.2
+    # without lengths: the model's positions, for which this table has no prices of its own
+    whole = run_command(
+        str(directory), "--data", str(text[0]), "--families", "bf16", "--prices", str(table), *small
+    )
+    assert whole.exit_code in (0, 4), whole.output
+    assert json.loads((directory / "adaattn_plan.json").read_text())["lengths"] == [512]
+
+
+def test_the_command_refuses_an_encoder_without_its_head(tmp_path: Path, text: list[Path]) -> None:
+    BertModel.from_pretrained(demo_model_path("bert")).save_pretrained(tmp_path / "bare")
+    AutoTokenizer.from_pretrained(demo_model_path("bert")).save_pretrained(tmp_path / "bare")
+    done = run_command(str(tmp_path / "bare"), "--data", str(text[0]))
+    assert done.exit_code == 2
+    for words in (
+        "saved as BertModel without",
+        "cls.predictions",
+        "…ForMaskedLM",
+        "load_plan(model, directory)",
+    ):
+        assert words in done.output, done.output
