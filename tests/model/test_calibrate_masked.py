@@ -44,7 +44,7 @@ from adaattn_hf.calibration.measure import most_positions
 from adaattn_hf.calibration.scoring import MaskedTokens, NextToken, Reading
 from adaattn_hf.cli import app
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
-from adaattn_hf.plan import EXACT, Choice, LayerPlan, PlanError
+from adaattn_hf.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS, candidates
 from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.tap import tapping
@@ -265,7 +265,7 @@ def test_a_plan_passes_and_says_what_was_not_asked(result: Calibration) -> None:
     assert words["maskings"] == 4
     assert words["retrieval"] == "does not apply: nothing is generated"
     assert result.plan.protocol["settings"]["windows"] == [32, 64]
-    assert attach.Plan.from_json(result.plan.to_json()) == result.plan
+    assert Plan.from_json(result.plan.to_json()) == result.plan
 
 
 def test_decode_is_neither_timed_nor_asked_for(
