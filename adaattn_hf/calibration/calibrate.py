@@ -281,11 +281,15 @@ def prepare_run(
     verify_data: Sequence[str | Path] | None = None,
     prices: PriceTable | None = None,
     scoring: Scoring = NEXT_TOKEN,
+    directory: Path | None = None,
 ) -> Run:
-    """Returns a calibration with risks and prices measured and nothing chosen, for studies."""
+    """Returns a calibration with risks and prices measured and nothing chosen, for studies.
+
+    Given a directory, what was measured is kept there, and a state found there is gone on with.
+    """
     held = list(verify_data) if verify_data else None
     run = Run(model, encode, list(data), settings, held, silent, scoring)
-    run.measure(None, False)
+    run.measure(directory, directory is not None)
     run.price(prices)
     return run
 
