@@ -33,6 +33,8 @@ AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
 
 # Keywords of continuous batching: keys and values lie in a paged cache that only listed implementations are given.
 _UNSERVED = ("block_table", "cache")
+_MEANT = frozenset((*_UNSERVED, "cu_seq_lens_q", "position_ids", "indices", "block_indices", "output_attentions"))
+"""Keywords that change a call; models hand over many more."""
 
 
 def attention_function(backend: str | None = None) -> AttentionFunction:
@@ -69,7 +71,8 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         query, key, value = _one_dtype(module, query, key, value)
         q_shape, k_shape = query.shape, key.shape
         structure, bias = _read_mask(module, q_shape, k_shape, attention_mask, is_causal)
-        if kwargs:
+        meant = not _MEANT.isdisjoint(kwargs)
+        if meant:
             structure = _with_keywords(module, structure, attention_mask, query, kwargs)
         if not compiling:
             structure = structure.settled()
@@ -82,7 +85,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         adapted = raw_settings(config) is not None
         if adapted and forced is None:
             forced = settings_in(config).backend
-        wanted = _wants_weights(kwargs, compiling)
+        wanted = (meant and bool(kwargs.get("output_attentions"))) or (not compiling and _collects_weights())
         if (
             not (compiling or adapted or wanted or dropout)
             and bias is None
@@ -192,14 +195,14 @@ def _one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> 
 
     Rotary embeddings leave queries and keys in fp32 under autocast while values are half; GPT-2 may ask for fp32.
     """
-    device = "cpu" if query.is_cpu else query.device.type
-    dtype, casts = query.dtype, _autocasts(device)
+    dtype = query.dtype
     # GPT-2's setting; asked of the instance's dictionary because `Module.__getattr__` is slow to miss
     upcasts = module.__dict__.get("reorder_and_upcast_attn")
+    casts = torch._C._is_any_autocast_enabled() and _autocasts(query.device.type)
     if not (casts or upcasts) and dtype is key.dtype is value.dtype:
         return query, key, value
     if casts:
-        dtype = torch.get_autocast_dtype(device)
+        dtype = torch.get_autocast_dtype(query.device.type)
     else:
         dtype = torch.promote_types(torch.promote_types(dtype, key.dtype), value.dtype)
     if upcasts:
@@ -261,14 +264,7 @@ def _read_mask(
     return CallStructure(batch, q_len, kv_len, mask=mask.bool()), None
 
 
-def _wants_weights(kwargs: dict[str, Any], compiling: bool) -> bool:
-    """Whether the caller will look at the weights.
-
-    GPT-2 keeps the keyword for itself, so the collector that will pick the weights up is asked, too.
-    """
-    if kwargs.get("output_attentions"):
-        return True
-    if compiling:
-        return False
+def _collects_weights() -> bool:
+    """Whether a collector will pick the weights up: GPT-2 keeps the keyword that asks for them to itself."""
     collector = output_capturing._active_collector.get()
     return collector is not None and "attentions" in collector
