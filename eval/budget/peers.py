@@ -27,9 +27,9 @@ from adaattn_hf.eval.budget import study
 from adaattn_hf.eval.budget.speed import plans_of_records, seconds, tokens_of
 from adaattn_hf.eval.provenance import provenance
 
-THRESHOLDS = (1e-4, 1e-3, 1e-2)
+THRESHOLDS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "StreamingLLMPress")
-RATIOS = (0.25, 0.5)
+RATIOS = (0.1, 0.25, 0.5)
 WORDS = (
     "Stock is Transformers' sdpa. ModelOpt's `modelopt_triton` needs CUDA; measured is `flash_skip_softmax`, the same"
     " rule in PyTorch over whole score matrices, which shows its loss and not the speed of its kernel. kvpress removes"
