@@ -41,6 +41,7 @@ def ablate_model(
     *,
     verify_data: Sequence[Path] | None = None,
     prices: Any = None,
+    scoring: Any = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Returns the table: per arm and budget the predicted loss, the measured loss and KL, and the price.
@@ -53,11 +54,13 @@ def ablate_model(
         settings: `CalibrationSettings`.
         verify_data: Held-out text of another source.
         prices: Prices measured before.
+        scoring: What the model is scored on, next tokens when absent; see `calibration.scoring`.
         say: Told what is being done.
     """
     from adaattn_hf.calibration.calibrate import ablation_rows, prepare_run
+    from adaattn_hf.calibration.scoring import NEXT_TOKEN
 
-    run = prepare_run(model, encode, list(data), settings, verify_data, prices)
+    run = prepare_run(model, encode, list(data), settings, verify_data, prices, scoring or NEXT_TOKEN)
     rows: list[dict[str, Any]] = []
     for arm in ARMS:
         for budget in budgets:
@@ -92,7 +95,7 @@ def terminal_table(result: dict[str, Any]) -> Table:
 
 
 def ablate(
-    model: Annotated[str, typer.Argument(help="Hub id or directory of a causal LM.")],
+    model: Annotated[str, typer.Argument(help="Hub id or directory of a causal or masked LM.")],
     data: Annotated[list[Path], typer.Option(help="Text: .txt, .jsonl, or directories of them.")],
     budgets: Annotated[
         str, typer.Option(help="Rises of the perplexity or nats/token, by commas.")
@@ -107,33 +110,28 @@ def ablate(
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
 ) -> None:
     """Show what rank, precision and sparsity buy alone and together at the same loss."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from adaattn_hf.calibration.calibrate import CalibrationSettings
     from adaattn_hf.calibration.command import nats
+    from adaattn_hf.calibration.loading import load
     from adaattn_hf.files import write_atomically
 
     console, errors = Console(), Console(stderr=True)
-    extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, **extra)
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model, attn_implementation="adaattn", dtype=getattr(torch, dtype), **extra
-        )
+        loaded = load(model, dtype=dtype, gguf_file=gguf_file)
         settings = CalibrationSettings(
             lengths=(length,), sequences=sequences, held_out=held_out, seed=seed, tries=1, haystacks=0
         )
         result = ablate_model(
-            loaded,
-            lambda text: tokenizer(text, add_special_tokens=False, verbose=False).input_ids,
+            loaded.model,
+            loaded.encode,
             data,
             [nats(part) for part in budgets.split(",")],
             settings,
             verify_data=verify_data,
+            scoring=loaded.scoring,
             say=lambda text: console.print(text, markup=False, highlight=False),
         )
-    except (ValueError, FileNotFoundError, AttributeError) as error:
+    except (ValueError, FileNotFoundError) as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from error
     write_atomically(
