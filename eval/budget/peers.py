@@ -176,7 +176,8 @@ def peers(
 ) -> None:
     """Measure loss and time of other libraries beside plans."""
     loaded, encode = study.load(model, dtype, device, gguf_file, threads)
-    plans, tokens = plans_of_records(record, loaded), tokens_of(data, encode, length, loaded)
+    tokens = tokens_of(data, encode, length, loaded)
+    plans = plans_of_records(record, loaded, tokens)
     words = {
         "model": Path(model).name,
         "dtype": dtype,

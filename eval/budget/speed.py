@@ -14,30 +14,48 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
 from torch import Tensor, nn
 
 from adaattn_hf import attach
+from adaattn_hf.approximate import LayerTensors
 from adaattn_hf.eval.budget import study
 from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.eval.provenance import provenance
 
 LEVELS = ("attention", "model")
+MEANS = 1024
+"""Tokens of the text that mean keys are taken from."""
 PROBE = 32
 """Tokens of the forward pass that comes before a timed one."""
+NOTHING: Mapping[int, LayerTensors] = {}
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def plans_of_records(records: Sequence[str], model: nn.Module) -> dict[str, Any]:
-    """Returns the plans of `NAME=FILE` arguments by name; see `plan_of_record`."""
-    plans = {}
+def plans_of_records(records: Sequence[str], model: nn.Module, tokens: Tensor) -> dict[str, Any]:
+    """Returns the plans of `NAME=FILE` arguments by name, with mean keys of a text; see `plan_of_record`."""
+    plans, means = {}, mean_keys(model, tokens[:, :MEANS])
     for one in records:
         name, _, path = one.partition("=")
-        plans[name] = plan_of_record(json.loads(Path(path).read_text(encoding="utf-8")), model)
+        plans[name] = plan_of_record(json.loads(Path(path).read_text(encoding="utf-8")), model, means)
     return plans
+
+
+@torch.no_grad()
+def mean_keys(model: nn.Module, tokens: Tensor) -> dict[int, LayerTensors]:
+    """Returns the mean keys of each layer over a text `[1, n]`, which a record does not hold and int8 takes off."""
+    from adaattn_hf.calibration.fisher import Moments
+    from adaattn_hf.tap import tapping
+
+    moments, base = Moments(), cast(Any, model.base_model)
+    with tapping(moments.tap):
+        base(input_ids=tokens, use_cache=False)
+    return {
+        index: LayerTensors(gram.key_mean.float().to(tokens.device)) for index, gram in moments.grams.items()
+    }
 
 
 def tokens_of(
@@ -50,16 +68,24 @@ def tokens_of(
     return torch.tensor([text.tokens], device=model.device)
 
 
-def plan_of_record(record: Mapping[str, Any], model: nn.Module) -> Any:
+def plan_of_record(
+    record: Mapping[str, Any], model: nn.Module, tensors: Mapping[int, LayerTensors] = NOTHING
+) -> Any:
     """Returns the plan of a seed's record for a model on this machine.
 
-    Precisions, windows and blocks need nothing but their names; ranks need bases that a record does not hold.
+    Windows and blocks need nothing but their names, int8 mean keys; ranks need bases that a record does not hold.
+
+    Args:
+        record: A file of `study seeds`.
+        model: The model.
+        tensors: Mean keys by layer index, see `mean_keys`; int8 keys are rounded as they are without them.
 
     Raises:
         UsageError: If the record is of a model of other units, or takes a rank.
     """
     import importlib.metadata
 
+    from adaattn_hf.calibration.assemble import needed_tensors
     from adaattn_hf.plan import PLAN_FORMAT, LayerPlan, Plan
     from adaattn_hf.policy.candidates import candidates
 
@@ -87,12 +113,15 @@ def plan_of_record(record: Mapping[str, Any], model: nn.Module) -> Any:
         raise UsageError(f"record: takes {unknown}, expected choices without bases: {sorted(known)}")
     per = len(labels) // len(modules)
     hashes = {index: attach.weight_hash(module) for index, module in modules.items()}
-    layers = (
+    layers = [
         LayerPlan(
             index, hashes[index], tuple(known[label] for label in labels[place * per : (place + 1) * per])
         )
         for place, index in enumerate(sorted(modules))
-    )
+    ]
+    needed: dict[str, Tensor] = {}
+    for layer in layers:
+        needed.update(needed_tensors(layer, tensors.get(layer.layer, LayerTensors())))
     return Plan(
         format=PLAN_FORMAT,
         model_type=config.model_type,
@@ -109,7 +138,7 @@ def plan_of_record(record: Mapping[str, Any], model: nn.Module) -> Any:
         layers=tuple(layer for layer in layers if not layer.is_exact),
         units=(),
         verified=None,
-        tensors="",
+        tensors=attach.remember_tensors(needed),
     )
 
 
@@ -138,7 +167,8 @@ def attention_level(
     from adaattn_hf.tap import tapping
 
     stock = AttentionInterface()["sdpa"]
-    arms = {name: programs_of(plan, {}) for name, plan in plans.items()}
+    means = mean_keys(model, tokens[:, :MEANS])
+    arms = {name: programs_of(plan, means) for name, plan in plans.items()}
     total = dict.fromkeys(("stock sdpa", "exact", *arms), 0.0)
 
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
@@ -260,7 +290,6 @@ def speed(
 ) -> None:
     """Time attention and whole prefills under plans beside stock and exact attention."""
     loaded, encode = study.load(model, dtype, device, gguf_file, threads)
-    plans = plans_of_records(record, loaded)
     words = {
         "model": Path(model).name,
         "dtype": dtype,
@@ -275,6 +304,7 @@ def speed(
     kept |= {"settings": words, "provenance": provenance(torch.device(device))}
     for length in study.numbers(lengths):
         tokens = tokens_of(data, encode, length, loaded)
+        plans = plans_of_records(record, loaded, tokens)
         for name in level.split(","):
             if name == "attention":
                 cells = attention_level(loaded, plans, tokens, rounds)
