@@ -95,27 +95,21 @@ def corrected(fisher: Array, fisher_error: Array, direct: Array, direct_error: A
         direct: `[pairs]`, measured KL, nats/token.
         direct_error: `[pairs]`, standard error of `direct`.
     """
-    risky = fisher > 0.0
-    if not risky.all():
-        found = fisher.copy()
-        if risky.any():
-            found[risky], factor = corrected(
-                *(one[risky] for one in (fisher, fisher_error, direct, direct_error))
-            )
-            return found, factor
+    found, risky = fisher.copy(), fisher > 0.0
+    if not risky.any():
         return found, 1.0
+    estimate, error, kl, kl_error = (one[risky] for one in (fisher, fisher_error, direct, direct_error))
     # a measured KL of nothing would be trusted without limit
-    measured = np.maximum(direct, 1e-3 * fisher)
-    offset = np.log(measured / fisher)
+    kl = np.maximum(kl, 1e-3 * estimate)
+    offset = np.log(kl / estimate)
     common = float(np.median(offset))
-    noise = (direct_error / measured) ** 2
-    own = (fisher_error / fisher) ** 2
-    known = np.isfinite(own)
-    excess = np.mean((offset - common) ** 2) - np.mean(noise + np.where(known, own, 0.0))
-    spread = np.where(known, own, 0.0) + max(float(excess), 0.0)
+    known = np.isfinite(error)
+    own, noise = np.where(known, error / estimate, 0.0) ** 2, (kl_error / kl) ** 2
+    spread = own + max(float(np.mean((offset - common) ** 2) - np.mean(own + noise)), 0.0)
     total = spread + noise
     weight = np.where(known & (total > 0.0), spread / np.where(total > 0.0, total, 1.0), 1.0)
-    return np.asarray(fisher * np.exp(common + weight * (offset - common))), float(np.exp(common))
+    found[risky] = estimate * np.exp(common + weight * (offset - common))
+    return found, float(np.exp(common))
 
 
 def rescale(alpha: float, predicted: float, measured: float, damping: float = 1.0) -> float:

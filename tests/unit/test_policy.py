@@ -14,9 +14,10 @@ from adaattn_hf.plan import EXACT, Choice
 from adaattn_hf.policy.acceptance import Gates, clustered, upper_bound
 from adaattn_hf.policy.backoff import Backoff, adjusted_alpha
 from adaattn_hf.policy.candidates import candidates
+from adaattn_hf.policy.decisive import decisive_pairs
 from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, shared_prices
 from adaattn_hf.policy.prices import Price, PriceTable, fit_price
-from adaattn_hf.policy.risk import RiskTable, rescale
+from adaattn_hf.policy.risk import RiskTable, corrected, rescale
 
 
 def _problem(seed: int, bins: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, Launches]:
@@ -164,3 +165,51 @@ def test_units_of_a_launch_share_its_fixed_cost() -> None:
         assert shares.sum() == pytest.approx(evaluate(picks, prices, np.zeros((1, 6, 3)), launches).price)
     shares = shared_prices(np.array([0, 1, 2, 0, 0, 0]), np.zeros((6, 3)), launches)
     assert shares.tolist() == pytest.approx([0.5, 0.125, 0.125, *[0.5 / 3] * 3])
+
+
+def test_decisive_pairs_are_the_largest_inside_and_the_best_outside() -> None:
+    prices = np.array([[1.0, 0.5, 0.2]] * 4)
+    risks = np.array([[[0.0, 4.0, 9.0], [0.0, 1.0, 1.5], [0.0, 2.0, 90.0], [0.0, 3.0, 5.0]]]) * 1e-5
+    picks = np.array([1, 1, 1, 0])
+    budget = np.array([1e-4])
+    saved = {(0, 2): 0.3 / 5, (1, 2): 0.3 / 0.5, (2, 2): 0.3 / 88, (3, 1): 0.5 / 3, (3, 2): 0.8 / 5}
+    best = {
+        unit: max((rate, pair) for pair, rate in saved.items() if pair[0] == unit)[1] for unit in range(4)
+    }
+    outside = sorted(best.values(), key=lambda pair: -saved[pair])
+    assert outside[:2] == [(1, 2), (3, 1)]
+    assert decisive_pairs(picks, prices, risks, budget, 4) == sorted([(0, 1), (2, 1), *outside[:2]])
+    assert decisive_pairs(picks, prices, risks, budget, 1) == [(0, 1)]
+    assert len(decisive_pairs(picks, prices, risks, budget, 100)) == 3 + 4
+    assert decisive_pairs(np.zeros(4, dtype=np.int64), prices, risks, budget, 2) == [(1, 2), (2, 1)]
+    assert decisive_pairs(picks, prices, risks, budget, 0) == []
+
+
+def test_a_wrong_estimate_gives_way_to_what_was_measured() -> None:
+    """Seven estimates agree with the measurement but for noise; the eighth is fifty times too small."""
+    random = np.random.default_rng(0)
+    true = random.uniform(1e-6, 1e-4, 8)
+    direct = true * np.exp(0.1 * random.standard_normal(8))
+    fisher = true * np.exp(0.1 * random.standard_normal(8))
+    fisher[3] /= 50
+    errors = 0.1 * fisher, 0.1 * direct
+    found, common = corrected(fisher, errors[0], direct, errors[1])
+    assert abs(math.log(found[3] / true[3])) < 0.3
+    assert abs(math.log(common)) < 0.2
+    assert np.abs(np.log(found / true)).max() < 0.4
+    assert (np.minimum(fisher, direct) * 0.8 <= found).all()
+    assert (found <= np.maximum(fisher, direct) * 1.25).all()
+
+
+def test_both_estimates_count_by_their_errors() -> None:
+    fisher, direct = np.array([1.0, 1.0, 1.0]), np.array([0.5, 1.0, 2.0])
+    sure, unsure = np.full(3, 1e-3), np.full(3, 10.0)
+    assert corrected(fisher, unsure, direct, sure)[0] == pytest.approx(direct, rel=0.01)
+    assert corrected(fisher, sure, direct, unsure)[0] == pytest.approx(fisher, rel=0.01)
+    assert corrected(fisher, np.full(3, np.inf), direct, unsure)[0] == pytest.approx(direct)
+    one, factor = corrected(
+        np.array([0.0, 2.0]), np.array([0.0, 0.2]), np.array([1e-9, 4.0]), np.full(2, 0.1)
+    )
+    assert one == pytest.approx([0.0, 4.0])
+    assert factor == pytest.approx(2.0)
+    assert corrected(np.zeros(2), np.zeros(2), np.zeros(2), np.zeros(2))[1] == 1.0

@@ -1,0 +1,159 @@
+"""Pass two of calibration: what one choice of one unit costs, measured by forward passes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from adaattn_hf.calibration import direct
+from adaattn_hf.calibration.arms import compare, plan_tap, programs_of
+from adaattn_hf.calibration.assemble import make_plan
+from adaattn_hf.calibration.calibrate import CalibrationSettings, Run, calibrate, prepare_run
+from adaattn_hf.calibration.direct import STRETCHES, mean_and_error
+from adaattn_hf.calibration.state import FILE
+from adaattn_hf.policy.prices import Price, PriceTable
+
+LENGTH = 128
+LABELS = ("exact", "bf16", "w32+16", "w32+16 bf16")
+SETTINGS = CalibrationSettings(
+    budget=5e-3, lengths=(LENGTH,), sequences=2, rows=32, labels=2, held_out=4, tries=1, haystacks=0, windows=(32,),
+    families=("window", "bf16"), joint=2,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.08,
+    )  # fmt: skip
+    config._attn_implementation = "adaattn"
+    built: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return built
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    letters = np.random.default_rng(0).integers(97, 123, 6000)
+    path.write_text(
+        "\n".join("".join(map(chr, letters[i : i + 60])) for i in range(0, 6000, 60)), encoding="utf-8"
+    )
+    return [path]
+
+
+def encode(text: str) -> Sequence[int]:
+    return [ord(character) % 128 for character in text]
+
+
+def prices() -> PriceTable:
+    row = {label: Price(0.0, seconds) for label, seconds in zip(LABELS, (1.0, 0.6, 0.3, 0.2), strict=True)}
+    return PriceTable("a table", False, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
+
+
+@pytest.fixture
+def run(model: LlamaForCausalLM, text: list[Path]) -> Run:
+    return prepare_run(model, encode, text, SETTINGS, prices=prices())
+
+
+def test_one_change_costs_what_a_plan_of_that_change_costs(run: Run) -> None:
+    """Against the whole model with a plan of one unit: early, middle and late layers, every choice."""
+    pairs = [(unit, choice) for unit in range(len(run.units)) for choice in (1, 2, 3)]
+    run.measure_directly(pairs)
+    found, error = run.direct_kl(LENGTH)
+    assert (error > 0).all()
+    for (unit, choice), kl in zip(pairs, found, strict=True):
+        picks = np.zeros(len(run.units), dtype=np.int64)
+        picks[unit] = choice
+        tap = plan_tap(programs_of(make_plan(run, picks), run.tensors))
+        scores = [
+            compare(run.arms, torch.tensor([one.tokens]), tap).kl for one in run.samples[LENGTH][0]["risk"]
+        ]
+        # stretches of 16 tokens but for the last, which predicts nothing after itself
+        wanted = np.mean([float(part.mean()) for one in scores for part in one.tensor_split(STRETCHES)])
+        assert kl == pytest.approx(wanted, rel=1e-3, abs=1e-12)
+    assert found.max() > 100 * found.min()
+
+
+def test_a_planted_wrong_estimate_is_corrected_and_leaves_the_plan(run: Run) -> None:
+    """An estimate that is a thousandth of the truth is what a knapsack falls for: the second solve does not."""
+    limit = np.array([run.settings.budget])
+    window = [choice.label for choice in run.candidates.choices].index("w32+16 bf16")
+    true = run.risks()[0, :, window]
+    victim = int(true.argmax())
+    limit[0] = 0.5 * true[victim]
+    run.state.risks[LENGTH].total[victim, window] /= 1000
+    run.state.risks[LENGTH].means[victim, window] /= 1000
+    run.state.risks[LENGTH].squares[victim, window] /= 1000**2
+    fooled = run.solve(limit)
+    assert fooled.picks[victim] == window
+    run.settings = replace(run.settings, direct=len(run.units) * 2)
+    assert run.refine(fooled, limit)
+    assert (victim, window) in run.decided
+    found = run.risks()[0, victim, window]
+    measured = run.direct_kl(LENGTH)[0][run.decided.index((victim, window))]
+    assert 0.3 < found / measured < 1.5
+    again = run.solve(limit)
+    assert again.picks[victim] != window
+    kl = [run.joint(one.picks, LENGTH)[0] for one in (fooled, again)]
+    assert kl[0] > 2 * limit[0] > kl[1]
+
+
+def test_few_pairs_leave_other_risks_in_their_order(run: Run) -> None:
+    before = run.risks()
+    run.measure_directly([(0, 2), (1, 2)])
+    after = run.risks()
+    rest = [unit for unit in range(len(run.units)) if unit > 1]
+    ratio = after[0, rest, 1:] / before[0, rest, 1:]
+    assert ratio == pytest.approx(ratio.flat[0])
+    assert (after[0, :, 0] == 0).all()
+
+
+def test_the_error_is_that_of_the_mean_over_stretches() -> None:
+    stretches = [np.array([1.0, 3.0]), np.array([2.0, 6.0])]
+    mean, error = mean_and_error(stretches)
+    assert mean == 3.0
+    assert error == pytest.approx(np.std([1, 3, 2, 6], ddof=1) / 2)
+
+
+def test_pairs_are_recorded_and_an_interrupted_pass_goes_on(
+    model: LlamaForCausalLM, text: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, direct=4)
+    whole = calibrate(model, encode, text, settings, prices=prices())
+    assert whole.plan.protocol["measured_directly"] == 4
+    rows = whole.report["direct"]
+    assert len(rows) == 4
+    assert all(row["measured"] > 0 and row["error"] > 0 and row["risk"] > 0 for row in rows)
+    real, calls = direct.measured_pairs, 0
+
+    def stops(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(direct, "measured_pairs", stops)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, encode, text, settings, prices=prices(), directory=tmp_path)
+    assert (tmp_path / FILE).is_file()
+    resumed = calibrate(model, encode, text, settings, prices=prices(), directory=tmp_path, resume=True)
+    assert calls == 3, "the first sequence was measured twice"
+    assert resumed.plan.to_json() == whole.plan.to_json()
+    none = calibrate(model, encode, text, SETTINGS, prices=prices())
+    assert none.plan.protocol["measured_directly"] == 0
+    assert none.report["direct"] == []
+
+
+def test_a_negative_number_of_pairs_is_refused() -> None:
+    with pytest.raises(ValueError, match="direct is -1, expected a number of pairs"):
+        replace(SETTINGS, direct=-1)
