@@ -55,7 +55,8 @@ def loop(
 ) -> Tensor:
     """What the kernel is documented to do."""
     assert query.ndim == key.ndim == value.ndim == 3
-    assert query.shape[1] == key.shape[1] == value.shape[1]
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     out = []
     q_cuts, k_cuts = places.q_borders.tolist(), places.k_borders.tolist()
     for (a, b), (c, d) in zip(itertools.pairwise(q_cuts), itertools.pairwise(k_cuts), strict=True):
@@ -78,7 +79,7 @@ def draw(structure: CallStructure, heads: int = 4, kv_heads: int = 2) -> tuple[T
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("name", GATHERED | WHOLE)
 def test_equals_reference(monkeypatch: pytest.MonkeyPatch, name: str, gradient: bool) -> None:
-    monkeypatch.setattr(varlen, "_kernel", loop)
+    monkeypatch.setattr(varlen, "_efficient", loop)
     structure = (GATHERED | WHOLE)[name]
     q, k, v = draw(structure)
     layout = layout_for(structure)
@@ -117,7 +118,7 @@ def spec_of(structure: CallStructure, **changes: object) -> CallSpec:
 
 
 def test_the_shortest_way_is_taken_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "_kernel", loop)
+    monkeypatch.setattr(varlen, "_efficient", loop)
     structure = GATHERED["left padding, causal"]
     q, k, v = (t.detach() for t in draw(structure))
     way = bare_way(spec_of(structure), structure)
@@ -134,3 +135,19 @@ def test_small_masks_are_for_inference() -> None:
     structure = GATHERED["right padding"]
     assert bare_way(spec_of(structure, kind="small"), structure) is not None
     assert bare_way(spec_of(structure, kind="small", needs_grad=True), structure) is None
+
+
+def test_flash_serves_half_precision_aligned_to_the_last_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "_has_flash", lambda device: True)
+    square, behind = layout_for(WHOLE["documents"]), layout_for(WHOLE["chunked prefill"])
+    longer = layout_for(CallStructure(3, N, N, causal=True, key_padding=RIGHT))
+    assert square is not None and behind is not None and longer is not None  # noqa: PT018
+    half, single = torch.zeros(4, 2, 64, dtype=torch.half), torch.zeros(4, 2, 64)
+    assert varlen._suits_flash(half, half, square)
+    assert varlen._suits_flash(half, half, behind)
+    assert not varlen._suits_flash(half, half, longer)
+    assert not varlen._suits_flash(single, single, square)
+    assert not varlen._suits_flash(half, half[..., :32], square)
+    assert not varlen._suits_flash(half[..., :20], half[..., :20], square)
+    monkeypatch.setattr(varlen, "_has_flash", lambda device: False)
+    assert not varlen._suits_flash(half, half, square)

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...request import AttentionRequest, AttentionResult
+from ...request import AttentionRequest, AttentionResult, CallSpec
 from ...structure import CallStructure
 from . import limits
+from .bare import bare_way
 from .compact import compacted, scattered
 from .decode import attend_few
 from .fused import Fused, is_single, run_forward, run_single
@@ -34,18 +35,17 @@ def attend(request: AttentionRequest) -> AttentionResult:
         return AttentionResult(_traced(_expanded(request), bare).transpose(1, 2))
     structure = request.structure.settled()
     kind = structure.kind
-    if bare:
-        if query.shape[2] == 1 and query.is_cpu and not request.dropout:
+    if bare and not request.dropout:
+        if query.shape[2] == 1 and query.is_cpu:
             few = attend_few(request, structure)
             if few is not None:
                 return AttentionResult(few)
-        stop = structure.offset() + 1 if query.shape[2] == 1 and kind == "suffix" and query.is_cuda else 0
-        if stop > 0 and value.shape[3] == query.shape[3]:
-            # the operator's own kernels split the keys among programs and read grouped heads once
-            one = request.with_tensors(query, request.key[:, :, :stop], request.value[:, :, :stop])
-            return AttentionResult(plain_call(one, False).transpose(1, 2))
-        if (kind == "causal" or kind == "full") and value.shape[3] == query.shape[3]:
-            return AttentionResult(plain_call(request, kind == "causal").transpose(1, 2))
+        settled = request.with_tensors(query, request.key, value, structure)
+        way = bare_way(CallSpec.of(settled), structure)
+        if way is not None:
+            return AttentionResult(way(query, request.key, value, request.scaling))
+    elif bare and kind in ("causal", "full") and value.shape[3] == query.shape[3]:
+        return AttentionResult(plain_call(request, kind == "causal").transpose(1, 2))
     request = _expanded(request)
     if request.dropout:
         return AttentionResult(
@@ -90,12 +90,10 @@ def _fused(request: AttentionRequest, structure: CallStructure) -> AttentionResu
     grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (query, key, value, bias, sink_logits)
     )
-    if isinstance(kernel, EfficientKernel) and bias is None and sink_logits is None and not request.need_lse:
-        layout = layout_for(structure)
-        if layout is not None:
-            return AttentionResult(
-                packed_attention(query, key, value, layout, request.scaling, gradient=grad)
-            )
+    packable = bias is None and sink_logits is None and not request.need_lse
+    layout = layout_for(structure) if packable and isinstance(kernel, EfficientKernel) else None
+    if layout is not None:
+        return AttentionResult(packed_attention(query, key, value, layout, request.scaling, gradient=grad))
     program = program_for(structure, _target(request, kernel, grad))
     if not program.parts:
         return _nothing(request)

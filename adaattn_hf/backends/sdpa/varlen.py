@@ -1,4 +1,4 @@
-"""Runs of unequal length as one call of torch's memory-efficient kernel, which walks a packed row.
+"""Runs of unequal length as one call of torch's flash or memory-efficient kernel, which walk a packed row.
 
 On CUDA every call costs tens of microseconds, forward and backward, whatever it computes: runs one by one are slower
 than a dense mask until they are long. The packed row is the batch itself where the runs cover it, else it is gathered.
@@ -6,6 +6,7 @@ than a dense mask until they are long. The packed row is the batch itself where 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from . import limits
 
 __all__ = ["Layout", "layout_for", "packed_attention"]
 
-# The kernel's names for what a run's queries see of its keys.
+# The memory-efficient kernel's names for what a run's queries see of its keys.
 _FULL, _FROM_FIRST, _TO_LAST = 0, 1, 2
 
 
@@ -28,22 +29,24 @@ class Layout:
     Attributes:
         rule: All keys, causal from the first key on, or causal so that the last query sees the last key.
         q_longest, k_longest: Lengths of the longest runs.
+        square: Every run has as many keys as queries.
     """
 
-    __slots__ = ("_host", "_placed", "k_longest", "q_longest", "rule")
+    __slots__ = ("_host", "_placed", "k_longest", "q_longest", "rule", "square")
 
     def __init__(self, structure: CallStructure, segments: Sequence[Segment], rule: int) -> None:
         """The layout of segments that one rule describes."""
         self.rule = rule
         self.q_longest = max(s.q_len for s in segments)
         self.k_longest = max(s.k_len for s in segments)
+        self.square = all(s.q_len == s.k_len for s in segments)
         borders = [
             [*itertools.accumulate((s.q_len for s in segments), initial=0)],
             [*itertools.accumulate((s.k_len for s in segments), initial=0)],
         ]
         queries = [(s.row * structure.q_len + s.q_start, s.q_len) for s in segments]
         keys = [(s.row * structure.kv_len + s.k_start, s.k_len) for s in segments]
-        self._host = (
+        self._host: tuple[Tensor, Tensor | None, Tensor | None] = (
             torch.tensor(borders, dtype=torch.int32),
             _places(queries, structure.batch * structure.q_len),
             _places(keys, structure.batch * structure.kv_len),
@@ -58,9 +61,10 @@ class Layout:
     def on(self, device: torch.device) -> Places:
         """The same as tensors on a device, moved there once."""
         if device not in self._placed:
-            borders, queries, keys = (None if t is None else t.to(device) for t in self._host)
-            assert borders is not None
-            self._placed[device] = Places(*borders, queries, keys)
+            borders, *places = self._host
+            q_borders, k_borders = borders.to(device).unbind(0)
+            queries, keys = (None if t is None else t.to(device) for t in places)
+            self._placed[device] = Places(q_borders, k_borders, queries, keys)
         return self._placed[device]
 
 
@@ -134,12 +138,10 @@ def packed_attention(
         gradient: Keep what the backward pass needs.
     """
     batch, heads, q_len, _ = query.shape
-    groups = heads // key.shape[1]
     places = layout.on(query.device)
     q, k, v = _packed(query, places.queries), _packed(key, places.keys), _packed(value, places.keys)
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    out = _kernel(q, k, v, layout, places, scaling, gradient)
+    run = _flash if _suits_flash(q, v, layout) else _efficient
+    out = run(q, k, v, layout, places, scaling, gradient)
     if places.queries is not None:
         whole = out.new_zeros((batch * q_len, *out.shape[1:]))
         out = (
@@ -158,10 +160,43 @@ def _packed(t: Tensor, places: Tensor | None) -> Tensor:
     return tokens if tokens.stride(2) == 1 else tokens.contiguous()
 
 
-def _kernel(
+def _suits_flash(query: Tensor, value: Tensor, layout: Layout) -> bool:
+    """Half precision on Ampere and later; the kernel aligns causality to the last key."""
+    size = query.shape[2]
+    return (
+        query.dtype.itemsize == 2
+        and value.shape[2] == size
+        and size % 8 == 0
+        and size <= 256
+        and (layout.rule != _FROM_FIRST or layout.square)
+        and _has_flash(query.device)
+    )
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    available = torch.backends.cuda.is_flash_attention_available()
+    return bool(available and torch.cuda.get_device_capability(device) >= (8, 0))
+
+
+def _flash(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, places: Places, scaling: float, gradient: bool
 ) -> Tensor:
     """`[queries, heads, head_dim_v]` of packed tokens."""
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, places.q_borders, places.k_borders, layout.q_longest, layout.k_longest,
+        0.0, layout.rule != _FULL, False, scale=scaling,
+    )[0]  # fmt: skip
+    return out
+
+
+def _efficient(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, places: Places, scaling: float, gradient: bool
+) -> Tensor:
+    """`[queries, heads, head_dim_v]` of packed tokens."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     out: Tensor = torch.ops.aten._efficient_attention_forward(
         query[None], key[None], value[None], None, places.q_borders, places.k_borders,
         layout.q_longest, layout.k_longest, 0.0, layout.rule, gradient, scale=scaling,
