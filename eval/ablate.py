@@ -8,14 +8,20 @@ choices beside them.
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from adaattn_hf.eval.errors import UsageError, leave
+
+ARMS = ("rank", "precision", "sparsity", "combined")
+_HEAD = ("arm", "budget or choice", "predicted KL", "measured KL", "measured Δnll", "times as fast")
 
 
 def only(kind: str) -> Callable[[Any], bool]:
@@ -29,9 +35,6 @@ def only(kind: str) -> Callable[[Any], bool]:
     return tests[kind]
 
 
-ARMS = ("rank", "precision", "sparsity", "combined")
-
-
 def ablate_model(
     model: Any,
     encode: Callable[[str], Sequence[int]],
@@ -40,8 +43,8 @@ def ablate_model(
     settings: Any,
     *,
     verify_data: Sequence[Path] | None = None,
-    prices: Any = None,
     scoring: Any = None,
+    prices: Any = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Returns the table: per arm and budget the predicted loss, the measured loss and KL, and the price.
@@ -53,13 +56,14 @@ def ablate_model(
         budgets: Losses in nats/token.
         settings: `CalibrationSettings`.
         verify_data: Held-out text of another source.
+        scoring: What the model is scored on; the next token when absent.
         prices: Prices measured before.
-        scoring: What the model is scored on, next tokens when absent; see `calibration.scoring`.
         say: Told what is being done.
     """
     from adaattn_hf.calibration.calibrate import ablation_rows, prepare_run
     from adaattn_hf.calibration.scoring import NEXT_TOKEN
 
+    say("risks and prices")
     run = prepare_run(model, encode, list(data), settings, verify_data, prices, scoring or NEXT_TOKEN)
     rows: list[dict[str, Any]] = []
     for arm in ARMS:
@@ -76,22 +80,51 @@ def ablate_model(
     }
 
 
-def terminal_table(result: dict[str, Any]) -> Table:
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    """A row of the result in the columns of `_HEAD`."""
+    name = row["choice"] if row["arm"] == "uniform" else f"{100 * math.expm1(row['budget']):.3g} %"
+    losses = (f"{row['predicted']:.2e}", f"{row['kl']:.2e}", f"{row['delta_nll']:+.2e}")
+    return [row["arm"], name, *losses, f"{row['ratio']:.2f}"]
+
+
+def terminal_table(result: Mapping[str, Any]) -> Table:
     """Returns the result as a table for the terminal."""
     table = Table(title="loss (nats/token) against price, longest length")
-    for name in ("arm", "budget or choice", "predicted", "measured Δnll", "measured KL", "times faster"):
+    for name in _HEAD:
         table.add_column(name, justify="left" if name == "arm" else "right")
     for row in result["rows"]:
-        name = row["choice"] if row["arm"] == "uniform" else f"{row['budget']:.1e}"
-        table.add_row(
-            row["arm"],
-            name,
-            f"{row['predicted']:.2e}",
-            f"{row['delta_nll']:+.2e}",
-            f"{row['kl']:.2e}",
-            f"{row['ratio']:.2f}",
-        )
+        table.add_row(*_cells(row))
     return table
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """Returns the result as a page; every number is in it, or a quotient of two that are."""
+    rows, settings, made = result["rows"], result["settings"], result["provenance"]
+    versions = made["versions"]
+    lines = [
+        "# What rank, precision and sparsity buy alone and together",
+        "",
+        f"`adaattn ablate` on {result['model']} in {settings['dtype']} at {result['lengths'][-1]} tokens: one"
+        " measurement of risks and prices, then the cheapest plan inside a budget that one kind of choice alone can"
+        " give, and that all together can. Losses are in nats/token and measured on held-out text; the budget binds"
+        " the predicted KL. Times are exact attention over the plan, prefill and decode, by the price table.",
+        "",
+        f"* calibration text: {', '.join(settings['data'])}, {settings['sequences']} sequences; held-out text:"
+        f" {', '.join(settings['verify_data'] or settings['data'])}, {settings['held_out']} sequences",
+        f"* prices: {result['machine']}; {made['threads']} threads on {made['cpu']}; torch {versions['torch']},"
+        f" transformers {versions['transformers']}; commit {made['commit']}",
+        "",
+    ]
+    for budget in sorted({row["budget"] for row in rows if "budget" in row}):
+        ratio = {row["arm"]: row["ratio"] for row in rows if row.get("budget") == budget}
+        alone = max(ARMS[:-1], key=lambda arm: ratio[arm])
+        lines.append(
+            f"* {100 * math.expm1(budget):.3g} %: together {ratio['combined']:.2f} times as fast as exact, the best"
+            f" kind alone ({alone}) {ratio[alone]:.2f}."
+        )
+    lines += ["", "| " + " | ".join(_HEAD) + " |", "|" + "---|" * len(_HEAD)]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 def ablate(
@@ -101,43 +134,90 @@ def ablate(
         str, typer.Option(help="Rises of the perplexity or nats/token, by commas.")
     ] = "0.1%,1%",
     verify_data: Annotated[list[Path] | None, typer.Option(help="Held-out text of another source.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048,
+    length: Annotated[str, typer.Option(help="Tokens per sequence (2048 or 2k).")] = "2048",
     sequences: Annotated[int, typer.Option(help="Sequences that risks are measured on.")] = 2,
     held_out: Annotated[int, typer.Option(help="Held-out sequences per arm.")] = 4,
+    families: Annotated[
+        str, typer.Option(help="Kinds of choices: window,blocks,rank,bf16,int8.")
+    ] = "window,bf16,int8,rank",
+    prices: Annotated[
+        Path | None, typer.Option(help="Prices that a calibration measured, in the place of new ones.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("results/ablation.json"),
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    output: Annotated[Path, typer.Option(help="Where the JSON goes; a `.md` is written beside it.")] = Path(
+        "results/ablation.json"
+    ),
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")
+    ] = "float32",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda. Default: cuda where there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
 ) -> None:
-    """Show what rank, precision and sparsity buy alone and together at the same loss."""
-    from adaattn_hf.calibration.calibrate import CalibrationSettings
-    from adaattn_hf.calibration.command import nats
+    """Show what rank, precision and sparsity buy alone and together at the same loss.
+
+    Exit codes: 0 done; 2 wrong arguments; 130 interrupted.
+    """
+    from adaattn_hf.calibration.arguments import (
+        kinds,
+        known_prices,
+        nats,
+        texts,
+        tokens,
+        use_threads,
+        writable,
+    )
     from adaattn_hf.calibration.loading import load
+    from adaattn_hf.calibration.settings import CalibrationSettings
+    from adaattn_hf.eval.checkpoint import resolve_device
+    from adaattn_hf.eval.provenance import provenance
     from adaattn_hf.files import write_atomically
 
-    console, errors = Console(), Console(stderr=True)
+    console = Console()
     try:
-        loaded = load(model, dtype=dtype, gguf_file=gguf_file)
+        use_threads(threads)
+        writable(output.parent, "output")
+        texts([*data, *(verify_data or [])])
+        where = resolve_device(device)
         settings = CalibrationSettings(
-            lengths=(length,), sequences=sequences, held_out=held_out, seed=seed, tries=1, haystacks=0
+            lengths=tokens(length),
+            sequences=sequences,
+            held_out=held_out,
+            seed=seed,
+            families=kinds(families),
+            tries=1,
+            haystacks=0,
         )
+        table = known_prices(prices)
+        allowed = [nats(part) for part in budgets.split(",")]
+        loaded = load(model, dtype=dtype, gguf_file=gguf_file)
         result = ablate_model(
-            loaded.model,
+            loaded.model.to(where),
             loaded.encode,
             data,
-            [nats(part) for part in budgets.split(",")],
+            allowed,
             settings,
             verify_data=verify_data,
             scoring=loaded.scoring,
+            prices=table,
             say=lambda text: console.print(text, markup=False, highlight=False),
         )
     except (ValueError, FileNotFoundError) as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(2) from error
-    write_atomically(
-        output, (json.dumps({"model": model, **result}, indent=1, sort_keys=True) + "\n").encode()
-    )
+        leave(UsageError(str(error)))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    result["model"] = Path(model).name
+    result["settings"] = {
+        "data": [path.name for path in data],
+        "verify_data": [path.name for path in verify_data or []],
+        "dtype": str(getattr(loaded.model, "dtype", dtype)).removeprefix("torch."),
+        **{name: getattr(settings, name) for name in ("sequences", "held_out", "seed", "families")},
+    }
+    result["provenance"] = provenance(where)
+    write_atomically(output, json.dumps(result, indent=1, sort_keys=True) + "\n")
+    write_atomically(output.with_suffix(".md"), page(result))
     console.print(terminal_table(result))
+    console.print(f"report: {output.with_suffix('.md')}", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

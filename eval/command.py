@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from rich.progress import (
 
 from adaattn_hf.eval.errors import EXIT_CODES, EvalError, UsageError, leave
 from adaattn_hf.files import write_atomically
+from adaattn_hf.interrupt import terminate_like_interrupt
 
 if TYPE_CHECKING:
     from adaattn_hf.eval.runner import Progress as Tell
@@ -133,7 +133,7 @@ def evaluate(
     errors = Console(stderr=True)
     where = output or Path("results") / "eval" / datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     try:
-        with _terminate_like_interrupt():
+        with terminate_like_interrupt():
             broken = _run(given, where, console)
     except EvalError as error:
         leave(error)
@@ -222,20 +222,6 @@ def shown_progress(label: str, quiet: bool, console: Console) -> Iterator[Tell]:
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def _terminate_like_interrupt() -> Iterator[None]:
-    """Let a polite kill end a run as Ctrl-C does: with the journal closed and the way on printed."""
-    try:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:  # not the main thread: whoever started it keeps its signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

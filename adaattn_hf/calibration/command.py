@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,46 +10,22 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from adaattn_hf.calibration.arguments import (
+    kinds,
+    known_prices,
+    nats,
+    texts,
+    tokens,
+    use_threads,
+    writable,
+)
 from adaattn_hf.calibration.team import join, leave
+from adaattn_hf.interrupt import terminate_like_interrupt
+
+__all__ = ["BUDGET_NOT_MET", "calibrate", "nats", "tokens"]
 
 BUDGET_NOT_MET = 4
 """Exit code when the budget cannot be met and the plan is exact."""
-
-
-def nats(budget: str) -> float:
-    """Returns a budget in nats/token: `0.1%` is ln 1.001, a bare number is nats/token.
-
-    Raises:
-        ValueError: If it is neither, or not above 0.
-    """
-    text = budget.strip()
-    try:
-        value = math.log1p(float(text[:-1]) / 100.0) if text.endswith("%") else float(text)
-    except ValueError as error:
-        raise ValueError(
-            f"budget is {budget!r}, expected a rise of the perplexity such as 0.1% or a loss in nats/token such as 1e-3"
-        ) from error
-    if not 0.0 < value < 1.0:
-        raise ValueError(f"budget is {budget!r}, expected more than 0 and less than 1 nat/token")
-    return value
-
-
-def tokens(lengths: str) -> tuple[int, ...]:
-    """Returns length bins: `4096,8192`, or `4k,8k` for the same.
-
-    Raises:
-        ValueError: If a part is no number of tokens.
-    """
-    found = []
-    for part in lengths.split(","):
-        text = part.strip().lower()
-        number = text.removesuffix("k")
-        if not number.isdigit():
-            raise ValueError(
-                f"lengths is {lengths!r}, expected numbers of tokens by commas, such as 4096,8192 or 4k,8k"
-            )
-        found.append(int(number) * (1024 if text != number else 1))
-    return tuple(found)
 
 
 def calibrate(
@@ -77,6 +52,9 @@ def calibrate(
     sequences: Annotated[int, typer.Option(help="Sequences per length that risks are measured on.")] = 4,
     rows: Annotated[int, typer.Option(help="Query rows sampled per sequence.")] = 256,
     labels: Annotated[int, typer.Option(help="Label draws per sequence, one backward pass each.")] = 2,
+    direct: Annotated[
+        int, typer.Option(help="Pairs of head and choice whose loss forward passes of their own measure.")
+    ] = 0,
     joint: Annotated[int, typer.Option(help="Sequences per length that re-scale the risks.")] = 3,
     held_out: Annotated[int, typer.Option(help="Held-out sequences per length and try.")] = 12,
     tries: Annotated[int, typer.Option(help="Plans verified before the answer is exact.")] = 3,
@@ -116,9 +94,15 @@ def calibrate(
             raise ValueError(
                 f"out is absent and {model!r} is no directory; say where the plan goes with --out DIRECTORY"
             )
-        code = _run(locals(), console)
+        with terminate_like_interrupt():
+            code = _run(locals(), console)
     except KeyboardInterrupt:
-        errors.print("interrupted: the same command with --resume goes on", markup=False, highlight=False)
+        errors.print(
+            f"interrupted: finished work is kept in {target}; the same command with --resume goes on",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(130) from None
     except (ValueError, FileNotFoundError) as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -136,45 +120,37 @@ def _run(given: dict[str, Any], console: Console) -> int:
     from adaattn_hf.calibration.loading import load
     from adaattn_hf.calibration.measure import most_positions
     from adaattn_hf.calibration.progress import display
+    from adaattn_hf.eval.checkpoint import resolve_device
     from adaattn_hf.files import write_atomically
     from adaattn_hf.plan_picture import heat_map, summary
-    from adaattn_hf.policy.prices import PriceTable
 
-    crew, place = join()
-    if given["threads"] is not None:
-        torch.set_num_threads(given["threads"])
+    use_threads(given["threads"])
     settings = CalibrationSettings(
         budget=nats(given["budget"]),
         lengths=tokens(given["lengths"] or "4096"),
-        families=tuple(part for part in given["families"].split(",") if part),
+        families=kinds(given["families"]),
+        decode_tokens=given["decode_tokens"],
         **{
             name: given[name]
-            for name in ("seed", "sequences", "rows", "labels", "joint", "held_out", "tries", "decode_tokens")
+            for name in ("seed", "sequences", "rows", "labels", "direct", "joint", "held_out", "tries")
         },
     )
-    known = (
-        PriceTable.from_json(given["prices"].read_text(encoding="utf-8"))
-        if given["prices"] is not None
-        else None
-    )
-    for path in [*given["data"], *(given["verify_data"] or [])]:
-        if not path.exists():
-            raise FileNotFoundError(
-                f"data: {path} does not exist; expected .txt or .jsonl files or directories of them"
-            )
-    device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and crew.size > 1:
-        device = f"cuda:{place}"
+    known = known_prices(given["prices"])
+    texts([*given["data"], *(given["verify_data"] or [])])
+    target: Path = given["target"]
+    writable(target, "out")
+    device = resolve_device(given["device"])
+    crew, place = join()
+    if device.type == "cuda" and device.index is None and crew.size > 1:
+        device = torch.device("cuda", place)
     loaded = load(
         given["model"], **{name: given[name] for name in ("dtype", "gguf_file", "mask_share", "maskings")}
     )
-    model = loaded.model.to(torch.device(device))
+    model = loaded.model.to(device)
     positions = most_positions(model)
     if given["lengths"] is None and positions is not None:
         settings = replace(settings, lengths=(min(positions, *settings.lengths),))
 
-    target: Path = given["target"]
-    target.mkdir(parents=True, exist_ok=True)
     with display(settings, console, given["quiet"] or not crew.leads) as progress:
         result = run(
             model,

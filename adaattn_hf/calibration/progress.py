@@ -34,6 +34,7 @@ class Display:
             "moments": tokens,
             "risk": tokens * s.sequences * (4 + 2 * s.labels),
             "prices": 4 * tokens,
+            **({"direct": 0.8 * tokens * s.sequences * s.direct} if s.direct else {}),
             "joint": 4 * tokens * s.joint,
             **{f"verify {length}": 2.0 * length * (s.held_out + s.haystacks) for length in s.lengths},
         }
@@ -67,9 +68,9 @@ class Display:
             self._bars.update(self._tasks[stage], completed=done, total=total)
             self._bars.update(self._tasks["all"], completed=self.share, left=self.left())
         elif finished and not self._quiet:
-            spent = time.monotonic() - self._start
+            spent, left = time.monotonic() - self._start, self.left()
             self._console.print(
-                f"{stage}: done after {spent:.0f} s, {self.left()}", markup=False, highlight=False
+                f"{stage}: done after {spent:.0f} s{left and f', {left}'}", markup=False, highlight=False
             )
 
 

@@ -68,6 +68,8 @@ class CalibrationSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.direct < 0:
             raise ValueError(f"direct is {self.direct}, expected a number of pairs, 0 for none")
+        if self.decode_tokens < 0:
+            raise ValueError(f"decode_tokens is {self.decode_tokens}, expected at least 0")
         if self.held_out < 2:
             raise ValueError(f"held_out is {self.held_out}, expected at least 2: one sequence has no spread")
 

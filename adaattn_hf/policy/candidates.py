@@ -38,6 +38,19 @@ class Candidates:
     combine: NDArray[np.float64]
 
 
+def refuse_unknown(families: Sequence[str]) -> None:
+    """Refuses names of families that there are none of.
+
+    Raises:
+        ValueError: If a family is unknown.
+    """
+    for family in families:
+        if family not in FAMILIES:
+            near = difflib.get_close_matches(family, FAMILIES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"family {family!r} is unknown, expected some of {list(FAMILIES)}{hint}")
+
+
 def candidates(
     length: int,
     head_dim: int,
@@ -56,11 +69,7 @@ def candidates(
     Raises:
         ValueError: If a family is unknown.
     """
-    for family in families:
-        if family not in FAMILIES:
-            near = difflib.get_close_matches(family, FAMILIES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"family {family!r} is unknown, expected some of {list(FAMILIES)}{hint}")
+    refuse_unknown(families)
     kinds = [EXACT]
     if "window" in families:
         widest = length // 2 - SINKS if causal else (3 * length // 4 - SINKS) // 2

@@ -13,7 +13,7 @@ from ..support.source_tree import MAPPED, Module, arrows, read_modules
 P = "adaattn_hf"
 FLOORS: tuple[tuple[str, ...], ...] = (
     # what is asked
-    (f"{P}.files", f"{P}._segments", f"{P}.structure", f"{P}.config", f"{P}.request"),
+    (f"{P}.files", f"{P}.interrupt", f"{P}._segments", f"{P}.structure", f"{P}.config", f"{P}.request"),
     # decided data, the oracle, measuring
     (
         f"{P}.plan",

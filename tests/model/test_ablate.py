@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 from adaattn_hf.calibration.calibrate import CalibrationSettings
-from adaattn_hf.eval.ablate import ARMS, ablate_model, terminal_table
+from adaattn_hf.cli import app
+from adaattn_hf.eval.ablate import ARMS, ablate_model, page, terminal_table
 from adaattn_hf.eval.budget.report import write_page
+from adaattn_hf.eval.demo import demo_model_path
 from adaattn_hf.eval.retrieval import measure
 from adaattn_hf.policy.prices import Price, PriceTable
 
@@ -72,6 +75,48 @@ def test_ablation_has_every_arm_and_the_combination_is_cheapest(
     assert by_arm["combined", 1.0]["ratio"] == pytest.approx(5.0)
     assert {r["choice"] for r in result["rows"] if r["arm"] == "uniform"} == set(costs) - {"exact"}
     assert terminal_table(result).row_count == len(result["rows"])
+
+
+def test_the_command_writes_figures_and_their_page(tmp_path: Path, text: list[Path]) -> None:
+    output = tmp_path / "made" / "ablate.json"
+    words = f"--length {LENGTH} --held-out 2 --families bf16 --budgets 1% --threads {torch.get_num_threads()}"
+    done = CliRunner().invoke(
+        app,
+        [
+            "ablate",
+            str(demo_model_path("llama")),
+            "--data",
+            str(text[0]),
+            "--output",
+            str(output),
+            *words.split(),
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    result = json.loads(output.read_text(encoding="utf-8"))
+    assert [row["arm"] for row in result["rows"]] == [*ARMS, "uniform"]
+    assert result["provenance"]["versions"]["torch"]
+    found = output.with_suffix(".md").read_text(encoding="utf-8")
+    assert found == page(result)
+    assert "* 1 %: together" in found
+    assert str(tmp_path) not in found + json.dumps(result)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
+        (("--families", "windows"), "did you mean 'window'"),
+        (("--length", "long"), "lengths is 'long'"),
+        (("--dtype", "float33"), "dtype is 'float33'"),
+        (("--output", f"{__file__}/x.json"), "cannot be made"),
+        (("--budgets", "0.1%,lots"), "budget is 'lots'"),
+    ],
+)
+def test_wrong_arguments_end_with_code_2(text: list[Path], more: tuple[str, str], words: str) -> None:
+    done = CliRunner().invoke(app, ["ablate", str(demo_model_path("llama")), "--data", str(text[0]), *more])
+    assert done.exit_code == 2
+    assert words in done.stderr
 
 
 def test_retrieval_without_a_plan_is_exact_attention(model: LlamaForCausalLM, text: list[Path]) -> None:

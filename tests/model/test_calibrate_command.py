@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,30 +50,13 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(demo_model_path("llama"), tmp_path / "model"))
 
 
+def arguments(model: Path, material: tuple[str, str]) -> list[str]:
+    options = f"--lengths {LENGTH} --sequences 2 --rows 16 --labels 1 --held-out 4 --families bf16 --tries 1"
+    return ["calibrate", str(model), "--data", material[0], "--prices", material[1], *options.split()]
+
+
 def run(model: Path, material: tuple[str, str], *more: str) -> Result:
-    arguments = [
-        "calibrate",
-        str(model),
-        "--data",
-        material[0],
-        "--prices",
-        material[1],
-        "--lengths",
-        str(LENGTH),
-    ]
-    arguments += [
-        "--sequences",
-        "2",
-        "--rows",
-        "16",
-        "--labels",
-        "1",
-        "--held-out",
-        "4",
-        "--families",
-        "bf16",
-    ]
-    return CliRunner().invoke(app, [*arguments, "--tries", "1", *more])
+    return CliRunner().invoke(app, [*arguments(model, material), *more])
 
 
 def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
@@ -77,6 +64,7 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
 ) -> None:
     done = run(model, material, "--budget", "1%")
     assert done.exit_code == 0, done.output
+    assert ", \n" not in done.output
     for words in ("risk: done after", "bf16", "times as fast as exact", "passed: Δnll", f"plan: {model}"):
         assert words in done.output, words
     assert done.output.count("passed: Δnll") == 1
@@ -147,6 +135,12 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
         (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
         (("--dtype", "float33"), "dtype is 'float33'"),
         (("--families", "windows"), "did you mean 'window'"),
+        (("--families", ","), "expected some of window,"),
+        (("--device", "gpu"), "device: got 'gpu'"),
+        (("--threads", "0"), "threads is 0, expected at least 1"),
+        (("--decode-tokens", "-1"), "decode_tokens is -1, expected at least 0"),
+        (("--prices", "nowhere.json"), "nowhere.json is no file"),
+        (("--out", __file__), "cannot be made"),
         (("--budget", "lots"), "budget is 'lots'"),
     ],
 )
@@ -156,6 +150,37 @@ def test_wrong_arguments_end_with_code_2(
     done = run(model, material, *more)
     assert done.exit_code == 2
     assert words in done.stderr
+
+
+def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
+    model: Path, material: tuple[str, str]
+) -> None:
+    options = ("--budget", "1%", "--threads", "1")
+    threads = torch.get_num_threads()
+    try:
+        assert run(model, material, *options).exit_code == 0
+        whole = (model / "adaattn_plan.json").read_bytes()
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            "from adaattn_hf.cli import main; main()",
+            *arguments(model, material),
+        ]
+        process = subprocess.Popen(
+            [*command, *options], stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL
+        )
+        while process.poll() is None and not (model / FILE).is_file():
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate()
+        assert process.returncode == 130, said
+        assert f"finished work is kept in {model}; the same command with --resume goes on" in said
+        assert (model / FILE).is_file()
+        assert run(model, material, *options, "--resume").exit_code == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert (model / "adaattn_plan.json").read_bytes() == whole
 
 
 def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, material: tuple[str, str]) -> None:
