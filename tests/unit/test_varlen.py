@@ -111,6 +111,12 @@ def test_what_the_kernel_has_no_rule_for(name: str) -> None:
     assert layout_for(REFUSED[name]) is None
 
 
+def test_other_vendors_keep_the_calls_they_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    documents = WHOLE["documents"].with_changes()
+    assert layout_for(documents) is None
+
+
 def spec_of(structure: CallStructure, **changes: object) -> CallSpec:
     q, k, v = (t.detach().float() for t in draw(structure))
     request = AttentionRequest(q, k, v, structure, scaling=0.3)
