@@ -130,6 +130,7 @@ class Measurements:
         """Mean keys, Grams and the calls that will be timed, from one sequence of each length."""
         moments = fisher.Moments()
         self.calls: dict[int, AttentionRequest] = {}
+        self.local_calls: dict[int, dict[int, AttentionRequest]] = {}
         for number, (length, (parts, _, _)) in enumerate(sorted(self.samples.items())):
             seen: list[AttentionRequest] = []
 
@@ -148,6 +149,10 @@ class Measurements:
                 )
             whole = [request for request in seen if request.structure.window is None] or seen
             self.calls[length] = whole[len(whole) // 2]
+            for request in seen:
+                own = request.structure.window
+                if own is not None and own != self.calls[length].structure.window:
+                    self.local_calls.setdefault(own, {})[length] = request
         self.progress("moments", len(self.samples), len(self.samples))
         if set(moments.causal.values()) != {self.scoring.causal}:
             kinds = sorted({"causal" if causal else "bidirectional" for causal in moments.causal.values()})
@@ -249,13 +254,15 @@ class Measurements:
     def price(self, prices: PriceTable | None) -> None:
         """Times the launches unless prices were given."""
         self.progress("prices", 0, 1)
-        middle = self.layers[len(self.layers) // 2]
+        middle = self.tensors[self.layers[len(self.layers) // 2]]
         if prices is None and self.team.leads:
-            prices = pricing.measure_prices(
-                self.calls,
-                self.candidates.choices,
-                self.tensors[middle],
-                phases=pricing.PHASES if self.scoring.generates else ("prefill",),
+            phases = pricing.PHASES if self.scoring.generates else ("prefill",)
+            choices = self.candidates.choices
+            prices = pricing.joined(
+                [
+                    pricing.measure_prices(calls, choices, middle, phases=phases, own=own)
+                    for own, calls in {None: self.calls, **self.local_calls}.items()
+                ]
             )
         prices = self.team.tell(prices)
         assert prices is not None
@@ -267,6 +274,7 @@ class Measurements:
             lengths=self.settings.lengths,
             decode_tokens=self.settings.decode_tokens if self.scoring.generates else 0,
             windows=self.moments.windows,
+            kinds=self.kinds,
         )
         self.progress("prices", 1, 1)
 
@@ -327,26 +335,33 @@ class Measurements:
             found.append(risk)
         return np.stack(found)
 
+    @property
+    def kinds(self) -> dict[int, int | None]:
+        """By layer: the window of layers that are priced apart, `None` for those of the kind priced first."""
+        return {
+            layer: own if own in self.local_calls else None for layer, own in self.moments.windows.items()
+        }
+
     def ratio(self, picks: NDArray[np.int64], length: int, phase: str = "prefill") -> float:
         """Returns how many times faster than exact attention the launches of an allocation are, by the price table."""
         table = self.table
         if table is None:
             raise ValueError("no prices were measured; call price() first")
-        choices = self.candidates.choices
+        choices, kinds = self.candidates.choices, self.kinds
 
-        def seconds(mine: NDArray[np.int64]) -> float:
+        def seconds(layer: int, mine: NDArray[np.int64]) -> float:
             constants: dict[str, float] = {}
             total = 0.0
             for pick in mine:
-                price = table.price(phase, length, choices[pick].label)
+                price = table.price(phase, length, pricing.launch_label(choices[pick], kinds[layer]))
                 name = execute.launch_name(choices[pick], table.shared)
                 constants[name] = max(constants.get(name, 0.0), price.constant)
                 total += price.slope
             return total + sum(constants.values())
 
-        per_layer = picks.reshape(len(self.layers), self.kv_heads)
-        exact = seconds(np.zeros(self.kv_heads, dtype=np.int64)) * len(self.layers)
-        return exact / sum(seconds(mine) for mine in per_layer)
+        per_layer = list(zip(self.layers, picks.reshape(len(self.layers), self.kv_heads), strict=True))
+        exact = sum(seconds(layer, np.zeros_like(mine)) for layer, mine in per_layer)
+        return exact / sum(seconds(layer, mine) for layer, mine in per_layer)
 
 
 def most_positions(model: nn.Module) -> int | None:

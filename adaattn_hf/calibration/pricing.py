@@ -50,6 +50,30 @@ def _seconds(device: torch.device) -> float:
     return time.process_time()
 
 
+def launch_label(choice: Choice, own: int | None) -> str:
+    """Returns the name of a choice's price in layers of one kind.
+
+    Args:
+        choice: The choice.
+        own: The window that these layers have of their own; `None` for the kind of layer that most of a model's
+            time is spent in.
+    """
+    return choice.label if own is None else f"{choice.label} in {own}"
+
+
+def joined(tables: Sequence[PriceTable]) -> PriceTable:
+    """Returns the prices of several kinds of layers as one table."""
+    first = tables[0]
+    prices = {
+        phase: {
+            length: {label: price for table in tables for label, price in table.prices[phase][length].items()}
+            for length in lengths
+        }
+        for phase, lengths in first.prices.items()
+    }
+    return PriceTable(first.machine, first.shared, prices)
+
+
 def measure_prices(
     requests: Mapping[int, AttentionRequest],
     choices: Sequence[Choice],
@@ -57,6 +81,7 @@ def measure_prices(
     *,
     repeats: int = 3,
     phases: Sequence[str] = PHASES,
+    own: int | None = None,
 ) -> PriceTable:
     """Returns the measured prices of every choice.
 
@@ -66,6 +91,7 @@ def measure_prices(
         tensors: Bases and means of that layer.
         repeats: Interleaved rounds.
         phases: What is timed; models that generate nothing have no decode.
+        own: See `launch_label`.
     """
     table: dict[str, dict[int, dict[str, Price]]] = {phase: {} for phase in phases}
     for length, whole in sorted(requests.items()):
@@ -89,7 +115,7 @@ def measure_prices(
                         key = (choice.label, count)
                         best[key] = min(best.get(key, float("inf")), taken)
             table[phase][length] = {
-                choice.label: fit_price(counts, [best[choice.label, count] for count in counts])
+                launch_label(choice, own): fit_price(counts, [best[choice.label, count] for count in counts])
                 for choice in choices
             }
     longest = requests[max(requests)]
@@ -104,6 +130,7 @@ def unit_prices(
     lengths: Sequence[int],
     decode_tokens: int,
     windows: Mapping[int, int | None] | None = None,
+    kinds: Mapping[int, int | None] | None = None,
 ) -> tuple[Array, Launches]:
     """Returns prices `[units, choices]` in seconds and the launch constants, summed over the length bins.
 
@@ -117,26 +144,34 @@ def unit_prices(
         decode_tokens: Decode steps per prefill; with 0 no decode price is asked for.
         windows: By layer, the model's own window. A choice's window that is not narrower changes nothing there,
             and costs what the same choice without a window costs.
+        kinds: By layer, the window that its prices are named by; see `launch_label`.
     """
-    slopes = np.zeros(len(choices))
-    constants = np.zeros(len(choices))
-    for length in lengths:
-        for phase, weight in (("prefill", 1.0), ("decode", float(decode_tokens))):
-            if not weight:
-                continue
-            for place, choice in enumerate(choices):
-                price = table.price(phase, length, choice.label)
-                slopes[place] += weight * price.slope
-                constants[place] += weight * price.constant
+    weights = {"prefill": 1.0, "decode": float(decode_tokens)}
+
+    def summed(own: int | None) -> tuple[Array, Array]:
+        """Slopes and constants `[choices]` of one kind of layer."""
+        found = [
+            [table.price(phase, length, launch_label(choice, own)) for choice in choices]
+            for length in lengths
+            for phase in weights
+            if weights[phase]
+        ]
+        share = np.array([weight for _ in lengths for weight in weights.values() if weight])
+        slopes = np.array([[price.slope for price in row] for row in found])
+        constants = np.array([[price.constant for price in row] for row in found])
+        return share @ slopes, share @ constants
+
+    _, constants = summed(None)
+    by_kind = {own: summed(own)[0] for own in {None, *(kinds or {}).values()}}
     names = [execute.launch_name(choice, table.shared) for choice in choices]
     groups = list(dict.fromkeys(names))
     launch = np.array([groups.index(name) for name in names])
     constant = np.array([float(np.median(constants[launch == group])) for group in range(len(groups))])
-    prices = np.tile(slopes, (len(units), 1))
+    prices = np.stack([by_kind[(kinds or {}).get(layer)] for layer, _ in units])
     for unit, (layer, _) in enumerate(units):
         own = (windows or {}).get(layer)
         for place, choice in enumerate(choices):
             if own is not None and choice.kind == "window" and choice.window >= own:
                 whole = replace(choice, kind="exact", window=0, sinks=0)
-                prices[unit, place] = slopes[choices.index(whole)]
+                prices[unit, place] = prices[unit, choices.index(whole)]
     return prices, Launches(np.array([layer for layer, _ in units]), launch, constant)

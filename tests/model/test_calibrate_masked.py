@@ -24,6 +24,8 @@ from transformers import (
     DistilBertModel,
     ElectraConfig,
     ElectraForMaskedLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     RobertaConfig,
     RobertaForMaskedLM,
 )
@@ -247,6 +249,43 @@ def test_candidates_that_look_both_ways() -> None:
     found = candidates(512, 32, "float32", ("window",), WINDOWS_BOTH_WAYS, causal=False).choices
     assert [choice.window for choice in found] == [0, 32, 64, 128]
     assert len(candidates(512, 32, "float32", ("window",), WINDOWS).choices) == 1
+
+
+def test_layers_with_a_window_of_their_own_have_prices_of_their_own(encode: Any, text: list[Path]) -> None:
+    """Half of this model looks 16 tokens around: what a choice saves there is little, and a wider window nothing."""
+    torch.manual_seed(0)
+    config = ModernBertConfig(
+        vocab_size=4096, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64,
+        local_attention=32, global_attn_every_n_layers=2, pad_token_id=0, eos_token_id=3, bos_token_id=2,
+        cls_token_id=2, sep_token_id=3, initializer_range=0.1,
+    )  # fmt: skip
+    config._attn_implementation = "adaattn"
+    hybrid = ModernBertForMaskedLM(config).eval()
+    cost = {"exact": 8.0, "bf16": 4.0, "w8+16": 2.0, "w8+16 bf16": 1.0, "w32+16": 3.0, "w32+16 bf16": 1.5}
+    # its own window of 17 keys each way leaves as much to every choice
+    row = {label: Price(0.0, value) for label, value in cost.items()}
+    row |= {f"{label} in 17": Price(0.0, value / 8) for label, value in cost.items()}
+    table = PriceTable("a table", False, {"prefill": {LENGTH: row}})
+    settings = replace(
+        SETTINGS, families=("window", "bf16"), windows=(8, 32), sequences=1, held_out=2, tries=1
+    )
+    scoring = MaskedTokens(4, (2,), (3,), count=1)
+    run = prepare_run(hybrid, encode, text, settings, scoring=scoring, prices=table)
+    assert run.kinds == {0: None, 1: 17, 2: None, 3: 17}
+    labels = [choice.label for choice in run.candidates.choices]
+    wide, exact, bf16 = (labels.index(label) for label in ("w32+16", "exact", "bf16"))
+    local, whole = run.prices[2], run.prices[0]
+    assert local[exact] == 1.0
+    assert local[wide] == local[exact]
+    assert whole[wide] == 3.0
+    # of 4 layers with 2 heads each, two pay 8 and two pay 1
+    picks = np.full(8, bf16)
+    assert run.ratio(picks, LENGTH) == pytest.approx(2.0)
+    picks[[2, 3, 6, 7]] = exact
+    assert run.ratio(picks, LENGTH) == pytest.approx((8 + 8 + 1 + 1) / (4 + 4 + 1 + 1))
+    timed = prepare_run(hybrid, encode, text, replace(settings, families=("bf16",)), scoring=scoring)
+    assert timed.table is not None
+    assert set(timed.table.prices["prefill"][LENGTH]) == {"exact", "bf16", "exact in 17", "bf16 in 17"}
 
 
 # ---------------------------------------------------------------------- the proof

@@ -40,6 +40,13 @@ STRUCTURES = {
     "narrower window of its own": CallStructure(2, N, N, window=10),
 }
 BACKENDS = ["sdpa", "eager", *([] if missing() else ["native"])]
+INT8 = Choice(precision="int8")
+# kernels of int8 products round the weights, too: tests/native/test_plans.py compares them with the definition
+PAIRS = [
+    *((choice, backend) for choice in CHOICES for backend in BACKENDS),
+    (INT8, "eager"),
+    (Choice("window", 24, 4, precision="int8"), "eager"),
+]
 
 
 def tensors() -> LayerTensors:
@@ -66,9 +73,8 @@ def definition(program: Program, request: AttentionRequest) -> torch.Tensor:
     return torch.cat(parts, 2)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("choice", "backend"), PAIRS, ids=lambda value: getattr(value, "label", value))
 @pytest.mark.parametrize("name", list(STRUCTURES))
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
 def test_execution_equals_the_definition(choice: Choice, name: str, backend: str) -> None:
     request, program = request_of(STRUCTURES[name]), program_of(choice)
     found = execute.attend(program, request, backend).out
