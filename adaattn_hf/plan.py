@@ -1,7 +1,8 @@
 """The plan: what attention computes per layer and key/value head. Data, decided once, stored with a checkpoint.
 
-A plan never depends on the values of a call. Whatever it changes is a function of one head's queries and of
-keys at or before them, so that it neither leaks the future into the past nor couples the examples of a batch.
+A plan never depends on the values of a call. Whatever it changes is a function of one head's query and of the
+keys that its mask lets it see, so that it neither leaks the future into the past nor couples the examples of a
+batch.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Choice:
         kind: `exact` keeps all keys that the mask allows; `window` keeps the first `sinks` keys of the
             sequence and the last `window`; `blocks` keeps, per block of queries, the blocks of keys that hold
             a share `mass` of the pooled attention, with sinks, the own and the previous block always.
-        window: Keys kept before a query, the query itself counted; 0 unless `kind` is `window`.
+        window: Keys kept before a query, the query itself counted, and as many behind it where attention looks
+            both ways; 0 unless `kind` is `window`.
         sinks: First keys kept beside the window or the blocks.
         mass: Share of pooled attention kept; 0 unless `kind` is `blocks`.
         rank: Score rank, columns kept of queries and keys; 0 keeps all.
