@@ -56,6 +56,27 @@ def _step(acc, m, l, s, v):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _masked(  # type: ignore[no-untyped-def]
+    acc, m, l, q, k_base, v_base, p, j, inside, d, dv, k_len, k_n, k_d, v_n, v_d, scale, softcap, window, sinks,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """One tile of the keys `j` that are `inside`, by the rules, into the running maximum, sum and product."""
+    k = tl.load(
+        k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d,
+        mask=inside[None, :] & (d < DIM)[:, None],
+        other=0.0,
+    )
+    v = tl.load(
+        v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d,
+        mask=inside[:, None] & (dv < DIM_V)[None, :],
+        other=0.0,
+    )
+    s = _scores(q, k, scale, softcap, HAS_CAP)
+    keep = _visible(p, j, k_len, window, sinks, CAUSAL, WINDOW) & inside[None, :]
+    return _step(acc, m, l, tl.where(keep, s, float("-inf")), v)
+
+
+@triton.jit
 def forward(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, segments_ptr, tiles_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_n, o_h, o_d, l_b, l_h,
@@ -117,35 +138,17 @@ def forward(  # type: ignore[no-untyped-def]
         for n in range(0, tl.minimum(sinks, start), BLOCK_N):
             j = n + tl.arange(0, BLOCK_N)
             inside = (j < start) & (j < sinks)
-            k = tl.load(
-                k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d,
-                mask=inside[None, :] & (d < DIM)[:, None],
-                other=0.0,
-            )
-            v = tl.load(
-                v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d,
-                mask=inside[:, None] & (dv < DIM_V)[None, :],
-                other=0.0,
-            )
-            s = _scores(q, k, scale, softcap, HAS_CAP)
-            keep = _visible(p, j, k_len, window, sinks, CAUSAL, WINDOW) & inside[None, :]
-            acc, m, l = _step(acc, m, l, tl.where(keep, s, float("-inf")), v)
+            acc, m, l = _masked(
+                acc, m, l, q, k_base, v_base, p, j, inside, d, dv, k_len, k_n, k_d, v_n, v_d, scale, softcap, window, sinks,
+                DIM, DIM_V, CAUSAL, WINDOW, HAS_CAP,
+            )  # fmt: skip
         for n in range(start, tl.minimum(all_start, stop), BLOCK_N):
             j = n + tl.arange(0, BLOCK_N)
             inside = j < k_len
-            k = tl.load(
-                k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d,
-                mask=inside[None, :] & (d < DIM)[:, None],
-                other=0.0,
-            )
-            v = tl.load(
-                v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d,
-                mask=inside[:, None] & (dv < DIM_V)[None, :],
-                other=0.0,
-            )
-            s = _scores(q, k, scale, softcap, HAS_CAP)
-            keep = _visible(p, j, k_len, window, sinks, CAUSAL, WINDOW)
-            acc, m, l = _step(acc, m, l, tl.where(keep, s, float("-inf")), v)
+            acc, m, l = _masked(
+                acc, m, l, q, k_base, v_base, p, j, inside, d, dv, k_len, k_n, k_d, v_n, v_d, scale, softcap, window, sinks,
+                DIM, DIM_V, CAUSAL, WINDOW, HAS_CAP,
+            )  # fmt: skip
     for n in range(all_start, all_stop, BLOCK_N):
         j = n + tl.arange(0, BLOCK_N)
         if PAD == DIM:
@@ -166,19 +169,10 @@ def forward(  # type: ignore[no-untyped-def]
     for n in range(all_stop, stop, BLOCK_N):
         j = n + tl.arange(0, BLOCK_N)
         inside = j < k_len
-        k = tl.load(
-            k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d,
-            mask=inside[None, :] & (d < DIM)[:, None],
-            other=0.0,
-        )
-        v = tl.load(
-            v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d,
-            mask=inside[:, None] & (dv < DIM_V)[None, :],
-            other=0.0,
-        )
-        s = _scores(q, k, scale, softcap, HAS_CAP)
-        keep = _visible(p, j, k_len, window, sinks, CAUSAL, WINDOW)
-        acc, m, l = _step(acc, m, l, tl.where(keep, s, float("-inf")), v)
+        acc, m, l = _masked(
+            acc, m, l, q, k_base, v_base, p, j, inside, d, dv, k_len, k_n, k_d, v_n, v_d, scale, softcap, window, sinks,
+            DIM, DIM_V, CAUSAL, WINDOW, HAS_CAP,
+        )  # fmt: skip
 
     acc = acc / tl.where(l == 0, 1.0, l)[:, None]
     o_rows = out_ptr + row * o_b + head * o_h + (q_start + i).to(tl.int64)[:, None] * o_n
@@ -234,19 +228,10 @@ def decode(  # type: ignore[no-untyped-def]
     for n in range(start, stop, BLOCK_N):
         j = n + tl.arange(0, BLOCK_N)
         inside = j < stop
-        k = tl.load(
-            k_base + j.to(tl.int64)[None, :] * k_n + d[:, None] * k_d,
-            mask=inside[None, :] & (d < DIM)[:, None],
-            other=0.0,
-        )
-        v = tl.load(
-            v_base + j.to(tl.int64)[:, None] * v_n + dv[None, :] * v_d,
-            mask=inside[:, None] & (dv < DIM_V)[None, :],
-            other=0.0,
-        )
-        s = _scores(q, k, scale, softcap, HAS_CAP)
-        keep = _visible(p, j, k_len, window, sinks, CAUSAL, WINDOW) & inside[None, :]
-        acc, m, l = _step(acc, m, l, tl.where(keep, s, float("-inf")), v)
+        acc, m, l = _masked(
+            acc, m, l, q, k_base, v_base, p, j, inside, d, dv, k_len, k_n, k_d, v_n, v_d, scale, softcap, window, sinks,
+            DIM, DIM_V, CAUSAL, WINDOW, HAS_CAP,
+        )  # fmt: skip
     heads = tl.num_programs(0) * GROUPS
     place = (segment * heads + kv_head * GROUPS + g).to(tl.int64) * tl.num_programs(2) + share
     tl.store(
