@@ -14,6 +14,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,7 @@ from torch import Tensor
 from adaattn_hf import attach
 from adaattn_hf.eval.budget import study
 from adaattn_hf.eval.budget.speed import plans_of_records, seconds, tokens_of
+from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.eval.provenance import provenance
 
 THRESHOLDS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
@@ -111,9 +113,22 @@ def compare(
     tokens: Tensor,
     scored: int,
     keep: Callable[[list[dict[str, Any]]], None],
+    wanted: re.Pattern[str] = re.compile(""),
+    earlier: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Measures stock, the plans, and each peer that is installed; hands over the rows after each."""
-    rows: list[dict[str, Any]] = []
+    """Measures stock, the plans, and each peer that is installed; hands over the rows after each.
+
+    Args:
+        model: The model.
+        plans: Plans by name.
+        tokens: `[1, length]` the text.
+        scored: How many of its last tokens are scored.
+        keep: Given all rows after each new one.
+        wanted: Rows whose name holds a match are measured; stock attention always is.
+        earlier: Rows that were measured before and are kept.
+    """
+    rows: list[dict[str, Any]] = list(earlier)
+    known = {row["what"] for row in rows}
     targets = torch.cat(
         [tokens[0, -scored + 1 :], tokens[0, :1]]
     )  # the last row predicts nothing and is left out
@@ -127,12 +142,16 @@ def compare(
     base: list[float] = []
 
     def add(name: str, answer: Answer) -> None:
+        if reference and (name in known or not wanted.search(name)):
+            return
         found: list[Tensor] = []
         taken = seconds(lambda: found.append(answer()), tokens.device)
         scores = found[0][0].double().log_softmax(-1)
         if not reference:
             reference.append(scores)
             base.append(taken)
+            if name in known:
+                return
         kl = (reference[0].exp() * (reference[0] - scores)).sum(-1)[:-1].mean()
         delta = (reference[0] - scores).gather(1, targets[:, None])[:-1].mean()
         rows.append(
@@ -151,10 +170,10 @@ def compare(
         add(f"plan, {name}", of_plan(model, plan, tokens, scored))
     for module, (package, peer) in PEERS.items():
         if importlib.util.find_spec(module) is None:
-            rows.append(
-                {"what": f"{package}: not installed", "KL": "", "Δnll": "", "seconds": "", "times stock": ""}
-            )
-            keep(rows)
+            absent = f"{package}: not installed"
+            if absent not in known:
+                rows.append({"what": absent, "KL": "", "Δnll": "", "seconds": "", "times stock": ""})
+                keep(rows)
             continue
         version = importlib.metadata.version(package)
         for name, answer in peer(model, tokens, scored):
@@ -167,6 +186,9 @@ def peers(
     record: Annotated[list[str], typer.Option(help="A plan, NAME=FILE of `study seeds`.")],
     data: study.Data,
     output: Annotated[Path, typer.Option(help="The file of the figures.")],
+    only: Annotated[
+        str, typer.Option(help="Regular expression; rows that match. Those in the file are kept.")
+    ] = "",
     length: Annotated[int, typer.Option(help="Tokens of the text.")] = 4096,
     scored: Annotated[int, typer.Option(help="Last tokens that are scored.")] = 512,
     dtype: study.Dtype = "float32",
@@ -175,6 +197,10 @@ def peers(
     gguf_file: study.Gguf = None,
 ) -> None:
     """Measure loss and time of other libraries beside plans."""
+    try:
+        wanted = re.compile(only)
+    except re.error as error:
+        raise UsageError(f"--only: got {only!r}, which is no regular expression ({error})") from error
     loaded, encode = study.load(model, dtype, device, gguf_file, threads)
     tokens = tokens_of(data, encode, length, loaded)
     plans = plans_of_records(record, loaded, tokens)
@@ -185,14 +211,21 @@ def peers(
         "length": length,
     }
 
+    settings = {**words, "scored": scored}
+    earlier = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
+    if earlier and earlier["settings"] != settings:
+        raise UsageError(
+            f"--output: {output} holds rows of {earlier['settings']}, expected {settings}; give another file"
+        )
+
     def keep(rows: list[dict[str, Any]]) -> None:
-        made = {"settings": {**words, "scored": scored}, "provenance": provenance(torch.device(device))}
+        made = {"settings": settings, "provenance": provenance(torch.device(device))}
         study.write(
             output, {**made, "words": [WORDS, f"{length} tokens, the last {scored} scored."], "rows": rows}
         )
         typer.echo(json.dumps(rows[-1], ensure_ascii=False))
 
-    compare(loaded, plans, tokens, scored, keep)
+    compare(loaded, plans, tokens, scored, keep, wanted, earlier.get("rows", []))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,12 @@ def test_peers_that_are_not_installed_are_rows_that_say_so(
     peers.compare(model, {"bf16": plan}, tokens, 32, lambda rows: kept.append([dict(row) for row in rows]))
     assert [len(rows) for rows in kept] == [1, 2, 3]
     stock, planned, absent = kept[-1]
+    again: list[int] = []
+    rest = {"tokens": tokens, "scored": 32, "keep": lambda rows: again.append(len(rows))}
+    peers.compare(model, {"bf16": plan}, earlier=kept[-1], **rest)
+    assert not again  # all of it is known
+    peers.compare(model, {"bf16": plan}, wanted=re.compile("absent"), earlier=kept[0], **rest)
+    assert again == [2]
     assert stock["KL"] == 0.0
     assert 0.0 < planned["KL"] < 1e-2
     assert absent["what"] == "absent-library: not installed"
