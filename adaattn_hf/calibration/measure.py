@@ -261,7 +261,7 @@ class Measurements:
             prices = pricing.joined(
                 [
                     pricing.measure_prices(calls, choices, middle, phases=phases, own=own)
-                    for own, calls in {None: self.calls, **self.local_calls}.items()
+                    for own, calls in [(None, self.calls), *self.local_calls.items()]
                 ]
             )
         prices = self.team.tell(prices)
