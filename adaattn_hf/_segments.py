@@ -3,17 +3,54 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from .structure import CallStructure, Segment
-
-__all__ = ["find_segments"]
+__all__ = ["Segment", "find_segments"]
 
 Run = tuple[int, int]
+
+
+class Segment(NamedTuple):
+    """A run of queries that sees a run of keys of one batch row, by causality, window and sinks alone.
+
+    Local query `i` stands at local key index `i + offset`.
+    """
+
+    row: int
+    q_start: int
+    q_len: int
+    k_start: int
+    k_len: int
+    offset: int
+
+
+class Rules(Protocol):
+    """What is read of a `CallStructure`, which says what each means."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    causal: bool
+    window: int | None
+    sinks: int
+    chunk: int | None
+    chunk_start: Tensor | None
+    key_padding: Tensor | None
+    pads_queries: bool
+    q_segments: Tensor | None
+    k_segments: Tensor | None
+    spans: Tensor | None
+    mask: Tensor | None
+
+    def offset(self) -> int:
+        """Key index of query 0."""
+
+    def padding_on_host(self) -> Tensor | None:
+        """`key_padding` in the host's memory."""
 
 
 def _runs(ids: NDArray[np.int64]) -> list[Run]:
@@ -26,13 +63,11 @@ def _runs(ids: NDArray[np.int64]) -> list[Run]:
     return runs
 
 
-def find_segments(structure: CallStructure) -> tuple[Segment, ...] | None:
+def find_segments(structure: Rules) -> tuple[Segment, ...] | None:
     """The runs of a structure, ordered by batch row and query; None if the rules do not describe runs.
 
     A query that belongs to no run sees nothing.
     """
-    from .structure import Segment
-
     if structure.spans is not None or structure.mask is not None:
         return None
     if structure.window is not None and structure.sinks:
@@ -78,7 +113,7 @@ def find_segments(structure: CallStructure) -> tuple[Segment, ...] | None:
     return tuple(found)
 
 
-def _documents(structure: CallStructure) -> list[list[tuple[Run, Run]]] | None:
+def _documents(structure: Rules) -> list[list[tuple[Run, Run]]] | None:
     """Per batch row (or once for all): pairs of query run and key run that belong to one document."""
     whole = [((0, structure.q_len), (0, structure.kv_len))]
     if structure.k_segments is None:

@@ -10,26 +10,14 @@ Coordinates: key `j` has index `j`; query `i` stands at key index `i + q_offset`
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._segments import Segment, find_segments
+
 __all__ = ["CallStructure", "Segment"]
-
-
-class Segment(NamedTuple):
-    """A run of queries that sees a run of keys of one batch row, by causality, window and sinks alone.
-
-    Local query `i` stands at local key index `i + offset`.
-    """
-
-    row: int
-    q_start: int
-    q_len: int
-    k_start: int
-    k_len: int
-    offset: int
 
 
 @dataclass(eq=False)
@@ -268,8 +256,6 @@ class CallStructure:
         synchronisation of a forward pass. Must not be called while a graph is traced or captured.
         """
         if "segments" not in self._memo:
-            from ._segments import find_segments
-
             self._memo["segments"] = find_segments(self)
         found: tuple[Segment, ...] | None = self._memo["segments"]
         return found

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from adaattn_hf.eval.errors import EXIT_CODES, EvalError, UsageError, leave
+from adaattn_hf.eval.progress import shown_progress
 from adaattn_hf.files import write_atomically
 from adaattn_hf.interrupt import terminate_like_interrupt
-
-if TYPE_CHECKING:
-    from adaattn_hf.eval.runner import Progress as Tell
 
 _EXAMPLES = """
 Measure an attention implementation against stock attention on real text.
@@ -206,22 +195,6 @@ def _run(given: dict[str, Any], where: Path, console: Console) -> list[str]:
     write_atomically(where / "report.md", report.markdown(reports))
     console.print(f"reports: {where}", markup=False, highlight=False, soft_wrap=True)
     return broken
-
-
-@contextmanager
-def shown_progress(label: str, quiet: bool, console: Console) -> Iterator[Tell]:
-    """A progress bar over scored tokens; where there is no terminal, none is drawn."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 if __name__ == "__main__":

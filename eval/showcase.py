@@ -20,6 +20,7 @@ from rich.table import Table
 from adaattn_hf.eval import corpora, report, runner
 from adaattn_hf.eval.checkpoint import load
 from adaattn_hf.eval.errors import UsageError
+from adaattn_hf.eval.progress import shown_progress
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.files import write_atomically
 
@@ -39,14 +40,12 @@ def run(given: Mapping[str, Any], settings: Settings, where: Path, console: Cons
     Raises:
         UsageError: an argument that only makes sense with a model of the user's own.
     """
-    from adaattn_hf.eval.command import shown_progress
     from adaattn_hf.eval.demo import demo_model_path, heldout_pages, lastword_items
 
     wrong = [name for name in _OWN if given.get(name)]
     if wrong:
         raise UsageError(
-            f"{wrong[0]}: got {given[wrong[0]]!r} without MODEL; the models in the package have their own "
-            "text and "
+            f"{wrong[0]}: got {given[wrong[0]]!r} without MODEL; the models in the package have their own text and "
             "bars. Name a model first: adaattn eval MODEL --data …"
         )
     texts = (
@@ -104,8 +103,7 @@ def verdict(result: Mapping[str, Any]) -> tuple[bool, str]:
 
 
 def anchor_distance(difference: Mapping[str, Any]) -> float:
-    """How far the anchor may be from stock (nats/token): the farther end of the interval of its mean "
-    "difference."""
+    """How far the anchor may be from stock (nats/token): the farther end of its mean difference's interval."""
     if difference["low"] is None:
         return abs(float(difference["mean"]))
     return max(abs(float(difference["low"])), abs(float(difference["high"])))

@@ -22,11 +22,10 @@ MAPPED = MappingProxyType(
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement: the module (or name) that it asks for, and when it is executed."""
+    """One import statement: the module (or name) that it asks for, and whether only type checkers see it."""
 
     target: str
     line: int
-    lazy: bool
     typing_only: bool
 
 
@@ -58,30 +57,25 @@ def read_modules(root: Path = ROOT, mapped: Mapping[str, str] = MAPPED) -> dict[
     return found
 
 
-def _imports(
-    tree: ast.AST, base: tuple[str, ...], lazy: bool = False, typing_only: bool = False
-) -> Iterator[Import]:
+def _imports(tree: ast.AST, base: tuple[str, ...], typing_only: bool = False) -> Iterator[Import]:
     """All import statements under a node; relative ones resolved against the package `base`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, node.lineno, lazy, typing_only)
+                yield Import(alias.name, node.lineno, typing_only)
         elif isinstance(node, ast.ImportFrom):
             parents = base[: len(base) - node.level + 1] if node.level else ()
             module = ".".join((*parents, *([node.module] if node.module else [])))
             for alias in node.names:
-                yield Import(f"{module}.{alias.name}", node.lineno, lazy, typing_only)
+                yield Import(f"{module}.{alias.name}", node.lineno, typing_only)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.body:
+                yield from _imports(ast.Module(body=[child], type_ignores=[]), base, typing_only=True)
+            for child in node.orelse:
+                yield from _imports(ast.Module(body=[child], type_ignores=[]), base, typing_only)
         else:
-            inside = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-                for child in node.body:
-                    yield from _imports(
-                        ast.Module(body=[child], type_ignores=[]), base, inside, typing_only=True
-                    )
-                for child in node.orelse:
-                    yield from _imports(ast.Module(body=[child], type_ignores=[]), base, inside, typing_only)
-            else:
-                yield from _imports(node, base, inside, typing_only)
+            yield from _imports(node, base, typing_only)
+
 
 
 def arrows(modules: Mapping[str, Module]) -> list[tuple[str, str, Import]]:
