@@ -77,7 +77,6 @@ def _imports(tree: ast.AST, base: tuple[str, ...], typing_only: bool = False) ->
             yield from _imports(node, base, typing_only)
 
 
-
 def arrows(modules: Mapping[str, Module]) -> list[tuple[str, str, Import]]:
     """(importer, imported, statement) for imports between modules of the tree, without those for type checkers."""
     found = []
