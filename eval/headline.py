@@ -33,6 +33,11 @@ _LINES = (
     ("prompts padded on the left, half of them real", "left-padded 8 x 4k, half real (bfloat16)", "gpu"),
     ("16 documents of 1k packed into one row", "packed 16 x 1k (bfloat16)", "gpu"),
     ("window of 1k at 16k", "window 1k at 16k (bfloat16)", "gpu"),
+    ("a padded batch of 512 to 12 tokens", "BERT batch 12-512 (float32)", "gpu_small"),
+    ("documents packed into one row, forward and backward", "packed training (float32)", "gpu_small"),
+    ("decode, 32/8 heads, 4k, 8 rows", "GQA decode 4k batch 8 (float32)", "gpu_small"),
+    ("GPT-2 on 32 tokens, whole model", "GPT-2 small 32 tokens (float32)", "gpu_small"),
+    ("decode, 32 padded rows behind 4k", "decode 32 x 4k, left-padded (bfloat16)", "gpu"),
     ("decode from a static cache, a quarter in use", "static cache of 16k, 4k in use, batch 8 (bfloat16)", "gpu"),
 )  # fmt: skip
 
@@ -41,7 +46,7 @@ def block(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """The table.
 
     Args:
-        reports: Reports of `adaattn bench` by name, `bench` and `gpu`.
+        reports: Reports of `adaattn bench` by name: `bench`, `gpu`, `gpu_small`.
 
     Raises:
         UsageError: A cell was not measured.
@@ -81,7 +86,8 @@ def reports_beside(page: Path) -> dict[str, Any]:
     """The reports in `docs/results/` beside a page."""
     results = page.parent / "docs" / "results"
     return {
-        name: json.loads((results / f"{name}.json").read_text(encoding="utf-8")) for name in ("bench", "gpu")
+        name: json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("bench", "gpu", "gpu_small")
     }
 
 

@@ -29,4 +29,4 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(UsageError, match="without"):
         headline.rewrite("no marks", "table")
     with pytest.raises(UsageError, match="packed 8 x 512"):
-        headline.block({"bench": {"cells": [], "provenance": {}}, "gpu": {"cells": [], "provenance": {}}})
+        headline.block({"bench": {"cells": [], "provenance": {}}})
