@@ -1,16 +1,17 @@
 """The proof of a plan once more, by this machine's kernels: `python -m adaattn_hf.eval.budget.replay MODEL --record …`.
 
 A seed's record says which held-out sequences verified its plan. They are drawn again, and the plan's loss on
-them is measured here, in the length bins that are asked for: through the native kernels where the record was
-made by torch operations, on a processor where it was made on a GPU. Mean keys are computed anew, from the same
-calibration text.
+each is measured here: through the native kernels where the record was made by torch operations, on a processor
+where it was made on a GPU. Mean keys are computed anew, from the same calibration text. Every sequence is kept
+as it is measured, so that an interrupted run goes on, and `--limit` stops between two of them.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,37 +38,26 @@ def settings_of(record: Mapping[str, Any]) -> Any:
     )
 
 
-def replayed(
-    run: Any, record: Mapping[str, Any], lengths: Sequence[int], states: dict[str, dict[int, Any]]
-) -> dict[str, Any]:
-    """Returns by length what held-out text says here and what it said in the record.
+def scored(run: Any, programs: Mapping[str, Any], sequence: Any) -> dict[str, dict[str, float]]:
+    """Returns the sums over the tokens of one sequence under each plan, exact attention computed once.
 
     Args:
-        run: A `calibrate.Run` of the record's settings and texts.
-        record: A seed's record whose plan met its budget.
-        lengths: Some of its length bins.
-        states: Exact hidden states by length and shard, kept between records of one seed.
+        run: A `calibrate.Run`.
+        programs: By plan, its programs by layer index.
+        sequence: The sequence.
     """
-    from adaattn_hf.calibration import verify
-    from adaattn_hf.calibration.arms import programs_of
+    from adaattn_hf.calibration.arms import compare, plan_tap
 
-    programs = programs_of(plan_of_record(record, run.model), run.tensors)
-    tries = sum("verified" in entry for entry in record["report"]["history"])
+    tokens = torch.tensor([sequence.tokens], device=run.arms.device)
+    exact = run.arms.exact(tokens)
     found = {}
-    for length in lengths:
-        held = run.samples[length][0][f"try {tries}"]
-        kept = states.setdefault(f"{length} {tries}", {})
-        evidence = verify.gather(run.arms, programs, held, states=kept)
-        bound = evidence.bound(0.95)
-        verdict = record["report"]["verdicts"][record["settings"]["lengths"].index(length)]
-        found[str(length)] = {
-            "here": {
-                "kl": float(torch.cat(evidence.kl).mean()),
-                "delta_nll": bound.mean,
-                "top1": evidence.agree / bound.tokens,
-                "tokens": bound.tokens,
-            },
-            "recorded": {name: verdict[name] for name in SCORES},
+    for name, program in programs.items():
+        scores = compare(run.arms, tokens, plan_tap(program), exact)
+        found[name] = {
+            "kl": float(scores.kl.sum()),
+            "delta_nll": float(scores.delta.sum()),
+            "top1": float(scores.agree.sum()),
+            "tokens": len(scores.kl),
         }
     return found
 
@@ -81,16 +71,23 @@ def replay(
     data: study.Data,
     output: Annotated[Path, typer.Option(help="The file of the figures.")],
     verify_data: study.Held = None,
-    lengths: study.Lengths = "4096",
+    length: Annotated[int, typer.Option(help="Length bin that is measured.")] = 4096,
+    limit: Annotated[float, typer.Option(help="Seconds after which no further sequence is begun.")] = float(
+        "inf"
+    ),
     dtype: study.Dtype = "float32",
     device: study.Device = "cpu",
     threads: study.Threads = None,
     gguf_file: study.Gguf = None,
 ) -> None:
-    """Measure the loss of recorded plans again, on the same held-out sequences, with this machine's kernels."""
-    from adaattn_hf.calibration.arms import silent
+    """Measure the loss of recorded plans again, on the same held-out sequences, with this machine's kernels.
+
+    Exit code 3: the limit came first; run the same command again.
+    """
+    from adaattn_hf.calibration.arms import programs_of, silent
     from adaattn_hf.calibration.calibrate import Run
 
+    begin = time.perf_counter()
     loaded, encode = study.load(model, dtype, device, gguf_file, threads)
     records = {}
     for one in record:
@@ -98,23 +95,44 @@ def replay(
         records[name] = json.loads(Path(path).read_text(encoding="utf-8"))
     first = next(iter(records.values()))
     for name, one in records.items():
-        if one["seed"] != first["seed"] or not one["met"]:
+        if one["seed"] != first["seed"]:
             raise UsageError(
-                f"record: {name} must be of seed {first['seed']} like the first, and have met its budget"
+                f"record: {name} is of seed {one['seed']}, expected that of the first, {first['seed']}"
             )
+    words = {"seed": first["seed"], "length": length, "plans": {n: r["prices"] for n, r in records.items()}}
+    kept: dict[str, Any] = {"settings": words, "sequences": []}
+    if study.done(output, words):
+        kept = json.loads(output.read_text(encoding="utf-8"))
+    kept |= {"recorded_on": first["provenance"], "provenance": provenance(torch.device(device))}
+    kept["recorded"] = {name: recorded(one, length) for name, one in records.items()}
     held = list(verify_data) if verify_data else None
-    run = Run(loaded, encode, list(data), settings_of(first), held, silent)
-    states: dict[str, dict[int, Any]] = {}
-    kept: dict[str, Any] = {
-        "seed": first["seed"],
-        "recorded_on": first["provenance"],
-        "provenance": provenance(torch.device(device)),
-        "plans": {},
-    }
-    for name, one in records.items():
-        kept["plans"][name] = replayed(run, one, study.numbers(lengths), states)
+    run = Run(loaded, encode, list(data), replace(settings_of(first), lengths=(length,)), held, silent)
+    programs = {name: programs_of(plan_of_record(one, loaded), run.tensors) for name, one in records.items()}
+    sequences = run.samples[length][0]["try 1"]
+    while len(kept["sequences"]) < len(sequences):
+        if time.perf_counter() - begin > limit:
+            typer.echo(f"stopped: {limit:g} seconds are over; run the same command again")
+            raise typer.Exit(3)
+        kept["sequences"].append(scored(run, programs, sequences[len(kept["sequences"])]))
         study.write(output, kept)
-        typer.echo(f"{name}: {json.dumps(kept['plans'][name])}")
+        typer.echo(f"sequence {len(kept['sequences'])} of {len(sequences)}: {kept['sequences'][-1]}")
+
+
+def recorded(record: Mapping[str, Any], length: int) -> dict[str, float]:
+    """Returns what a record's verdict says of a length.
+
+    Raises:
+        UsageError: If the plan did not meet its budget at the first try, or was made for other lengths.
+    """
+    lengths = record["settings"]["lengths"]
+    tries = sum("verified" in entry for entry in record["report"]["history"])
+    if not record["met"] or tries != 1 or length not in lengths:
+        raise UsageError(
+            f"record: a plan of {lengths} tokens, met: {record['met']}, tries: {tries}; expected one that met its "
+            f"budget at the first try, for {length} tokens"
+        )
+    verdict = record["report"]["verdicts"][lengths.index(length)]
+    return {name: verdict[name] for name in SCORES}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,39 +1,28 @@
 """What a loss budget buys, as tables from a study: `python -m adaattn_hf.eval.budget.report DIRECTORY TARGET.json`.
 
-Merges the files that `study`, `curve`, `speed` and `peers` wrote into one JSON, and
+Merges the files that `study`, `curve`, `speed`, `replay` and `peers` wrote into one JSON, and
 writes the page beside it. Every number of the page is in the JSON, or a quotient of two that are.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from adaattn_hf.eval.budget.curve_report import curve_sections
+from adaattn_hf.eval.budget.pages import loss, percent, table
 from adaattn_hf.policy.prices import PriceTable
 
-PARTS = ("prices", "curve", "speed", "peers")
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * len(head),
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
-    ]
-
-
-def _loss(value: float) -> str:
-    return f"{value:.2e}"
+PARTS = ("prices", "curve", "speed", "replay", "peers")
+WITHIN = 1.5
+"""Factor that a prediction is meant to keep."""
 
 
 def merge(directory: Path) -> dict[str, Any]:
-    """Returns a study from its directory: `seeds/*.json` and whichever of `prices`, `curve`, `speed`, `peers` is there.
+    """Returns a study from its directory: `seeds/*.json` and whichever of `PARTS` is there.
 
     Raises:
         FileNotFoundError: If no seed was measured.
@@ -55,10 +44,6 @@ def _verified(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [entry["verified"] for entry in record["report"]["history"] if "verified" in entry]
 
 
-def _percent(budget: float) -> str:
-    return f"{100 * math.expm1(budget):.3g} %"
-
-
 def _short(study: dict[str, Any]) -> list[str]:
     """What the seeds show, counted."""
     lines = []
@@ -73,13 +58,26 @@ def _short(study: dict[str, Any]) -> list[str]:
             f"{statistics.median(record['ratio'][n] for record in met):.2f} at {n}" for n in mine[0]["ratio"]
         )
         lines.append(
-            f"* {_percent(budget)}: {len(met)} of {len(mine)} plans of {seeds} seeds met the budget on text of a source"
+            f"* {percent(budget)}: {len(met)} of {len(mine)} plans of {seeds} seeds met the budget on text of a source"
             " that calibration never saw, "
             f"{sum(count == 1 for count in tries)} of them at the first try; the largest upper bound is "
-            f"{_loss(max(v['upper'] for v in verdicts))} of {_loss(budget)} nats/token; predicted over measured KL"
+            f"{loss(max(v['upper'] for v in verdicts))} of {loss(budget)} nats/token; predicted over measured KL"
             f" at the length that decides {min(worst):.2f} to {max(worst):.2f}, over all lengths "
-            f"{min(gaps):.2f} to {max(gaps):.2f} with median {statistics.median(gaps):.2f}; attention "
+            f"{min(gaps):.2f} to {max(gaps):.2f} with median {statistics.median(gaps):.2f}, "
+            f"{sum(1 / WITHIN <= gap <= WITHIN for gap in gaps)} of {len(gaps)} within a factor of {WITHIN}; attention "
             f"{ratios} times as fast as exact, by the price table, in the median."
+        )
+        lines += [
+            f"    * seed {record['seed']}: {record['sentence']}" for record in mine if not record["met"]
+        ]
+        tried = [v for r in mine for v in (*r["report"]["verdicts"], *_verified(r)[:-1])]
+        stock, plan = (
+            statistics.fmean(v[name] for v in tried) for name in ("retrieval_stock", "retrieval_plan")
+        )
+        failed = [v["sentence"] for v in tried if not v["passed"]]
+        lines.append(
+            f"    * needles, over all tries: stock attention finds {stock:.1%} of them, plans find {plan:.1%};"
+            f" {len(failed)} verdicts failed, {sum('needles' in sentence for sentence in failed)} of them at this gate"
         )
     return [*lines, ""]
 
@@ -95,8 +93,7 @@ def _made(study: dict[str, Any]) -> list[str]:
         f"transformers {made['versions']['transformers']})",
         f"* seeds: {settings['sequences']} sequences per length for risks, {settings['rows']} rows, "
         f"{settings['labels']} labels, {settings['joint']} sequences to re-scale, {settings['held_out']} held-out "
-        f"sequences per length and try; {statistics.median(sum(r['seconds'].values()) for r in study['seeds']):.0f} "
-        "seconds per seed in the median",
+        "sequences per length and try",
     ]
     if "prices" in study:
         lines.append(
@@ -112,9 +109,9 @@ def _made(study: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _prices(table: dict[str, Any]) -> list[str]:
+def _prices(prices: dict[str, Any]) -> list[str]:
     """Each choice's launch of one key/value head beside the exact one."""
-    prefill = table["prices"]["prefill"]
+    prefill = prices["prices"]["prefill"]
     lengths = sorted(prefill, key=int)
 
     def times(length: str, label: str) -> str:
@@ -126,71 +123,7 @@ def _prices(table: dict[str, Any]) -> list[str]:
     return [
         "## Prices of one key/value head: times as fast as exact",
         "",
-        *_table(["choice", *(f"prefill, {length}" for length in lengths)], rows),
-    ]
-
-
-def _row(entry: dict[str, Any], name: str, lengths: Sequence[str]) -> list[str]:
-    cells = [name]
-    for place, length in enumerate(lengths):
-        test = entry["test"][length]
-        cells += [_loss(entry["predicted"][place]), _loss(test["kl"]), f"{test['ratio']:.2f}"]
-    return cells
-
-
-def _at_loss(points: Sequence[tuple[float, float]], kl: float) -> float:
-    """Ratio of the best plans `(kl, ratio)` at a loss: between two of them linear in log KL, never beyond the last."""
-    front: list[tuple[float, float]] = []
-    for point in sorted(p for p in points if p[0] > 0.0):
-        if not front or point[1] > front[-1][1]:
-            front.append(point)
-    below = max((p for p in front if p[0] <= kl), default=None)
-    above = min((p for p in front if p[0] > kl), default=None)
-    if below is None:
-        return 1.0
-    if above is None:
-        return below[1]
-    share = math.log(kl / below[0]) / math.log(above[0] / below[0])
-    return below[1] + share * (above[1] - below[1])
-
-
-def _equal_loss(curve: dict[str, Any], lengths: Sequence[str]) -> list[list[str]]:
-    """Each uniform choice beside the curve of all plans at its measured KL, per length."""
-    rows = []
-    for uniform in curve["uniform"]:
-        cells = [uniform["choice"]]
-        for length in lengths:
-            test = uniform["test"][length]
-            points = [(e["test"][length]["kl"], e["test"][length]["ratio"]) for e in curve["curve"]]
-            best = _at_loss(points, test["kl"])
-            cells += [_loss(test["kl"]), f"{test['ratio']:.2f}", f"{best:.2f}"]
-        rows.append(cells)
-    return rows
-
-
-def _curve(curve: dict[str, Any]) -> list[str]:
-    lengths = [str(length) for length in curve["settings"]["lengths"]]
-    settings = curve["settings"]
-    head = ["plan"] + [
-        f"{what}, {n}" for n in lengths for what in ("predicted KL", "measured KL", "times exact")
-    ]
-    equal = ["choice"] + [f"{what}, {n}" for n in lengths for what in ("measured KL", "uniform", "per head")]
-    return [
-        "## Per head: loss against speed",
-        "",
-        f"One calibration ({settings['sequences']} sequences per length, {settings['rows']} rows, {settings['labels']} "
-        f"labels); the budget is the sum of risks allowed per length, not re-scaled; {settings['held_out']} held-out "
-        "sequences per length.",
-        "",
-        *_table(head, [_row(e, f"{e['family']}, {e['budget']:g}", lengths) for e in curve["curve"]]),
-        "## Uniform: the same choice for every head",
-        "",
-        *_table(head, [_row(e, e["choice"], lengths) for e in curve["uniform"]]),
-        "## At equal loss: times as fast as exact attention",
-        "",
-        "Per head: between the two best plans of the nearest KL, linear in its logarithm; beyond the last, that one.",
-        "",
-        *_table(equal, _equal_loss(curve, lengths)),
+        *table(["choice", *(f"prefill, {length}" for length in lengths)], rows),
     ]
 
 
@@ -200,14 +133,14 @@ def _seeds(study: dict[str, Any]) -> list[str]:
     for record in study["seeds"]:
         verified = _verified(record)
         cells = [
-            _percent(record["budget"]),
+            percent(record["budget"]),
             str(record["seed"]),
             "yes" if record["met"] else "no",
             str(len(verified)),
         ]
         for verdict in record["report"]["verdicts"]:
             gap = verdict["predicted_kl"] / verdict["kl"]
-            cells += [_loss(verdict[name]) for name in ("delta_nll", "upper", "kl")]
+            cells += [loss(verdict[name]) for name in ("delta_nll", "upper", "kl")]
             cells += [f"{gap:.2f}", f"{verdict['top1']:.2%}"]
         rows.append(cells + [f"{record['ratio'][n]:.2f}" for n in lengths])
     head = ["budget", "seed", "met", "tries"]
@@ -217,7 +150,7 @@ def _seeds(study: dict[str, Any]) -> list[str]:
         "",
         "Each seed draws its own text; the bound is one-sided, its level divided by the tries that were allowed.",
         "",
-        *_table(head + [f"times exact, {n}" for n in lengths], rows),
+        *table(head + [f"times exact, {n}" for n in lengths], rows),
     ]
 
 
@@ -234,7 +167,7 @@ def _speed(speed: dict[str, Any]) -> list[str]:
         for length, arms in speed.get(level, {}).items():
             stock, exact = arms["stock sdpa"]["seconds"], arms["exact"]["seconds"]
             for name, arm in sorted(arms.items(), key=lambda item: -item[1]["seconds"]):
-                kl = _loss(arm["kl"]) if "kl" in arm else ""
+                kl = loss(arm["kl"]) if "kl" in arm else ""
                 seconds = arm["seconds"]
                 watching = f"{arm['watching'] / seconds:.2%}" if "watching" in arm else ""
                 cells = [
@@ -247,8 +180,27 @@ def _speed(speed: dict[str, Any]) -> list[str]:
                 ]
                 rows.append([*cells, watching])
         head = ["length", title, "seconds", "times stock", "times our exact", "KL on this text", "watching"]
-        lines += _table(head, rows)
+        lines += table(head, rows)
     return lines
+
+
+def _replay(replay: dict[str, Any]) -> list[str]:
+    here, there, length = replay["provenance"], replay["recorded_on"], str(replay["settings"]["length"])
+    rows = []
+    for name, verdict in replay["recorded"].items():
+        sums = {key: sum(one[name][key] for one in replay["sequences"]) for key in verdict}
+        mine = {key: value / sums["tokens"] for key, value in sums.items()} | {"tokens": sums["tokens"]}
+        for where, one in ((f"{there['device']}, torch operations", verdict), (here["cpu"], mine)):
+            cells = [loss(one["delta_nll"]), loss(one["kl"]), f"{one['top1']:.2%}", str(one["tokens"])]
+            rows.append([name, length, where, *cells])
+    return [
+        "## The same proof through the native kernels",
+        "",
+        f"Plans of seed {replay['settings']['seed']} on the held-out sequences that verified them, through the native"
+        " kernels.",
+        "",
+        *table(["plan", "length", "where", "Δnll", "KL", "top-1", "tokens"], rows),
+    ]
 
 
 def _peers(peers: dict[str, Any]) -> list[str]:
@@ -258,7 +210,7 @@ def _peers(peers: dict[str, Any]) -> list[str]:
         rows = [
             [row[k] if isinstance(row[k], str) else f"{row[k]:.3g}" for k in head] for row in peers["rows"]
         ]
-        lines += _table(head, rows)
+        lines += table(head, rows)
     return lines
 
 
@@ -271,12 +223,17 @@ def markdown(study: dict[str, Any]) -> str:
         "",
     ]
     lines += _made(study) + _short(study)
-    for part, section in (("curve", _curve), ("speed", _speed), ("peers", _peers)):
+    for part, section in (
+        ("curve", curve_sections),
+        ("speed", _speed),
+        ("replay", _replay),
+        ("peers", _peers),
+    ):
         if part == "speed":
             lines += _seeds(study)
         if part in study:
             lines += section(study[part])
-        if part == "speed" and "prices" in study:
+        if part == "replay" and "prices" in study:
             lines += _prices(study["prices"])
     return "\n".join(lines)
 

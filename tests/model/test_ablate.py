@@ -132,4 +132,6 @@ def test_the_committed_report_is_the_one_of_its_json(tmp_path: Path, checkout: P
     text = (tmp_path / "budget.md").read_text(encoding="utf-8")
     assert text == (checkout / "docs" / "results" / "budget.md").read_text(encoding="utf-8")
     study = json.loads(source.read_text(encoding="utf-8"))
-    assert all(seed["met"] for seed in study["seeds"])
+    strict = [seed for seed in study["seeds"] if seed["budget"] < 2e-3]
+    assert len({seed["seed"] for seed in strict}) == len(strict) >= 20
+    assert sum(seed["met"] for seed in strict) >= 19
