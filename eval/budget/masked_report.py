@@ -77,6 +77,15 @@ def summary(study: Mapping[str, Any]) -> list[str]:
                 f"attention {min(ratios):.2f} to {max(ratios):.2f} times as fast as exact by the price table, "
                 f"median {statistics.median(ratios):.2f}"
             )
+        failed = [
+            entry["verified"]["sentence"]
+            for record in mine
+            for entry in record["report"]["history"]
+            if "verified" in entry and not entry["verified"]["passed"]
+        ]
+        if failed:
+            flips = sum(sentence.startswith("failed: the likeliest token agrees") for sentence in failed)
+            text += f"; {len(failed)} tries failed, {flips} of them for the agreement of the likeliest tokens alone"
         lines.append(text + ".")
     return [*lines, ""]
 
