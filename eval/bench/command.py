@@ -51,9 +51,10 @@ def bench(
     Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage.
     """
     try:
-        data = read_grid(grid)
+        where = torch.device(device)
+        data = read_grid(grid, where.type)
         failed = _run(
-            _cells(data, only), data, rounds, threads, torch.device(device), implementations, ours, output, table,
+            _cells(data, only), data, rounds, threads, where, implementations, ours, output, table,
             gate, memory,
         )  # fmt: skip
     except EvalError as error:
@@ -105,6 +106,7 @@ def _run(
         "ours": ours,
         "absent": absent,
         "peers": absent_peers(data),
+        "slower": data.slower,
         "cells": [],
     }
     # a run of some cells keeps the others' figures, each with the commit that it was measured at

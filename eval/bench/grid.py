@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -71,16 +71,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells, models and the names of those we compare with."""
+    """Cells, models, the names of those we compare with, and why some cells are slower than they."""
 
     cells: tuple[Cell, ...]
     models: Mapping[str, Mapping[str, Any]]
     stock: tuple[str, ...]
     peers: tuple[str, ...]
+    slower: str = ""
 
 
-def read_grid(path: Path | None = None) -> Grid:
+def read_grid(path: Path | None = None, device: str = "cpu") -> Grid:
     """The grid of a file, or the one that comes with the package.
+
+    Targets and floors are those of the device that the file was written for; elsewhere they mean nothing and are left
+    out.
 
     Raises:
         UsageError: A cell has a key that is not known.
@@ -91,7 +95,10 @@ def read_grid(path: Path | None = None) -> Grid:
         text = path.read_text(encoding="utf-8")
     data = yaml.safe_load(text)
     cells = [cell for entry in data["cells"] for cell in _cells(entry, data)]
-    return Grid(tuple(cells), data["models"], tuple(data["stock"]), tuple(data["peers"]))
+    if device != data.get("device", device):
+        cells = [replace(cell, target=None, floor=data["defaults"]["floor"]) for cell in cells]
+    slower = data.get("slower", {}).get(device, "")
+    return Grid(tuple(cells), data["models"], tuple(data["stock"]), tuple(data["peers"]), slower)
 
 
 def _cells(entry: Mapping[str, Any], data: Mapping[str, Any]) -> list[Cell]:

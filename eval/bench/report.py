@@ -7,12 +7,15 @@ from typing import Any
 
 __all__ = ["markdown", "verdict"]
 
+SLOWER = 0.97
+"""Ratio below which a cell is listed as slower."""
+
 _HEAD = """# Benchmarks
 
 Written by `adaattn bench` from `{source}`; do not edit. Ratios are medians over rounds of the time of a stock
 implementation divided by the time of `adaattn` in the same round (above 1: `adaattn` is faster), quartiles in brackets.
 `best` is the fastest stock implementation of the cell. Masks, packing and routing are inside the time. Cells where
-`adaattn` is slower are listed like the others. Slow implementations were left out of some cells; the JSON names those
+`adaattn` is slower are listed like the others, and once more below. Slow implementations were left out of some cells; the JSON names those
 of each.
 
 {machine}
@@ -26,11 +29,16 @@ def verdict(cell: Mapping[str, Any]) -> str:
     return "reached" if cell["ratio_best"]["wall"]["median"] >= cell["target"] else "missed"
 
 
+def _is_slower(cell: Mapping[str, Any]) -> bool:
+    """Slower than the fastest stock implementation by more than a timing's noise."""
+    return cell.get("ratio_best") is not None and cell["ratio_best"]["wall"]["median"] < SLOWER
+
+
 def markdown(report: Mapping[str, Any], source: str) -> str:
     """The whole file."""
     made = report["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    commits = ", ".join(sorted({str(cell["commit"])[:12] for cell in report["cells"]}))
+    commits = ", ".join(sorted({(cell["commit"] or "not known")[:12] for cell in report["cells"]}))
     machine = (
         f"Machine: {made['cpu']}, {made['cores']} cores, {made['threads']} threads, device {made['device']}. "
         f"Python {made['python']}; {versions}. Commits {commits}. Rounds: {report['rounds']}."
@@ -48,6 +56,11 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
             *(f"* {cell['title']}: {cell['note'] or 'no reason known'}" for cell in missed),
             "",
         ]
+    slower = [cell for cell in report["cells"] if _is_slower(cell)]
+    if slower:
+        titles = (f"{cell['title']} {cell['ratio_best']['wall']['median']:.2f}" for cell in slower)
+        lines += ["## Slower than the fastest stock", "", "; ".join(titles) + ".", ""]
+        lines += [report["slower"], ""] if report["slower"] else []
     absent = [f"{name} ({why})" for name, why in {**report["absent"], **report["peers"]}.items()]
     if absent:
         lines += ["## Not measured", "", "; ".join(absent) + ".", ""]

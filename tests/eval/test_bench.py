@@ -16,6 +16,7 @@ from adaattn_hf.cli import app
 from adaattn_hf.eval.bench import command as bench_module
 from adaattn_hf.eval.bench.grid import read_grid
 from adaattn_hf.eval.bench.measure import measure, peak_bytes, spread
+from adaattn_hf.eval.bench.report import markdown
 from adaattn_hf.eval.bench.work import missing
 from adaattn_hf.eval.errors import UsageError
 
@@ -222,6 +223,29 @@ def test_the_grid_of_the_package_covers_what_it_promises() -> None:
         assert any(wanted in title for title in titles), wanted
     assert any(cell.gradient for cell in grid.cells)
     hash(dataclasses.replace(grid.cells[0]))
+
+
+def test_targets_are_those_of_the_device_they_were_set_for(tmp_path: Path) -> None:
+    cell = {"name": "causal", "q_len": 8, "target": 3.0, "floor": 2.0}
+    own = write_grid(tmp_path / "grid.yaml", cell, device="cpu")
+    for device, target, floor in (("cpu", 3.0, 2.0), ("cuda", None, 0.0)):
+        (found,) = read_grid(own, device).cells
+        assert (found.target, found.floor) == (target, floor)
+    (anywhere,) = read_grid(write_grid(tmp_path / "free.yaml", cell), "cuda").cells
+    assert anywhere.target == 3.0
+
+
+def test_slower_cells_are_listed_with_the_reason(tmp_path: Path) -> None:
+    cell = {"name": "causal", "q_len": 8}
+    output = tmp_path / "out.json"
+    bench("--grid", write_grid(tmp_path / "grid.yaml", cell, slower={"cpu": "Because of it."}), "--rounds", 2,
+          "--output", output)  # fmt: skip
+    report = json.loads(output.read_text(encoding="utf-8"))
+    for ratio, listed in ((0.9, True), (0.98, False)):
+        report["cells"][0]["ratio_best"]["wall"]["median"] = ratio
+        page = markdown(report, "out.json")
+        assert ("causal (float32) 0.90." in page) == listed
+        assert ("Because of it." in page) == listed
 
 
 def test_targets_are_judged_by_wall_time(tmp_path: Path) -> None:
