@@ -255,9 +255,9 @@ class Measurements:
         """Times the launches unless prices were given."""
         self.progress("prices", 0, 1)
         middle = self.tensors[self.layers[len(self.layers) // 2]]
+        phases = pricing.PHASES if self.scoring.generates else ("prefill",)
+        choices = self.candidates.choices
         if prices is None and self.team.leads:
-            phases = pricing.PHASES if self.scoring.generates else ("prefill",)
-            choices = self.candidates.choices
             prices = pricing.joined(
                 [
                     pricing.measure_prices(calls, choices, middle, phases=phases, own=own)
@@ -266,6 +266,7 @@ class Measurements:
             )
         prices = self.team.tell(prices)
         assert prices is not None
+        pricing.check_prices(prices, choices, list(dict.fromkeys(self.kinds.values())), phases)
         self.table = prices
         self.prices, self.launches = pricing.unit_prices(
             prices,

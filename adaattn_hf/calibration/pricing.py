@@ -122,6 +122,27 @@ def measure_prices(
     return PriceTable(machine(), native_launch.serves(longest, None), table)
 
 
+def check_prices(
+    table: PriceTable, choices: Sequence[Choice], kinds: Sequence[int | None], phases: Sequence[str]
+) -> None:
+    """Refuses a table that lacks what choosing will ask for.
+
+    Raises:
+        ValueError: If a phase or a launch was not measured.
+    """
+    for phase in phases:
+        known = table.launches(phase) if phase in table.prices else set()
+        lacking = [
+            label for own in kinds for choice in choices if (label := launch_label(choice, own)) not in known
+        ]
+        if lacking:
+            raise ValueError(
+                f"prices: the table has no {phase} price of {', '.join(lacking[:4])}{', …' if lacking[4:] else ''}, "
+                "expected one of every choice; leave --prices out to measure them, or ask for the families that the "
+                "table was measured for"
+            )
+
+
 def unit_prices(
     table: PriceTable,
     choices: Sequence[Choice],

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -507,6 +508,17 @@ def test_models_and_scorings_that_do_not_fit(
         replace(scoring, share=1.0)
     with pytest.raises(ValueError, match="maskings is 0"):
         replace(scoring, count=0)
+
+
+def test_a_table_without_the_prices_asked_for_is_refused(
+    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens
+) -> None:
+    few = replace(SETTINGS, families=("int8",), sequences=1)
+    with pytest.raises(ValueError, match="no prefill price of int8, expected one of every choice"):
+        prepare_run(model, encode, text, few, scoring=scoring, prices=prices())
+    gpt2 = AutoModelForCausalLM.from_pretrained(demo_model_path("gpt2"), attn_implementation="adaattn")
+    with pytest.raises(ValueError, match="no decode price of exact, bf16"):
+        prepare_run(gpt2, encode, text, replace(few, families=("bf16",)), prices=prices())
 
 
 def test_a_tokenizer_without_a_mask_token_is_refused() -> None:
