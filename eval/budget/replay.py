@@ -100,11 +100,15 @@ def replay(
                 f"record: {name} is of seed {one['seed']}, expected that of the first, {first['seed']}"
             )
     words = {"seed": first["seed"], "length": length, "plans": {n: r["prices"] for n, r in records.items()}}
+    verdicts = {name: recorded(one, length) for name, one in records.items()}
     kept: dict[str, Any] = {"settings": words, "sequences": []}
     if study.done(output, words):
         kept = json.loads(output.read_text(encoding="utf-8"))
-    kept |= {"recorded_on": first["provenance"], "provenance": provenance(torch.device(device))}
-    kept["recorded"] = {name: recorded(one, length) for name, one in records.items()}
+    kept |= {
+        "recorded": verdicts,
+        "recorded_on": first["provenance"],
+        "provenance": provenance(torch.device(device)),
+    }
     held = list(verify_data) if verify_data else None
     run = Run(loaded, encode, list(data), replace(settings_of(first), lengths=(length,)), held, silent)
     programs = {name: programs_of(plan_of_record(one, loaded), run.tensors) for name, one in records.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,21 @@ def _short(study: dict[str, Any]) -> list[str]:
         lines += [
             f"    * seed {record['seed']}: {record['sentence']}" for record in mine if not record["met"]
         ]
-        tried = [v for r in mine for v in (*r["report"]["verdicts"], *_verified(r)[:-1])]
-        stock, plan = (
-            statistics.fmean(v[name] for v in tried) for name in ("retrieval_stock", "retrieval_plan")
-        )
-        failed = [v["sentence"] for v in tried if not v["passed"]]
-        lines.append(
-            f"    * needles, over all tries: stock attention finds {stock:.1%} of them, plans find {plan:.1%};"
-            f" {len(failed)} verdicts failed, {sum('needles' in sentence for sentence in failed)} of them at this gate"
-        )
+        lines += _needles([v for r in mine for v in (*r["report"]["verdicts"], *_verified(r)[:-1])])
     return [*lines, ""]
+
+
+def _needles(verdicts: Sequence[dict[str, Any]]) -> list[str]:
+    """What retrieval said, over all tries that carried needles."""
+    tried = [v for v in verdicts if v["retrieval_stock"] is not None]
+    if not tried:
+        return []
+    stock, plan = (statistics.fmean(v[name] for v in tried) for name in ("retrieval_stock", "retrieval_plan"))
+    failed = [v["sentence"] for v in tried if not v["passed"]]
+    return [
+        f"    * needles, over all tries: stock attention finds {stock:.1%} of them, plans find {plan:.1%};"
+        f" {len(failed)} verdicts failed, {sum('needles' in sentence for sentence in failed)} of them at this gate"
+    ]
 
 
 def _made(study: dict[str, Any]) -> list[str]:

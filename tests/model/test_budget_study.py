@@ -14,7 +14,8 @@ import torch
 import adaattn_hf.calibration.calibrate as calibration
 from adaattn_hf import attach
 from adaattn_hf.calibration.calibrate import CalibrationSettings
-from adaattn_hf.eval.budget import curve, peers, speed, study
+from adaattn_hf.eval.budget import curve, peers, replay, speed, study
+from adaattn_hf.eval.budget.report import markdown
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.policy.prices import Price, PriceTable
@@ -103,7 +104,7 @@ def test_seeds_are_numbers_and_ranges() -> None:
     assert study.numbers("0-3,7") == [0, 1, 2, 3, 7]
 
 
-def test_prices_and_curve(text: list[Path], tmp_path: Path) -> None:
+def test_prices_and_curve(text: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From nothing to a curve: prices of this machine, then plans that are measured and kept one by one."""
     common = [str(demo_model_path("llama")), "--data", str(text[0]), "--lengths", str(LENGTH)]
     with pytest.raises(SystemExit) as ended:
@@ -134,15 +135,30 @@ def test_prices_and_curve(text: list[Path], tmp_path: Path) -> None:
         "--arms",
         "combined",
     ]
-    for budgets in ("1e-9,1.0", "1e-9,1.0,2.0"):
+    arguments += ["--state", str(tmp_path / "state"), "--direct", "2"]
+    for budgets, uniform in (("1e-9,1.0", "none"), ("1e-9,1.0,2.0", "all")):
         with pytest.raises(SystemExit) as ended:
-            curve.main([*arguments, "--budgets", budgets])
+            curve.main([*arguments, "--budgets", budgets, "--uniform", uniform])
         assert ended.value.code == 0
     record = json.loads(target.read_text())
     assert [entry["budget"] for entry in record["curve"]] == [1e-9, 1.0, 2.0]
     assert record["curve"][0]["test"][str(LENGTH)]["kl"] == 0.0
     assert [entry["choice"] for entry in record["uniform"]] == ["bf16"]
     assert record["uniform"][0]["test"][str(LENGTH)]["kl"] > 0.0
+    assert record["uniform"][0]["same_source"][str(LENGTH)] > 0.0
+    with pytest.raises(SystemExit) as ended:
+        curve.main([*arguments, "--budgets", "1e-6", "--arms", "direct"])
+    assert ended.value.code == 0
+    assert json.loads(target.read_text())["curve"][-1]["family"] == "direct"
+    for wrong, said in (
+        (["--arms", "all"], "got 'all', expected some of"),
+        (["--uniform", "p0.5"], "got 'p0.5', expected all, none, or some of bf16"),
+        (["--masses", "2"], "got '2', expected shares between 0 and 1"),
+    ):
+        with pytest.raises(SystemExit) as refused:
+            curve.main([*arguments, *wrong])
+        assert refused.value.code == 2
+        assert said in capsys.readouterr().err
 
 
 def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Path) -> None:
@@ -178,6 +194,56 @@ def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Pa
         speed.plan_of_record({**record, "picks": ["r16"] * len(record["picks"])}, model)
     with pytest.raises(UsageError, match="a multiple of the model's 4 layers"):
         speed.plan_of_record({**record, "picks": ["bf16"] * 7}, model)
+
+
+def test_a_proof_is_repeated_on_the_sequences_that_made_it(
+    text: list[Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same machine and kernels find what the record says; an interrupted replay goes on."""
+    model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    prices = PriceTable.from_json(table.read_text())
+    none, much = study.seed_study(
+        model, encode, text[:1], text[1:], prices, SETTINGS, [1e-12, 0.5], tmp_path / "seeds"
+    )
+    target = tmp_path / "replay.json"
+    arguments = [str(demo_model_path("llama")), "--data", str(text[0]), "--verify-data", str(text[1])]
+    arguments += ["--output", str(target), "--length", str(LENGTH)]
+    for limit, code, done in (("0", 3, 0), ("inf", 0, SETTINGS.held_out)):
+        with pytest.raises(SystemExit) as ended:
+            replay.main([*arguments, "--record", f"much={much}", "--limit", limit])
+        assert ended.value.code == code
+        assert not target.exists() or len(json.loads(target.read_text())["sequences"]) == done
+    found = json.loads(target.read_text())
+    tokens = sum(one["much"]["tokens"] for one in found["sequences"])
+    assert tokens == found["recorded"]["much"]["tokens"]
+    for name in ("kl", "delta_nll", "top1"):
+        total = sum(one["much"][name] for one in found["sequences"])
+        assert total / tokens == pytest.approx(found["recorded"]["much"][name], rel=1e-3, abs=1e-7)
+    study_of_one = {"replay": found, "seeds": [json.loads(much.read_text())]}
+    assert "| much | 192 |" in markdown(study_of_one)
+    with pytest.raises(SystemExit) as refused:
+        replay.main([*arguments, "--record", f"none={none}"])
+    assert refused.value.code == 2
+    assert "expected one that met its budget" in capsys.readouterr().err
+
+
+def test_recorded_plans_have_the_mean_keys_that_int8_takes_off(text: list[Path]) -> None:
+    model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    settings = {"lengths": [128], "dtype": "float32", "families": ["int8"], "windows": [], "masses": []}
+    record = {"settings": settings, "picks": ["int8"] * 8, "budget": 1e-3, "seed": 0}
+    tokens = torch.tensor([list(encode(text[1].read_text())[:128])])
+    means = speed.mean_keys(model, tokens)
+    plan = speed.plan_of_record(record, model, means)
+    assert plan.tensors
+    attach.attach(model, plan)
+    for index, module in attach.attention_modules(model, "llama"):
+        program = attach.program_of(module)
+        assert program is not None
+        wanted = means[index].key_mean
+        assert wanted is not None
+        assert program.tensors.key_mean is not None
+        torch.testing.assert_close(program.tensors.key_mean, wanted)
+    assert speed.plan_of_record(record, model).tensors == ""
 
 
 def test_peers_that_are_not_installed_are_rows_that_say_so(

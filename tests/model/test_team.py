@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -72,6 +73,8 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
             "1",
             "--joint",
             "3",
+            "--direct",
+            "3",
             "--held-out",
             "5",
             "--tries",
@@ -97,3 +100,4 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
     plans = [(tmp_path / name / "adaattn_plan.json").read_bytes() for name in ("one", "two")]
     assert plans[0] == plans[1]
     assert b'"bf16"' in plans[0]
+    assert json.loads(plans[0])["protocol"]["measured_directly"] == 3
