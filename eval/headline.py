@@ -1,6 +1,6 @@
-"""The README's table of gains, written from the results that are kept: `python -m adaattn_hf.eval.headline README.md`.
+"""The README's tables of gains, written from the results that are kept: `python -m adaattn_hf.eval.headline README.md`.
 
-The figures come from `docs/results/` beside the file; nothing in the table is typed.
+The figures come from `docs/results/` beside the file; nothing in the tables is typed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from adaattn_hf.eval.budget.pages import loss, percent
 from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.files import write_atomically
 
-__all__ = ["BEGIN", "END", "block", "rewrite"]
+__all__ = ["BEGIN", "END", "block", "budget_block", "figures", "rewrite"]
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
@@ -69,6 +70,34 @@ def block(reports: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def figures(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """Both tables."""
+    return f"{block(reports)}\n\n{budget_block(reports['budget'])}"
+
+
+def budget_block(study: Mapping[str, Any]) -> str:
+    """The table of what a loss budget buys, at the longest length that was timed."""
+    times = study["speed"]["attention"]
+    length = max(times, key=int)
+    seconds = {name: entry["seconds"] for name, entry in times[length].items()}
+    model = study["speed"]["settings"]["model"].partition("-Instruct")[0]
+    rows = [
+        f"| loss budget, {model} at {length} tokens | seeds that met it on text of another source "
+        "| largest bound of Δnll | attention, times stock sdpa | times our exact |",
+        "|---|---|---|---|---|",
+    ]
+    for budget in sorted({record["budget"] for record in study["seeds"]}):
+        name = percent(budget)
+        own = [record for record in study["seeds"] if record["budget"] == budget]
+        met = [record for record in own if record["met"]]
+        upper = max(verdict["upper"] for record in met for verdict in record["report"]["verdicts"])
+        rows.append(
+            f"| {name} | {len(met)} of {len(own)} | {loss(upper)} of {loss(budget)} | "
+            f"{seconds['stock sdpa'] / seconds[name]:.2f} | {seconds['exact'] / seconds[name]:.2f} |"
+        )
+    return "\n".join(rows)
+
+
 def rewrite(page: str, table: str) -> str:
     """The page with the table between its marks.
 
@@ -87,14 +116,14 @@ def reports_beside(page: Path) -> dict[str, Any]:
     results = page.parent / "docs" / "results"
     return {
         name: json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("bench", "gpu", "gpu_small")
+        for name in ("bench", "gpu", "gpu_small", "budget")
     }
 
 
 def main(path: str) -> None:
     """Rewrites a page."""
     page = Path(path).resolve()
-    text = rewrite(page.read_text(encoding="utf-8"), block(reports_beside(page)))
+    text = rewrite(page.read_text(encoding="utf-8"), figures(reports_beside(page)))
     write_atomically(page, text.encode())
 
 

@@ -14,7 +14,7 @@ from ..support.source_tree import ROOT
 
 def test_the_readme_shows_what_the_results_hold() -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert headline.rewrite(page, headline.block(headline.reports_beside(ROOT / "README.md"))) == page
+    assert headline.rewrite(page, headline.figures(headline.reports_beside(ROOT / "README.md"))) == page
 
 
 def test_another_figure_would_show() -> None:
@@ -23,6 +23,9 @@ def test_another_figure_would_show() -> None:
     cell: dict[str, Any] = next(c for c in reports["gpu"]["cells"] if c["title"].startswith("packed 16"))
     cell["ratio_best"]["wall"]["median"] += 1
     assert headline.block(reports) != before
+    before = headline.budget_block(reports["budget"])
+    reports["budget"]["seeds"][0]["met"] = not reports["budget"]["seeds"][0]["met"]
+    assert headline.budget_block(reports["budget"]) != before
 
 
 def test_what_is_missing_is_said() -> None:
