@@ -1,4 +1,10 @@
-"""The measuring half of a calibration: text, moments, risks and prices of one model."""
+"""The measuring half of a calibration, of one model, in passes over its text.
+
+* pass zero: mean keys and Grams, and the calls that will be timed (`fisher.Moments`)
+* pass one: the risk of every unit and choice (`fisher`)
+* pass two, where it is asked for: the KL of the pairs that decide a plan, by forward passes of their own (`direct`)
+* prices of the launches (`pricing`)
+"""
 
 from __future__ import annotations
 

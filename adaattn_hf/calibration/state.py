@@ -1,4 +1,4 @@
-"""What calibration has learned so far, saved after every sequence so that an interrupted run goes on."""
+"""What passes one and two have learned so far, saved after every sequence so that an interrupted run goes on."""
 
 from __future__ import annotations
 

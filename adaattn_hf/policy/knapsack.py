@@ -1,7 +1,7 @@
 """The multiple-choice knapsack: the cheapest choice per unit whose risks fit the budget of every length bin.
 
-minimise    sum_u price[u, x_u] + sum over (layer, launch) in use of the launch constant
-subject to  sum_u risk[b, u, x_u] <= budget[b]   for every length bin b
+    minimise    sum_u price[u, x_u] + sum over (layer, launch) in use of the launch constant
+    subject to  sum_u risk[b, u, x_u] <= budget[b]   for every length bin b
 
 Solved as a mixed-integer linear programme by HiGHS through `scipy.optimize.milp`, to a proven gap.
 """

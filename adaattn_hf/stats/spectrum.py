@@ -1,9 +1,12 @@
 """The spectrum of Q K^T from head_dim x head_dim Gram matrices, and the best factors of a given score rank.
 
-sigma(Q K^T) = sigma(A^(1/2) B^(1/2)) with A = Q^T Q and B = K^T K: exact, O(n d^2 + d^3), no n x n matrix,
-and Grams of pieces add up. Centre the keys first: what is constant over keys shifts every logit of a row
-alike, and softmax does not see it. The best rank-r scores in the Frobenius norm are Q (A^(-1/2) U_r) (U_r^T
-A^(1/2)) K^T.
+    sigma(Q K^T) = sigma(A^(1/2) B^(1/2))   with A = Q^T Q and B = K^T K
+
+is exact, O(n d^2 + d^3) without an n x n matrix, and Grams of pieces add up. Centre the keys first: what is
+constant over keys shifts every logit of a row alike, and softmax does not see it. The best scores of rank r in
+the Frobenius norm are
+
+    Q (A^(-1/2) U_r) (U_r^T A^(1/2)) K^T
 """
 
 from __future__ import annotations
