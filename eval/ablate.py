@@ -101,6 +101,7 @@ def page(result: Mapping[str, Any]) -> str:
     """Returns the result as a page; every number is in it, or a quotient of two that are."""
     rows, settings, made = result["rows"], result["settings"], result["provenance"]
     versions = made["versions"]
+    gaps = [row["kl"] / row["predicted"] for row in rows if "budget" in row and row["predicted"]] or [1.0]
     lines = [
         "# What rank, precision and sparsity buy alone and together",
         "",
@@ -111,8 +112,10 @@ def page(result: Mapping[str, Any]) -> str:
         "",
         f"* calibration text: {', '.join(settings['data'])}, {settings['sequences']} sequences; held-out text:"
         f" {', '.join(settings['verify_data'] or settings['data'])}, {settings['held_out']} sequences",
-        f"* prices: {result['machine']}; {made['threads']} threads on {made['cpu']}; torch {versions['torch']},"
-        f" transformers {versions['transformers']}; commit {made['commit']}",
+        f"* losses: {made['device']}; prices: {result['machine']}; torch {versions['torch']}, transformers"
+        f" {versions['transformers']}" + (f", commit {made['commit']}" if made["commit"] else ""),
+        f"* nothing is scaled or verified here, as `adaattn calibrate` does: the measured KL of the arms is"
+        f" {min(gaps):.2f} to {max(gaps):.2f} of the predicted one",
         "",
     ]
     for budget in sorted({row["budget"] for row in rows if "budget" in row}):

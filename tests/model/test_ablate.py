@@ -102,6 +102,15 @@ def test_the_command_writes_figures_and_their_page(tmp_path: Path, text: list[Pa
     assert str(tmp_path) not in found + json.dumps(result)
 
 
+def test_the_committed_ablation_is_the_page_of_its_json(checkout: Path) -> None:
+    results = checkout / "docs" / "results"
+    result = json.loads((results / "ablate.json").read_text(encoding="utf-8"))
+    assert (results / "ablate.md").read_text(encoding="utf-8") == page(result)
+    for budget in {row["budget"] for row in result["rows"] if "budget" in row}:
+        ratio = {row["arm"]: row["ratio"] for row in result["rows"] if row.get("budget") == budget}
+        assert ratio["combined"] > max(ratio[arm] for arm in ARMS[:-1])
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
