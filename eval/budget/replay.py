@@ -32,10 +32,12 @@ def settings_of(record: Mapping[str, Any]) -> Any:
     from adaattn_hf.calibration.settings import CalibrationSettings
 
     known = {field.name for field in fields(CalibrationSettings)}
-    given = {name: value for name, value in record["settings"].items() if name in known}
-    return CalibrationSettings(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    )
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in record["settings"].items()
+        if name in known
+    }
+    return CalibrationSettings(**given)
 
 
 def scored(run: Any, programs: Mapping[str, Any], sequence: Any) -> dict[str, dict[str, float]]:
@@ -109,7 +111,7 @@ def replay(
         "recorded_on": first["provenance"],
         "provenance": provenance(torch.device(device)),
     }
-    held = list(verify_data) if verify_data else None
+    held: list[str | Path] | None = list(verify_data) if verify_data else None
     run = Run(loaded, encode, list(data), replace(settings_of(first), lengths=(length,)), held, silent)
     programs = {name: programs_of(plan_of_record(one, loaded), run.tensors) for name, one in records.items()}
     sequences = run.samples[length][0]["try 1"]
