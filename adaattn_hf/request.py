@@ -120,6 +120,32 @@ class CallSpec(NamedTuple):
     compiling: bool
     streamed: bool = False
 
+    def words(self) -> str:
+        """The facts in words, those that are false left out."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        values = "" if self.head_dim_v == self.head_dim else f" and {self.head_dim_v} for values"
+        heads = "1 query head" if self.groups == 1 else f"{self.groups} query heads"
+        facts = [
+            self.kind,
+            dtype,
+            f"head_dim {self.head_dim}{values}",
+            f"{heads} per key/value head",
+            self.device,
+        ]
+        flags = {
+            "windowed": self.windowed,
+            "with window sinks": self.window_sinks,
+            "one query": self.decode,
+            "with gradients": self.needs_grad,
+            "with dropout": self.dropout,
+            "with softcap": self.softcap,
+            "with sink logits": self.sink_logits,
+            "with a bias": self.bias,
+            "with the log-sum-exp": self.need_lse,
+            "compiled": self.compiling,
+        }
+        return ", ".join([*facts, *(name for name, holds in flags.items() if holds)])
+
     @classmethod
     def of(cls, request: AttentionRequest, *, look: bool = False) -> CallSpec:
         """The spec of a request; `look` at padding however small, for a backend that was asked for by name."""

@@ -71,9 +71,8 @@ class Checkpoint:
                 return int(token)
         raise UsageError(
             "windows: got 'rolling', which puts a prefix token before each document, but the tokenizer of "
-            f"{self.name} "
-            "has neither BOS nor EOS; pass --prefix-token ID, --tokenizer with one that has, or --windows "
-            "strided"
+            f"{self.name} has neither BOS nor EOS; pass --prefix-token ID, --tokenizer with one that has, or "
+            "--windows strided"
         )
 
     def pad_token(self) -> int:
@@ -93,8 +92,7 @@ class Checkpoint:
         raise ModelUnavailable(f"tokenizer: {self.name}'s gives {whole} for 'a', expected {body} within it")
 
     def fingerprint(self) -> str:
-        """sha256 over name, shape, dtype and the first MiB of every weight: another checkpoint shows,
-        quickly."""
+        """sha256 over name, shape, dtype and the first MiB of every weight: another checkpoint shows, quickly."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -124,8 +122,7 @@ def resolve_device(name: str | None) -> torch.device:
         not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()
     ):
         raise UsageError(
-            f"device: got {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; pass --device "
-            "cpu"
+            f"device: got {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; pass --device cpu"
         )
     return device
 
@@ -144,10 +141,9 @@ def _objective(config: Any, asked: str, name: str) -> Objective:
         return "causal"
     raise ModelUnavailable(
         f"model: got {name}, saved as {', '.join(architectures) or 'nothing that its config names'}, "
-        "expected a model "
-        "with a language-model head (…ForCausalLM, …LMHeadModel, …ForMaskedLM): without one there is no "
-        "nll. Give "
-        "a checkpoint that was saved with its head, or say --objective causal|masked if the weights are there"
+        "expected a model with a language-model head (…ForCausalLM, …LMHeadModel, …ForMaskedLM): without one "
+        "there is no nll. Give a checkpoint that was saved with its head, or say --objective causal|masked if the "
+        "weights are there"
     )
 
 
@@ -196,8 +192,8 @@ def load(
         tokens = AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))
     except _LOADING as error:
         raise ModelUnavailable(
-            f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; pass --tokenizer "
-            "NAME_OR_PATH"
+            f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; "
+            "pass --tokenizer NAME_OR_PATH"
         ) from error
     return Checkpoint(name, loaded.eval().to(where), tokens, kind)
 
@@ -244,8 +240,7 @@ def arms(checkpoint: Checkpoint, implementations: Sequence[str]) -> list[Any]:
             arm.set_attn_implementation(implementation)
         except (ValueError, ImportError, NotImplementedError) as error:
             raise ModelUnavailable(
-                f"attention implementation: {checkpoint.name} refuses {implementation!r}: "
-                f"{_first_line(error)}"
+                f"attention implementation: {checkpoint.name} refuses {implementation!r}: {_first_line(error)}"
             ) from error
         models.append(arm.eval())
     return models

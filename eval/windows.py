@@ -63,10 +63,8 @@ def check(recipe: str, context: int, stride: int) -> None:
         raise UsageError(f"context: got {context}, expected at least 2 tokens; pass --context 1024, say")
     if not 1 <= stride <= context:
         raise UsageError(
-            f"stride: got {stride}, expected 1 to the context, {context}: a larger stride would leave "
-            "tokens out. "
-            f"Pass --stride {context} for disjoint windows or --stride {context // 2} for half-overlapping "
-            "ones"
+            f"stride: got {stride}, expected 1 to the context, {context}: a larger stride would leave tokens out. "
+            f"Pass --stride {context} for disjoint windows or --stride {context // 2} for half-overlapping ones"
         )
 
 

@@ -2,13 +2,10 @@
 
     python examples/sentence_transformers_unpad.py MODEL [--sentences 64]
 
-MODEL is a directory or a name on the Hub whose encoder is of the BERT kind (all-MiniLM-L6-v2,
-bge-small-en-v1.5, ...).
+MODEL is a directory or a name on the Hub whose encoder is of the BERT kind (all-MiniLM-L6-v2, bge-small-en-v1.5, ...).
 
-`encode` sorts what it is given by length, so that large jobs pad little. What padding costs shows where one
-batch holds
-short and long texts: a server's requests, a retrieval's hits, a training step. Here all sentences are one
-    batch.
+`encode` sorts what it is given by length, so that large jobs pad little. What padding costs shows where one batch
+holds short and long texts: a server's requests, a retrieval's hits, a training step. Here all sentences are one batch.
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ class Explanation:
     layers: tuple[LayerChoice, ...]
 
     def __str__(self) -> str:
-        """One line per group of layers of like choice, then the refusals."""
+        """One line per group of layers of like choice; below groups that refuse alike, the refusals."""
         lines = [f"{self.model}, attn_implementation={self.implementation!r}"]
+        said: dict[str, tuple[str, ...]] | None = None
         groups: dict[tuple[str, str, CallSpec], list[str]] = {}
         why: dict[tuple[str, str, CallSpec], LayerChoice] = {}
         for choice in self.layers:
@@ -60,18 +61,23 @@ class Explanation:
         for key, names in groups.items():
             phase, backend, spec = key
             span = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
-            dtype = str(spec.dtype).removeprefix("torch.")
-            lines.append(
-                f"  {phase:8} {span}: {backend}  [{spec.kind}, {dtype}, head_dim {spec.head_dim}, "
-                f"{spec.groups} query heads per key/value head, {spec.device}]"
-            )
-            for name, reasons in why[key].refused.items():
-                lines.append(
-                    f"           not {name}: {'; '.join(reasons) or 'serves it too, but stands behind'}"
-                )
+            if said is not None and why[key].refused != said:
+                lines += _why_not(said)
+            said = why[key].refused
+            lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
+        lines += _why_not(said or {})
         if not self.layers:
             lines.append("  no attention layer of this model called the attention interface")
         return "\n".join(lines)
+
+
+def _why_not(refused: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """A line for all backends that would serve, too, and one for each that refuses."""
+    behind = [name for name, reasons in refused.items() if not reasons]
+    lines = [f"           would serve, too: {', '.join(behind)}"] if behind else []
+    return lines + [
+        f"           not {name}: {'; '.join(reasons)}" for name, reasons in refused.items() if reasons
+    ]
 
 
 def explain(

@@ -120,7 +120,7 @@ def choose(spec: CallSpec, forced: str | None = None) -> Backend:
             return backend
         passed.append(f"{name}: {'; '.join(reasons)}")
     raise BackendRefusal(
-        f"backend {forced!r} cannot serve this call ({spec}): {' | '.join(passed)}. "
+        f"backend {forced!r} cannot serve this call ({spec.words()}): {' | '.join(passed)}. "
         'Use attn_implementation="adaattn" to let a backend be chosen.'
     )
 

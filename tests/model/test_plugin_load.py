@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,19 @@ def test_settings_are_saved_and_come_back(tmp_path: Path) -> None:
     loaded = tf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
     assert adaattn_hf.AdaAttnConfig.from_dict(loaded.config.adaattn) == settings
     assert {choice.backend for choice in adaattn_hf.explain(loaded).layers} == {"eager"}
+
+
+def test_an_explanation_says_alike_reasons_once() -> None:
+    _, ours = fresh_pair("llama")
+    found = adaattn_hf.explain(ours)
+    lines = str(found).splitlines()
+    first = [n for n, line in enumerate(lines) if line.lstrip().startswith(("prefill", "padded"))]
+    assert first == [1, 2]  # no reasons between phases that refuse alike
+    reasons = [choice.refused for choice in found.layers]
+    runs = 1 + sum(a != b for a, b in itertools.pairwise(reasons))
+    assert sum("not fa2: " in line for line in lines) == runs
+    assert "would serve, too: " in str(found)
+    assert "one query" in next(line for line in lines if line.lstrip().startswith("decode"))
 
 
 def test_settings_that_nobody_knows_are_refused_when_the_model_runs() -> None:
