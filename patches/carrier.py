@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.patches.packing import Packed
+from adaattn_hf.patches.ready import Ready
 from adaattn_hf.patches.refusal import UnsupportedModel, unsupported
 from adaattn_hf.structure import CallStructure
 
@@ -32,8 +33,9 @@ class StructuredMask:
         """`device` is where a dense mask would lie."""
         self.structure = structure
         self.device = device
-        # what `cu_seq_lens_*` add belongs to one forward pass, as this object does and its structure may not
+        # what `cu_seq_lens_*` add and what a layer found out belong to one forward pass, as this object does
         self.packed: Packed = {}
+        self.ready: Ready | None = None
 
     @property
     def shape(self) -> torch.Size:

@@ -16,6 +16,7 @@ from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import choose
 from adaattn_hf.config import raw_settings, settings_in
 from adaattn_hf.observe import watched
+from adaattn_hf.patches.ready import Ready, flows
 from adaattn_hf.request import AttentionRequest, CallSpec
 from adaattn_hf.structure import CallStructure
 from adaattn_hf.tap import active_tap
@@ -33,8 +34,9 @@ AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
 
 # Keywords of continuous batching: keys and values lie in a paged cache that only listed implementations are given.
 _UNSERVED = ("block_table", "cache")
-_MEANT = frozenset((*_UNSERVED, "cu_seq_lens_q", "position_ids", "indices", "block_indices", "output_attentions"))
-"""Keywords that change a call; models hand over many more."""
+_CHANGING = frozenset((*_UNSERVED, "cu_seq_lens_q", "indices", "block_indices", "output_attentions"))
+_MEANT = _CHANGING | {"position_ids"}
+"""Keywords that change a call, positions in some families; models hand over many more."""
 
 
 def attention_function(backend: str | None = None) -> AttentionFunction:
@@ -67,6 +69,19 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         the window, and where no mask was made stock attention has none either.
         """
         compiling = torch.compiler.is_compiling()
+        extras = (
+            dropout
+            or softcap is not None
+            or s_aux is not None
+            or sinks is not None
+            or position_bias is not None
+        )
+        pass_mask = attention_mask if type(attention_mask) is StructuredMask else None
+        if not (compiling or extras) and pass_mask is not None and (ready := pass_mask.ready) is not None:
+            own = module.__dict__.get("config")
+            if _undisturbed(module, kwargs) and ready.fits(backend, own, query, key, value):
+                factor = query.shape[3] ** -0.5 if scaling is None else scaling
+                return ready.attend(query, key, value, factor), None
         out_dtype = query.dtype
         query, key, value = _one_dtype(module, query, key, value)
         q_shape, k_shape = query.shape, key.shape
@@ -86,14 +101,15 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         if adapted and forced is None:
             forced = settings_in(config).backend
         wanted = (meant and bool(kwargs.get("output_attentions"))) or (not compiling and _collects_weights())
-        if (
-            not (compiling or adapted or wanted or dropout)
-            and bias is None
-            and softcap is None
-            and sinks is None
-        ):
-            bare = _bare(structure, query, key, value, q_shape[1], q_shape[3], k_shape[1], forced)
+        if not (compiling or adapted or wanted or extras) and bias is None:
+            bare = _bare(structure, query, key, value, forced)
             if bare is not None:
+                if pass_mask is not None and _undisturbed(module, kwargs) and not loses_borders(config):
+                    shapes = (q_shape, k_shape, value.shape)
+                    gradient = flows(query, key, value)
+                    pass_mask.ready = Ready(
+                        backend, config, query.device, query.dtype, shapes, gradient, bare
+                    )
                 out = bare(query, key, value, scaling)
                 return (out if out.dtype is out_dtype else _restored(out, out_dtype)), None
         request = AttentionRequest(
@@ -129,24 +145,31 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
     return adaattn
 
 
+def _undisturbed(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Nothing but a call's tensors can make it differ from the pass's other calls: no cast, keyword or listener."""
+    return (
+        _CHANGING.isdisjoint(kwargs)
+        and not torch._C._is_any_autocast_enabled()
+        and not module.__dict__.get("reorder_and_upcast_attn")
+        and active_tap() is None
+        and active_recorder() is None
+        and not _collects_weights()
+    )
+
+
 def _bare(
-    structure: CallStructure,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    heads: int,
-    head_dim: int,
-    kv_heads: int,
-    forced: str | None,
+    structure: CallStructure, query: Tensor, key: Tensor, value: Tensor, forced: str | None
 ) -> BareCall | None:
     """The chosen backend's shortest way for a call without extras, None if it has none or somebody listens.
 
-    Layers share their structure, and with it what was chosen for the first of them.
+    Passes of like shape share their structure, and with it what was chosen for the first of them.
     """
     if active_tap() is not None or active_recorder() is not None:
         return None
-    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    call = (forced, grad, query.dtype, heads, head_dim, kv_heads, value.shape[3], query.device)
+    _, heads, _, head_dim = query.shape
+    call = (
+        forced, flows(query, key, value), query.dtype, heads, head_dim, key.shape[1], value.shape[3], query.device
+    )  # fmt: skip
     known: tuple[Any, BareCall | None] | None = structure._memo.get("bare")
     if known is not None and known[0] == call:
         return known[1]

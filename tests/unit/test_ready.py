@@ -1,0 +1,170 @@
+"""What one layer of a pass found out serves the next ones, and no call that differs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, StableLmConfig
+from transformers.masking_utils import causal_mask_function
+from transformers.utils import output_capturing
+
+from adaattn_hf import reference
+from adaattn_hf.patches.carrier import StructuredMask
+from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.patches.masks import adaattn_mask
+from adaattn_hf.patches.recorder import Recorder, recording
+from adaattn_hf.request import AttentionRequest
+from adaattn_hf.structure import CallStructure
+from adaattn_hf.tap import tapping
+
+N = 12
+attend = attention_function()
+
+
+def layer(config: Any = None) -> nn.Module:
+    module = nn.Module()
+    module.config = LlamaConfig() if config is None else config
+    return module
+
+
+def draw(heads: int = 4, dtype: torch.dtype = torch.float32, dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    made = (torch.randn(2, N, count, dim) for count in (heads, 2, 2))
+    q, k, v = (t.to(dtype).transpose(1, 2) for t in made)
+    return q, k, v
+
+
+def mask_for(module: nn.Module) -> StructuredMask:
+    mask = adaattn_mask(2, N, N, mask_function=causal_mask_function, config=module.config)
+    assert isinstance(mask, StructuredMask)
+    return mask
+
+
+@pytest.fixture
+def warm() -> tuple[nn.Module, StructuredMask, list[int]]:
+    """A layer, the mask of its pass, and how often what its first call found out was used."""
+    module, used = layer(), [0]
+    mask = mask_for(module)
+    with torch.no_grad():
+        attend(module, *draw(), mask)
+    assert mask.ready is not None
+    way = mask.ready.attend
+
+    def counted(*arguments: Any) -> Tensor:
+        used[0] += 1
+        return way(*arguments)
+
+    mask.ready = mask.ready._replace(attend=counted)
+    return module, mask, used
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, **rules: Any) -> Tensor:
+    structure = CallStructure(2, N, N, causal=True, **rules)
+    out: Tensor = reference.attention(AttentionRequest(q, k, v, structure, q.shape[3] ** -0.5)).out
+    return out
+
+
+def test_a_layer_like_the_first_takes_its_way(warm: Any) -> None:
+    module, mask, used = warm
+    q, k, v = draw()
+    other = layer(module.config)
+    with torch.no_grad():
+        out, weights = attend(other, q, k, v, mask, position_ids=torch.arange(N)[None], use_cache=False)
+    assert used == [1]
+    assert weights is None
+    torch.testing.assert_close(out.double(), truth(q, k, v), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("what", ["heads", "size", "dtype", "values", "gradient"])
+def test_other_tensors_are_decided_anew(warm: Any, what: str) -> None:
+    module, mask, used = warm
+    q, k, v = draw(heads=2) if what == "heads" else draw(dim=32 if what == "size" else 16)
+    if what == "dtype":
+        q, k, v = q.double(), k.double(), v.double()
+    if what == "values":
+        v = torch.cat([v, v], dim=3)
+    if what == "gradient":
+        q.requires_grad_()
+    with nullcontext() if what == "gradient" else torch.no_grad():
+        out, _ = attend(module, q, k, v, mask)
+    assert used == [0]
+    assert out.requires_grad == (what == "gradient")
+    torch.testing.assert_close(out.double(), truth(q, k, v), atol=1e-5, rtol=0)
+
+
+def test_other_settings_and_families_are_decided_anew(warm: Any) -> None:
+    module, mask, used = warm
+    adapted = LlamaConfig(adaattn={"backend": "eager"})
+    with torch.no_grad():
+        attend(layer(adapted), *draw(), mask)
+        attention_function("eager")(module, *draw(), mask)
+    assert used == [0]
+    borderless = layer(StableLmConfig())
+    mask = mask_for(borderless)
+    with torch.no_grad():
+        attend(borderless, *draw(), mask)
+    assert mask.ready is None, "positions mean something in this family"
+
+
+def test_keywords_that_change_the_call(warm: Any) -> None:
+    module, mask, _used = warm
+    q, k, v = (t[:1] for t in draw())
+    mask = StructuredMask(CallStructure(1, N, N, causal=True), torch.device("cpu"))
+    with torch.no_grad():
+        attend(module, q, k, v, mask)
+        assert mask.ready is not None
+        borders = torch.tensor([0, 5, N], dtype=torch.int32)
+        out, _ = attend(module, q, k, v, mask, cu_seq_lens_q=borders, cu_seq_lens_k=borders)
+        capped, _ = attend(module, q, k, v, mask, softcap=0.5)
+        whole, _ = attend(module, q, k, v, mask)
+    documents = (torch.arange(N) >= 5).long()[None]
+    rules: dict[str, Any] = {"q_segments": documents, "k_segments": documents}
+    structure = CallStructure(1, N, N, causal=True, **rules)
+    expected = reference.attention(AttentionRequest(q, k, v, structure, 0.25)).out
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+    assert not torch.allclose(out, whole)
+    assert not torch.allclose(capped, whole)
+
+
+def test_whoever_listens_is_told(warm: Any) -> None:
+    module, mask, used = warm
+    q, k, v = draw()
+    seen: list[Any] = []
+
+    def tap(who: nn.Module, request: AttentionRequest) -> Tensor:
+        seen.append(who)
+        return torch.zeros(2, N, 4, 16)
+
+    recorder = Recorder()
+    with torch.no_grad():
+        with tapping(tap):
+            attend(module, q, k, v, mask)
+        with recording(recorder):
+            attend(module, q, k, v, mask)
+        token = output_capturing._active_collector.set({"attentions": []})
+        try:
+            _, weights = attend(module, q, k, v, mask)
+        finally:
+            output_capturing._active_collector.reset(token)
+        _, asked = attend(module, q, k, v, mask, output_attentions=True)
+    assert seen == [module]
+    assert len(recorder.calls) == 1
+    assert weights is not None
+    assert asked is not None
+    assert used == [0]
+
+
+def test_autocast_still_decides_the_dtype(warm: Any) -> None:
+    module, mask, used = warm
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out, _ = attend(module, *draw(), mask)
+    assert out.dtype == torch.bfloat16
+    assert used == [0]
+    upcast = layer(module.config)
+    vars(upcast)["reorder_and_upcast_attn"] = True
+    with torch.no_grad():
+        attend(upcast, *draw(), mask)
+    assert used == [0]
