@@ -7,10 +7,12 @@ A new command is a line in `COMMANDS`: its name, and `module:function` of a func
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import typer
+from transformers.utils import logging
 from typer.core import TyperGroup
 
 COMMANDS: dict[str, str] = {
@@ -64,6 +66,8 @@ def adaattn() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits the process with the command's code."""
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # a bar that nobody sees grow is a line of noise
     app(args=None if argv is None else list(argv), prog_name="adaattn")
 
 

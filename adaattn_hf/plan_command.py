@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,11 @@ def plan(
         if (action == "diff") != (other is not None):
             raise PlanError("diff takes two plans, show takes one")
         first = read_plan(path)
+        if png is not None:
+            if other is not None:
+                raise PlanError("--png is the picture of show, got diff; leave it out")
+            if importlib.util.find_spec("matplotlib") is None:
+                raise PlanError("--png needs matplotlib; pip install 'adaattn-hf[plot]'")
         if other is None:
             console.print(heat_map(first))
             for line in summary(first):
@@ -35,6 +41,10 @@ def plan(
                 save_png(first, png)
             return
         changed = differences(first, read_plan(other))
+    except OSError as error:
+        message = f"--png: {png} cannot be written ({error.strerror}); give a file in a directory that can"
+        errors.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
     except PlanError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
+from adaattn_hf.files import write_atomically
 from adaattn_hf.plan import EXACT, Choice, Plan
 
 _KINDS = {"exact": (70, 70, 70), "window": (30, 110, 170), "blocks": (140, 80, 160)}
@@ -107,6 +109,6 @@ def save_png(plan: Plan, path: Path) -> None:
     kinds = sorted({choice for row in choices for choice in row}, key=lambda choice: choice.label)
     handles = [Patch(color=f"#{bytes(colour(choice)).hex()}", label=choice.label) for choice in kinds]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
-    temporary = path.with_name(f".{path.name}.partial.png")
-    figure.savefig(temporary, dpi=120)
-    temporary.replace(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=120)
+    write_atomically(path, drawn.getvalue())

@@ -200,9 +200,18 @@ def load(
 
 def _not_loaded(model: str | Path, error: Exception) -> ModelUnavailable:
     return ModelUnavailable(
-        f"model: cannot load {str(model)!r}: {_first_line(error)}. Expected a hub id that can be reached or is cached, "
-        "or a directory that save_pretrained wrote (a GGUF file needs --gguf-file)"
+        f"model: cannot load {str(model)!r}: {why_not(model, error)}. Expected a hub id that can be reached or is "
+        "cached, or a directory that save_pretrained wrote (a GGUF file needs --gguf-file)"
     )
+
+
+def why_not(model: str | Path, error: Exception) -> str:
+    """Why a checkpoint was not loaded; Transformers takes a path that is not there for a bad id."""
+    name = str(model)
+    path = isinstance(model, Path) or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if path and not Path(model).expanduser().exists():
+        return "there is no such directory"
+    return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

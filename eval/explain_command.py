@@ -48,7 +48,7 @@ def _explanation(
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
     import adaattn_hf
-    from adaattn_hf.eval.checkpoint import known_implementations, resolve_device, resolve_dtype
+    from adaattn_hf.eval.checkpoint import known_implementations, resolve_device, resolve_dtype, why_not
 
     ours = [name for name in known_implementations() if name.startswith("adaattn")]
     if impl not in ours:
@@ -65,4 +65,6 @@ def _explanation(
         kind: Any = (config.dtype or torch.float32) if wanted == "auto" else wanted
         return str(adaattn_hf.explain(ghost, device=where.type, dtype=kind))
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ModelUnavailable(f"model: cannot explain {model!r} with {impl!r}: {error}") from error
+        raise ModelUnavailable(
+            f"model: cannot explain {model!r} with {impl!r}: {why_not(model, error)}"
+        ) from error

@@ -16,6 +16,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging
 
 from adaattn_hf.eval import corpora, report, runner
 from adaattn_hf.eval.checkpoint import load
@@ -42,6 +43,7 @@ def run(given: Mapping[str, Any], settings: Settings, where: Path, console: Cons
     """
     from adaattn_hf.eval.demo import demo_model_path, heldout_pages, lastword_items
 
+    logging.disable_progress_bar()  # six small models load in no time
     wrong = [name for name in _OWN if given.get(name)]
     if wrong:
         raise UsageError(

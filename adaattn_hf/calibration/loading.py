@@ -18,6 +18,7 @@ from transformers import (
 
 import adaattn_hf  # noqa: F401  registers the name
 from adaattn_hf.calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
+from adaattn_hf.eval.checkpoint import why_not
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def load(
             name, attn_implementation="adaattn", dtype=found, output_loading_info=True, **extra
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"model: {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"model: {name!r} cannot be loaded: {why_not(name, error)}") from error
     model, report = result
     missing = sorted(report["missing_keys"])
     if missing:

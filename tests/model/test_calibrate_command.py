@@ -75,6 +75,16 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
     assert shown.exit_code == 0
     assert "passed: Δnll" in shown.output
 
+    picture = model / "pictures" / "plan.png"
+    assert CliRunner().invoke(app, ["plan", "show", str(model), "--png", str(picture)]).exit_code == 0
+    assert picture.read_bytes()[1:4] == b"PNG"
+    for refused, words in (
+        (["show", str(model), "--png", f"{__file__}/plan.png"], "plan.png cannot be written"),
+        (["diff", str(model), str(model), "--png", "plan.png"], "--png is the picture of show"),
+    ):
+        wrong = CliRunner().invoke(app, ["plan", *refused])
+        assert (wrong.exit_code, words in wrong.stderr) == (2, True), wrong.stderr
+
     loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn")
     assert adaattn_hf.load_plan(loaded).to_json().encode() == plan
     inputs = torch.arange(64)[None]
@@ -175,6 +185,7 @@ def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate()
         assert process.returncode == 130, said
+        assert "Loading weights" not in said  # no bars where nobody sees them grow
         assert f"finished work is kept in {model}; the same command with --resume goes on" in said
         assert (model / FILE).is_file()
         assert run(model, material, *options, "--resume").exit_code == 0
@@ -187,6 +198,9 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, material: tuple
     done = run(tmp_path, material)
     assert done.exit_code == 2
     assert "error: model:" in done.stderr
+    absent = run(tmp_path / "none", material, "--out", str(tmp_path))
+    assert absent.exit_code == 2
+    assert f"{str(tmp_path / 'none')!r} cannot be loaded: there is no such directory" in absent.stderr
 
 
 def test_lengths_may_be_written_in_thousands() -> None:
