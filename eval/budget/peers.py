@@ -35,7 +35,8 @@ RATIOS = (0.1, 0.25, 0.5)
 WORDS = (
     "Stock is Transformers' sdpa. ModelOpt's `modelopt_triton` needs CUDA; measured is `flash_skip_softmax`, the same"
     " rule in PyTorch over whole score matrices, which shows its loss and not the speed of its kernel. kvpress removes"
-    " keys of the context after the prefill: it saves memory and decode time, and costs time here."
+    " keys of the context after the prefill: it saves memory and decode time, and costs time here. Each ratio is to"
+    " stock attention in the same process."
 )
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Answer = Callable[[], Tensor]
