@@ -27,7 +27,7 @@ attend = attention_function()
 
 def layer(config: Any = None) -> nn.Module:
     module = nn.Module()
-    module.config = LlamaConfig() if config is None else config
+    vars(module)["config"] = LlamaConfig() if config is None else config
     return module
 
 
