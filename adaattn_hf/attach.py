@@ -289,7 +289,8 @@ def plan_of(model: nn.Module) -> Plan | None:
 def load_plan(model: nn.Module, directory: str | Path | None = None) -> Plan:
     """Reads a model's plan and checks it against every layer at once.
 
-    The plan is the one in the model's configuration; where that holds none, the one in the directory.
+    The plan is the one in the directory; without a directory, or where that holds bases and means alone, the one in
+    the model's configuration.
 
     Without it every layer reads its part in the first forward pass; a graph needs it before it is traced.
 
@@ -301,18 +302,43 @@ def load_plan(model: nn.Module, directory: str | Path | None = None) -> Plan:
         The plan.
 
     Raises:
-        PlanError: The model has no plan, or one that does not belong to it.
+        PlanError: The model has no plan, or one that does not belong to it, or runs another attention.
     """
     plan = plan_of(model)
-    if plan is None and directory is not None:
+    if directory is not None and (plan is None or _holds_plan(Path(directory))):
         plan = read_plan(directory)
     if plan is None:
         raise PlanError(
             f"model: the configuration of this {type(model).__name__} holds no plan; make one with "
             "`adaattn calibrate`"
         )
+    names = _implementations(model)
+    if names and not any(name.startswith("adaattn") for name in names):
+        raise PlanError(
+            f"model: its attention implementation is {', '.join(sorted(names))}, which knows no plans; load it with "
+            'attn_implementation="adaattn" or call model.set_attn_implementation("adaattn") first'
+        )
     attach(model, plan, directory)
     return plan
+
+
+def _holds_plan(path: Path) -> bool:
+    """Whether a file or directory holds a plan; one may hold a plan's bases and means alone."""
+    if path.is_file() or (path / "adaattn_plan.json").is_file():
+        return True
+    config = path / "config.json"
+    if not config.is_file():
+        return False
+    return CONFIG_KEY in (json.loads(config.read_text(encoding="utf-8")).get("adaattn") or {})
+
+
+def _implementations(model: nn.Module) -> set[str]:
+    """Names of the attention implementations of a model's towers."""
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
+    }
+    found = {getattr(config, "_attn_implementation", None) for config in configs.values()}
+    return {name for name in found if isinstance(name, str)}
 
 
 def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, nn.Module]]:

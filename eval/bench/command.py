@@ -12,12 +12,14 @@ import torch
 import typer
 from rich.console import Console
 
+from adaattn_hf.calibration.arguments import writable
 from adaattn_hf.eval.bench.grid import Cell, Grid, read_grid
 from adaattn_hf.eval.bench.measure import measure, peak_bytes, spread
 from adaattn_hf.eval.bench.model import model_works
 from adaattn_hf.eval.bench.report import markdown, verdict
 from adaattn_hf.eval.bench.work import Work, absent_peers, attention_works, missing
-from adaattn_hf.eval.errors import EvalError, UsageError, leave
+from adaattn_hf.eval.checkpoint import known_implementations, resolve_device
+from adaattn_hf.eval.errors import EvalError, UsageError, leave, unknown
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.files import write_atomically
 
@@ -51,16 +53,32 @@ def bench(
     Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage.
     """
     try:
-        where = torch.device(device)
+        where = resolve_device(device)
         data = read_grid(grid, where.type)
-        failed = _run(
-            _cells(data, only), data, rounds, threads, where, implementations, ours, output, table,
-            gate, memory,
-        )  # fmt: skip
+        cells = _cells(data, only)
+        _known([ours, *(name for name in implementations.split(",") if name)])
+        if output is not None:
+            writable(output.parent, "output")
+    except ValueError as error:
+        leave(UsageError(str(error)))
+    try:
+        failed = _run(cells, data, rounds, threads, where, implementations, ours, output, table, gate, memory)
     except EvalError as error:
         leave(error)
     if gate and failed:
         raise typer.Exit(1)
+
+
+def _known(names: list[str]) -> None:
+    """Refuses names that no attention goes by; what is only not installed here is no mistake.
+
+    Raises:
+        UsageError: For the first unknown name.
+    """
+    known = known_implementations()
+    for name in names:
+        if name not in known:
+            raise UsageError(unknown("attention implementation", name, known))
 
 
 def _cells(data: Grid, only: str) -> list[Cell]:

@@ -87,10 +87,12 @@ def read_grid(path: Path | None = None, device: str = "cpu") -> Grid:
     out.
 
     Raises:
-        UsageError: A cell has a key that is not known.
+        UsageError: There is no such file, or a cell has a key that is not known.
     """
     if path is None:
         text = resources.files("adaattn_hf.configs").joinpath("bench.yaml").read_text(encoding="utf-8")
+    elif not path.is_file():
+        raise UsageError(f"grid: {path} is no file; expected YAML like configs/bench.yaml")
     else:
         text = path.read_text(encoding="utf-8")
     data = yaml.safe_load(text)

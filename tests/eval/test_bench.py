@@ -188,6 +188,15 @@ def test_unknown_cells_and_keys_are_named(tmp_path: Path) -> None:
     assert result.exit_code == UsageError.exit_code, result.output
     assert "causal (float32)" in result.output
     assert bench("--grid", grid, "--only", "(").exit_code == UsageError.exit_code
+    for wrong, words in (
+        (("--device", "gpu"), "device: got 'gpu'"),
+        (("--grid", tmp_path / "none.yaml"), "none.yaml is no file"),
+        (("--ours", "adatn"), "Did you mean 'adaattn'?"),
+        (("--implementations", "eager,sdpaa"), "Did you mean 'sdpa'?"),
+        (("--output", f"{__file__}/bench.json"), "cannot be made"),
+    ):
+        refused = bench("--grid", grid, *wrong)
+        assert (refused.exit_code, words in refused.stderr) == (UsageError.exit_code, True), refused.stderr
     with pytest.raises(UsageError, match=r"'causal'.*kv_length"):
         read_grid(write_grid(tmp_path / "bad.yaml", {"name": "causal", "q_len": 8, "kv_length": 9}))
 

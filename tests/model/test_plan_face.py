@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,23 @@ def test_a_plan_in_the_configuration_is_executed_until_it_is_removed() -> None:
         adaattn_hf.remove_plan(ours)
         assert_same(exact, ours(input_ids=ids).logits)
     assert getattr(ours.config, "adaattn", None) is None
+
+
+def test_the_plan_of_a_directory_takes_the_place_of_another(tmp_path: Path) -> None:
+    _, ours, plan = planned_pair()
+    _, twin, _ = planned_pair()
+    wider = replace(plan, layers=(replace(plan.layers[0], choices=(Choice("window", window=7),) * 2),))
+    (tmp_path / "adaattn_plan.json").write_text(wider.to_json(), encoding="utf-8")
+    ids = tokens()
+    with torch.no_grad():
+        narrow = ours(input_ids=ids).logits
+        assert adaattn_hf.load_plan(ours, tmp_path) == wider
+        assert float((ours(input_ids=ids).logits - narrow).abs().max()) > 1e-4
+    (tmp_path / "adaattn_plan.json").unlink()
+    assert adaattn_hf.load_plan(twin, tmp_path) == plan  # nothing but bases could lie there
+    twin.set_attn_implementation("sdpa")
+    with pytest.raises(PlanError, match=r"is sdpa, which knows no plans; .*set_attn_implementation"):
+        adaattn_hf.load_plan(twin)
 
 
 def test_what_is_watched_is_counted() -> None:
