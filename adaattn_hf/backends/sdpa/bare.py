@@ -11,6 +11,7 @@ from torch import Tensor
 from ...request import CallSpec
 from ...structure import CallStructure
 from ..base import BareCall
+from . import limits
 from .bands import constant
 from .kernels import aligned, repeated, suits_efficient
 from .varlen import layout_for, packed_attention
@@ -22,12 +23,11 @@ def bare_way(spec: CallSpec, structure: CallStructure) -> BareCall | None:
     """The operator itself where it says what the structure says, one masked call, or one call over packed runs."""
     if spec.kind in ("full", "causal", "suffix") and spec.head_dim == spec.head_dim_v:
         if spec.decode:
-            if spec.device != "cuda":
-                return None  # on processors one query has ways of its own
-            # the operator's own kernels split the keys among programs and read grouped heads once
-            stop = structure.offset() + 1 if structure.causal else structure.kv_len
-            if stop < 1:
-                return None
+            # the operator's own CUDA kernels split the keys among programs and read grouped heads once
+            stop = min(structure.kv_len, structure.offset() + 1) if structure.causal else structure.kv_len
+            lone = spec.groups == 1 and spec.dtype == torch.float32
+            if stop < 1 or not (spec.device == "cuda" or lone or stop <= limits.SHORT_KEYS):
+                return None  # on processors the other single queries have ways of their own
             return _plain(False, spec.groups > 1, stop if stop < structure.kv_len else None)
         if spec.kind != "suffix":
             return _plain(spec.kind == "causal", spec.groups > 1)

@@ -16,17 +16,18 @@ __all__ = ["attend_few"]
 
 
 def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | None:
-    """`[batch, 1, heads, head_dim]` for one query per row, or None where the structure is not made of runs."""
+    """`[batch, 1, heads, head_dim]` for one query per row, or None where the structure is not made of runs or shows no key."""
     query, key, value = request.query, request.key, request.value
     batch, heads, _, dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
     if structure.plain and not structure.windowed:
         stop = min(kv_len, structure.offset() + 1) if structure.causal else kv_len
+        if stop < 1:
+            return None
         if stop < kv_len:
             key, value = key[:, :, :stop], value[:, :, :stop]
-        bytes_read = batch * kv_heads * stop * 2 * dim * 4
-        alone = heads == kv_heads or bytes_read > limits.FOLD_BYTES
-        if stop <= limits.SHORT_KEYS or (alone and query.dtype == torch.float32):
+        # ungrouped heads in fp32 and short sequences have a shorter way (bare.py)
+        if query.dtype == torch.float32 and batch * kv_heads * stop * 2 * dim * 4 > limits.FOLD_BYTES:
             out = F.scaled_dot_product_attention(
                 query, key, value, scale=request.scaling, enable_gqa=heads != kv_heads
             )

@@ -36,14 +36,13 @@ def attend(request: AttentionRequest) -> AttentionResult:
     structure = request.structure.settled()
     kind = structure.kind
     if bare and not request.dropout:
-        if query.shape[2] == 1 and query.is_cpu:
-            few = attend_few(request, structure)
-            if few is not None:
-                return AttentionResult(few)
         settled = request.with_tensors(query, request.key, value, structure)
         way = bare_way(CallSpec.of(settled), structure)
         if way is not None:
             return AttentionResult(way(query, request.key, value, request.scaling))
+        few = attend_few(request, structure) if query.shape[2] == 1 and query.is_cpu else None
+        if few is not None:
+            return AttentionResult(few)
     elif bare and kind in ("causal", "full") and value.shape[3] == query.shape[3]:
         return AttentionResult(plain_call(request, kind == "causal").transpose(1, 2))
     request = _expanded(request)
