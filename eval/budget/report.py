@@ -193,7 +193,10 @@ def _speed(speed: dict[str, Any]) -> list[str]:
 def _replay(replay: dict[str, Any]) -> list[str]:
     here, there, length = replay["provenance"], replay["recorded_on"], str(replay["settings"]["length"])
     rows = []
-    there_were = next(iter(replay["recorded"].values()))["tokens"] // (replay["settings"]["length"] - 1)
+    seed, wanted = (
+        replay["settings"]["seed"],
+        next(iter(replay["recorded"].values()))["tokens"] // (replay["settings"]["length"] - 1),
+    )
     for name, verdict in replay["recorded"].items():
         sums = {key: sum(one[name][key] for one in replay["sequences"]) for key in verdict}
         mine = {key: value / sums["tokens"] for key, value in sums.items()} | {"tokens": sums["tokens"]}
@@ -203,8 +206,8 @@ def _replay(replay: dict[str, Any]) -> list[str]:
     return [
         "## The same proof through the native kernels",
         "",
-        f"Plans of seed {replay['settings']['seed']} on {len(replay['sequences'])} of the {there_were} held-out sequences"
-        " that verified them, through the native kernels.",
+        f"Plans of seed {seed} on {len(replay['sequences'])} of the {wanted} held-out sequences that verified them,"
+        " through the native kernels.",
         "",
         *table(["plan", "length", "where", "Δnll", "KL", "top-1", "tokens"], rows),
     ]
