@@ -108,7 +108,7 @@ def page(result: Mapping[str, Any]) -> str:
         f"`adaattn ablate` on {result['model']} in {settings['dtype']} at {result['lengths'][-1]} tokens: one"
         " measurement of risks and prices, then the cheapest plan inside a budget that one kind of choice alone can"
         " give, and that all together can. Losses are in nats/token and measured on held-out text; the budget binds"
-        " the predicted KL. Times are exact attention over the plan, prefill and decode, by the price table.",
+        " the predicted KL. Plans are chosen by prefill and decode; times are of prefill, by the price table.",
         "",
         f"* calibration text: {', '.join(settings['data'])}, {settings['sequences']} sequences; held-out text:"
         f" {', '.join(settings['verify_data'] or settings['data'])}, {settings['held_out']} sequences",

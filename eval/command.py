@@ -151,6 +151,7 @@ def _run(given: dict[str, Any], where: Path, console: Console) -> list[str]:
         raise UsageError("resume: got no --output, expected the directory of the interrupted run")
     import torch
 
+    from adaattn_hf.calibration.arguments import writable
     from adaattn_hf.eval import bounds, corpora, report, runner
     from adaattn_hf.eval.checkpoint import load
     from adaattn_hf.eval.settings import Settings
@@ -159,6 +160,11 @@ def _run(given: dict[str, Any], where: Path, console: Console) -> list[str]:
         if given["threads"] < 1:
             raise UsageError(f"threads: got {given['threads']}, expected at least 1")
         torch.set_num_threads(given["threads"])
+    try:
+        if given["output"] is not None:
+            writable(where, "output")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     settings = Settings(**{name: given[name] for name in Settings.__dataclass_fields__})
     if given["model"] is None:
         from adaattn_hf.eval import showcase

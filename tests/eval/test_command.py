@@ -117,6 +117,7 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(
         (("--data", "{pages}", "--batch-size", "0"), 2, "batch_size: got 0"),
         (("--data", "{pages}", "--mask-fraction", "2"), 2, "mask_fraction: got 2"),
         (("--data", "{pages}", "--threads", "0"), 2, "threads: got 0"),
+        (("--data", "{pages}", "--output", f"{__file__}/out"), 2, "cannot be made"),
         (("--data", "{pages}", "--resume"), 2, "no --output"),
         (("--data", "{pages}", "--resume", "--overwrite"), 2, "both"),
         (("--data", "{pages}", "--data", "{pages}"), 2, "different names"),
