@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from adaattn_hf.eval.budget.pages import percent, table
 
 
 def merge(directory: Path) -> dict[str, Any]:
@@ -27,17 +29,6 @@ def merge(directory: Path) -> dict[str, Any]:
         if path.is_file():
             study[part] = json.loads(path.read_text(encoding="utf-8"))
     return study
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a Markdown table."""
-    lines = [" | ".join(head), "|".join("---" for _ in head), *(" | ".join(row) for row in rows)]
-    return [f"| {line} |" if "---" not in line else f"|{line}|" for line in lines] + [""]
-
-
-def percent(budget: float) -> str:
-    """Returns a budget as a rise of the perplexity."""
-    return f"{100 * math.expm1(budget):.3g} %"
 
 
 def made(study: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ __all__ = ["attend_few"]
 
 
 def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | None:
-    """`[batch, 1, heads, head_dim]` for one query per row, or None where the structure is not made of runs or shows no key."""
+    """`[batch, 1, heads, head_dim]` for one query per row; None where its keys are no range, or there are none."""
     query, key, value = request.query, request.key, request.value
     batch, heads, _, dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
