@@ -1,10 +1,11 @@
-"""A plan as a picture of layers by heads: in the terminal, as PNG."""
+"""A plan as a picture of layers by heads: in the terminal, as HTML, as PNG."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -88,6 +89,15 @@ def differences(left: Plan, right: Plan) -> list[tuple[int, int, Choice, Choice]
         a, b = first[index] + [EXACT] * width, second[index] + [EXACT] * width
         found += [(index, head, a[head], b[head]) for head in range(width) if a[head] != b[head]]
     return found
+
+
+def save_html(plan: Plan, path: Path) -> None:
+    """Writes what the terminal shows as a page of its own."""
+    console = Console(record=True, file=io.StringIO(), width=200)
+    console.print(heat_map(plan))
+    for line in summary(plan):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    write_atomically(path, console.export_html(inline_styles=True))
 
 
 def save_png(plan: Plan, path: Path) -> None:

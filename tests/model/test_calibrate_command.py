@@ -78,8 +78,14 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
     picture = model / "pictures" / "plan.png"
     assert CliRunner().invoke(app, ["plan", "show", str(model), "--png", str(picture)]).exit_code == 0
     assert picture.read_bytes()[1:4] == b"PNG"
+    page = model / "pictures" / "plan.html"
+    assert CliRunner().invoke(app, ["plan", "show", str(model), "--html", str(page)]).exit_code == 0
+    assert all(
+        words in page.read_text() for words in ("<!DOCTYPE html>", "background-color: #", "passed: Δnll")
+    )
     for refused, words in (
         (["show", str(model), "--png", f"{__file__}/plan.png"], "plan.png cannot be written"),
+        (["show", str(model), "--html", f"{__file__}/plan.html"], "plan.html cannot be written"),
         (["diff", str(model), str(model), "--png", "plan.png"], "--png is the picture of show"),
     ):
         wrong = CliRunner().invoke(app, ["plan", *refused])
