@@ -129,14 +129,13 @@ def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -
         if real is None:
             return False
         return (real.to(device).sum(1, keepdim=True) <= limit).expand(-1, structure.q_len)
-    keys = structure.k_segments.to(device).contiguous()
-    queries = keys if structure.q_segments is None else structure.q_segments.to(device).contiguous()
-    first, behind = torch.searchsorted(keys, queries), torch.searchsorted(keys, queries, right=True)
-    if real is None:
-        return behind - first <= limit
-    before = torch.nn.functional.pad(real.to(device).long().cumsum(1), (1, 0))
-    first, behind = (at.expand(before.shape[0], -1) for at in (first, behind))
-    return before.gather(1, behind) - before.gather(1, first) <= limit
+    keys = structure.k_segments.to(device)
+    queries = keys if structure.q_segments is None else structure.q_segments.to(device)
+    if real is not None:
+        keys = torch.where(real.to(device), keys, torch.iinfo(keys.dtype).min)  # no document's number
+    ordered = keys.sort(dim=1).values
+    queries = queries.expand(ordered.shape[0], -1).contiguous()
+    return torch.searchsorted(ordered, queries, right=True) - torch.searchsorted(ordered, queries) <= limit
 
 
 def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:

@@ -160,6 +160,18 @@ def test_documents_of_padded_rows_are_measured_without_padding() -> None:
     assert within[1].tolist() == [False] * 100 + [True] * 170
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_documents_may_be_numbered_in_any_order(padded: bool) -> None:
+    numbers = torch.tensor([7, -3, 2])[DOCUMENTS]
+    structure = CallStructure(
+        2, N, N, key_padding=RIGHT if padded else None, q_segments=numbers, k_segments=numbers
+    )
+    within = execute.rows_within(structure, 95, torch.device("cpu"))
+    assert isinstance(within, torch.Tensor)
+    assert within[0].tolist() == [False] * 200 + [True] * 70
+    assert within[1, 100:200].tolist() == [padded] * 100
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("first", "stop"), [(0, N), (40, 200), (250, N)])
 @pytest.mark.parametrize("choice", [WINDOW, Choice("window", 200, 16)], ids=lambda choice: choice.label)
