@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adaattn_hf import reference
 from adaattn_hf.backends.sdpa import varlen
-from adaattn_hf.backends.sdpa.bare import bare_way
+from adaattn_hf.backends.sdpa.bare import bare_way, numbers
 from adaattn_hf.backends.sdpa.varlen import layout_for, packed_attention
 from adaattn_hf.request import AttentionRequest, CallSpec
 from adaattn_hf.structure import CallStructure
@@ -141,6 +141,16 @@ def test_small_masks_are_for_inference() -> None:
     structure = GATHERED["right padding"]
     assert bare_way(spec_of(structure, kind="small"), structure) is not None
     assert bare_way(spec_of(structure, kind="small", needs_grad=True), structure) is None
+
+
+def test_a_small_mask_is_made_once_per_pass() -> None:
+    structure = GATHERED["left padding, causal"].with_changes()
+    mask = numbers(structure, torch.half, torch.device("cpu"))
+    assert torch.equal(mask == 0, structure.visible())
+    assert bool((mask[~structure.visible()] == float("-inf")).all())
+    assert mask.stride(-2) % 16 == 0, "rows start where the kernel wants them"
+    assert numbers(structure, torch.half, torch.device("cpu")) is mask
+    assert numbers(structure, torch.float32, torch.device("cpu")).dtype == torch.float32
 
 
 def test_flash_serves_half_precision_aligned_to_the_last_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,24 +53,29 @@ def _plain(causal: bool, grouped: bool, stop: int | None = None) -> BareCall:
 
 
 def _masked(structure: CallStructure) -> BareCall:
-    """One call with a mask of numbers, which the layers of a pass share; torch makes one of a boolean mask in each."""
-    masks: dict[torch.dtype, Tensor] = {}
+    """One call with a mask of numbers; torch makes one of a boolean mask in each layer."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         query, key, value = _in_batch(structure, query, key, value)
         key, value = repeated(key, query), repeated(value, query)
-        mask = masks.get(query.dtype)
-        if mask is None:
-            hidden = constant(float("-inf"), query.dtype, query.device)
-            shown = structure.visible(device=query.device)
-            mask = aligned(torch.where(shown, constant(0.0, query.dtype, query.device), hidden))
-            masks[query.dtype] = mask
+        mask = numbers(structure, query.dtype, query.device).expand(*query.shape[:3], -1)
         out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask.expand(*query.shape[:3], -1), False, scale=scaling
+            query, key, value, mask, False, scale=scaling
         )[0]
         return out.transpose(1, 2)
 
     return attend
+
+
+def numbers(structure: CallStructure, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The mask as numbers to add, `[batch or 1, heads or 1, q_len, kv_len]`; made once per forward pass."""
+    key = ("numbers", dtype, device)
+    if key not in structure._memo:
+        shown = structure.visible(device=device)
+        whole = torch.where(shown, constant(0.0, dtype, device), constant(float("-inf"), dtype, device))
+        structure._memo[key] = aligned(whole)
+    mask: Tensor = structure._memo[key]
+    return mask
 
 
 def _packed(structure: CallStructure, gradient: bool) -> BareCall | None:
