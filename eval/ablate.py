@@ -8,7 +8,6 @@ choices beside them.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from adaattn_hf.eval.budget.pages import loss, percent, table
 from adaattn_hf.eval.errors import UsageError, leave
 
 ARMS = ("rank", "precision", "sparsity", "combined")
@@ -82,19 +82,19 @@ def ablate_model(
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     """A row of the result in the columns of `_HEAD`."""
-    name = row["choice"] if row["arm"] == "uniform" else f"{100 * math.expm1(row['budget']):.3g} %"
-    losses = (f"{row['predicted']:.2e}", f"{row['kl']:.2e}", f"{row['delta_nll']:+.2e}")
+    name = row["choice"] if row["arm"] == "uniform" else percent(row["budget"])
+    losses = (loss(row["predicted"]), loss(row["kl"]), f"{row['delta_nll']:+.2e}")
     return [row["arm"], name, *losses, f"{row['ratio']:.2f}"]
 
 
 def terminal_table(result: Mapping[str, Any]) -> Table:
     """Returns the result as a table for the terminal."""
-    table = Table(title="loss (nats/token) against price, longest length")
+    shown = Table(title="loss (nats/token) against price, longest length")
     for name in _HEAD:
-        table.add_column(name, justify="left" if name == "arm" else "right")
+        shown.add_column(name, justify="left" if name == "arm" else "right")
     for row in result["rows"]:
-        table.add_row(*_cells(row))
-    return table
+        shown.add_row(*_cells(row))
+    return shown
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -122,12 +122,10 @@ def page(result: Mapping[str, Any]) -> str:
         ratio = {row["arm"]: row["ratio"] for row in rows if row.get("budget") == budget}
         alone = max(ARMS[:-1], key=lambda arm: ratio[arm])
         lines.append(
-            f"* {100 * math.expm1(budget):.3g} %: together {ratio['combined']:.2f} times as fast as exact, the best"
+            f"* {percent(budget)}: together {ratio['combined']:.2f} times as fast as exact, the best"
             f" kind alone ({alone}) {ratio[alone]:.2f}."
         )
-    lines += ["", "| " + " | ".join(_HEAD) + " |", "|" + "---|" * len(_HEAD)]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *table(_HEAD, [_cells(row) for row in rows])])
 
 
 def ablate(
@@ -191,7 +189,7 @@ def ablate(
             tries=1,
             haystacks=0,
         )
-        table = known_prices(prices)
+        known = known_prices(prices)
         allowed = [nats(part) for part in budgets.split(",")]
         loaded = load(model, dtype=dtype, gguf_file=gguf_file)
         result = ablate_model(
@@ -202,7 +200,7 @@ def ablate(
             settings,
             verify_data=verify_data,
             scoring=loaded.scoring,
-            prices=table,
+            prices=known,
             say=lambda text: console.print(text, markup=False, highlight=False),
         )
     except (ValueError, FileNotFoundError) as error:

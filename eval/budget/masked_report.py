@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adaattn_hf.eval.budget.pages import percent, table
+from adaattn_hf.eval.budget.pages import loss, percent, table, verdicts_of
 
 
 def merge(directory: Path) -> dict[str, Any]:
@@ -69,10 +69,7 @@ def summary(study: Mapping[str, Any]) -> list[str]:
                 f"median {statistics.median(ratios):.2f}"
             )
         failed = [
-            entry["verified"]["sentence"]
-            for record in mine
-            for entry in record["report"]["history"]
-            if "verified" in entry and not entry["verified"]["passed"]
+            verdict["sentence"] for record in mine for verdict in verdicts_of(record) if not verdict["passed"]
         ]
         if failed:
             flips = sum(sentence.startswith("failed: the likeliest token agrees") for sentence in failed)
@@ -85,7 +82,7 @@ def verified(study: Mapping[str, Any]) -> list[str]:
     """Returns the table of verdicts, failed tries too."""
     rows = []
     for record in sorted(study["seeds"], key=lambda one: (one["budget"], one["seed"])):
-        tries = [entry["verified"] for entry in record["report"]["history"] if "verified" in entry]
+        tries = verdicts_of(record)
         for number, one in enumerate(tries, 1):
             gap = one["predicted_kl"] / one["kl"] if one["kl"] else math.nan
             rows.append(
@@ -95,7 +92,7 @@ def verified(study: Mapping[str, Any]) -> list[str]:
                     str(number),
                     "yes" if one["passed"] else "no",
                 ]
-                + [f"{one[name]:.2e}" for name in ("delta_nll", "upper", "kl")]
+                + [loss(one[name]) for name in ("delta_nll", "upper", "kl")]
                 + [f"{gap:.2f}", f"{one['top1']:.2%}", str(one["tokens"]), str(one["documents"])]
                 + [f"{value:.2f}" if one["passed"] else "" for value in record["ratio"].values()]
             )
@@ -129,7 +126,7 @@ def curve(study: Mapping[str, Any]) -> list[str]:
     rows = [
         [
             one["plan"],
-            *(f"{one[name]:.2e}" for name in ("predicted", "kl", "delta_nll")),
+            *(loss(one[name]) for name in ("predicted", "kl", "delta_nll")),
             f"{one['top1']:.2%}",
             f"{one['ratio']:.2f}",
         ]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adaattn_hf import attach
 from adaattn_hf.eval.budget import study
-from adaattn_hf.eval.budget.speed import seconds
+from adaattn_hf.eval.budget.speed import attention_seconds, seconds
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.eval.provenance import provenance
@@ -145,49 +144,13 @@ def speed_record(model: Any, plans: dict[str, Any], tokens: Tensor, rounds: int)
         tokens: `[batch, n]`.
         rounds: Rounds over the arms.
     """
-    from transformers import AttentionInterface
-
-    from adaattn_hf import execute
-    from adaattn_hf.calibration.arms import exact_tap
-    from adaattn_hf.request import AttentionRequest
-    from adaattn_hf.tap import tapping
-
-    stock = AttentionInterface()["sdpa"]
     programs: dict[str, dict[int, Any]] = {}
     modules = dict(attach.attention_modules(model, model.config.model_type))
     for name, plan in plans.items():
         attach.attach(model, plan)
         programs[name] = {index: attach.program_of(module) for index, module in modules.items()}
         attach.remove_plan(model)
-    attention = dict.fromkeys(("stock sdpa", "exact", *plans), 0.0)
-
-    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
-        exact = partial(exact_tap, module, request)
-        calls: dict[str, Callable[[], object]] = {
-            "stock sdpa": lambda: stock(
-                module,
-                request.query,
-                request.key,
-                request.value,
-                None,
-                scaling=request.scaling,
-                is_causal=False,
-            ),
-            "exact": exact,
-        }
-        for name, own in programs.items():
-            program = own[int(module.layer_idx)]  # type: ignore[arg-type]
-            calls[name] = exact if program is None else partial(execute.attend, program, request)
-        best = dict.fromkeys(calls, float("inf"))
-        for _ in range(rounds):
-            for name, call in calls.items():
-                best[name] = min(best[name], seconds(call, request.query.device))
-        for name, value in best.items():
-            attention[name] += value
-        return exact()
-
-    with tapping(tap):
-        model(input_ids=tokens)
+    attention = attention_seconds(lambda: model(input_ids=tokens), programs, rounds, causal=False)
     whole = dict.fromkeys(attention, float("inf"))
     for _ in range(rounds):
         for name in whole:

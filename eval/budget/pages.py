@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -24,3 +25,8 @@ def loss(value: float) -> str:
 def percent(budget: float) -> str:
     """Returns a budget as a rise of the perplexity."""
     return f"{100 * math.expm1(budget):.3g} %"
+
+
+def verdicts_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what was proved of each plan that a seed tried, failed ones too."""
+    return [entry["verified"] for entry in record["report"]["history"] if "verified" in entry]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adaattn_hf.eval.budget.curve_report import curve_sections
-from adaattn_hf.eval.budget.pages import loss, percent, table
+from adaattn_hf.eval.budget.pages import loss, percent, table, verdicts_of
 from adaattn_hf.policy.prices import PriceTable
 
 PARTS = ("prices", "curve", "speed", "replay", "peers")
@@ -41,20 +41,16 @@ def merge(directory: Path) -> dict[str, Any]:
     return study
 
 
-def _verified(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return [entry["verified"] for entry in record["report"]["history"] if "verified" in entry]
-
-
 def _short(study: dict[str, Any]) -> list[str]:
     """What the seeds show, counted."""
     lines = []
     for budget in sorted({record["budget"] for record in study["seeds"]}):
         mine = [record for record in study["seeds"] if record["budget"] == budget]
         met, seeds = [record for record in mine if record["met"]], len({record["seed"] for record in mine})
-        tries = [len(_verified(record)) for record in met]
+        tries = [len(verdicts_of(record)) for record in met]
         verdicts = [verdict for record in met for verdict in record["report"]["verdicts"]]
         gaps = [verdict["predicted_kl"] / verdict["kl"] for verdict in verdicts]
-        worst = [v["predicted_kl"] / v["kl"] for v in (_verified(record)[-1] for record in met)]
+        worst = [v["predicted_kl"] / v["kl"] for v in (verdicts_of(record)[-1] for record in met)]
         ratios = ", ".join(
             f"{statistics.median(record['ratio'][n] for record in met):.2f} at {n}" for n in mine[0]["ratio"]
         )
@@ -71,7 +67,7 @@ def _short(study: dict[str, Any]) -> list[str]:
         lines += [
             f"    * seed {record['seed']}: {record['sentence']}" for record in mine if not record["met"]
         ]
-        lines += _needles([v for r in mine for v in (*r["report"]["verdicts"], *_verified(r)[:-1])])
+        lines += _needles([v for r in mine for v in (*r["report"]["verdicts"], *verdicts_of(r)[:-1])])
     return [*lines, ""]
 
 
@@ -137,7 +133,7 @@ def _seeds(study: dict[str, Any]) -> list[str]:
     lengths = [str(length) for length in study["seeds"][0]["settings"]["lengths"]]
     rows = []
     for record in study["seeds"]:
-        verified = _verified(record)
+        verified = verdicts_of(record)
         cells = [
             percent(record["budget"]),
             str(record["seed"]),

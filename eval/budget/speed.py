@@ -21,10 +21,11 @@ import typer
 from torch import Tensor, nn
 
 from adaattn_hf import attach
-from adaattn_hf.approximate import LayerTensors
+from adaattn_hf.approximate import LayerTensors, Program
 from adaattn_hf.eval.budget import study
 from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.request import AttentionRequest
 
 LEVELS = ("attention", "model")
 MEANS = 1024
@@ -155,35 +156,36 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 @torch.no_grad()
-def attention_level(
-    model: nn.Module, plans: Mapping[str, Any], tokens: Tensor, rounds: int
-) -> dict[str, dict[str, float]]:
-    """Returns seconds of all attention calls of one prefill, per arm."""
+def attention_seconds(
+    forward: Callable[[], object],
+    arms: Mapping[str, Mapping[int, Program | None]],
+    rounds: int,
+    *,
+    causal: bool,
+) -> dict[str, float]:
+    """Returns seconds of all attention calls of one forward pass: stock sdpa's, the exact ones, each arm's.
+
+    Args:
+        forward: The pass, which goes on with exact attention.
+        arms: Programs by layer, by name; a layer without one is exact.
+        rounds: Rounds over the arms in each call, the smallest time kept.
+        causal: What stock attention is told.
+    """
     from transformers import AttentionInterface
 
-    from adaattn_hf.calibration.arms import exact_tap, programs_of
+    from adaattn_hf.calibration.arms import exact_tap
     from adaattn_hf.execute import attend
-    from adaattn_hf.request import AttentionRequest
     from adaattn_hf.tap import tapping
 
     stock = AttentionInterface()["sdpa"]
-    means = mean_keys(model, tokens[:, :MEANS])
-    arms = {name: programs_of(plan, means) for name, plan in plans.items()}
     total = dict.fromkeys(("stock sdpa", "exact", *arms), 0.0)
 
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
         index, device = int(module.layer_idx), request.query.device  # type: ignore[arg-type]
+        tensors = (request.query, request.key, request.value)
         calls: dict[str, Callable[[], object]] = {
-            "stock sdpa": lambda: stock(
-                module,
-                request.query,
-                request.key,
-                request.value,
-                None,
-                scaling=request.scaling,
-                is_causal=True,
-            ),
-            "exact": lambda: exact_tap(module, request),
+            "stock sdpa": partial(stock, module, *tensors, None, scaling=request.scaling, is_causal=causal),
+            "exact": partial(exact_tap, module, request),
         }
         for name, programs in arms.items():
             program = programs.get(index)
@@ -197,8 +199,20 @@ def attention_level(
         return exact_tap(module, request)
 
     with tapping(tap):
-        base: Any = model.base_model
-        base(input_ids=tokens, use_cache=False)
+        forward()
+    return total
+
+
+def attention_level(
+    model: nn.Module, plans: Mapping[str, Any], tokens: Tensor, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Returns seconds of all attention calls of one prefill, per arm."""
+    from adaattn_hf.calibration.arms import programs_of
+
+    means = mean_keys(model, tokens[:, :MEANS])
+    arms = {name: programs_of(plan, means) for name, plan in plans.items()}
+    base: Any = model.base_model
+    total = attention_seconds(lambda: base(input_ids=tokens, use_cache=False), arms, rounds, causal=True)
     return {name: {"seconds": value} for name, value in total.items()}
 
 

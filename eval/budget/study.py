@@ -45,26 +45,19 @@ def load(
     model: str, dtype: str, device: str, gguf_file: str | None, threads: int | None
 ) -> tuple[Any, Callable[[str], Sequence[int]]]:
     """Returns a model with `attn_implementation="adaattn"` on its device, and text to token ids."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from adaattn_hf.calibration import loading
+    from adaattn_hf.calibration.arguments import use_threads
+    from adaattn_hf.eval.checkpoint import resolve_device
 
-    import adaattn_hf  # noqa: F401  registers the name
-    from adaattn_hf.eval.checkpoint import resolve_device, resolve_dtype
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    extra = {"gguf_file": gguf_file} if gguf_file else {}
-    tokenizer = AutoTokenizer.from_pretrained(model, **extra)
-    loaded = AutoModelForCausalLM.from_pretrained(
-        model, attn_implementation="adaattn", dtype=resolve_dtype(dtype), **extra
-    )
+    use_threads(threads)
+    loaded = loading.load(model, dtype=dtype, gguf_file=gguf_file)
 
     # every seed reads the same pieces of the same text: they are kept, which costs the corpus in memory
     @cache
     def encode(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        return tuple(loaded.encode(text))
 
-    return loaded.to(resolve_device(device)), encode  # type: ignore[arg-type]
+    return loaded.model.to(resolve_device(device)), encode
 
 
 def numbers(text: str) -> list[int]:

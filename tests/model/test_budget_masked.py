@@ -17,6 +17,10 @@ from ..support.source_tree import ROOT
 PAGE = ROOT / "docs" / "results" / "budget_masked.json"
 
 
+SMALL = ["--sequences", "1", "--rows", "16", "--labels", "1", "--joint", "1", "--held-out", "3", "--maskings"]
+"""Settings of a seed; the number of maskings follows."""
+
+
 def step(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
@@ -26,21 +30,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("study")
     common = ["--output", str(directory), "--lengths", "128", "--families", "bf16,window"]
     assert step("prices", *common).exit_code == 0
-    small = [
-        "--sequences",
-        "1",
-        "--rows",
-        "16",
-        "--labels",
-        "1",
-        "--joint",
-        "1",
-        "--held-out",
-        "3",
-        "--maskings",
-        "2",
-    ]
-    done = step("seeds", *common, "--seeds", "0-1", "--budgets", "10%", *small)
+    done = step("seeds", *common, "--seeds", "0-1", "--budgets", "10%", *SMALL, "2")
     assert done.exit_code == 0, done.output
     assert step("speed", "--output", str(directory), "--lengths", "128", "--rounds", "1").exit_code == 0
     return directory
@@ -67,22 +57,9 @@ def test_the_steps_leave_records_that_make_a_page(output: Path) -> None:
     # what is there is not measured again, and of other settings refused
     before = {path: path.stat().st_mtime_ns for path in output.glob("*-*.json")}
     common = ["--output", str(output), "--lengths", "128", "--families", "bf16,window", "--seeds", "0-1"]
-    small = [
-        "--sequences",
-        "1",
-        "--rows",
-        "16",
-        "--labels",
-        "1",
-        "--joint",
-        "1",
-        "--held-out",
-        "3",
-        "--maskings",
-    ]
-    assert step("seeds", *common, "--budgets", "10%", *small, "2").exit_code == 0
+    assert step("seeds", *common, "--budgets", "10%", *SMALL, "2").exit_code == 0
     assert before == {path: path.stat().st_mtime_ns for path in output.glob("*-*.json")}
-    other = step("seeds", *common, "--budgets", "10%", *small, "3")
+    other = step("seeds", *common, "--budgets", "10%", *SMALL, "3")
     assert other.exit_code != 0
     assert "other settings" in str(other.exception)
 
