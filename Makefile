@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MAPPED := adaattn_hf patches configs eval
-CHECKED := $(MAPPED) tests
+CHECKED := $(MAPPED) adaattn_command.py studies tests hub/build.py hub/speed.py
 TORCH := $(shell sed -n 's/^torch==//p' constraints-dev.txt)
 # Test processes; each computes with one thread.
 WORKERS ?= 2
@@ -24,7 +24,8 @@ export TOKENIZERS_PARALLELISM := false
 # `python -m` would put the checkout in front of the installed package, and its adaattn_hf/ lacks the mapped packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help venv demo conformance matrix test cover lint fmt types bench bench-native sanitize fuzz-aarch64 build docs-check freeze clean
+.PHONY: help house venv demo conformance matrix test cover search hub-kernel hub-test hub-speed lint fmt types bench bench-gate \
+  bench-native sanitize fuzz-aarch64 audit build docs docs-check headline freeze clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1|/' | column -t -s '|'
@@ -43,7 +44,7 @@ $(READY): pyproject.toml constraints-dev.txt $(wildcard setup.py)
 	  $(BIN)/python -m pip install -q -c constraints-dev.txt "torch==$(TORCH)"; \
 	fi
 	$(BIN)/python -m pip install -q -c constraints-dev.txt setuptools wheel
-	$(BIN)/python -m pip install -q -c constraints-dev.txt --no-build-isolation -e ".[dev]"
+	$(BIN)/python -m pip install -q -c constraints-dev.txt --no-build-isolation -e ".[dev,docs]"
 	touch $(READY)
 
 demo: $(READY) ## stock against adaattn on the models in the package, offline
@@ -55,6 +56,27 @@ test: $(READY) ## the whole test-suite; TESTS=tests/unit for a part of it
 cover: $(READY) ## the suite with branch coverage of the four mapped directories
 	$(PYTEST) $(TESTS) $(addprefix --cov=,$(MAPPED)) --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=90
 
+hub-kernel: ## kernel repositories for the Hub in build/hub; NAMES=flash-adaattn for one
+	$(PYTHON) hub/build.py $(NAMES)
+
+# Another Transformers than the development environment's, for which the package index has a `kernels`: installed in front
+# of everything else of that environment.
+.venv-hub/.ready: $(READY) hub/requirements.txt
+	test -x .venv-hub/bin/python || $(PYTHON) -m venv .venv-hub
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")')" \
+	  > "$$(.venv-hub/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth"
+	.venv-hub/bin/python -m pip install -q --no-deps -r hub/requirements.txt
+	touch $@
+
+hub-test: .venv-hub/.ready ## the tests of the kernel repositories through Transformers' own loader
+	.venv-hub/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/hub
+
+hub-speed: .venv-hub/.ready hub-kernel ## a model under the kernel's name beside adaattn; writes docs/results/hub_kernel.*
+	.venv-hub/bin/python hub/speed.py --write docs/results
+
+search: $(READY) ## property tests on new random examples instead of the fixed ones
+	$(PYTEST) tests/property --hypothesis-profile=search
+
 lint: $(READY) ## ruff, rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,6 +84,9 @@ lint: $(READY) ## ruff, rules and format
 fmt: $(READY) ## let ruff format and mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+house: ## rooms, floors, arrows and sizes of the source, each with its limit
+	$(PYTHON) studies/house.py
 
 # In an editable install the mapped names are resolved by an import hook, which type checkers do not run: an installed
 # copy resolves them, and errors are still reported at the real paths.
@@ -82,6 +107,9 @@ matrix: ## the suite under every Python and Transformers at hand; PAIRS=3.11:5.1
 bench: $(READY) ## speed alone, against stock attention
 	$(BIN)/adaattn bench
 
+bench-gate: $(READY) ## the grid of bench, failing where a cell is below its floor; writes results/bench.json and .md
+	$(BIN)/adaattn bench --gate --output results/bench.json
+
 bench-native: $(READY) ## the native CPU kernels against torch, one and two threads; writes docs/results/native_cpu.*
 	$(BIN)/python tests/native/bench_native.py --write docs/results
 
@@ -94,12 +122,29 @@ fuzz-aarch64: $(READY) ## the fuzzer's calls on NEON, without sanitizers; needs 
 	CXX="$(BIN)/python -m ziglang c++ -target aarch64-linux-musl" $(PYTHON) tests/native/sanitize.py \
 	  --machine aarch64 --emulator qemu-aarch64-static --cases $(or $(CASES),500) --seed $(or $(SEED),0)
 
-build: $(READY) ## wheel and sdist in dist/
+# pip-audit asks the vulnerability database: it needs a network. torch's local version (+cpu) is unknown to it.
+audit: $(READY) ## known vulnerabilities of the pinned packages
+	$(BIN)/python -m pip install -q pip-audit
+	mkdir -p build
+	sed 's/+cpu$$//' constraints-dev.txt > build/audit.txt
+	$(BIN)/python -m pip_audit --no-deps --disable-pip -r build/audit.txt
+
+build: $(READY) ## wheel and sdist in dist/, checked as the package index would
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
-docs-check: $(READY) ## run the README's code blocks and the notebooks
+# The reference reads signatures and docstrings from an installed copy, where every module lies under its installed name.
+docs: $(READY) ## the documentation site in build/site; a warning is an error
+	rm -rf build/described
+	CXX=no-compiler $(BIN)/python -m pip install -q --no-deps --no-build-isolation --target build/described .
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-check: $(READY) ## run the code of the README, of every page and of the notebooks; build the site
 	$(PYTEST) tests/docs
+
+headline: $(READY) ## write the front pages' tables of figures anew, from docs/results
+	$(BIN)/python -m studies.headline README.md docs/index.md
 
 freeze: $(READY) ## rewrite the pins of constraints-dev.txt from the virtual environment
 	{ sed -n '/^#/p' constraints-dev.txt; \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from setuptools import Command, Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
+REPOSITORY = "https://github.com/adaattn/adaattn-hf"
 PLACE = Path("adaattn_hf") / "backends" / "native"
 native = runpy.run_path(str(Path(__file__).parent / PLACE / "build.py"))
 built: list[bool] = []
@@ -62,6 +64,15 @@ class WithLibrary(Distribution):
         return True
 
 
+def description() -> str:
+    """The README with its links to files made absolute: the package index shows it away from them."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\]\((?!https?://|#)([^)]+)\)", rf"]({REPOSITORY}/blob/main/\1)", text)
+
+
 setup(
-    distclass=WithLibrary, cmdclass={"build_native": BuildNative, "build_py": BuildPy, "bdist_wheel": Wheel}
+    long_description=description(),
+    long_description_content_type="text/markdown",
+    distclass=WithLibrary,
+    cmdclass={"build_native": BuildNative, "build_py": BuildPy, "bdist_wheel": Wheel},
 )

@@ -1,6 +1,7 @@
 """Faster attention for Transformers models by one string: `attn_implementation="adaattn"`.
 
-Importing the package registers the names and does nothing else.
+Importing the package registers names (with Transformers, and the CPU kernels' operators with torch) and does nothing
+else. The rest of the public API is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -8,35 +9,31 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .attach import load_plan, plan_of, remove_plan
-from .config import AdaAttnConfig, ConfigError
-from .patches import (
-    NAMES,
-    Explanation,
-    GrowingCache,
-    PrepareError,
-    UnsupportedModel,
-    check,
-    configure,
-    explain,
-    prepare,
-    register,
-    resolve,
-    restore,
-    unpad_calls,
-    unregister,
-)
-from .plan import Plan, PlanError
-from .presets import load_preset, preset_names
+from adaattn_hf.patches.registry import NAMES, register, resolve, unregister
 
 if TYPE_CHECKING:
-    from .observe import monitoring, statistics
-    from .patches.callback import AdaAttnCallback
+    from adaattn_hf.patches.cache.disk import load_cache, save_cache
+    from adaattn_hf.patches.cache.layers import GrowingCache
+    from adaattn_hf.patches.cache.stored import AdaAttnCache
+    from adaattn_hf.patches.explain import Explanation, explain
+    from adaattn_hf.patches.prepare import PrepareError, prepare, restore, unpad_calls
+    from adaattn_hf.patches.record import AttentionRecord, record
+    from adaattn_hf.patches.settings import configure
+    from adaattn_hf.patches.support import UnsupportedModel, check
+    from adaattn_hf.patches.trainer import AdaAttnCallback
+
+    from .config import AdaAttnConfig, ConfigError
+    from .plans.monitor import monitoring, statistics
+    from .plans.plan import Plan, PlanError
+    from .plans.store import load_plan, plan_of, remove_plan
+    from .presets import load_preset, preset_names
 
 __all__ = [
     "NAMES",
+    "AdaAttnCache",
     "AdaAttnCallback",
     "AdaAttnConfig",
+    "AttentionRecord",
     "ConfigError",
     "Explanation",
     "GrowingCache",
@@ -48,16 +45,19 @@ __all__ = [
     "check",
     "configure",
     "explain",
+    "load_cache",
     "load_plan",
     "load_preset",
     "monitoring",
     "plan_of",
     "prepare",
     "preset_names",
+    "record",
     "register",
     "remove_plan",
     "resolve",
     "restore",
+    "save_cache",
     "statistics",
     "unpad_calls",
     "unregister",
@@ -65,19 +65,36 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-
 _LATE = {
-    "AdaAttnCallback": "adaattn_hf.patches.callback",  # loads the Trainer's modules
-    "monitoring": "adaattn_hf.observe",
-    "statistics": "adaattn_hf.observe",
+    "adaattn_hf.config": ("AdaAttnConfig", "ConfigError"),
+    "adaattn_hf.patches.cache.disk": ("load_cache", "save_cache"),
+    "adaattn_hf.patches.cache.layers": ("GrowingCache",),
+    "adaattn_hf.patches.cache.stored": ("AdaAttnCache",),
+    "adaattn_hf.patches.explain": ("Explanation", "explain"),
+    "adaattn_hf.patches.prepare": ("PrepareError", "prepare", "restore", "unpad_calls"),
+    "adaattn_hf.patches.record": ("AttentionRecord", "record"),
+    "adaattn_hf.patches.settings": ("configure",),
+    "adaattn_hf.patches.support": ("UnsupportedModel", "check"),
+    "adaattn_hf.patches.trainer": ("AdaAttnCallback",),
+    "adaattn_hf.plans.monitor": ("monitoring", "statistics"),
+    "adaattn_hf.plans.plan": ("Plan", "PlanError"),
+    "adaattn_hf.plans.store": ("load_plan", "plan_of", "remove_plan"),
+    "adaattn_hf.presets": ("load_preset", "preset_names"),
 }
+_MODULE_OF = {name: module for module, names in _LATE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is asked for."""
-    if name in _LATE:
-        return getattr(import_module(_LATE[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """A public name, imported when it is first asked for."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """All public names, imported or not."""
+    return sorted({*globals(), *__all__})
 
 
 register()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 
+from .errors import unknown
+
 __all__ = ["AdaAttnConfig", "ConfigError", "raw_settings", "settings_in"]
 
 CONFIG_VERSION = 1
+MISMATCHES = ("raise", "warn")
 
 
 class ConfigError(ValueError):
@@ -23,11 +26,15 @@ class AdaAttnConfig:
     """Settings of AdaAttn for one model (or one tower of a composite model).
 
     Attributes:
-        preset: Name of the preset that these settings came from; says what was asked, decides nothing by itself.
+        preset: Name of the preset that these settings came from.
         backend: Backend for every call, or None to choose one per kind of call. A named backend never falls back.
-        budget: Relative rise of perplexity that a plan may cost (0.001 is 0.1 %); 0 is exact.
+        budget: Relative rise of perplexity that a plan may cost (0.001 is 0.1 %); 0 is exact. A budget buys nothing
+            without a plan, and the model says so once.
         plan: What each layer and head does, as `Plan.to_dict` writes it; None is exact attention everywhere.
         monitor: Compare sampled rows with exact attention while the model runs (plans only).
+        unverified: Run the plan though held-out text has not shown it good: it was never verified, or failed.
+        shadow: So many calls of each kind and layer are computed a second time by the reference, and compared.
+        mismatch: What happens where they differ: `raise` or `warn`.
         version: Of this layout.
     """
 
@@ -36,6 +43,9 @@ class AdaAttnConfig:
     budget: float = 0.0
     plan: Mapping[str, Any] | None = None
     monitor: bool = False
+    unverified: bool = False
+    shadow: int = 0
+    mismatch: str = "raise"
     version: int = CONFIG_VERSION
 
     def __post_init__(self) -> None:
@@ -49,11 +59,18 @@ class AdaAttnConfig:
                 "a plan as a dictionary (written by `adaattn calibrate`) or None",
             ),
             ("monitor", bool, "True or False"),
+            ("unverified", bool, "True or False"),
             ("version", int, f"{CONFIG_VERSION}"),
         ):
             value = getattr(self, name)
             if not isinstance(value, kinds):
                 raise ConfigError(f"adaattn.{name}: got {value!r}, expected {expected}")
+        if isinstance(self.shadow, bool) or not isinstance(self.shadow, int) or self.shadow < 0:
+            raise ConfigError(
+                f"adaattn.shadow: got {self.shadow!r}, expected how many calls of each kind are compared; 0 is none"
+            )
+        if self.mismatch not in MISMATCHES:
+            raise ConfigError(unknown("adaattn.mismatch", str(self.mismatch), MISMATCHES))
         if (
             isinstance(self.budget, bool)
             or not isinstance(self.budget, (int, float))
@@ -81,9 +98,7 @@ class AdaAttnConfig:
         known = [f.name for f in fields(cls)]
         for key in data:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"adaattn: unknown setting {key!r}, known are {', '.join(known)}.{hint}")
+                raise ConfigError(unknown("setting of config.adaattn", str(key), known))
         return cls(**data)
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,7 +107,7 @@ class AdaAttnConfig:
 
 
 EXACT = AdaAttnConfig()
-_parsed: dict[int, tuple[Any, AdaAttnConfig]] = {}
+_parsed: dict[int, tuple[Any, Any, AdaAttnConfig]] = {}
 _PARSED_LIMIT = 256
 
 
@@ -109,7 +124,7 @@ def raw_settings(config: Any) -> Any:
 def settings_in(config: Any) -> AdaAttnConfig:
     """The settings that a model's configuration carries; exact where it carries none.
 
-    Parsed once per dictionary object: this is asked for in every layer of every forward pass.
+    Parsed once per dictionary object and change of one of its values: this is asked for in every layer of every pass.
     """
     raw = raw_settings(config)
     if raw is None:
@@ -118,13 +133,24 @@ def settings_in(config: Any) -> AdaAttnConfig:
         constant: AdaAttnConfig = _constant_settings(raw)
         return constant
     known = _parsed.get(id(raw))
-    if known is not None and known[0] is raw:
-        return known[1]
+    if known is not None and known[0] is raw and known[1] == raw:
+        return known[2]
     settings = raw if isinstance(raw, AdaAttnConfig) else AdaAttnConfig.from_dict(raw)
     if len(_parsed) >= _PARSED_LIMIT:
         _parsed.clear()
-    _parsed[id(raw)] = (raw, settings)
+    # a copy of the top level: whoever sets `config.adaattn["shadow"]` in place is heard
+    _parsed[id(raw)] = (raw, raw if isinstance(raw, AdaAttnConfig) else dict(raw), settings)
+    if settings.budget > 0 and settings.plan is None:
+        warnings.warn(_without_plan(settings), UserWarning, stacklevel=2)
     return settings
+
+
+def _without_plan(settings: AdaAttnConfig) -> str:
+    return (
+        f"adaattn: the preset {settings.preset!r} may spend a budget of {100 * settings.budget:g} %, but the model "
+        f"carries no plan: every layer is exact. Make one with `adaattn calibrate MODEL --data FILES --budget "
+        f"{100 * settings.budget:g}%`, or silence this with adaattn_hf.configure(model, 'exact')"
+    )
 
 
 @torch.compiler.assume_constant_result

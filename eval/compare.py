@@ -7,7 +7,6 @@ tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from adaattn_hf.eval.scoring import Flag, Float
+from adaattn_hf.stats.paired import Flag, Float, clustered_ratio
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -35,23 +34,25 @@ def paired_difference(delta: Float, tokens: npt.NDArray[np.int64]) -> dict[str, 
         by resampling clusters 10,000 times (percentiles, fixed seed). With a single cluster there is no
         spread to be had: the limits are None.
     """
-    clusters, total = len(delta), int(tokens.sum())
-    mean = float(delta.sum() / total)
-    result: dict[str, Any] = {"mean": mean, "clusters": clusters, "tokens": total, "confidence": CONFIDENCE}
+    found = clustered_ratio(delta, tokens)
+    mean, clusters, error = found.mean, found.clusters, found.error
+    result: dict[str, Any] = {
+        "mean": mean,
+        "clusters": clusters,
+        "tokens": int(tokens.sum()),
+        "confidence": CONFIDENCE,
+    }
     limits = ("standard_error", "low", "high", "upper", "bootstrap_low", "bootstrap_high", "bootstrap_upper")
-    if clusters < 2:
+    if error is None:
         return {**result, **dict.fromkeys(limits)}
-    residual = delta - mean * tokens
-    error = math.sqrt(clusters / (clusters - 1) * float(residual @ residual)) / total
     two_sided = float(stats.t.ppf((1 + CONFIDENCE) / 2, clusters - 1)) * error
-    one_sided = float(stats.t.ppf(CONFIDENCE, clusters - 1)) * error
     drawn = np.sort(_resampled_means(delta, tokens))
     low, high, upper = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2, CONFIDENCE])
     values = (
         error,
         mean - two_sided,
         mean + two_sided,
-        mean + one_sided,
+        found.upper(CONFIDENCE),
         float(low),
         float(high),
         float(upper),

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from adaattn_hf.eval import wikitext
-from adaattn_hf.eval.errors import DataUnavailable, UsageError
+from adaattn_hf.errors import DataUnavailable, UsageError
+
+from . import wikitext
 
 Kind = Literal["pages", "lastword"]
 
@@ -162,7 +163,7 @@ def _from_hub(known: str, split: str) -> Corpus:
     except ImportError as error:
         raise DataUnavailable(
             f"data: {known} comes through the package datasets, which is not installed; "
-            f"pip install 'adaattn-hf[eval]', or name a local file: --data {known}:PATH"
+            f"pip install datasets, or name a local file: --data {known}:PATH"
         ) from error
     reasons = []
     for repository, configuration in HUB[known]:

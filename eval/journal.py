@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from adaattn_hf.eval.activation import Counts
-from adaattn_hf.eval.cost import Elapsed
-from adaattn_hf.eval.errors import JournalMismatch
-from adaattn_hf.eval.scoring import TokenScores
+from adaattn_hf.errors import JournalMismatch
+from adaattn_hf.stats.paired import TokenScores
+
+from .activation import Counts
+from .timing import Elapsed
 
 VERSION = 1
 NAME = "journal.jsonl"
@@ -113,13 +114,24 @@ class Journal:
                     break
                 if number == 0:
                     self._compare(value)
+                elif value.get("batch") in self.records:
+                    raise self._corrupt(number)
                 else:
-                    self.records[value["batch"]] = BatchRecord.from_json(value)
+                    try:
+                        self.records[value["batch"]] = BatchRecord.from_json(value)
+                    except (KeyError, TypeError, ValueError) as error:
+                        raise self._corrupt(number) from error
                 good += len(raw)
         if good == 0:
             raise JournalMismatch(f"output: {self.path} is no journal of this program; pass another --output")
         if good < self.path.stat().st_size:
             os.truncate(self.path, good)
+
+    def _corrupt(self, number: int) -> JournalMismatch:
+        return JournalMismatch(
+            f"output: line {number + 1} of {self.path} was not written by this program; delete it and all lines behind "
+            "to keep the batches before, or pass --overwrite to begin again"
+        )
 
     def _compare(self, value: Mapping[str, Any]) -> None:
         theirs = value.get("fingerprint", {})

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from adaattn_hf.eval.errors import UsageError
-from adaattn_hf.eval.windows import Window, continuation
+from adaattn_hf.errors import UsageError
+
+from .windows import Window, continuation
 
 
 def split_passage(passage: str) -> tuple[str, str]:

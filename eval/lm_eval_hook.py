@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from lm_eval.__main__ import cli_evaluate
 
-from adaattn_hf.eval import lm_eval_model
+from . import lm_eval_model
 
 __all__ = ["main"]
 

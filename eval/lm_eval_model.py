@@ -8,6 +8,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 import adaattn_hf  # noqa: F401  (its import registers the attention)
+from adaattn_hf.patches.checkpoint import give_plan
 
 NAME = "adaattn"
 
@@ -16,17 +17,21 @@ NAME = "adaattn"
 class AdaAttnLM(HFLM):  # type: ignore[misc]
     """lm-evaluation-harness's Hugging Face model with `attn_implementation="adaattn"`."""
 
-    def __init__(self, pretrained: Any, attn_implementation: str = "adaattn", **kwargs: Any) -> None:
+    def __init__(
+        self, pretrained: Any, attn_implementation: str = "adaattn", plan: str | None = None, **kwargs: Any
+    ) -> None:
         """Load a model, or take one.
 
         Args:
             pretrained: hub id or directory; or a model that is loaded already, whose attention is then
                 switched.
             attn_implementation: any name that Transformers knows.
+            plan: file or directory of a plan, or `none` to run without the one that the model carries.
             **kwargs: as for the model `hf`.
         """
         if isinstance(pretrained, str):
             super().__init__(pretrained=pretrained, attn_implementation=attn_implementation, **kwargs)
-            return
-        pretrained.set_attn_implementation(attn_implementation)
-        super().__init__(pretrained=pretrained, **kwargs)
+        else:
+            pretrained.set_attn_implementation(attn_implementation)
+            super().__init__(pretrained=pretrained, **kwargs)
+        give_plan(self.model, plan)

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from adaattn_hf.eval import checkpoint, corpora, runner
-from adaattn_hf.eval.settings import Settings
+from adaattn_hf.patches import checkpoint
+
+from . import corpora, runner
+from .settings import Settings
 
 
 def metric_path() -> str:

@@ -84,8 +84,8 @@ def _exp(value: float) -> float:
 
 
 if __name__ == "__main__":
+    import runpy
     import sys
 
-    from adaattn_hf.cli import main
-
-    main(["eval", *sys.argv[1:]])
+    sys.argv[1:1] = ["eval"]
+    runpy.run_module("adaattn_hf", run_name="__main__")

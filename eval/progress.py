@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 if TYPE_CHECKING:
-    from adaattn_hf.eval.runner import Progress as Tell
+    from .runner import Progress as Tell
 
 
 @contextmanager

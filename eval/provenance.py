@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 
 import adaattn_hf
+import adaattn_hf.eval
+import adaattn_hf.patches
 
 PACKAGES = (
     "adaattn-hf",
@@ -27,7 +31,7 @@ PACKAGES = (
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Versions, machine, threads and the commit of the checkout (None outside one)."""
+    """Versions, machine, threads, the commit of the checkout (None outside one) and a digest of the source that ran."""
     return {
         "versions": _versions(),
         "python": platform.python_version(),
@@ -36,8 +40,34 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "driver": driver(device),
         "commit": commit(Path(adaattn_hf.__file__).parent),
+        "source": source_digest(),
     }
+
+
+def driver(device: torch.device) -> str | None:
+    """CUDA's version and that of the driver, as far as they are known; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    version = Path("/proc/driver/nvidia/version")
+    text = version.read_text(encoding="utf-8") if version.is_file() else ""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return f"CUDA {torch.version.cuda}, driver {found.group() if found else 'unknown'}"
+
+
+def source_digest() -> str:
+    """sha256 of the package's Python and C++ files by name: says which source ran where no commit does."""
+    digest = hashlib.sha256()
+    rooms = [
+        Path(package.__file__ or "").parent for package in (adaattn_hf, adaattn_hf.patches, adaattn_hf.eval)
+    ]
+    for room in rooms:
+        for path in sorted(room.rglob("*")):
+            if path.suffix in (".py", ".cpp", ".hpp", ".h"):
+                digest.update(f"{room.name}/{path.relative_to(room).as_posix()}\0".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _versions() -> dict[str, str]:

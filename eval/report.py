@@ -6,11 +6,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 Report = Mapping[str, Any]
 Rows = list[tuple[str, list[str]]]
 
 ABSENT = "-"
+
+
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+_MARKDOWN = {ord(character): f"&#{ord(character)};" for character in "|<>`[]*_"}
+
+
+def plain(text: str) -> str:
+    """A name as a terminal may show it: control characters, escape sequences among them, are spelt out."""
+    return text.translate(_CONTROL)
+
+
+def in_markdown(text: str) -> str:
+    """A name as Markdown shows it: no markup of its own, one line."""
+    return plain(text).replace("&", "&amp;").translate(_MARKDOWN)
 
 
 def _number(value: Any, form: str = ".6g") -> str:
@@ -87,12 +102,12 @@ def title(report: Report) -> str:
 def terminal_table(report: Report) -> Table:
     """The report as a rich table."""
     heads, table = rows(report)
-    shown = Table(title=title(report), caption=report["protocol"])
+    shown = Table(title=Text(plain(title(report))), caption=Text(plain(report["protocol"])))
     shown.add_column("")
     for head in heads:
-        shown.add_column(head, justify="right", overflow="fold")
+        shown.add_column(Text(plain(head)), justify="right", overflow="fold")
     for label, values in table:
-        shown.add_row(label, *values)
+        shown.add_row(Text(label), *map(Text, values))
     return shown
 
 
@@ -105,18 +120,29 @@ def _section(report: Report) -> str:
     heads, table = rows(report)
     source, data = report["provenance"], report["data"]
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
-    lines = [f"## {title(report)}", "", "| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    lines = [
+        f"## {in_markdown(title(report))}",
+        "",
+        "| | " + " | ".join(map(in_markdown, heads)) + " |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
     lines += [f"| {label} | " + " | ".join(values) + " |" for label, values in table]
     lines += [
         "",
         f"* Protocol: {report['protocol']}. Batch size {report['settings']['batch_size']}, padding "
         f"{report['settings']['padding']}.",
-        f"* Data: {data['origin']}, sha256 of the documents `{data['sha256'][:16]}…`; "
+        f"* Data: {in_markdown(data['origin'])}, sha256 of the documents `{data['sha256'][:16]}…`; "
         f"weights `{report['model']['weights_sha256'][:16]}…`.",
         f"* Confidence: clusters are {report['quality']['comparisons'][0]['clusters_are']}, "
         f"{report['quality']['comparisons'][0]['delta_nll']['clusters']} of them.",
         f"* Machine: {source['cpu']}, {source['threads']} threads, device {source['device']}; python "
         f"{source['python']}, {versions}; commit {source['commit'] or 'none'}.",
+    ]
+    lines += [
+        f"* Plan of {p['role']}: {in_markdown(p['path'])}, budget {p['budget']:g} nats/token, "
+        f"sha256 `{p['sha256'][:16]}…`."
+        for p in report.get("plans", [])
+        if p
     ]
     reasons = {a["implementation"]: a["reason"] for a in report["activation"] if a["reason"]}
     lines += [f"* Activation rate of {name}: {reason}." for name, reason in reasons.items()]

@@ -15,22 +15,28 @@ from typing import Any
 import numpy as np
 import torch
 
+from adaattn_hf._files import write_atomically
 from adaattn_hf.backends.select import BackendRefusal
-from adaattn_hf.eval import activation, cost, scoring, summary, tasks
-from adaattn_hf.eval.checkpoint import Checkpoint, arms
-from adaattn_hf.eval.corpora import Corpus
-from adaattn_hf.eval.errors import ModelUnavailable
-from adaattn_hf.eval.journal import NAME as JOURNAL
-from adaattn_hf.eval.journal import BatchRecord, Journal, Memory
-from adaattn_hf.eval.provenance import provenance
-from adaattn_hf.eval.settings import Settings
-from adaattn_hf.eval.windows import Window
-from adaattn_hf.files import write_atomically
-from adaattn_hf.plan import PlanError
+from adaattn_hf.calibration import team
+from adaattn_hf.errors import ModelUnavailable, UsageError
+from adaattn_hf.patches.cache.stored import check_stored
+from adaattn_hf.patches.checkpoint import Checkpoint, arms
+from adaattn_hf.plans.plan import PlanError
+from adaattn_hf.plans.store import plan_of
+
+from . import activation, scoring, summary, tasks, timing
+from .corpora import Corpus
+from .journal import NAME as JOURNAL
+from .journal import BatchRecord, Journal, Memory
+from .provenance import provenance
+from .settings import Settings
+from .windows import Window
 
 FORMAT = 1
 REPORT = "report.json"
 Collate = Callable[[Sequence[Window]], scoring.Batch]
+Forward = Callable[[scoring.Batch], torch.Tensor]
+"""An arm: inputs to logits."""
 Progress = Callable[[int, int], None]
 """Called with (scored tokens done, scored tokens in all) at the start and after each batch."""
 
@@ -45,7 +51,8 @@ class Measured:
 
     Attributes:
         task: what was scored.
-        roles: (role, implementation) of each arm, stock first.
+        roles: (role, implementation) of each arm, the one that others are compared with first.
+        plans: of each arm that carries a plan, where it came from and the hash of its content.
         tokens: scores of every token.
         quality: the report's part of that name.
         records: every batch, in order.
@@ -56,6 +63,7 @@ class Measured:
 
     task: tasks.Task
     roles: tuple[tuple[str, str], ...]
+    plans: tuple[dict[str, Any] | None, ...]
     tokens: summary.Tokens
     quality: dict[str, Any]
     records: tuple[BatchRecord, ...]
@@ -75,29 +83,47 @@ def measure(
     progress: Progress = _quiet,
 ) -> Measured:
     """Run all arms over a corpus; see `evaluate` for the arguments."""
+    if settings.cache is not None and checkpoint.objective != "causal":
+        raise UsageError(
+            f"cache: got {settings.cache!r} for {checkpoint.name}, which keeps no keys and values; leave --cache out"
+        )
     corpus = corpus.head(settings.limit_docs)
     task = tasks.build(checkpoint, corpus, settings)
     batches = scoring.plan_batches(task.windows, settings.batch_size, settings.padding)
-    roles: tuple[tuple[str, str], ...] = (("stock", settings.against), ("tested", settings.impl))
+    reference = "stock" if settings.against_plan is None else "reference"
+    roles: tuple[tuple[str, str], ...] = ((reference, settings.against), ("tested", settings.impl))
     roles += (("anchor", settings.anchor),) if settings.anchor else ()
-    models = arms(checkpoint, settings.implementations)
+    models = arms(checkpoint, settings.implementations, settings.plans)
+    plans = tuple(_plan_entry(m, path) for m, path in zip(models, settings.plans, strict=True))
+    calls = [
+        partial(scoring.forward, model, cache=cache, piece=settings.cache_piece)
+        for model, cache in zip(models, settings.caches, strict=True)
+    ]
+    if settings.cache is not None:
+        try:
+            check_stored(models[1], settings.cache)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     planned = tuple(activation.has_plan(m, name) for m, (_, name) in zip(models, roles, strict=True))
     fingerprint = _fingerprint(checkpoint, corpus, settings, task)
-    if output is not None and overwrite:
+    fingerprint["plans"] = [plan and plan["sha256"] for plan in plans]
+    crew = team.present()
+    if output is not None and overwrite and crew.leads:
         (output / JOURNAL).unlink(missing_ok=True)
     journal: AbstractContextManager[Journal | Memory] = (
-        Memory() if output is None else Journal(output, fingerprint, resume=resume)
+        Memory() if output is None or not crew.leads else Journal(output, fingerprint, resume=resume)
     )
     collate = partial(
         scoring.collate, device=checkpoint.device, padding=settings.padding, pad_token=checkpoint.pad_token()
     )
     with journal as records:
-        memory = _memory(models, task, batches, collate, checkpoint.device)
-        _run(models, planned, task, batches, collate, records, checkpoint.device, progress)
+        memory = _memory(calls, task, batches, collate, checkpoint.device)
+        records.records = crew.tell(records.records)
+        _run(models, calls, planned, task, batches, collate, records, checkpoint.device, progress, crew)
         kept = tuple(records.records[i] for i in range(len(batches)))
     tokens = summary.gather(task, batches, kept)
     quality = summary.quality(task, tokens, roles, corpus.kind)
-    return Measured(task, roles, tokens, quality, kept, planned, memory, fingerprint)
+    return Measured(task, roles, plans, tokens, quality, kept, planned, memory, fingerprint)
 
 
 def evaluate(
@@ -148,6 +174,9 @@ def evaluate(
         },
         "settings": {**settings.as_dict(), "context": done.task.context},
         "protocol": done.task.protocol,
+        "plans": [
+            plan and {"role": role, **plan} for plan, (role, _) in zip(done.plans, done.roles, strict=True)
+        ],
         "quality": done.quality,
         "activation": _per_arm(done.roles, [a.as_dict() for a in activations]),
         "cost": {
@@ -156,7 +185,7 @@ def evaluate(
         },
         "provenance": provenance(checkpoint.device),
     }
-    if output is not None:
+    if output is not None and team.present().leads:
         write_json(output / REPORT, report)
     return report
 
@@ -169,6 +198,7 @@ def _per_arm(roles: Sequence[tuple[str, str]], entries: Sequence[dict[str, Any]]
 
 def _run(
     models: Sequence[Any],
+    calls: Sequence[Forward],
     planned: Sequence[bool],
     task: tasks.Task,
     batches: Sequence[Sequence[int]],
@@ -176,34 +206,42 @@ def _run(
     records: Journal | Memory,
     device: torch.device,
     progress: Progress,
+    crew: team.Team,
 ) -> None:
-    """Run every batch that is not yet recorded through all arms, and record it."""
+    """Run every batch that is not yet recorded through all arms, and record it.
+
+    Of several processes each runs every n-th of these batches, and all know every record.
+    """
     sizes = [sum(len(task.windows[w].targets) for w in batch) for batch in batches]
     done, total = sum(sizes[i] for i in records.records), sum(sizes)
     progress(done, total)
-    for index, batch in enumerate(batches):
-        if index in records.records:
-            continue
-        windows = [task.windows[w] for w in batch]
+
+    def measured(index: int) -> BatchRecord:
+        windows = [task.windows[w] for w in batches[index]]
         inputs = collate(windows)
         logits: list[Any] = [None] * len(models)
         elapsed: list[Any] = [None] * len(models)
-        for arm in cost.turn(len(models), index):
-            logits[arm], elapsed[arm] = cost.timed(partial(scoring.forward, models[arm], inputs), device)
+        for arm in timing.turn(len(models), index):
+            logits[arm], elapsed[arm] = timing.timed(partial(calls[arm], inputs), device)
         watched = [plan and activation.is_watched(index, len(batches)) for plan in planned]
         counts = tuple(
-            activation.watch(model, partial(scoring.forward, model, inputs)) if watch else None
-            for model, watch in zip(models, watched, strict=True)
+            activation.watch(model, partial(call, inputs)) if watch else None
+            for model, call, watch in zip(models, calls, watched, strict=True)
         )
-        records.append(
-            index, BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed), counts)
-        )
-        done += sizes[index]
+        return BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed), counts)
+
+    missing = [index for index in range(len(batches)) if index not in records.records]
+    for start in range(0, len(missing), crew.size):
+        stop = min(start + crew.size, len(missing))
+        share = [measured(missing[place]) for place in crew.mine(stop, start)]
+        for index, record in zip(missing[start:stop], crew.gather(share, stop, start), strict=True):
+            records.append(index, record)
+            done += sizes[index]
         progress(done, total)
 
 
 def _memory(
-    models: Sequence[Any],
+    calls: Sequence[Forward],
     task: tasks.Task,
     batches: Sequence[Sequence[int]],
     collate: Collate,
@@ -217,9 +255,9 @@ def _memory(
     largest = max(batches, key=lambda b: len(b) * max(len(task.windows[w].input_ids) for w in b))
     inputs = collate([task.windows[w] for w in largest])
     entries = []
-    for model in models:
+    for forward in calls:
         try:
-            peak, how = cost.peak_bytes(partial(scoring.forward, model, inputs), device)
+            peak, how = timing.peak_bytes(partial(forward, inputs), device)
         except (BackendRefusal, PlanError) as error:
             raise ModelUnavailable(f"attention implementation: {error}") from error
         shape = list(inputs.keywords["input_ids"].shape)
@@ -236,6 +274,15 @@ def _model_entry(checkpoint: Checkpoint, weights: str) -> dict[str, Any]:
         "dtype": checkpoint.dtype,
         "weights_sha256": weights,
     }
+
+
+def _plan_entry(model: Any, path: str | None) -> dict[str, Any] | None:
+    """Where an arm's plan came from, and what it is; None for an arm without one."""
+    plan = plan_of(model) if model.config._attn_implementation.startswith("adaattn") else None
+    if plan is None:
+        return None
+    digest = hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
+    return {"path": path or "in the model's configuration", "sha256": digest, "budget": plan.budget}
 
 
 def _fingerprint(

@@ -8,37 +8,20 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from adaattn_hf.eval.windows import Window
+from adaattn_hf.attention.stored import FORMATS
+from adaattn_hf.stats.paired import TokenScores, joined, score_tokens
+
+from .windows import Window
 
 _ROWS = 64
 """Rows of logits that are taken to float64 at a time: 64 x 50k x 8 bytes = 26 MB per arm."""
 _CHUNK_BATCHES = 16
 
-Float = npt.NDArray[np.float64]
-Flag = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Numbers per scored token of one batch; arm 0 is the stock arm.
-
-    Attributes:
-        nll: `[arms, tokens]`, -log p(target), nats.
-        kl: `[arms - 1, tokens]`, KL(stock || arm) over the full vocabulary, nats.
-        hit: `[arms, tokens]`, whether the arm's most probable token is the target.
-        agree: `[arms - 1, tokens]`, whether the arm's most probable token is the stock arm's.
-    """
-
-    nll: Float
-    kl: Float
-    hit: Flag
-    agree: Flag
-
-
 PADDINGS = ("none", "right", "left")
+CACHES = ("model", *FORMATS)
+"""What the cache of a tested arm may store."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +83,27 @@ def collate(
     return Batch({name: value.to(device) for name, value in keywords.items()}, offsets)
 
 
-def forward(model: Any, batch: Batch) -> torch.Tensor:
-    """Logits `[batch, length, vocab]` without a cache and without gradients."""
+def forward(model: Any, batch: Batch, cache: str | None = None, piece: int = 64) -> torch.Tensor:
+    """Logits `[batch, length, vocab]` without gradients.
+
+    Args:
+        model: The arm.
+        batch: Its inputs, unpadded where there is a cache.
+        cache: What a cache stores over which the tokens are read in pieces (teacher-forced decoding), `dynamic` for
+            Transformers' `DynamicCache`; None reads all at once, without a cache.
+        piece: Tokens of a piece.
+    """
+    if cache is not None:
+        from transformers import DynamicCache
+
+        from adaattn_hf.patches.cache.stored import AdaAttnCache
+
+        keys: Any = DynamicCache(config=model.config) if cache == "dynamic" else AdaAttnCache(model, cache)
+        with torch.inference_mode():
+            parts = batch.keywords["input_ids"].split(piece, dim=1)
+            return torch.cat(
+                [model(part, past_key_values=keys, use_cache=True).logits for part in parts], dim=1
+            )
     keywords: dict[str, Any] = {"use_cache": False} if model.can_generate() else {}
     with torch.inference_mode():
         return model(**batch.keywords, **keywords).logits  # type: ignore[no-any-return]
@@ -110,20 +112,13 @@ def forward(model: Any, batch: Batch) -> torch.Tensor:
 def score(logits: Sequence[torch.Tensor], windows: Sequence[Window], offsets: Sequence[int]) -> TokenScores:
     """Scores of one batch. `logits` holds `[batch, length, vocab]` for each arm, the stock arm first.
 
-    Log-probabilities are computed in float64 from the logits as they are, so that the comparison of two arms
-    has no rounding of its own: equal logits give a difference, and a divergence, of exactly 0.
+    See `adaattn_hf.stats.paired.score_tokens`, which takes them a few rows at a time.
     """
     rows = np.concatenate([np.full(len(w.positions), i) for i, w in enumerate(windows)])
     columns = np.concatenate([w.positions + o for w, o in zip(windows, offsets, strict=True)])
     targets = torch.from_numpy(np.concatenate([w.targets for w in windows]))
     row, column = torch.from_numpy(rows), torch.from_numpy(columns)
-    parts = [_score_rows(logits, row[s], column[s], targets[s]) for s in _slices(len(rows))]
-    return TokenScores(
-        nll=np.concatenate([p.nll for p in parts], axis=1),
-        kl=np.concatenate([p.kl for p in parts], axis=1),
-        hit=np.concatenate([p.hit for p in parts], axis=1),
-        agree=np.concatenate([p.agree for p in parts], axis=1),
-    )
+    return joined([_score_rows(logits, row[s], column[s], targets[s]) for s in _slices(len(rows))])
 
 
 def _slices(count: int) -> Iterator[slice]:
@@ -134,25 +129,5 @@ def _score_rows(
     logits: Sequence[torch.Tensor], row: torch.Tensor, column: torch.Tensor, targets: torch.Tensor
 ) -> TokenScores:
     device = logits[0].device
-    row, column, targets = row.to(device), column.to(device), targets.to(device)
-    stock = torch.log_softmax(logits[0][row, column].double(), dim=-1)
-    probability = stock.exp()
-    stock_top = stock.argmax(dim=-1)
-    nll, hit = [-stock.gather(1, targets[:, None])[:, 0]], [stock_top == targets]
-    kl, agree = [], []
-    for other in logits[1:]:
-        log_p = torch.log_softmax(other[row, column].double(), dim=-1)
-        top = log_p.argmax(dim=-1)
-        nll.append(-log_p.gather(1, targets[:, None])[:, 0])
-        hit.append(top == targets)
-        agree.append(top == stock_top)
-        # A divergence is not negative; the sum's last bit may be. A probability of 0 weighs nothing.
-        terms = torch.where(probability > 0, probability * (stock - log_p), 0.0)
-        kl.append(terms.sum(dim=-1).clamp_min(0.0))
-    empty = torch.empty(0, len(targets), device=device)
-    return TokenScores(
-        nll=torch.stack(nll).cpu().numpy(),
-        kl=(torch.stack(kl) if kl else empty.double()).cpu().numpy(),
-        hit=torch.stack(hit).cpu().numpy(),
-        agree=(torch.stack(agree) if agree else empty.bool()).cpu().numpy(),
-    )
+    row, column = row.to(device), column.to(device)
+    return score_tokens([arm[row, column] for arm in logits], targets.to(device))

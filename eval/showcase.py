@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -18,12 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from adaattn_hf.eval import corpora, report, runner
-from adaattn_hf.eval.checkpoint import load
-from adaattn_hf.eval.errors import UsageError
-from adaattn_hf.eval.progress import shown_progress
-from adaattn_hf.eval.settings import Settings
-from adaattn_hf.files import write_atomically
+from adaattn_hf._files import write_atomically
+from adaattn_hf.errors import UsageError
+from adaattn_hf.patches.checkpoint import load
+
+from . import corpora, report, runner
+from .progress import shown_progress
+from .settings import Limits, Loading, Output, Settings, Text
 
 MODELS = ("gpt2", "llama", "bert")
 DTYPES = ("float32", "bfloat16")
@@ -32,24 +32,40 @@ MASK_FRACTION = 0.004
 """Share of the tokens that the masked LM is scored on: each costs a forward pass."""
 BATCH_SIZE = 4
 """Windows per forward pass, unless another number than 1 is asked for."""
-_OWN = ("data", "tokenizer", "revision", "gguf_file", "document_separator", "max_delta_nll", "max_ppl_ratio")
 
 
-def run(given: Mapping[str, Any], settings: Settings, where: Path, console: Console) -> list[str]:
+def _only_with_a_model(text: Text, settings: Settings, loading: Loading, limits: Limits) -> dict[str, Any]:
+    """Options that only make sense with a model of the user's own, by name, and what was given."""
+    return {
+        "data": list(text.specs),
+        "document_separator": text.separator,
+        "tokenizer": loading.tokenizer,
+        "revision": loading.revision,
+        "gguf_file": loading.gguf_file,
+        "max_delta_nll": limits.max_delta_nll,
+        "max_ppl_ratio": limits.max_ppl_ratio,
+        "plan": settings.plan,
+        "against_plan": settings.against_plan,
+    }
+
+
+def run(
+    text: Text, settings: Settings, loading: Loading, limits: Limits, output: Output, console: Console
+) -> list[str]:
     """Measure the models in the package; the sentences are the bars that were missed.
 
     Raises:
         UsageError: an argument that only makes sense with a model of the user's own.
     """
-    from adaattn_hf.eval.demo import demo_model_path, heldout_pages, lastword_items
+    from .demo import demo_model_path, heldout_pages, lastword_items
 
     logging.disable_progress_bar()  # six small models load in no time
-    wrong = [name for name in _OWN if given.get(name)]
-    if wrong:
-        raise UsageError(
-            f"{wrong[0]}: got {given[wrong[0]]!r} without MODEL; the models in the package have their own text and "
-            "bars. Name a model first: adaattn eval MODEL --data …"
-        )
+    for name, value in _only_with_a_model(text, settings, loading, limits).items():
+        if value:
+            raise UsageError(
+                f"{name}: got {value!r} without MODEL; the models in the package have their own text and bars. Name a "
+                "model first: adaattn eval MODEL --data …"
+            )
     texts = (
         corpora.wikitext_corpus(heldout_pages(), "held-out pages in the package", "pages"),
         corpora.lastword_corpus(
@@ -58,8 +74,8 @@ def run(given: Mapping[str, Any], settings: Settings, where: Path, console: Cons
     )
     reports = []
     for name in MODELS:
-        for dtype in DTYPES if given["dtype"] is None else (given["dtype"],):
-            loaded = load(demo_model_path(name), dtype=dtype, device=given["device"])
+        for dtype in DTYPES if loading.dtype is None else (loading.dtype,):
+            loaded = load(demo_model_path(name), dtype=dtype, device=loading.device)
             checkpoint = replace(loaded, name=f"demo {name}")
             batch_size = BATCH_SIZE if settings.batch_size == 1 else settings.batch_size
             chosen = replace(settings, anchor=settings.anchor or "eager", batch_size=batch_size)
@@ -70,21 +86,21 @@ def run(given: Mapping[str, Any], settings: Settings, where: Path, console: Cons
                     chosen if corpus.kind == "pages" else replace(chosen, limit_tokens=None, stride=None)
                 )
                 label = f"{name} {dtype} {corpus.name}"
-                with shown_progress(label, given["quiet"], console) as tell:
+                with shown_progress(label, output.quiet, console) as tell:
                     result = runner.evaluate(
                         checkpoint,
                         corpus,
                         fitting,
-                        output=where / f"{name}-{dtype}-{corpus.name}",
-                        resume=given["resume"],
-                        overwrite=given["overwrite"],
+                        output=output.directory / f"{name}-{dtype}-{corpus.name}",
+                        resume=output.resume,
+                        overwrite=output.overwrite,
                         progress=tell,
                     )
                 reports.append(result)
-    if not given["quiet"]:
+    if not output.quiet:
         console.print(table(reports))
-    write_atomically(where / "report.md", report.markdown(reports))
-    console.print(f"reports: {where}", markup=False, highlight=False, soft_wrap=True)
+    write_atomically(output.directory / "report.md", report.markdown(reports))
+    console.print(f"reports: {output.directory}", markup=False, highlight=False, soft_wrap=True)
     return [sentence for r in reports for sentence in [verdict(r)[1]] if not verdict(r)[0]]
 
 

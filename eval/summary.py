@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adaattn_hf.eval import compare
-from adaattn_hf.eval.cost import ratio_summary
-from adaattn_hf.eval.journal import BatchRecord
-from adaattn_hf.eval.perplexity import Totals
-from adaattn_hf.eval.scoring import Flag, Float, TokenScores
-from adaattn_hf.eval.tasks import Task
+from adaattn_hf.stats.paired import Flag, Float, TokenScores
+
+from . import compare
+from .journal import BatchRecord
+from .perplexity import Totals
+from .tasks import Task
+from .timing import ratio_summary
 
 
 @dataclass(frozen=True)

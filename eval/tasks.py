@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from adaattn_hf.eval import lambada, windows
-from adaattn_hf.eval.checkpoint import Checkpoint
-from adaattn_hf.eval.corpora import Corpus
-from adaattn_hf.eval.errors import ModelUnavailable, UsageError
-from adaattn_hf.eval.settings import Settings
-from adaattn_hf.eval.windows import Window
+from adaattn_hf.errors import ModelUnavailable, UsageError
+from adaattn_hf.patches.checkpoint import Checkpoint
+
+from . import lambada, windows
+from .corpora import Corpus
+from .settings import Settings
+from .windows import Window
 
 
 @dataclass(frozen=True)

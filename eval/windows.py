@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from adaattn_hf.eval.errors import UsageError, unknown
+from adaattn_hf.errors import UsageError, unknown
 
 Tokens = npt.NDArray[np.int64]
 

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 from adaattn_hf.eval import corpora, runner
-from adaattn_hf.eval.checkpoint import load
 from adaattn_hf.eval.demo import demo_model_path, heldout_pages
 from adaattn_hf.eval.settings import Settings
+from adaattn_hf.patches.checkpoint import load
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Which backend runs in which layer, and why not the others."""
+"""Which backend runs in which layer, what its plan asks of it, and why not the other backends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
+from adaattn_hf.attention.request import CallSpec
+from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import BACKENDS, choose, order, refusals_of
-from adaattn_hf.request import CallSpec
+from adaattn_hf.plans.plan import LayerPlan, Plan
+from adaattn_hf.plans.store import plan_of
 
-from .recorder import Recorder, recording
+from .cache.memory import CacheMemory, memory_of
+from .cache.stored import AdaAttnCache
 
 __all__ = ["Explanation", "LayerChoice", "explain"]
 
@@ -31,6 +36,8 @@ class LayerChoice:
         spec: The facts of the call.
         backend: Name of the backend that serves it.
         refused: Per other backend, all its reasons against the call; no reason means that it stands behind in order.
+        plan: What the plan asks of the layer's key/value heads, in words; empty where the layer is exact. Heads that
+            compute something else may run on another backend than exact ones.
     """
 
     layer: str
@@ -38,6 +45,7 @@ class LayerChoice:
     spec: CallSpec
     backend: str
     refused: dict[str, tuple[str, ...]]
+    plan: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,25 +55,31 @@ class Explanation:
     model: str
     implementation: str
     layers: tuple[LayerChoice, ...]
+    cache: CacheMemory | None = None
+    """What the model's cache takes, None for a model that keeps none."""
 
     def __str__(self) -> str:
         """One line per group of layers of like choice; below groups that refuse alike, the refusals."""
         lines = [f"{self.model}, attn_implementation={self.implementation!r}"]
         said: dict[str, tuple[str, ...]] | None = None
-        groups: dict[tuple[str, str, CallSpec], list[str]] = {}
-        why: dict[tuple[str, str, CallSpec], LayerChoice] = {}
+        groups: dict[tuple[str, str, CallSpec, str], list[str]] = {}
+        why: dict[tuple[str, str, CallSpec, str], LayerChoice] = {}
         for choice in self.layers:
-            key = (choice.phase, choice.backend, choice.spec)
+            key = (choice.phase, choice.backend, choice.spec, choice.plan)
             groups.setdefault(key, []).append(choice.layer)
             why[key] = choice
         for key, names in groups.items():
-            phase, backend, spec = key
+            phase, backend, spec, plan = key
             span = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
             if said is not None and why[key].refused != said:
                 lines += _why_not(said)
             said = why[key].refused
             lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
+            if plan:
+                lines.append(f"           plan: {plan}")
         lines += _why_not(said or {})
+        if self.cache is not None and self.cache.layers:
+            lines.append(f"  cache    {self.cache}")
         if not self.layers:
             lines.append("  no attention layer of this model called the attention interface")
         return "\n".join(lines)
@@ -86,16 +100,22 @@ def explain(
     inputs: Mapping[str, torch.Tensor] | None = None,
     device: str | None = None,
     dtype: torch.dtype | None = None,
+    cache: str = "model",
+    plan: Plan | None = None,
 ) -> Explanation:
-    """What each attention layer of a model runs on, found by a dry pass over a copy without weights.
+    """What each attention layer of a model runs on and by what plan, found by a dry pass over a copy without weights.
 
     Args:
         model: A model whose implementation is one of ours.
         inputs: Keywords of the model's forward, for models that read neither token ids nor pixels.
-        device, dtype: Explain for these instead of the model's own.
+        device: Explain for this device type (`cpu`, `cuda`) instead of the model's own.
+        dtype: Explain for this dtype instead of the model's own.
+        cache: Explain for a cache that stores keys and values so; see `AdaAttnCache`.
+        plan: Explain with this plan instead of the one that the model carries.
 
     Raises:
-        ValueError: The model's implementation is none of ours, or its inputs cannot be guessed.
+        ValueError: The model's implementation is none of ours, its inputs cannot be guessed, or it cannot read such a
+            cache.
         BackendRefusal: A backend that was asked for by name cannot serve a layer.
     """
     implementation = model.config._attn_implementation
@@ -114,9 +134,12 @@ def explain(
         ghost: Any = type(model)(copy.deepcopy(model.config))
     ghost.to(dtype=dtype).eval()
     layer_names = {module: name for name, module in ghost.named_modules()}
+    plan = plan_of(model) if plan is None else plan
+    asked = {} if plan is None else {layer.layer: _in_words(layer) for layer in plan.layers}
     choices: list[LayerChoice] = []
     seen: set[tuple[str, str, CallSpec]] = set()
-    for phase, calls in _phases(ghost, inputs):
+    kept: list[CacheMemory] = []
+    for phase, calls in _phases(ghost, inputs, cache, kept):
         for module, spec, forced in calls:
             spec = spec._replace(device=device)
             key = (layer_names.get(module, type(module).__name__), phase, spec)
@@ -126,12 +149,27 @@ def explain(
             backend = choose(spec, forced).name
             others = [n for n in (*order(spec), *BACKENDS) if n != backend]
             refused = {name: refusals_of(name, spec) for name in dict.fromkeys(others)}
-            choices.append(LayerChoice(key[0], phase, spec, backend, refused))
-    return Explanation(type(model).__name__, str(implementation), tuple(choices))
+            index = getattr(module, "layer_idx", None)
+            of_plan = asked.get(index, "") if isinstance(index, int) else ""
+            choices.append(LayerChoice(key[0], phase, spec, backend, refused, of_plan))
+    return Explanation(type(model).__name__, str(implementation), tuple(choices), kept[0] if kept else None)
+
+
+def _in_words(layer: LayerPlan) -> str:
+    """The choices of a layer with the key/value heads that take each."""
+    heads: dict[str, list[str]] = {}
+    for head, choice in enumerate(layer.choices):
+        heads.setdefault(choice.label, []).append(str(head))
+    if set(heads) == {"exact"}:
+        return ""
+    return "; ".join(
+        f"{label} on key/value head{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+        for label, numbers in heads.items()
+    )
 
 
 def _phases(
-    ghost: PreTrainedModel, given: Mapping[str, torch.Tensor] | None
+    ghost: PreTrainedModel, given: Mapping[str, torch.Tensor] | None, stored: str, kept: list[CacheMemory]
 ) -> Iterator[tuple[str, list[tuple[nn.Module, CallSpec, str | None]]]]:
     """Calls of a prompt, of a padded batch and, for models that generate with a cache, of one decode step."""
     inputs = _inputs(ghost) if given is None else {name: value.to("meta") for name, value in given.items()}
@@ -139,7 +177,10 @@ def _phases(
     first = Recorder(dry=True)
     with torch.no_grad(), recording(first):
         # with a cache, Transformers does not look for packed documents, which needs data
-        out = ghost(**inputs, **({"use_cache": True} if cached else {}))
+        keywords: dict[str, Any] = {"use_cache": True} if cached else {}
+        if stored != "model":
+            keywords["past_key_values"] = AdaAttnCache(ghost, stored)
+        out = ghost(**inputs, **keywords)
     yield "prefill", first.calls
     if "input_ids" in inputs:
         padded = Recorder(dry=True)
@@ -148,6 +189,8 @@ def _phases(
             ghost(**inputs, attention_mask=mask)
         yield "padded", padded.calls
     if cached and getattr(out, "past_key_values", None) is not None:
+        if isinstance(out.past_key_values, Cache):
+            kept.append(memory_of(out.past_key_values, stored))
         step = Recorder(dry=True)
         with torch.no_grad(), recording(step):
             ghost(input_ids=inputs["input_ids"][:, :1], past_key_values=out.past_key_values, use_cache=True)

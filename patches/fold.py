@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaattn_hf import attach
-from adaattn_hf.approximate import Program
-from adaattn_hf.calibration.arms import exact_tap
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.tap import tapping
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.tap import tapping
+from adaattn_hf.backends.select import attend
+from adaattn_hf.plans import store
+from adaattn_hf.plans.choices import rank_of
+from adaattn_hf.plans.fit import Weights
+from adaattn_hf.plans.program import Program
 
 __all__ = ["FoldError", "Folding"]
 
@@ -76,15 +78,15 @@ class Folding:
 
     def __init__(self, model: nn.Module) -> None:
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
-        self._programs: list[tuple[nn.Module, tuple[Any, Program], tuple[Any, Program]]] = []
-        plan = attach.plan_of(model)
+        self._programs: list[tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]] = []
+        plan = store.plan_of(model)
         if plan is None:
             raise FoldError("the model carries no plan; make one with `adaattn calibrate`")
         ranked = [
             (module, program)
-            for _, module in attach.attention_modules(model, plan.model_type)
-            if (program := attach.program_of(module)) is not None
-            and any(choice.rank for choice in program.plan.choices)
+            for _, module in store.attention_modules(model, plan.model_type)
+            if (program := store.program_of(module)) is not None
+            and any(rank_of(choice) for choice in program.plan.choices)
         ]
         if not ranked:
             raise FoldError("the plan takes no score rank, so there is nothing to fold")
@@ -102,8 +104,8 @@ class Folding:
         for parameter, original in reversed(self._kept):
             parameter.data.copy_(original)
         for module, own, folded in self._programs:
-            if module.__dict__.get(attach.PROGRAM_SLOT) is folded:
-                module.__dict__[attach.PROGRAM_SLOT] = own
+            if module.__dict__.get(store.PROGRAM_SLOT) is folded:
+                module.__dict__[store.PROGRAM_SLOT] = own
         self._kept, self._programs = [], []
 
     def _fold(self, module: nn.Module, program: Program) -> None:
@@ -114,7 +116,7 @@ class Folding:
         }.values():
             self._kept.append((parameter, parameter.detach().clone()))
         for head, choice in enumerate(program.plan.choices):
-            if not choice.rank:
+            if not rank_of(choice):
                 continue
             bases = complete(program.tensors.query_basis[head], program.tensors.key_basis[head])
             members = range(head * groups, (head + 1) * groups)
@@ -123,9 +125,9 @@ class Folding:
                     for rows in where.rows(one, basis.shape[0]):
                         if rows is not None:
                             rows.copy_((basis.T.to(rows.device) @ rows.double()).to(rows.dtype))
-        own = module.__dict__[attach.PROGRAM_SLOT]
-        folded = (own[0], replace(program, tensors=replace(program.tensors, folded=True)))
-        module.__dict__[attach.PROGRAM_SLOT] = folded
+        own = module.__dict__[store.PROGRAM_SLOT]
+        folded = (own[0], replace(program, tensors=replace(program.tensors, folded=True)), Weights.of(module))
+        module.__dict__[store.PROGRAM_SLOT] = folded
         self._programs.append((module, own, folded))
 
     def _compare(self, before: dict[int, Tensor], after: dict[int, Tensor]) -> None:
@@ -170,14 +172,14 @@ def _projections(module: nn.Module) -> tuple[_Slice, _Slice]:
 @torch.no_grad()
 def _scores(model: nn.Module, model_type: str) -> dict[int, Tensor]:
     """Scores `[heads, n, n]` of every layer on a few tokens, in fp64."""
-    modules = {id(module): index for index, module in attach.attention_modules(model, model_type)}
+    modules = {id(module): index for index, module in store.attention_modules(model, model_type)}
     found: dict[int, Tensor] = {}
 
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
         if id(module) in modules:
             query, key = request.query[0].double(), request.key[0].double()
             found[modules[id(module)]] = query @ key.repeat_interleave(len(query) // len(key), dim=0).mT
-        return exact_tap(module, request)
+        return attend(request).out
 
     training = model.training
     model.eval()

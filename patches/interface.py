@@ -9,24 +9,24 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
-from adaattn_hf import execute
-from adaattn_hf.attach import program_of
+from adaattn_hf.attention.request import (
+    AttentionRequest,
+    CallSpec,
+    head_dim_of,
+    holds_no_memory,
+    in_one_batch,
+)
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.tap import Tap, active_recorder, active_tap, transform_at_work
 from adaattn_hf.backends.base import BareCall
 from adaattn_hf.backends.eager import attention_weights
-from adaattn_hf.backends.select import choose
+from adaattn_hf.backends.select import BackendRefusal, attend, choose
 from adaattn_hf.config import raw_settings, settings_in
-from adaattn_hf.observe import watched
-from adaattn_hf.patches.ready import Ready, flows
-from adaattn_hf.request import AttentionRequest, CallSpec
-from adaattn_hf.structure import CallStructure
-from adaattn_hf.tap import active_tap
 
-from . import shared
-from .carrier import StructuredMask
-from .family import loses_borders
-from .packing import with_documents, with_restarts
-from .recorder import active_recorder
-from .selected import with_selected_keys
+from . import fast_path
+from .families import loses_borders
+from .fast_path import Ready, flows
+from .structured_mask import StructuredMask
 
 __all__ = ["AttentionFunction", "attention_function"]
 
@@ -69,6 +69,15 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         the window, and where no mask was made stock attention has none either.
         """
         compiling = torch.compiler.is_compiling()
+        if not compiling and backend in (None, "native") and (transform := transform_at_work()) is not None:
+            return _written_out(backend, transform)(
+                module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal,
+                softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
+            )  # fmt: skip
+        stored = None
+        if not isinstance(key, Tensor):  # `StoredTensor`, which a quantised cache hands on
+            carriers: tuple[Any, Any] = key, value
+            stored, key, value = carriers[0].record, carriers[0].codes, carriers[1].codes
         extras = (
             dropout
             or softcap is not None
@@ -83,13 +92,21 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
                 return ready.attend(query, key, value, factor), None
         out_dtype = query.dtype
-        query, key, value = _one_dtype(module, query, key, value)
+        if stored is None:
+            query, key, value = _one_dtype(module, query, key, value)
+        else:
+            query, _, _ = _one_dtype(module, query, query, query)
+        if not query.shape[0] == key.shape[0] == value.shape[0]:
+            query, key, value = in_one_batch(query, key, value)
         q_shape, k_shape = query.shape, key.shape
+        opaque = not (compiling or type(query) is type(key) is type(value) is Tensor) and holds_no_memory(
+            query, key, value
+        )
         structure, bias = _read_mask(module, q_shape, k_shape, attention_mask, is_causal)
         meant = not _MEANT.isdisjoint(kwargs)
         if meant:
             structure = _with_keywords(module, structure, attention_mask, query, kwargs)
-        if not compiling:
+        if not (compiling or opaque):
             structure = structure.settled()
         if position_bias is not None:
             position_bias = position_bias[..., : structure.q_len, : structure.kv_len]
@@ -101,7 +118,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         if adapted and forced is None:
             forced = settings_in(config).backend
         wanted = (meant and bool(kwargs.get("output_attentions"))) or (not compiling and _collects_weights())
-        if not (compiling or adapted or wanted or extras) and bias is None:
+        if not (compiling or opaque or adapted or wanted or extras) and bias is None and stored is None:
             bare = _bare(structure, query, key, value, forced)
             if bare is not None:
                 if pass_mask is not None and _undisturbed(module, kwargs) and not loses_borders(config):
@@ -122,27 +139,74 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             softcap,
             sinks,
             bias,
+            stored=stored,
         )
-        if not compiling and (recorder := active_recorder()) is not None:
+        recorder = None if compiling else active_recorder()
+        if recorder is not None:
             recorder.record(module, CallSpec.of(request), forced)
             if recorder.dry:
-                return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
-        program = program_of(module, compiling) if adapted else None
-        if not compiling and (tap := active_tap()) is not None:
-            out = tap(module, request)
-        elif program is not None:
-            if not compiling and settings_in(config).monitor:
-                program = watched(module, program, request)
-            out = execute.attend(program, request, forced).out
+                shape = (query.shape[0], query.shape[2], query.shape[1], head_dim_of(value))
+                return query.new_empty(shape), None
+        tap = None if compiling else active_tap()
+        if not adapted:
+            out = attend(request, forced).out if tap is None else tap(module, request.widened())
+            weights = attention_weights(request) if wanted else None
         else:
-            out = choose(CallSpec.of(request, look=forced is not None), forced).attend(request).out
-        if out.dtype is not out_dtype:
-            out = _restored(out, out_dtype)
-        if not wanted:
-            return out, None
-        return out, attention_weights(request) if program is None else execute.weights(program, request)
+            out, weights = _by_plan(module, request, forced, config, tap, wanted)
+        if recorder is not None:
+            recorder.answered(module, request, forced, out)
+        return (out if out.dtype is out_dtype else _restored(out, out_dtype)), weights
 
     return adaattn
+
+
+def _written_out(backend: str | None, transform: str) -> AttentionFunction:
+    """Attention by torch's own operations, every one of which a transform sees.
+
+    Raises:
+        BackendRefusal: The native kernels were asked for by name.
+    """
+    if backend is not None:
+        raise BackendRefusal(
+            f"backend {backend!r} cannot serve this call: {transform} sees nothing of what its kernels compute. Use "
+            "attn_implementation='adaattn', which then computes by torch's own operations, or torch.export."
+        )
+    return attention_function("eager")
+
+
+def _by_plan(
+    module: nn.Module,
+    request: AttentionRequest,
+    forced: str | None,
+    config: Any,
+    tap: Tap | None,
+    wanted: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Output and, where asked for, weights of a layer whose model has settings: by its plan, if it has one."""
+    # calls without settings never load what plans need
+    from adaattn_hf.plans import execute
+    from adaattn_hf.plans.monitor import watched
+    from adaattn_hf.plans.store import program_of
+
+    compiling = torch.compiler.is_compiling()
+    program = program_of(module, compiling)
+    if tap is not None:
+        out = tap(module, request.widened())
+    elif program is None:
+        out = attend(request, forced).out
+    else:
+        if not compiling and settings_in(config).monitor:
+            program = watched(module, program, request.widened())
+        out = execute.attend(program, request, forced).out
+    if not compiling and tap is None and (limit := settings_in(config).shadow):
+        from . import shadow
+
+        shadow.compare(
+            module, request, forced, program, out, limit=limit, action=settings_in(config).mismatch
+        )
+    if not wanted:
+        return out, None
+    return out, attention_weights(request) if program is None else execute.weights(program, request)
 
 
 def _undisturbed(module: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -193,6 +257,9 @@ def _with_keywords(
                 f"{name}: {type(module).__name__} keeps its keys in a paged cache, which adaattn does not serve; "
                 "use generate() instead of generate_batch(), or load the model with attn_implementation='sdpa'"
             )
+    from .packing import with_documents, with_restarts
+    from .selected import with_selected_keys
+
     known = attention_mask.packed if isinstance(attention_mask, StructuredMask) else None
     if kwargs.get("cu_seq_lens_q") is not None:
         structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), known)
@@ -243,9 +310,7 @@ def _read_mask(
         ValueError: A mask for other lengths.
     """
     batch, heads, q_len, _ = q_shape
-    rows, _, kv_len, _ = k_shape
-    if rows > batch:  # learned queries come once for the whole batch
-        batch = rows
+    kv_len = k_shape[2]
     if isinstance(attention_mask, StructuredMask):
         structure = attention_mask.structure
         if structure.batch != batch:
@@ -261,13 +326,13 @@ def _read_mask(
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
         # Without a mask stock attention aligns causality to the first key and lets a single query see everything.
         causal = bool(causal) and q_len > 1
-        if not shared.may_share():
+        if not fast_path.may_share():
             return CallStructure(batch, q_len, kv_len, causal), None
         call = (batch, q_len, kv_len, causal)
-        known = shared.recall(call)
+        known = fast_path.recall(call)
         if known is None:
             known = CallStructure(*call)
-            shared.remember(call, known)
+            fast_path.remember(call, known)
         return known, None
     if not isinstance(attention_mask, Tensor):
         raise TypeError(
@@ -275,9 +340,21 @@ def _read_mask(
             "[batch, 1 or heads, q_len, kv_len] (boolean, True = attend, or added to the scores) or [batch, kv_len]"
         )
     if attention_mask.ndim == 2:
-        return CallStructure(batch, q_len, kv_len, key_padding=attention_mask.bool()[:, -kv_len:]), None
+        if attention_mask.shape[0] not in (1, batch) or attention_mask.shape[1] < kv_len:
+            raise ValueError(
+                f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [{batch}, {kv_len}] or more columns"
+            )
+        return CallStructure(
+            batch,
+            q_len,
+            kv_len,
+            key_padding=attention_mask.bool()[:, attention_mask.shape[1] - kv_len :].expand(batch, -1),
+        ), None
     mask = attention_mask[..., :kv_len]
-    if mask.ndim != 4 or mask.shape[-2] not in (1, q_len) or mask.shape[-1] not in (1, kv_len):
+    if mask.ndim != 4 or any(
+        size not in (1, extent)
+        for size, extent in zip(mask.shape, (batch, heads, q_len, kv_len), strict=True)
+    ):
         raise ValueError(
             f"attention_mask: got shape {tuple(attention_mask.shape)}, expected one that broadcasts to "
             f"{(batch, heads, q_len, kv_len)}"

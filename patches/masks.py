@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from adaattn_hf.patches import shared
-from adaattn_hf.patches.carrier import StructuredMask
-from adaattn_hf.patches.family import needs_dense_mask, skips_padding
-from adaattn_hf.patches.mask_pattern import MaskPattern, read_pattern
-from adaattn_hf.patches.refusal import UnsupportedModel, unsupported, uses_interface
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.attention.structure import CallStructure
+
+from . import fast_path
+from .families import needs_dense_mask, skips_padding
+from .structured_mask import StructuredMask
+from .support import UnsupportedModel, unsupported, uses_interface
+
+if TYPE_CHECKING:
+    from .mask_pattern import MaskPattern
 
 __all__ = ["adaattn_mask"]
 
@@ -50,9 +53,9 @@ def adaattn_mask(
     bare = causal is not None and type(q_offset) is int and not use_vmap
     bare = bare and (attention_mask is None or _hides_nothing(attention_mask, kv_length + kv_offset))
     key = None
-    if bare and shared.may_share():
+    if bare and fast_path.may_share():
         key = (type(config), causal, batch_size, q_length, kv_length, q_offset, kv_offset)
-        known = shared.recall(key)
+        known = fast_path.recall(key)
         if known is not None:
             return StructuredMask(known, place)
     if config is not None and not uses_interface(type(config)):
@@ -61,7 +64,7 @@ def adaattn_mask(
     if bare and not dense:
         made = CallStructure(batch_size, q_length, kv_length, bool(causal), q_offset - kv_offset)
         if key is not None:
-            shared.remember(key, made)
+            fast_path.remember(key, made)
         return StructuredMask(made, place)
 
     def stock(padding: Tensor | None) -> Tensor:
@@ -83,6 +86,8 @@ def adaattn_mask(
 
     if dense:
         return stock(attention_mask)
+    from .mask_pattern import read_pattern  # masks that say nothing but causality never need it
+
     pattern = None if use_vmap else read_pattern(mask_function)
     if pattern is not None and (pattern.causal is None or pattern.padding is not None):
         pattern = None
@@ -165,6 +170,7 @@ def _hides_nothing(attention_mask: Any, length: int) -> bool:
     """A 2-D mask of ones, where looking is free: on the CPU and outside of traced graphs."""
     return (
         not torch.compiler.is_compiling()
+        and type(attention_mask) is Tensor  # other kinds may have nothing to look at
         and attention_mask.is_cpu
         and attention_mask.shape[1] >= length
         and bool(attention_mask.all())

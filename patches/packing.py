@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.attention.structure import CallStructure
 
 __all__ = ["Packed", "with_documents", "with_restarts"]
 

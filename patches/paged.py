@@ -1,7 +1,7 @@
 """Continuous batching: many requests packed in one row, their keys in the engine's paged cache.
 
 The engine of Transformers 5.17 and 5.18 runs `paged|NAME` for a model that is set to `NAME`. Later engines
-take a fixed list of names, so that there nothing is registered.
+take a fixed list of names, so that there nothing is registered and this module is not loaded.
 """
 
 from __future__ import annotations
@@ -9,20 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
-from adaattn_hf import execute
-from adaattn_hf.attach import program_of
-from adaattn_hf.backends.select import choose
-from adaattn_hf.request import AttentionRequest, CallSpec
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends import select
 
-__all__ = ["engine_takes_names", "paged_function"]
-
-
-def engine_takes_names() -> bool:
-    """Whether the installed Transformers runs continuous batching under `paged|NAME`."""
-    return "paged|sdpa" in AttentionInterface._global_mapping
+__all__ = ["paged_function"]
 
 
 def paged_function(backend: str | None = None) -> Any:
@@ -52,6 +44,9 @@ def paged_function(backend: str | None = None) -> Any:
         Raises:
             ValueError: The call is no step of continuous batching, or asks for a block table.
         """
+        from adaattn_hf.plans import execute
+        from adaattn_hf.plans.store import program_of
+
         if cache is None or kwargs.get("block_table") is not None:
             raise ValueError(
                 "attn_implementation: 'paged|adaattn' serves steps of continuous batching without a block table; use "
@@ -88,9 +83,7 @@ def paged_function(backend: str | None = None) -> Any:
             if program is not None:
                 out[:, q:q_stop] = execute.attend(program, request, backend).out
             else:
-                out[:, q:q_stop] = (
-                    choose(CallSpec.of(request, look=backend is not None), backend).attend(request).out
-                )
+                out[:, q:q_stop] = select.attend(request, backend).out
         return out, None
 
     return adaattn_paged

@@ -17,10 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from .cache import GrowingCache, grow_in_place, holds_tokens
+from .cache.layers import GrowingCache, grow_in_place, holds_tokens
+from .cache.stored import check_stored, store_in_place
 from .fold import FoldError, Folding
 from .unpad import Unpadding, probe, refusals, trunk_of
-from .unpad.call import arguments_of, makes_cache
+from .unpad.call import arguments_of, has_cache, makes_cache
 from .unpad.direct import DirectForward, called_directly
 from .unpad.hooks import tracing
 
@@ -35,10 +36,11 @@ class PrepareError(ValueError):
     """A model cannot be prepared as asked; says all the reasons."""
 
 
-class _GrowingHook:
-    """Gives every call that starts an empty `DynamicCache` layers that grow in place."""
+class _CacheHook:
+    """Gives every call that starts an empty `DynamicCache` layers that grow in place and store as asked."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, stored: str) -> None:
+        self.stored = stored
         self.signature = inspect.signature(type(model).forward)
         self.handle: RemovableHandle = model.register_forward_pre_hook(self, with_kwargs=True)
 
@@ -50,15 +52,18 @@ class _GrowingHook:
         if cache is None:
             if module.config.is_encoder_decoder or not makes_cache(module, arguments, module.config):
                 return None
-            return (), {
-                **arguments,
-                "past_key_values": GrowingCache(config=module.config.get_text_config(decoder=True)),
-            }
+            config = module.config.get_text_config(decoder=True)
+            if self.stored == "model":
+                return (), {**arguments, "past_key_values": GrowingCache(config=config)}
+            return (), {**arguments, "past_key_values": self._converted(DynamicCache(config=config))}
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
         if type(cache) is DynamicCache and not holds_tokens(cache):
-            grow_in_place(cache)
+            self._converted(cache)
         return None
+
+    def _converted(self, cache: DynamicCache) -> Any:
+        return grow_in_place(cache) if self.stored == "model" else store_in_place(cache, self.stored)
 
 
 class _Prepared:
@@ -66,7 +71,7 @@ class _Prepared:
 
     def __init__(self) -> None:
         self.unpadding: Unpadding | None = None
-        self.growing: _GrowingHook | None = None
+        self.growing: _CacheHook | None = None
         self.direct: DirectForward | None = None
         self.folding: Folding | None = None
 
@@ -86,6 +91,7 @@ def prepare(
     *,
     unpad: bool = True,
     growing_cache: bool = True,
+    cache: str = "model",
     on_padded: str = "run",
     fold_rank: bool = False,
 ) -> Model:
@@ -96,15 +102,16 @@ def prepare(
     (a cache that holds tokens already, attention weights asked for, a label scored at a padding position, a
     graph being traced) runs with it, as if unprepared; `unpad_calls` counts both kinds.
 
-    With `growing_cache`, every empty `DynamicCache` that the model is called with, or would make, writes
-    behind the
-    past instead of concatenating: plain `model.generate(...)` then does.
+    With `growing_cache`, every empty `DynamicCache` that the model is called with, or would make, writes behind
+    the past instead of concatenating: plain `model.generate(...)` then does.
 
     Args:
         model: A Transformers model loaded with `attn_implementation="adaattn"`, or a module that holds such
             models (PEFT, sentence-transformers). Models that were prepared before are prepared anew.
         unpad: Take the padding out.
         growing_cache: Let caches grow in place.
+        cache: What caches keep: `"model"` (numbers), or quantised, in place as well, `"int8"` or `"k8v4"`; see
+            `AdaAttnCache`.
         on_padded: `"run"` runs calls that need their padding with it; `"raise"` raises `PaddedCallError`.
         fold_rank: Fold the score ranks of the model's plan into its query and key projections, where no rotary
             embedding stands between (GPT-2, BERT). `restore` before saving: the weights are others meanwhile.
@@ -115,7 +122,7 @@ def prepare(
     Raises:
         PrepareError: `unpad` cannot be exact for this model, or its plan's ranks cannot be folded; says every
             reason. Nothing is changed then.
-        ValueError: Unknown `on_padded`.
+        ValueError: Unknown `on_padded`, or a `cache` that this model cannot read.
     """
     if on_padded not in _ON_PADDED:
         raise ValueError(f"on_padded: got {on_padded!r}, expected one of {', '.join(_ON_PADDED)}")
@@ -130,8 +137,14 @@ def prepare(
             one.__dict__[_SLOT] = prepared
             if fold_rank:
                 prepared.folding = _folded(one)
-            if growing_cache and "past_key_values" in inspect.signature(type(one).forward).parameters:
-                prepared.growing = _GrowingHook(one)
+            caches = "past_key_values" in inspect.signature(type(one).forward).parameters
+            if cache != "model" and not (caches and has_cache(one.config)):
+                raise PrepareError(
+                    f"cache: got {cache!r} for {type(one).__name__}, which keeps no keys and values"
+                )
+            check_stored(one, cache)
+            if caches and (growing_cache or cache != "model"):
+                prepared.growing = _CacheHook(one, cache)
             if unpad:
                 prepared.unpadding = _unpadded(one, on_padded)
                 if any(one is module for module in called_directly(model)):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from types import MappingProxyType
 
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from adaattn_hf.backends.select import BACKENDS
+from adaattn_hf.errors import unknown
 
 from .interface import attention_function
 from .masks import adaattn_mask
-from .paged import engine_takes_names, paged_function
 
-__all__ = ["NAMES", "register", "resolve", "unregister"]
+__all__ = ["NAMES", "engine_takes_names", "register", "resolve", "unregister"]
 
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
 """`attn_implementation` -> backend that the name forces, None where one is chosen."""
@@ -27,9 +26,7 @@ def resolve(name: str) -> str | None:
         ValueError: No name of ours; lists them and the nearest.
     """
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"attn_implementation: got {name!r}, AdaAttn's names are {', '.join(NAMES)}.{hint}")
+        raise ValueError(unknown("attn_implementation", name, NAMES))
     return NAMES[name]
 
 
@@ -40,8 +37,15 @@ def register() -> None:
         # without a mask function of the same name Transformers drops padding in silence
         AttentionMaskInterface.register(name, adaattn_mask)
         if engine_takes_names():
+            from .paged import paged_function
+
             # with a mask function of this name the engine would ask it for a mask of the wrong size
             AttentionInterface.register(f"paged|{name}", paged_function(backend))
+
+
+def engine_takes_names() -> bool:
+    """Whether the installed Transformers runs continuous batching under `paged|NAME`."""
+    return "paged|sdpa" in AttentionInterface._global_mapping
 
 
 def unregister() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.attention.structure import CallStructure
 
 __all__ = ["with_selected_keys"]
 

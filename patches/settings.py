@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from adaattn_hf.config import AdaAttnConfig
+from adaattn_hf.config import AdaAttnConfig, settings_in
 from adaattn_hf.presets import load_preset
 
 __all__ = ["configure"]
@@ -15,9 +19,13 @@ __all__ = ["configure"]
 def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnConfig:
     """Set AdaAttn's settings on a model and all its towers; they are saved with it.
 
+    A preset is a budget, and a plan spends it. A plan that the model carries is kept where its own budget is within the
+    preset's; a plan that spends more is taken away, which is said. Where no plan is left every layer is exact, which is
+    said, too, with the command that makes a plan.
+
     Args:
         model: Any Transformers model.
-        settings: Settings, or the name of a preset.
+        settings: Settings as they are to be, or the name of a preset.
 
     Returns:
         The settings.
@@ -25,11 +33,43 @@ def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnC
     Raises:
         ConfigError: Unknown preset or setting.
     """
-    chosen = load_preset(settings) if isinstance(settings, str) else settings
-    data = chosen.to_dict()
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     configs[id(model.config)] = model.config
+    chosen = load_preset(settings) if isinstance(settings, str) else settings
+    if isinstance(settings, str):
+        carried = next((plan for config in configs.values() if (plan := _plan_in(config)) is not None), None)
+        plan = _within(carried, chosen)
+        said = any(_said_unverified(config) for config in configs.values())
+        chosen = replace(chosen, plan=plan, unverified=plan is not None and said)
+    data = chosen.to_dict()
     for config in configs.values():
         if hasattr(config, "to_dict"):
             config.adaattn = data
+    settings_in(model.config)  # reads them once, and says now what is to be said
     return chosen
+
+
+def _plan_in(config: Any) -> Mapping[str, Any] | None:
+    """The plan of a configuration."""
+    present = getattr(config, "adaattn", None)
+    return present.get("plan") if isinstance(present, Mapping) else None
+
+
+def _said_unverified(config: Any) -> bool:
+    """Whether a configuration says that a plan may run that held-out text has not shown good."""
+    present = getattr(config, "adaattn", None)
+    return isinstance(present, Mapping) and present.get("unverified") is True
+
+
+def _within(plan: Mapping[str, Any] | None, preset: AdaAttnConfig) -> Mapping[str, Any] | None:
+    """The plan, where it spends no more than the preset allows."""
+    if plan is None or float(plan.get("budget", math.inf)) <= math.log1p(preset.budget) * (1 + 1e-6):
+        return plan
+    if preset.budget > 0:
+        warnings.warn(
+            f"adaattn: the model's plan was made for a budget of {plan['budget']:g} nats/token, more than the preset "
+            f"{preset.preset!r} allows ({math.log1p(preset.budget):.4g}); it is taken away",
+            UserWarning,
+            stacklevel=3,
+        )
+    return None

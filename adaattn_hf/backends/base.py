@@ -1,16 +1,20 @@
-"""What a backend is: who computes."""
+"""The `Backend` protocol, and what backends share: refusals, and calls in which no query sees any key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
-from ..request import AttentionRequest, AttentionResult, CallSpec
-from ..structure import CallStructure
+from ..attention.request import AttentionRequest, AttentionResult, CallSpec, head_dim_of
+from ..attention.structure import CallStructure
 
-__all__ = ["Backend", "BareCall"]
+if TYPE_CHECKING:
+    from ..attention.heads import HeadRules
+
+__all__ = ["Backend", "BareCall", "head_refusals", "nothing_seen"]
 
 BareCall = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Maps query, key, value and scaling to the output `[batch, q_len, heads, head_dim_v]`."""
@@ -46,3 +50,40 @@ class Backend(Protocol):
         sinks and need no log-sum-exp: in small models what stands around the kernel costs as much as the kernel.
         """
         return None
+
+    def head_launches(self, rules: HeadRules) -> tuple[str, ...]:
+        """Name of the launch that serves each key/value head of a request with such rules; one launch for all."""
+        return ("one launch",) * len(rules.windows)
+
+
+def head_refusals(spec: CallSpec, kernels: str) -> list[str]:
+    """The refusals of a backend that computes the same for every head.
+
+    Args:
+        spec: Facts of the call.
+        kernels: What the backend runs, as the subject of a sentence in the plural.
+    """
+    asked = {
+        "windows": spec.head_windows,
+        "kept blocks": spec.head_blocks > 0,
+        f"{spec.head_precision} products": spec.head_precision != "model",
+    }
+    return [f"{kernels} have no {name} per head" for name, wanted in asked.items() if wanted]
+
+
+def nothing_seen(request: AttentionRequest) -> AttentionResult:
+    """The answer to a call in which no query sees any key: zeros, through which a gradient of zeros flows."""
+    batch, heads, q_len, _ = request.query.shape
+    out = request.query.new_zeros((batch, q_len, heads, head_dim_of(request.value)))
+    if torch.is_grad_enabled():
+        for tensor in (request.query, request.key, request.value, request.bias, request.sink_logits):
+            if tensor is not None and tensor.requires_grad:
+                out = out + (tensor[:0].sum() * 0).to(out.dtype)
+    if not request.need_lse:
+        return AttentionResult(out)
+    if request.sink_logits is None:
+        lse = request.query.new_full((batch, heads, q_len), float("-inf"), dtype=torch.float32)
+    else:
+        # the learned sink alone is in the sum
+        lse = request.sink_logits.detach().float().reshape(1, -1, 1).repeat(batch, 1, q_len)
+    return AttentionResult(out, lse)

@@ -6,22 +6,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..request import AttentionRequest, AttentionResult, CallSpec
-from .base import Backend
+from ..attention.request import AttentionRequest, AttentionResult, CallSpec
+from .base import Backend, head_refusals, nothing_seen
 
 __all__ = ["EagerBackend", "attention_weights"]
 
 
 def _weights_and_lse(request: AttentionRequest) -> tuple[Tensor, Tensor]:
     """Weights `[batch, heads, q_len, kv_len]` in the softmax's dtype, without dropout, and the row's log-sum-exp."""
+    request = request.widened()
     query, key = request.query, request.key
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
     # Autocast would demote these products, and a finite mask value of fp32 overflows in bf16.
     with torch.autocast(query.device.type, enabled=False):
-        grouped = query.reshape(batch, kv_heads, heads // kv_heads * q_len, head_dim)
-        scores = torch.matmul(grouped, key.transpose(2, 3)).view(batch, heads, q_len, kv_len)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * request.scaling
+        # half precision would overflow in products of logits beyond 6.5e4, and round those of a few hundred
+        wide = torch.promote_types(query.dtype, torch.float32)
+        grouped = query.to(wide).reshape(batch, kv_heads, heads // kv_heads * q_len, head_dim)
+        scores = torch.matmul(grouped, key.to(wide).transpose(2, 3)).view(batch, heads, q_len, kv_len)
+        scores = scores * request.scaling
         if request.softcap is not None:
             scores = request.softcap * torch.tanh(scores / request.softcap)
         if request.bias is not None:
@@ -55,11 +58,14 @@ class EagerBackend(Backend):
         return ()
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
-        """Refuses nothing."""
-        return ()
+        """Refuses what heads are asked apart alone."""
+        return tuple(head_refusals(spec, "three plain operations"))
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """Attention with the score matrix in memory; dropout falls on the normalised weights."""
+        request = request.widened()
+        if not (request.query.numel() and request.key.numel() and request.value.numel()):
+            return nothing_seen(request)
         weights, lse = _weights_and_lse(request)
         value = request.value
         weights = (

@@ -6,26 +6,27 @@ raises with its refusals.
 
 from __future__ import annotations
 
-import difflib
 import logging
 
 import torch
 
-from ..request import CallSpec
+from ..attention.request import AttentionRequest, AttentionResult, CallSpec
+from ..errors import unknown
 from .base import Backend
 from .eager import EagerBackend
-from .flash import FA2, FA3, FA3_FWD, FlashBackend
+from .flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
 from .native.backend import NativeBackend
 from .sdpa import SdpaBackend
 from .triton import TritonBackend
 
-__all__ = ["BACKENDS", "BackendRefusal", "choose", "order", "refusals_of"]
+__all__ = ["BACKENDS", "BackendRefusal", "attend", "choose", "order", "refusals_of", "serving"]
 
 logger = logging.getLogger("adaattn_hf")
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
+        Flash4Backend(),
         FlashBackend(FA3),
         FlashBackend(FA3_FWD),
         FlashBackend(FA2),
@@ -37,6 +38,7 @@ BACKENDS: dict[str, Backend] = {
 }
 
 _chosen: dict[tuple[CallSpec, str | None], Backend] = {}
+_unserved: set[tuple[CallSpec, str | None]] = set()
 _said: set[tuple[str, str, str]] = set()
 
 
@@ -47,10 +49,13 @@ class BackendRefusal(RuntimeError):
 def order(spec: CallSpec) -> tuple[str, ...]:
     """Names of the backends that `auto` tries for a call, best first, as measured (docs/results/gpu_kernels.md).
 
-    On CUDA plain calls go to torch: on Hopper its cuDNN kernel is as fast as flash-attn 3 in prefill and several times
-    faster for one small decode step. What torch can only say with a mask goes to kernels that walk segments: to
-    our own where flash-attn would have to gather tokens first, else to flash-attn.
+    On CUDA plain calls go to torch, but for heavy ones: from some hundred microseconds on flash-attn 4 and 3 are ahead
+    of it by more than their longer way to a launch. What torch can only say with a mask goes to kernels that walk
+    segments: to our own where flash-attn would have to gather tokens first, else to flash-attn. What heads are asked
+    apart is served in one launch or not at all.
     """
+    if spec.opaque:
+        return ("sdpa", "eager")
     if spec.device == "cpu":
         # one row per key/value head gives the kernels nothing to share, and from memory torch's product reads faster
         lone = spec.decode and spec.groups == 1 and spec.dtype == torch.float32 and spec.kind == "suffix"
@@ -65,13 +70,17 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     special = (
         spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
     )
+    if spec.per_head:
+        return ("triton", "fa4") if spec.decode else ("fa4", "triton")
     if not special and spec.streamed and spec.dtype == torch.float32:
         return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):
-        return ("sdpa", "eager")
+        return ("fa4", "fa3", "fa3_fwd", "sdpa", "eager") if spec.heavy else ("sdpa", "eager")
     if spec.kind == "ragged" or spec.decode:
-        return ("triton", "fa3", "fa3_fwd", "fa2", "sdpa", "eager")
-    return ("fa3", "fa3_fwd", "fa2", "triton", "sdpa", "eager")
+        if spec.needs_grad:
+            return ("fa4", "triton", "fa3", "fa2", "sdpa", "eager")
+        return ("triton", "fa3", "fa3_fwd", "fa2", "fa4", "sdpa", "eager")
+    return ("fa4", "fa3", "fa3_fwd", "triton", "fa2", "sdpa", "eager")
 
 
 def by_name(name: str) -> Backend:
@@ -81,9 +90,7 @@ def by_name(name: str) -> Backend:
         ValueError: Unknown name; lists the known ones and the nearest.
     """
     if name not in BACKENDS:
-        near = difflib.get_close_matches(name, BACKENDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"backend: got {name!r}, expected one of {', '.join(sorted(BACKENDS))}.{hint}")
+        raise ValueError(unknown("backend", name, BACKENDS))
     return BACKENDS[name]
 
 
@@ -123,6 +130,28 @@ def choose(spec: CallSpec, forced: str | None = None) -> Backend:
         f"backend {forced!r} cannot serve this call ({spec.words()}): {' | '.join(passed)}. "
         'Use attn_implementation="adaattn" to let a backend be chosen.'
     )
+
+
+def serving(spec: CallSpec, forced: str | None = None) -> Backend | None:
+    """The backend that serves calls of this kind, None where all that may be asked refuse them; remembered."""
+    if (spec, forced) in _unserved:
+        return None
+    if (spec, forced) not in _chosen:
+        names = (forced,) if forced is not None else order(spec)
+        if all(refusals_of(name, spec) for name in names):
+            if not spec.compiling:
+                _unserved.add((spec, forced))
+            return None
+    return choose(spec, forced)
+
+
+def attend(request: AttentionRequest, backend: str | None = None) -> AttentionResult:
+    """Attention by the backend that is chosen for the request, or by the one that is named.
+
+    Raises:
+        BackendRefusal: The named backend cannot serve the call.
+    """
+    return choose(CallSpec.of(request, look=backend is not None), backend).attend(request)
 
 
 def _say(spec: CallSpec, name: str, passed: list[str]) -> None:

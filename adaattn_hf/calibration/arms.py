@@ -9,20 +9,21 @@ logits are used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adaattn_hf import execute
-from adaattn_hf.approximate import LayerTensors, Program
-from adaattn_hf.backends.select import choose
-from adaattn_hf.calibration.scoring import Input, Reading, reading_of
-from adaattn_hf.plan import Plan
-from adaattn_hf.request import AttentionRequest, CallSpec
-from adaattn_hf.tap import Tap, tapping
+from ..attention.request import AttentionRequest
+from ..attention.tap import Tap, tapping
+from ..backends import select
+from ..plans import execute
+from ..plans.plan import Plan
+from ..plans.program import Program
+from ..plans.tensors import LayerTensors
+from ..stats.paired import TokenScores, joined, score_tokens
+from .scoring import Input, Reading, reading_of
 
 CHUNK = 256
 """Positions projected to the vocabulary at a time."""
@@ -129,7 +130,7 @@ class ModelArms:
 
 def exact_tap(module: nn.Module, request: AttentionRequest) -> Tensor:
     """Answers with exact attention, whatever plan the module carries."""
-    return choose(CallSpec.of(request)).attend(request).out
+    return select.attend(request).out
 
 
 def plan_tap(programs: Mapping[int, Program]) -> Tap:
@@ -153,38 +154,6 @@ def programs_of(plan: Plan, tensors: Mapping[int, LayerTensors]) -> dict[int, Pr
     }
 
 
-@dataclass(frozen=True)
-class TokenScores:
-    """Paired scores of one sequence, one entry per predicted token.
-
-    Attributes:
-        stock: Negative log-likelihood of exact attention, nats.
-        planned: The same under the plan.
-        kl: KL(stock || plan), nats.
-        agree: Whether the likeliest tokens are the same.
-    """
-
-    stock: Tensor
-    planned: Tensor
-    kl: Tensor
-    agree: Tensor
-
-    def cpu(self) -> TokenScores:
-        """Returns the scores in the host's memory."""
-        return TokenScores(self.stock.cpu(), self.planned.cpu(), self.kl.cpu(), self.agree.cpu())
-
-    @property
-    def delta(self) -> Tensor:
-        """Difference of the negative log-likelihoods, plan - stock."""
-        return self.planned - self.stock
-
-
-def joined(scores: Sequence[TokenScores]) -> TokenScores:
-    """Returns the scores of several readings as one."""
-    names = [field.name for field in fields(TokenScores)]
-    return TokenScores(**{name: torch.cat([getattr(one, name) for one in scores]) for name in names})
-
-
 @torch.no_grad()
 def compare(arms: ModelArms, given: Input, tap: Tap, exact: Tensor | None = None) -> TokenScores:
     """Returns the paired scores of a sequence under exact attention and under a tap.
@@ -200,22 +169,13 @@ def compare(arms: ModelArms, given: Input, tap: Tap, exact: Tensor | None = None
         exact = arms.exact(reading)
     with tapping(tap):
         planned = arms.hidden(reading)
-    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     target = reading.targets
-    for start, (left, right) in arms.chunks(exact[:, : len(target)], planned[:, : len(target)]):
-        stop = start + left.shape[1]
-        wanted = target[start:stop, None]
-        first, second = left[0].double().log_softmax(-1), right[0].double().log_softmax(-1)
-        parts.append(
-            (
-                -first.gather(1, wanted)[:, 0],
-                -second.gather(1, wanted)[:, 0],
-                (first.exp() * (first - second)).sum(-1),
-                first.argmax(-1) == second.argmax(-1),
-            )
-        )
-    stock, plan, kl, agree = (torch.cat(column) for column in zip(*parts, strict=True))
-    return TokenScores(stock, plan, kl, agree)
+    return joined(
+        [
+            score_tokens((left[0], right[0]), target[start : start + left.shape[1]])
+            for start, (left, right) in arms.chunks(exact[:, : len(target)], planned[:, : len(target)])
+        ]
+    )
 
 
 def compare_all(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,45 +14,50 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adaattn_hf import attach
-from adaattn_hf.approximate import LayerTensors
-from adaattn_hf.calibration.measure import Measurements
-from adaattn_hf.calibration.settings import Calibration
-from adaattn_hf.files import write_atomically
-from adaattn_hf.plan import PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord, Verified
-from adaattn_hf.policy.knapsack import Allocation, Array, evaluate, shared_prices
+from .._files import write_atomically
+from ..plans import store
+from ..plans.plan import PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord, Verified
+from ..plans.tensors import LayerTensors
+from ..policy.acceptance import Gates
+from ..policy.knapsack import Allocation, Array, evaluate, shared_prices
+from .measure import Measurement
+from .settings import Calibration
 
 
-def make_plan(run: Measurements, picks: NDArray[np.int64], verified: Verified | None = None) -> Plan:
+def make_plan(measurement: Measurement, picks: NDArray[np.int64], verified: Verified | None = None) -> Plan:
     """Returns the plan of an allocation, without a protocol and without tensors.
 
     Args:
-        run: Risks and prices of a model.
+        measurement: Risks and prices of a model.
         picks: `[units]`, place among the candidates of each unit's choice.
         verified: The proof, if there is one.
     """
+    facts, settings = measurement.layers, measurement.inputs.settings
     layers, units = [], []
-    records = _records(run, picks)
-    for place, index in enumerate(run.layers):
-        mine = picks[place * run.kv_heads : (place + 1) * run.kv_heads]
-        layer = LayerPlan(index, run.hashes[index], tuple(run.candidates.choices[pick] for pick in mine))
-        if not layer.is_exact or run.own_numbers:
+    records = _records(measurement, picks)
+    for place, index in enumerate(facts.indices):
+        mine = picks[place * facts.kv_heads : (place + 1) * facts.kv_heads]
+        layer = LayerPlan(
+            index,
+            facts.hashes[index],
+            tuple(facts.candidates.choices[pick] for pick in mine),
+        )
+        if not layer.is_exact or measurement.inputs.own_numbers:
             layers.append(layer)
-            units += records[place * run.kv_heads : (place + 1) * run.kv_heads]
-    digest = hashlib.sha256("".join(run.hashes[index] for index in run.layers).encode()).hexdigest()
+            units += records[place * facts.kv_heads : (place + 1) * facts.kv_heads]
     return Plan(
         format=PLAN_FORMAT,
-        model_type=run.model_type,
-        weight_hash=digest,
-        dtype=run.dtype,
+        model_type=facts.model_type,
+        weight_hash=facts.model_hash,
+        dtype=facts.dtype,
         adaattn=importlib.metadata.version("adaattn-hf"),
         torch=torch.__version__,
         transformers=importlib.metadata.version("transformers"),
-        budget=run.settings.budget,
-        seed=run.settings.seed,
-        data_fingerprint=run.fingerprint,
+        budget=settings.budget,
+        seed=settings.seed,
+        data_fingerprint=measurement.inputs.fingerprint,
         protocol={},
-        lengths=run.settings.lengths,
+        lengths=settings.lengths,
         layers=tuple(layers),
         units=tuple(units),
         verified=verified,
@@ -60,13 +65,15 @@ def make_plan(run: Measurements, picks: NDArray[np.int64], verified: Verified | 
     )
 
 
-def _records(run: Measurements, picks: NDArray[np.int64]) -> list[UnitRecord]:
+def _records(measurement: Measurement, picks: NDArray[np.int64]) -> list[UnitRecord]:
     """Risk, prices and dropped mass of each unit."""
-    risks = run.risks().max(axis=0)
+    risks = measurement.risks().max(axis=0)
     price, exact_price = (
-        shared_prices(one, run.prices, run.launches) for one in (picks, np.zeros_like(picks))
+        shared_prices(one, measurement.prices, measurement.launches) for one in (picks, np.zeros_like(picks))
     )
-    dropped = np.asarray(sum(run.state.dropped.values()) / max(sum(run.state.done.values()), 1))
+    dropped = np.asarray(
+        sum(measurement.state.dropped.values()) / max(sum(measurement.state.done.values()), 1)
+    )
     return [
         UnitRecord(
             layer,
@@ -76,58 +83,59 @@ def _records(run: Measurements, picks: NDArray[np.int64]) -> list[UnitRecord]:
             float(exact_price[unit]),
             *(float(value) for value in dropped[unit, picks[unit]]),
         )
-        for unit, (layer, head) in enumerate(run.units)
+        for unit, (layer, head) in enumerate(measurement.layers.units)
     ]
 
 
 def finished_plan(
-    run: Measurements, picks: NDArray[np.int64], verified: Verified | None, alpha: Array
+    measurement: Measurement, picks: NDArray[np.int64], verified: Verified | None, alpha: Array, gates: Gates
 ) -> tuple[Plan, dict[str, Tensor]]:
     """Returns the plan of an allocation with the protocol of its making, and the tensors that it reads by name.
 
     Args:
-        run: Risks and prices of a model.
+        measurement: Risks and prices of a model.
         picks: `[units]`, place among the candidates of each unit's choice.
         verified: The proof, if there is one.
         alpha: `[lengths]`, factors that re-scaled the sums of risks.
+        gates: What had to hold.
     """
-    plan = make_plan(run, picks, verified)
+    plan = make_plan(measurement, picks, verified)
     tensors: dict[str, Tensor] = {}
     for layer in plan.layers:
-        tensors.update(needed_tensors(layer, run.tensors[layer.layer]))
-    named = ("budget", "seed", "lengths")
-    settings = {name: value for name, value in asdict(run.settings).items() if name not in named}
+        tensors.update(needed_tensors(layer, measurement.layers.tensors[layer.layer]))
+    named = ("budget", "seed", "lengths", "rounds")
+    settings = {
+        name: value for name, value in asdict(measurement.inputs.settings).items() if name not in named
+    }
     protocol: dict[str, Any] = {
-        "scoring": run.scoring.words(),
+        "scoring": measurement.inputs.scoring.words(),
         "settings": {
             name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
         },
         "alpha": [float(value) for value in alpha],
-        "measured_directly": len(run.decided),
-        "prices": run.table.digest if run.table is not None else "",
-        "machine": run.table.machine if run.table is not None else "",
+        "gates": {name: value for name, value in asdict(gates).items() if value != math.inf},
+        "measured_directly": len(measurement.decided),
+        "prices": measurement.table.digest,
+        "machine": measurement.table.machine,
         "clusters": "documents where there are at least eight of them, stretches of text otherwise",
     }
-    if run.own_numbers:
-        protocol[attach.OWN_NUMBERS] = True
-    return replace(plan, protocol=protocol, tensors=attach.remember_tensors(tensors)), tensors
+    if measurement.inputs.own_numbers:
+        protocol[store.OWN_NUMBERS] = True
+    return replace(plan, protocol=protocol, tensors=store.remember_tensors(tensors)), tensors
 
 
 def needed_tensors(layer: LayerPlan, tensors: LayerTensors) -> Mapping[str, Tensor]:
     """Returns the tensors that a layer's choices read, by their names in the file."""
-    needed: dict[str, Tensor] = {}
-    prefix = f"layers.{layer.layer}."
-    if any(choice.precision == "int8" for choice in layer.choices) and tensors.key_mean is not None:
-        needed[f"{prefix}key_mean"] = tensors.key_mean.cpu().contiguous()
-    for head, choice in enumerate(layer.choices):
-        if choice.rank:
-            for name, bases in (("query_basis", tensors.query_basis), ("key_basis", tensors.key_basis)):
-                needed[f"{prefix}{name}.{head}"] = bases[head][:, : choice.rank].cpu().contiguous()
-    return needed
+    return {
+        f"layers.{layer.layer}.{name}": tensor.cpu().contiguous()
+        for head, choice in enumerate(layer.choices)
+        for part in choice.parts
+        for name, tensor in part.tensors(tensors, head).items()
+    }
 
 
 def report(
-    run: Measurements,
+    measurement: Measurement,
     history: list[dict[str, Any]],
     found: Allocation | None,
     alpha: Array,
@@ -136,19 +144,19 @@ def report(
     """Returns what the making of a plan found, as JSON data.
 
     Args:
-        run: Risks and prices of a model.
+        measurement: Risks and prices of a model.
         history: What each step predicted and measured.
         found: The allocation of the plan, `None` for the exact one.
         alpha: `[lengths]`, factors that re-scaled the sums of risks.
         verdicts: The last verdict of each length.
     """
-    exact = np.zeros(len(run.units), dtype=np.int64)
-    base = evaluate(exact, run.prices, run.risks(), run.launches).price
+    exact = np.zeros(len(measurement.layers.units), dtype=np.int64)
+    base = evaluate(exact, measurement.prices, measurement.risks(), measurement.launches).price
     return {
-        "prices": run.table.to_json() if run.table is not None else "",
+        "prices": measurement.table.to_json(),
         "history": history,
         "alpha": alpha.tolist(),
-        "direct": _direct(run),
+        "direct": _direct(measurement),
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "price_exact_seconds": base,
         "price_plan_seconds": found.price if found is not None else base,
@@ -156,20 +164,22 @@ def report(
     }
 
 
-def _direct(run: Measurements) -> list[dict[str, Any]]:
+def _direct(measurement: Measurement) -> list[dict[str, Any]]:
     """What pass two measured of each pair and length, beside the estimate and the risk that was reckoned with."""
-    risks = run.risks()
+    risks = measurement.risks()
     found = []
-    for place, length in enumerate(run.settings.lengths if run.decided else ()):
-        estimated = run.state.risks[length].mean()
-        for (unit, choice), kl, error in zip(run.decided, *run.direct_kl(length), strict=True):
-            layer, head = run.units[unit]
+    for place, length in enumerate(measurement.inputs.settings.lengths if measurement.decided else ()):
+        estimated = measurement.state.risks[length].mean()
+        for (unit, choice), kl, error in zip(
+            measurement.decided, *measurement.direct_kl(length), strict=True
+        ):
+            layer, head = measurement.layers.units[unit]
             found.append(
                 {
                     "length": length,
                     "layer": layer,
                     "head": head,
-                    "choice": run.candidates.choices[choice].label,
+                    "choice": measurement.layers.candidates.choices[choice].label,
                     "estimated": float(estimated[unit, choice]),
                     "measured": float(kl),
                     "error": float(error),
@@ -181,8 +191,8 @@ def _direct(run: Measurements) -> list[dict[str, Any]]:
 
 def save_plan(model: nn.Module, result: Calibration, directory: Path) -> None:
     """Writes the plan beside a model's weights: into `config.json`, and bases and means into their safetensors file."""
-    attach.attach(model, result.plan)
-    data = attach.tensor_bytes(result.plan)
+    store.attach(model, result.plan)
+    data = store.tensor_bytes(result.plan)
     if data is not None:
         write_atomically(directory / TENSORS_FILE, data)
     model.config.save_pretrained(directory)  # type: ignore[union-attr, operator]

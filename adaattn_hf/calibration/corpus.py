@@ -11,7 +11,8 @@ import hashlib
 import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 CHARS = 1 << 16
@@ -27,10 +28,12 @@ class TokenSequence:
     Attributes:
         document: Which document the stretch comes from; stretches of one document are not independent.
         tokens: Token ids.
+        source: The file or directory, of those that were named, that it comes from.
     """
 
     document: str
     tokens: tuple[int, ...]
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,16 @@ def sequences(
 
 
 def draw(
-    paths: Sequence[str | Path], encode: Encode, length: int, wanted: dict[str, int], seed: int
+    paths: Sequence[str | Path],
+    encode: Encode,
+    length: int,
+    wanted: dict[str, int],
+    seed: int,
+    spare: int = 0,
 ) -> Sample:
     """Returns disjoint uniform samples of sequences of `length` tokens for each use.
+
+    Of several sources each gives as many as any other, as long as it has them, whatever their lengths.
 
     Args:
         paths: Files and directories of text.
@@ -126,6 +136,7 @@ def draw(
         length: Tokens per sequence.
         wanted: Sequences wanted per use.
         seed: Seed of the sample.
+        spare: Further sequences that are taken, where the text holds them, for the last of the uses.
 
     Raises:
         ValueError: If the text holds fewer sequences than are wanted in all.
@@ -133,34 +144,42 @@ def draw(
     digest = hashlib.sha256()
     count = sum(wanted.values())
     names: set[str] = set()
-    kept: list[tuple[int, int, TokenSequence]] = []
-    available = 0
+    kept: dict[str, list[tuple[int, int, TokenSequence]]] = {}
+    index = 0
 
     def note(piece: str) -> None:
         digest.update(piece.encode("utf-8", "replace"))
 
-    def named() -> Iterator[tuple[str, Iterator[str]]]:
-        for name, pieces in read_documents(paths):
+    def named(path: str | Path) -> Iterator[tuple[str, Iterator[str]]]:
+        for name, pieces in read_documents([path]):
             names.add(name)
             yield name, pieces
 
-    for index, sequence in enumerate(sequences(named(), encode, length, note)):
-        available += 1
-        rank = int.from_bytes(hashlib.sha256(f"{seed}:{length}:{index}".encode()).digest()[:8], "big")
-        item = (-rank, index, sequence)
-        if len(kept) < count:
-            heapq.heappush(kept, item)
-        elif item > kept[0]:
-            heapq.heapreplace(kept, item)
+    for path in paths:
+        heap = kept.setdefault(str(path), [])
+        for sequence in sequences(named(path), encode, length, note):
+            rank = int.from_bytes(hashlib.sha256(f"{seed}:{length}:{index}".encode()).digest()[:8], "big")
+            item = (-rank, index, replace(sequence, source=Path(path).name))
+            index += 1
+            if len(heap) < count + spare:
+                heapq.heappush(heap, item)
+            elif item > heap[0]:
+                heapq.heapreplace(heap, item)
+    available = index
     if available < count:
         raise ValueError(
             f"data: the text holds {available} sequences of {length} tokens, {count} are wanted "
             f"({', '.join(f'{number} for {use}' for use, number in wanted.items())}); give more text or shorter lengths"
         )
-    ordered = [sequence for _, _, sequence in sorted(kept, key=lambda item: -item[0])]
+    by_rank = [
+        [sequence for _, _, sequence in sorted(heap, key=lambda item: -item[0])] for heap in kept.values()
+    ]
+    ordered = [one for turn in zip_longest(*by_rank) for one in turn if one is not None]
     parts: dict[str, list[TokenSequence]] = {}
     start = 0
     for use, number in wanted.items():
         parts[use] = ordered[start : start + number]
         start += number
+    if spare:
+        parts[use] += ordered[start : start + spare]
     return Sample(parts, digest.hexdigest(), len(names), available)

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adaattn_hf import execute
-from adaattn_hf.approximate import Program
-from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap
-from adaattn_hf.calibration.fisher import layer_index
-from adaattn_hf.calibration.scoring import Input
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.tap import tapping
+from ..attention.request import AttentionRequest
+from ..attention.tap import tapping
+from ..plans import execute
+from ..plans.program import Program
+from .arms import ModelArms, compare, exact_tap
+from .fisher import layer_index
+from .scoring import Input
 
 STRETCHES = 8
 """Stretches of a sequence whose mean KL is kept apart, for the error of the whole."""
@@ -58,7 +58,7 @@ class SingleChanges:
             return execute.attend(program, request).out if index == changed else exact_tap(module, request)
 
         scores = compare(self._arms, self._given, tap, self._exact)
-        return np.array([float(part.mean()) for part in scores.kl.cpu().tensor_split(STRETCHES)])
+        return np.array([part.mean() for part in np.array_split(scores.kl[0], STRETCHES)])
 
 
 def mean_and_error(stretches: Sequence[NDArray[np.float64]]) -> tuple[float, float]:

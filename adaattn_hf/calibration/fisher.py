@@ -16,18 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adaattn_hf.approximate import LayerTensors, Program, heads_of, ranked
-from adaattn_hf.backends.eager import attention_weights
-from adaattn_hf.calibration.arms import ModelArms, exact_tap
-from adaattn_hf.calibration.scoring import Input, reading_of
-from adaattn_hf.execute import cast, launch
-from adaattn_hf.plan import EXACT, Choice, LayerPlan
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.selection import keep_blocks, keys_of_blocks, pooled_keys
-from adaattn_hf.stats.rows import stratified_rows
-from adaattn_hf.stats.spectrum import Gram, gram
-from adaattn_hf.structure import CallStructure
-from adaattn_hf.tap import tapping
+from ..attention.request import AttentionRequest
+from ..attention.structure import CallStructure
+from ..attention.tap import tapping
+from ..backends import select
+from ..backends.eager import attention_weights
+from ..plans.choices import EXACT, Choice
+from ..plans.tensors import LayerTensors
+from ..stats.rows import stratified_rows
+from ..stats.spectrum import Gram, gram
+from .arms import ModelArms, exact_tap
+from .scoring import Input, reading_of
 
 
 @dataclass
@@ -74,11 +73,6 @@ def layer_index(module: nn.Module) -> int:
     return index
 
 
-def row_visible(structure: CallStructure, rows: Tensor, device: torch.device) -> Tensor:
-    """Returns the boolean `[batch or 1, heads or 1, rows, kv_len]` of a few rows of a structure."""
-    return torch.cat([structure.visible(row, row + 1, device=device) for row in rows.tolist()], dim=2)
-
-
 @dataclass(frozen=True, eq=False)
 class RowOutputs:
     """What every choice computes on sampled rows of one layer.
@@ -100,41 +94,19 @@ def row_outputs(
     device = request.query.device
     structure = request.structure
     kv_heads, kv_len = request.key.shape[1], request.key.shape[2]
-    groups = request.query.shape[1] // kv_heads
     every = list(range(kv_heads))
-    visible = row_visible(structure, rows, device)
-    offset = structure.offset()
-    positions = rows.to(device) + offset
+    visible = structure.visible_rows(rows, device)
     sampled = replace(
         request,
         query=request.query[:, :, rows].contiguous(),
         structure=CallStructure(1, len(rows), kv_len, mask=visible),
     )
     weights = attention_weights(sampled)[0]
-    keys = torch.arange(kv_len, device=device)
     outputs, dropped = [], []
     for choice in choices:
-        mask = visible
-        if choice.kind == "window" and (structure.window is None or choice.window < structure.window):
-            near = (positions[:, None] - keys).abs() < choice.window
-            sinks = choice.sinks if structure.window is None else 0
-            mask = visible & (near | (keys < sinks))
-        elif choice.kind == "blocks":
-            keep = keep_blocks(
-                sampled.query[0].view(kv_heads, groups, len(rows), -1),
-                pooled_keys(request.key[0]),
-                positions,
-                kv_len,
-                mass=choice.mass,
-                sinks=choice.sinks,
-                scaling=request.scaling,
-                causal=structure.causal,
-                softcap=request.softcap,
-            )
-            mask = visible & keys_of_blocks(keep, kv_len).repeat_interleave(groups, dim=0)[None]
-        program = Program(LayerPlan(0, "", (choice,) * kv_heads), tensors, kv_len)
-        changed = cast(ranked(sampled, choice, every, tensors), choice, every, program)
-        part = launch(replace(changed, structure=CallStructure(1, len(rows), kv_len, mask=mask)), None)
+        mask = visible if choice.keys is None else choice.keys.visible_rows(request, rows)[None]
+        changed = choice.running(sampled, every, tensors)
+        part = select.attend(replace(changed, structure=CallStructure(1, len(rows), kv_len, mask=mask)), None)
         outputs.append(part.out[0].transpose(0, 1).float())
         dropped.append((weights * ~mask[0]).sum(-1).float())
     return RowOutputs(torch.stack(outputs), torch.stack(dropped))
@@ -274,11 +246,9 @@ __all__ = [
     "FisherRecorder",
     "Moments",
     "RowOutputs",
-    "heads_of",
     "label_gradients",
     "layer_index",
     "measure",
     "row_outputs",
-    "row_visible",
     "unit_risks",
 ]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adaattn_hf.calibration.arms import ModelArms
-from adaattn_hf.tap import Tap, tapping
+from ..attention.tap import Tap, tapping
+from .arms import ModelArms
 
 KEY = 6
 VALUE = 4

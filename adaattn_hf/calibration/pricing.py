@@ -15,13 +15,16 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from adaattn_hf import execute, native_launch
-from adaattn_hf.approximate import LayerTensors, Program, heads_of
-from adaattn_hf.plan import Choice, LayerPlan
-from adaattn_hf.policy.knapsack import Array, Launches
-from adaattn_hf.policy.prices import Price, PriceTable, fit_price
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.structure import CallStructure
+from ..attention.heads import some_heads
+from ..attention.request import AttentionRequest
+from ..attention.structure import CallStructure
+from ..plans import execute
+from ..plans.choices import Choice
+from ..plans.plan import LayerPlan
+from ..plans.program import Program
+from ..plans.tensors import LayerTensors
+from ..policy.knapsack import Array, Launches
+from ..policy.prices import Price, PriceTable, fit_price
 
 PHASES = ("prefill", "decode")
 
@@ -71,7 +74,7 @@ def joined(tables: Sequence[PriceTable]) -> PriceTable:
         }
         for phase, lengths in first.prices.items()
     }
-    return PriceTable(first.machine, first.shared, prices)
+    return PriceTable(first.machine, first.launch_of, prices)
 
 
 def measure_prices(
@@ -106,7 +109,7 @@ def measure_prices(
                 for choice in choices:
                     for count in counts:
                         program = Program(LayerPlan(0, "", (choice,) * count), tensors, length)
-                        part = heads_of(request, list(range(count)))
+                        part = some_heads(request, list(range(count)))
                         with torch.no_grad():
                             start = _seconds(request.query.device)
                             for _ in range(bundle):
@@ -119,7 +122,7 @@ def measure_prices(
                 for choice in choices
             }
     longest = requests[max(requests)]
-    return PriceTable(machine(), native_launch.serves(longest, None), table)
+    return PriceTable(machine(), execute.launch_names(choices, longest), table)
 
 
 def check_prices(
@@ -163,8 +166,8 @@ def unit_prices(
         units: Layer and key/value head of each unit.
         lengths: Length bins.
         decode_tokens: Decode steps per prefill; with 0 no decode price is asked for.
-        windows: By layer, the model's own window. A choice's window that is not narrower changes nothing there,
-            and costs what the same choice without a window costs.
+        windows: By layer, the model's own window. A choice's window that is not narrower changes nothing there, and
+            is no choice: its price is infinite.
         kinds: By layer, the window that its prices are named by; see `launch_label`.
     """
     weights = {"prefill": 1.0, "decode": float(decode_tokens)}
@@ -184,7 +187,7 @@ def unit_prices(
 
     _, constants = summed(None)
     by_kind = {own: summed(own)[0] for own in {None, *(kinds or {}).values()}}
-    names = [execute.launch_name(choice, table.shared) for choice in choices]
+    names = [table.launch(choice.label) for choice in choices]
     groups = list(dict.fromkeys(names))
     launch = np.array([groups.index(name) for name in names])
     constant = np.array([float(np.median(constants[launch == group])) for group in range(len(groups))])
@@ -192,7 +195,6 @@ def unit_prices(
     for unit, (layer, _) in enumerate(units):
         own = (windows or {}).get(layer)
         for place, choice in enumerate(choices):
-            if own is not None and choice.kind == "window" and choice.window >= own:
-                whole = replace(choice, kind="exact", window=0, sinks=0)
-                prices[unit, place] = prices[unit, choices.index(whole)]
+            if choice.beside_window(own) != choice:
+                prices[unit, place] = np.inf
     return prices, Launches(np.array([layer for layer, _ in units]), launch, constant)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from adaattn_hf.policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS
+from ..policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from adaattn_hf.plan import Plan
-from adaattn_hf.policy.candidates import FAMILIES, MASSES, WINDOWS
+from ..plans.plan import Plan
+from ..policy.candidates import FAMILIES, MASSES, WINDOWS
+
+_OF_THE_PROOF = (
+    "budget", "direct", "held_out", "most_held_out", "tries", "bolder", "haystacks", "needles", "top1", "kl_p999",
+    "needles_lost", "alpha", "rounds",
+)  # fmt: skip
+"""Settings that no measurement of risks depends on."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +31,21 @@ class CalibrationSettings:
         direct: Pairs of unit and choice whose KL is measured by forward passes of their own; see
             `policy.decisive`.
         joint: Sequences per length that re-scale the risks.
-        held_out: Sequences per length and try that verify.
-        tries: Plans that may be verified before the answer is "exact".
+        held_out: Held-out sequences per length at the first look at a plan.
+        most_held_out: Held-out sequences per length at the last look, where the first ones do not decide.
+        tries: Plans that may fail before the answer is "exact"; they share `alpha`.
+        bolder: Bolder plans that may follow one that passed with room.
         haystacks: Held-out sequences per length that also carry needles.
         needles: Needles per haystack, fewer where a length holds fewer.
+        top1: Least share of tokens with the same likeliest token; 0 for what the budget goes with.
+        kl_p999: Largest 99.9th percentile of the KL of a token, nats; `None` for no such gate.
+        needles_lost: Share of the needles that may be lost; `None` for no more than 2 %, unless it may be chance.
         families: Kinds of choices to consider; see `policy.candidates.FAMILIES`.
         windows: Windows to consider.
         masses: Shares of attention to keep by blocks.
         decode_tokens: Decode steps per prefill, which weigh the prices of the phases.
         alpha: Level of the test over all tries.
+        rounds: Rounds in which whole forward passes are timed once a plan has passed; 0 for none.
     """
 
     budget: float = 9.995003330835334e-04
@@ -45,14 +57,20 @@ class CalibrationSettings:
     direct: int = 0
     joint: int = 3
     held_out: int = 12
+    most_held_out: int = 36
     tries: int = 3
-    haystacks: int = 1
-    needles: int = 8
+    bolder: int = 2
+    haystacks: int = 4
+    needles: int = 16
+    top1: float = 0.0
+    kl_p999: float | None = None
+    needles_lost: float | None = None
     families: tuple[str, ...] = FAMILIES
     windows: tuple[int, ...] = WINDOWS
     masses: tuple[float, ...] = MASSES
     decode_tokens: int = 64
     alpha: float = 0.05
+    rounds: int = 4
 
     def __post_init__(self) -> None:
         if not self.budget > 0.0:
@@ -70,8 +88,25 @@ class CalibrationSettings:
             raise ValueError(f"direct is {self.direct}, expected a number of pairs, 0 for none")
         if self.decode_tokens < 0:
             raise ValueError(f"decode_tokens is {self.decode_tokens}, expected at least 0")
+        if self.rounds < 0 or self.rounds == 1:
+            raise ValueError(f"rounds is {self.rounds}, expected at least 2, or 0 for no timing")
+        if self.bolder < 0:
+            raise ValueError(f"bolder is {self.bolder}, expected a number of plans, 0 for none")
+        if self.most_held_out < self.held_out:
+            raise ValueError(
+                f"most_held_out is {self.most_held_out}, expected at least the {self.held_out} sequences of held_out"
+            )
+        if not 0.0 <= self.top1 < 1.0:
+            raise ValueError(f"top1 is {self.top1}, expected a share of the tokens below 1, such as 0.99")
         if self.held_out < 2:
             raise ValueError(f"held_out is {self.held_out}, expected at least 2: one sequence has no spread")
+
+    def measured(self) -> dict[str, Any]:
+        """Returns the settings that risks depend on: a measurement serves every budget and every way to prove it."""
+        words = asdict(self)
+        for name in _OF_THE_PROOF:
+            del words[name]
+        return words
 
 
 @dataclass(eq=False)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adaattn_hf.files import write_atomically
-from adaattn_hf.policy.risk import RiskTable
+from .._files import write_atomically
+from ..policy.risk import RiskTable
 
 FILE = "adaattn_calibration.partial.npz"
 

@@ -9,14 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaattn_hf.approximate import Program, rows_with_fewer_keys
-from adaattn_hf.calibration import needles as needle
-from adaattn_hf.calibration import team
-from adaattn_hf.calibration.arms import ModelArms, TokenScores, compare_all, exact_tap, plan_tap
-from adaattn_hf.calibration.corpus import TokenSequence
-from adaattn_hf.calibration.scoring import NEXT_TOKEN, Scoring
-from adaattn_hf.plan import Verified
-from adaattn_hf.policy.acceptance import Bound, Gates, clustered, upper_bound
+from ..plans.plan import Verified
+from ..plans.program import Program
+from ..policy.acceptance import Bound, Gates, clustered, upper_bound
+from ..policy.aim import Observation
+from ..stats.paired import Float, Ratio, TokenScores, clustered_ratio
+from . import needles as needle
+from . import team
+from .arms import ModelArms, compare_all, exact_tap, plan_tap
+from .corpus import TokenSequence
+from .scoring import NEXT_TOKEN, Scoring
 
 Step = Callable[[int, int], None]
 
@@ -30,8 +32,10 @@ class Evidence:
         sums: Sum of token differences of each sequence.
         tokens: Scored tokens of each sequence.
         kl: KL of every token.
+        sources: Source of each sequence.
         agree: Tokens with the same likeliest token.
-        lost: Needles found by stock attention and lost by the plan, less those won.
+        lost: Needles found by stock attention and lost by the plan.
+        won: Needles found by the plan alone.
         found: Needles that stock attention finds.
         planned: Needles that the plan finds.
         needles: Needles.
@@ -40,31 +44,52 @@ class Evidence:
     names: list[str] = field(default_factory=list)
     sums: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    kl: list[Tensor] = field(default_factory=list)
+    kl: list[Float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     agree: int = 0
     lost: int = 0
+    won: int = 0
     found: int = 0
     planned: int = 0
     needles: int = 0
 
-    def add(self, name: str, scores: TokenScores) -> None:
+    def add(self, name: str, scores: TokenScores, source: str = "") -> None:
         """Adds the scores of one sequence."""
         self.names.append(name)
-        self.sums.append(float(scores.delta.sum()))
-        self.tokens.append(len(scores.delta))
-        self.kl.append(scores.kl.cpu())
+        self.sources.append(source)
+        self.sums.append(float(scores.delta[0].sum()))
+        self.tokens.append(scores.nll.shape[1])
+        self.kl.append(scores.kl[0])
         self.agree += int(scores.agree.sum())
 
     def add_needles(self, stock: Sequence[bool], planned: Sequence[bool]) -> None:
         """Adds the paired outcomes of one haystack."""
         self.found += sum(stock)
         self.planned += sum(planned)
-        self.lost += sum(stock) - sum(planned)
+        self.lost += sum(before and not after for before, after in zip(stock, planned, strict=True))
+        self.won += sum(after and not before for before, after in zip(stock, planned, strict=True))
         self.needles += len(stock)
 
     def bound(self, confidence: float) -> Bound:
         """Returns the upper bound of the loss difference, clustered by document."""
         return upper_bound(*clustered(self.names, self.sums, self.tokens), confidence)
+
+    def ratio(self) -> Ratio:
+        """Returns the mean loss difference with its error, clustered by document."""
+        return clustered_ratio(*clustered(self.names, self.sums, self.tokens))
+
+    def mean_kl(self) -> float:
+        """Returns the mean KL, nats/token."""
+        return float(np.concatenate(self.kl).mean())
+
+    def observed(self, kl: float) -> Observation:
+        """Returns what these sequences say about loss per KL.
+
+        Args:
+            kl: KL of the plan on the text that plans are compared on, nats/token.
+        """
+        deltas = np.array(self.sums) / np.array(self.tokens, dtype=np.float64)
+        return Observation(kl, deltas, tuple(self.sources))
 
 
 def gather(
@@ -77,6 +102,7 @@ def gather(
     needles: int = 8,
     seed: int = 0,
     step: Step | None = None,
+    before: Evidence | None = None,
     states: dict[int, list[Tensor]] | None = None,
 ) -> Evidence:
     """Returns the evidence of a plan on held-out sequences, each of its own length.
@@ -90,10 +116,11 @@ def gather(
         needles: Needles per haystack.
         seed: Seed of the needles and of what a reading masks.
         step: Told how many passes are done, and of how many.
+        before: Evidence of earlier looks at the same plan, which this is added to.
         states: Keeps the hidden states of exact attention by place, for further plans on the same sequences.
     """
     haystacks = haystacks if scoring.generates else 0
-    evidence = Evidence()
+    evidence = Evidence() if before is None else before
     tap = plan_tap(programs)
     crew = team.present()
     total = len(sequences) + haystacks
@@ -103,11 +130,11 @@ def gather(
         if states is not None and index not in states:
             states[index] = [arms.exact(reading) for reading in readings]
         known = states[index] if states is not None else None
-        scores.append(compare_all(arms, readings, tap, known).cpu())
+        scores.append(compare_all(arms, readings, tap, known))
         if step is not None:
             step(min(index + crew.size, len(sequences)), total)
     for sequence, score in zip(sequences, crew.gather(scores, len(sequences)), strict=True):
-        evidence.add(sequence.document, score)
+        evidence.add(sequence.document, score, sequence.source)
     generator = torch.Generator().manual_seed(seed)
     found: list[tuple[tuple[bool, ...], tuple[bool, ...]]] = []
     for index in range(haystacks):
@@ -138,9 +165,8 @@ def activation(
     for program in programs.values():
         within = min(length, program.max_length) if causal else length * (length <= program.max_length)
         for choice in program.plan.choices:
-            rows = rows_with_fewer_keys(choice, 0, within, length, causal)
-            dropped += rows
-            changed += within if choice.rank or choice.precision != "model" else rows
+            dropped += choice.rows_with_fewer_keys(0, within, length, causal)
+            changed += choice.changed_rows(0, within, length, causal)
     return (changed / total, dropped / total) if total else (0.0, 0.0)
 
 
@@ -150,7 +176,7 @@ def judge(
     *,
     confidence: float,
     tries: int,
-    share: tuple[float, float],
+    activation_share: tuple[float, float],
     predicted: float,
 ) -> Verified:
     """Returns the verdict on the evidence.
@@ -160,17 +186,18 @@ def judge(
         gates: What must hold.
         confidence: Level of the bound, tries already accounted for.
         tries: Plans verified so far, this one counted.
-        share: Activation rates of `activation`.
+        activation_share: Activation rates of `activation`.
         predicted: Predicted KL, nats/token.
     """
     bound = evidence.bound(confidence)
-    kl = torch.cat(evidence.kl)
-    mean = float(kl.mean())
+    kl = np.concatenate(evidence.kl)
+    mean, tail = float(kl.mean()), float(np.quantile(kl, 0.999))
     top1 = evidence.agree / max(bound.tokens, 1)
-    reasons = gates.failures(bound.upper, mean, top1, evidence.lost, evidence.found)
+    reasons = gates.failures(bound.upper, mean, top1, evidence.lost, evidence.won, evidence.found, tail)
+    gate, share = gates.nearest(bound.upper, mean, top1, tail)
     verdict = (
-        f"passed: Δnll {bound.mean:+.2e}, at most {bound.upper:.2e} nats/token at {confidence:.1%}, "
-        f"budget {gates.budget:.2e}"
+        f"passed: Δnll {bound.mean:+.2e}, at most {bound.upper:.2e} nats/token at {confidence:.2%}, "
+        f"budget {gates.budget:.2e}; nearest to its limit: {gate}, at {share:.0%}"
         if not reasons
         else "failed: " + "; ".join(reasons)
     )
@@ -184,12 +211,12 @@ def judge(
         documents=bound.clusters,
         tokens=bound.tokens,
         kl=mean,
-        kl_p999=float(np.quantile(kl.numpy(), 0.999)),
+        kl_p999=tail,
         top1=top1,
         retrieval_stock=evidence.found / needles if needles else None,
         retrieval_plan=evidence.planned / needles if needles else None,
-        activation=share[0],
-        activation_keys=share[1],
+        activation=activation_share[0],
+        activation_keys=activation_share[1],
         predicted_kl=predicted,
         sentence=verdict,
     )

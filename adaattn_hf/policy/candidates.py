@@ -1,4 +1,4 @@
-"""The choices a unit may take: kinds of sparsity and rank crossed with precisions.
+"""The choices a unit may take: which keys are read, or a rank, crossed with precisions.
 
 A combined choice is the sum of its parts to first order, so risks are measured for the parts and prices for
 the whole.
@@ -6,21 +6,31 @@ the whole.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from adaattn_hf.plan import EXACT, Choice
+from ..errors import unknown
+from ..plans.choices import EXACT, Choice, Part, Setting, all_keys, all_operands
+from ..plans.choices.blocks import MASSES
+from ..plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
 
-FAMILIES = ("window", "blocks", "rank", "bf16", "int8")
-WINDOWS = (256, 512, 1024, 2048, 4096)
-WINDOWS_BOTH_WAYS = (32, 64, 128, 256, 512, 1024, 2048)
-"""Of bidirectional attention: a window of W sees 2 W - 1 keys."""
-MASSES = (0.95, 0.98, 0.99, 0.995)
-SINKS = 16
+__all__ = [
+    "FAMILIES",
+    "MASSES",
+    "WINDOWS",
+    "WINDOWS_BOTH_WAYS",
+    "Candidates",
+    "candidates",
+    "known_families",
+    "refuse_unknown",
+]
+
+FAMILIES = tuple(name for kind in (*all_keys(), *all_operands()) for name in kind.families if kind.by_default)
+"""The families that are considered where none are named."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +48,21 @@ class Candidates:
     combine: NDArray[np.float64]
 
 
+def known_families() -> tuple[str, ...]:
+    """Returns the families of all kinds of parts."""
+    return tuple(name for kind in (*all_keys(), *all_operands()) for name in kind.families)
+
+
 def refuse_unknown(families: Sequence[str]) -> None:
     """Refuses names of families that there are none of.
 
     Raises:
         ValueError: If a family is unknown.
     """
+    known = known_families()
     for family in families:
-        if family not in FAMILIES:
-            near = difflib.get_close_matches(family, FAMILIES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"family {family!r} is unknown, expected some of {list(FAMILIES)}{hint}")
+        if family not in known:
+            raise ValueError(unknown("family", family, known))
 
 
 def candidates(
@@ -62,37 +76,30 @@ def candidates(
 ) -> Candidates:
     """Returns the choices that make sense for sequences up to `length` and heads of `head_dim` in `dtype`.
 
-    Windows that leave out less than a quarter of the scores are left out (they save nothing worth a launch: a
-    causal window of half the sequence, one that looks both ways of three eighths), ranks are multiples of 16,
-    bfloat16 is a choice for float32 models alone.
+    Each kind of part says which; see `Part.candidates`.
 
     Raises:
         ValueError: If a family is unknown.
     """
     refuse_unknown(families)
-    kinds = [EXACT]
-    if "window" in families:
-        widest = length // 2 - SINKS if causal else (3 * length // 4 - SINKS) // 2
-        kinds += [Choice("window", window, SINKS) for window in windows if window <= widest]
-    if "blocks" in families and length >= 512:
-        kinds += [Choice("blocks", sinks=SINKS, mass=mass) for mass in masses]
-    ranks: list[Choice] = []
-    if "rank" in families:
-        ranks = [
-            Choice(rank=rank)
-            for rank in sorted({head_dim // 2, head_dim * 3 // 4})
-            if rank >= 16 and rank % 16 == 0
-        ]
-    precisions = [EXACT]
-    if "bf16" in families and dtype == "float32":
-        precisions.append(Choice(precision="bf16"))
-    if "int8" in families:
-        precisions.append(Choice(precision="int8"))
-    parts = (*kinds[1:], *ranks, *precisions[1:])
-    choices: list[Choice] = []
-    rows: list[NDArray[np.float64]] = []
-    for kind in (*kinds, *ranks):
-        for precision in precisions if kind not in ranks else [EXACT]:
-            choices.append(replace(kind, precision=precision.precision))
-            rows.append(np.array([float(part in (kind, precision) and part != EXACT) for part in parts]))
-    return Candidates(tuple(choices), parts, np.array(rows).reshape(len(choices), len(parts)))
+    setting = Setting(length, head_dim, dtype, tuple(families), tuple(windows), tuple(masses), causal)
+    keys = _all(all_keys(), setting)
+    alone = _all([kind for kind in all_operands() if not kind.crosses], setting)
+    crossing = _all([kind for kind in all_operands() if kind.crosses], setting)
+    combinations: list[tuple[Part, ...]] = []
+    for base in [(), *((part,) for part in keys)]:
+        combinations += [base, *((*base, part) for part in crossing)]
+    combinations += [(part,) for part in alone]
+    parts = (*keys, *alone, *crossing)
+    rows = [np.array([float(part in chosen) for part in parts]) for chosen in combinations]
+    return Candidates(
+        tuple(Choice.of(*chosen) if chosen else EXACT for chosen in combinations),
+        tuple(Choice.of(part) for part in parts),
+        np.array(rows).reshape(len(combinations), len(parts)),
+    )
+
+
+def _all(kinds: Sequence[type[Part]], setting: Setting) -> list[Part]:
+    """The candidates of the kinds that are asked for, one after the other."""
+    asked = [kind for kind in kinds if not set(kind.families).isdisjoint(setting.families)]
+    return list(chain.from_iterable(kind.candidates(setting) for kind in asked))

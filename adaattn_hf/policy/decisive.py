@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from adaattn_hf.policy.knapsack import Array
+from .knapsack import Array
 
 
 def decisive_pairs(

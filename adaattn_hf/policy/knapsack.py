@@ -94,6 +94,8 @@ def allocate(
     riskless = allowed & (np.where(np.isfinite(risks), risks, 1.0) == 0.0).all(axis=0)
     if not riskless.any(axis=1).all():
         raise ValueError("a unit has no choice of zero risk; the exact choice must be among the choices")
+    # what alone exceeds a budget is in no plan, and in units of a tiny budget its risk is beyond the solver's numbers
+    allowed &= (np.where(np.isfinite(risks), risks, np.inf) <= budget[:, None, None]).all(axis=0)
     items = units * choices
     pairs: list[tuple[int, int]] = []
     if launches is not None and (launches.constant > 0).any():

@@ -60,13 +60,14 @@ class PriceTable:
 
     Attributes:
         machine: What was measured on, in words.
-        shared: Whether choices of one precision share a launch there; see `execute.launch_name`.
+        launch_of: Name of the launch that serves a choice there, by the choice's label; choices of one name share
+            it, and its fixed cost (see `execute.launch_names`). A choice that it lacks has a launch of its own.
         prices: `prices[phase][length][launch]`; phases are `prefill` and `decode`, launches are choice
             labels.
     """
 
     machine: str
-    shared: bool
+    launch_of: Mapping[str, str]
     prices: Mapping[str, Mapping[int, Mapping[str, Price]]]
 
     def price(self, phase: str, length: int, launch: str) -> Price:
@@ -89,6 +90,10 @@ class PriceTable:
         share = (math.log(length) - math.log(n0)) / (math.log(n1) - math.log(n0))
         return Price(_between(low.constant, high.constant, share), _between(low.slope, high.slope, share))
 
+    def launch(self, label: str) -> str:
+        """Returns the name of the launch that serves a choice."""
+        return self.launch_of.get(label, label)
+
     def launches(self, phase: str) -> set[str]:
         """Returns the launches measured in a phase."""
         return {launch for row in self.prices[phase].values() for launch in row}
@@ -109,7 +114,9 @@ class PriceTable:
         }
         return (
             json.dumps(
-                {"machine": self.machine, "prices": prices, "shared": self.shared}, indent=1, sort_keys=True
+                {"machine": self.machine, "prices": prices, "launch_of": dict(self.launch_of)},
+                indent=1,
+                sort_keys=True,
             )
             + "\n"
         )
@@ -122,13 +129,14 @@ class PriceTable:
             ValueError: If the text is not such a table.
         """
         data: Any = json.loads(text)
-        if not isinstance(data, dict) or set(data) != {"machine", "prices", "shared"}:
+        if not isinstance(data, dict) or set(data) != {"launch_of", "machine", "prices"}:
             raise ValueError(
-                "the prices file is not a table of prices; expected the keys machine, prices and shared"
+                "the prices file is not a table of prices of this version; expected the keys launch_of, machine and "
+                "prices: leave --prices out to measure them"
             )
         return cls(
             data["machine"],
-            bool(data["shared"]),
+            dict(data["launch_of"]),
             {
                 phase: {
                     int(length): {

@@ -1,113 +1,233 @@
-"""Mass-distance profile: how much attention every window would drop, for all windows at once.
+"""What the rows of attention look like: entropy, support, attention sinks, mass by distance, block density, int8 noise.
 
-Dropping the keys outside a set S and renormalising changes the output by delta * (mean of the dropped values
-- mean of the kept values), with delta = 1 - exp(lse_S - lse_all): two log-sum-exps measure the error of any
-window. One gathered attention of the sampled rows gives the lse of every distance bin, and so delta of every
-window.
+Every statistic is taken on sampled query rows, a few at a time, against all keys: O(rows * kv_len) memory, never a
+`q_len x kv_len` matrix, so that 8k or 32k tokens cost what their sampled rows cost.
+
+Entropy describes a head (peaked or diffuse). It is a sparsity signal and not a rank: attention to one key has entropy
+zero and full rank, uniform attention has the largest entropy and rank one. Ranks come from `stats.spectrum`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from adaattn_hf.stats.rows import grouped_logits, masked, safe_lse
+from ..attention.rounding import through_dtype, through_int8
+from .rows import grouped_logits, masked, probabilities
+
+DISTANCES = (0, 16, 64, 256, 1024, 4096, 16384)
+"""Edges of the distance bins, in keys between query and key; the last bin has no end."""
+SINK_KEYS = 4
+"""First keys of a document whose share of the attention is the sink mass."""
+BLOCK = 64
+"""Keys per block of the block density."""
+DENSITIES = (0.95, 0.99)
+"""Shares of the attention that the blocks counted by the block density hold."""
+_CHUNK_ELEMENTS = 1 << 23
 
 
-@dataclass(frozen=True)
-class MassProfile:
-    """Dropped mass of sink-and-window attention.
+def row_statistics(weights: Tensor, visible: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    """Returns what describes each row of attention weights, by name.
 
-    Attributes:
-        windows: The windows measured, rising.
-        sinks: First keys always kept.
-        dropped: `[batch, heads, rows, windows]`, attention weight outside sinks and window.
+    Args:
+        weights: `[heads, rows, kv_len]`, each row a distribution over the keys it sees; a row of zeros where there is
+            none.
+        visible: Boolean, broadcastable to `weights`.
+        positions: `[rows]`, index of each query among the keys.
+
+    Returns:
+        `entropy` (nats), `support` (exp of it: the keys of a uniform row of that entropy), `keys` (visible ones),
+        `sink_mass`, `block_density_95` and `block_density_99` (the smallest share of the visible blocks of 64 keys that
+        holds so much of the attention), each `[heads, rows]`; `distance_mass`, `[heads, rows, bins]`.
     """
-
-    windows: tuple[int, ...]
-    sinks: int
-    dropped: Tensor
-
-    def mean(self) -> Tensor:
-        """Returns the mean dropped mass `[heads, windows]` over batch and rows."""
-        return self.dropped.mean(dim=(0, 2))
-
-    def quantile(self, share: float) -> Tensor:
-        """Returns the `share` quantile `[heads, windows]` of the dropped mass over batch and rows."""
-        heads, windows = self.dropped.shape[1], len(self.windows)
-        flat = self.dropped.permute(1, 3, 0, 2).reshape(heads, windows, -1)
-        return torch.quantile(flat.float(), share, dim=-1)
-
-    def quartiles(self) -> Tensor:
-        """Returns `[heads, windows, 4]`: the mean dropped mass in each quarter of the rows, early to late."""
-        parts = self.dropped.tensor_split(4, dim=2)
-        return torch.stack(
-            [
-                part.mean(dim=(0, 2)) if part.shape[2] else part.new_zeros(part.shape[1], part.shape[3])
-                for part in parts
-            ],
-            dim=-1,
+    seen = visible.expand_as(weights)
+    kv_len = weights.shape[-1]
+    keys = torch.arange(kv_len, device=weights.device)
+    entropy = -torch.xlogy(weights, weights).sum(-1)
+    first = seen.to(torch.uint8).argmax(-1, keepdim=True)
+    sinks = (keys >= first) & (keys < first + SINK_KEYS)
+    edges = torch.tensor(DISTANCES[1:], device=weights.device)
+    distance = (positions[:, None] - keys).abs()
+    bins = torch.bucketize(distance, edges, right=True).expand_as(weights)
+    by_distance = weights.new_zeros(*weights.shape[:-1], len(DISTANCES)).scatter_add_(-1, bins, weights)
+    found = {
+        "entropy": entropy,
+        "support": entropy.exp(),
+        "keys": seen.sum(-1).to(weights.dtype),
+        "sink_mass": (weights * sinks).sum(-1),
+        "distance_mass": by_distance,
+    }
+    spare = -kv_len % BLOCK
+    blocks = torch.nn.functional.pad(weights, (0, spare)).unflatten(-1, (-1, BLOCK)).sum(-1)
+    reachable = torch.nn.functional.pad(seen, (0, spare)).unflatten(-1, (-1, BLOCK)).any(-1).sum(-1)
+    held = blocks.sort(dim=-1, descending=True).values.cumsum(-1)
+    for share in DENSITIES:
+        needed = (held < share * held[..., -1:] * (1 - 1e-6)).sum(-1) + 1
+        density = needed.to(weights.dtype) / reachable.clamp(min=1)
+        found[f"block_density_{round(100 * share)}"] = torch.where(
+            reachable > 0, density.clamp(max=1.0), torch.zeros_like(density)
         )
+    return found
 
 
-def mass_profile(
+def rows_at_a_time(heads: int, rows: int, kv_len: int) -> int:
+    """Returns how many rows of all heads are held at once, so that their weights stay within 32 MiB of fp32."""
+    return max(1, min(rows, _CHUNK_ELEMENTS // max(heads * kv_len, 1)))
+
+
+def head_sums(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
+    visible: Tensor,
     positions: Tensor,
     *,
     scaling: float,
-    windows: Sequence[int],
-    sinks: int = 16,
-    visible: Tensor | None = None,
     softcap: float | None = None,
-    first_keys: Tensor | int = 0,
-) -> MassProfile:
-    """Returns the dropped mass of each window for the sampled rows.
+    bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    answer: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Returns the sums over rows of `row_statistics`, and the energies of rounding errors, per query head in fp64.
 
     Args:
-        query: `[batch, heads, rows, head_dim]`, the sampled rows.
-        key: `[batch, num_kv_heads, kv_len, head_dim]`.
-        positions: `[rows]`, the place of each row among the keys.
+        query: `[heads, rows, head_dim]`, the sampled rows.
+        key, value: `[num_kv_heads, kv_len, head_dim]` and `[num_kv_heads, kv_len, head_dim_v]`.
+        visible: Boolean `[1 or heads, rows, kv_len]`, True = attend.
+        positions: `[rows]`, index of each query among the keys.
         scaling: Factor on the products.
-        windows: Windows to measure; a window of W keeps the keys at distance below W.
-        sinks: First keys kept beside every window.
-        visible: Boolean, broadcastable to `[batch, heads, rows, kv_len]`, True = attend.
         softcap: `c` of `c * tanh(logit / c)`.
-        first_keys: Place of the first key of each row's document, `[rows]` or one number; sinks are counted
-            from it.
+        bias: Added to the logits, broadcastable to `[heads, rows, kv_len]`.
+        sink_logits: `[heads]`, learned logits that take part in each row's softmax and have no value. The weights
+            described are those of the keys among themselves; what the sinks take is `learned_sink`.
+        answer: `[heads, rows, head_dim_v]`, what was computed for these rows; its error is measured like those of int8
+            and bf16.
+
+    Returns:
+        Sums by name; `rows` counts the rows that see a key. `signal` is the energy of the exact output rows in fp32,
+        `noise_int8`, `noise_bf16` and `noise_answer` those of the errors of int8 operands (keys smoothed by their
+        mean), bf16 operands, and the answer.
     """
-    ordered = tuple(sorted(windows))
-    logits = masked(grouped_logits(query, key, scaling, softcap), visible)
-    keys = torch.arange(key.shape[2], device=query.device)
-    distance = positions[:, None] - keys[None]
-    start = first_keys if isinstance(first_keys, Tensor) else torch.as_tensor(first_keys, device=query.device)
-    from_start = keys[None] - start.reshape(-1, 1)
-    sink = (from_start >= 0) & (from_start < sinks)
-    total = safe_lse(logits)
-    finite = torch.isfinite(total)
-    dropped = []
-    for window in ordered:
-        kept = safe_lse(masked(logits, (distance < window) | sink))
-        ratio = torch.where(finite, kept - total, torch.zeros_like(total)).clamp(max=0.0)
-        dropped.append(-torch.expm1(ratio))
-    return MassProfile(ordered, sinks, torch.stack(dropped, dim=-1))
+    heads = query.shape[0]
+    query, key, value = query.float(), key.float(), value.float()
+    share = heads // key.shape[0]
+    live = visible.any(-1).any(0)
+    query, positions, visible = query[:, live], positions[live], visible[:, live]
+    answer = None if answer is None else answer[:, live].float()
+    seen_keys = visible.any(1).any(0)
+    centre = key[:, seen_keys].mean(1, keepdim=True)
+    rounded = {
+        "noise_int8": (through_int8(query), through_int8(key - centre), through_int8(value)),
+        "noise_bf16": tuple(through_dtype(t, torch.bfloat16) for t in (query, key, value)),
+    }
+    sums: dict[str, Tensor] = {"rows": torch.full((heads,), float(query.shape[1]), dtype=torch.float64)}
+
+    def add(name: str, values: Tensor) -> None:
+        sums[name] = sums.get(name, 0.0) + values.double().cpu()  # type: ignore[operator]
+
+    step = rows_at_a_time(heads, query.shape[1], key.shape[1])
+    for start in range(0, query.shape[1], step):
+        part = slice(start, start + step)
+        seen = visible[:, part]
+
+        def attended(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = grouped_logits(q[None, :, part], k[None], scaling, softcap)[0]  # noqa: B023
+            if bias is not None:
+                logits = logits + bias[..., live, :][..., part, :]  # noqa: B023
+            logits = masked(logits, seen)  # noqa: B023
+            weights = probabilities(logits)
+            out = (
+                (weights.unflatten(0, (-1, share)).flatten(1, 2) @ v).unflatten(1, (share, -1)).flatten(0, 1)
+            )
+            return logits, weights, out
+
+        logits, weights, out = attended(query, key, value)
+        for name, values in row_statistics(weights, seen, positions[part]).items():
+            add(name, values.sum(1))
+            if name == "entropy":
+                add("entropy_squared", values.square().sum(1))
+        kept: float | Tensor = 1.0
+        if sink_logits is not None:
+            lse = logits.logsumexp(-1)
+            share_of_keys = torch.sigmoid(lse - sink_logits.float()[:, None])
+            add("learned_sink", (1.0 - share_of_keys).sum(1))
+            kept = share_of_keys[..., None]
+        exact = out * kept
+        add("signal", exact.square().sum((1, 2)))
+        for name, operands in rounded.items():
+            add(name, (attended(*operands)[2] - out).mul(kept).square().sum((1, 2)))
+        if answer is not None:
+            add("noise_answer", (answer[:, part] - exact).square().sum((1, 2)))
+    return sums
 
 
-def extrapolated_mass(dropped: float, measured_at: int, window: int, length: int) -> float:
-    """Returns the dropped mass to expect at `length` if far keys gained odds in proportion to their number.
+def decibels(signal: Tensor, noise: Tensor) -> Tensor:
+    """Returns the signal-to-noise ratio of energies in dB, infinite where there is no noise."""
+    return 10.0 * torch.log10(signal / noise)
 
-    odds(n) = odds(n0) * (n - W) / (n0 - W), the pessimistic extrapolation: every further far key is as
-    attractive as the far keys already seen. A window that fails it needs a measurement at that length.
 
-    Raises:
-        ValueError: If `dropped` is no share in [0, 1), or `measured_at` is not longer than the window.
+def pooled_weights(
+    query: Tensor,
+    key: Tensor,
+    visible: Iterator[Tensor],
+    bins: tuple[int, int],
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Returns the attention of one head as an image; a pixel is the mean over its rows of the weight of its keys.
+
+    Rows are computed again from queries and keys, normalised by their log-sum-exp, and pooled at once: a map of 32k by
+    32k needs no more memory than a few hundred rows.
+
+    Args:
+        query: `[rows, head_dim]`, rows of one head.
+        key: `[kv_len, head_dim]`.
+        visible: Yields Boolean masks `[some rows, kv_len]` of the rows in order.
+        bins: Rows and columns of the image.
+        scaling: Factor on the products.
+        softcap: `c` of `c * tanh(logit / c)`.
     """
-    if not 0.0 <= dropped < 1.0:
-        raise ValueError(f"dropped is {dropped}, expected a share in [0, 1)")
-    if measured_at <= window:
-        raise ValueError(f"measured_at is {measured_at}, expected a length beyond the window of {window}")
-    odds = dropped / (1.0 - dropped) * max(length - window, 0) / (measured_at - window)
-    return odds / (1.0 + odds)
+    rows, kv_len = query.shape[0], key.shape[0]
+    height, width = min(bins[0], rows), min(bins[1], kv_len)
+    column = torch.arange(kv_len, device=key.device) * width // kv_len
+    image = torch.zeros(height, width, dtype=torch.float64, device=key.device)
+    count = torch.zeros(height, dtype=torch.float64, device=key.device)
+    start = 0
+    keys = key.float()
+    for seen in visible:
+        part = query[start : start + seen.shape[0]].float()
+        logits = part @ keys.T * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        weights = probabilities(masked(logits, seen))
+        pooled = weights.new_zeros(len(part), width).index_add_(1, column, weights)
+        row = (torch.arange(len(part), device=key.device) + start) * height // rows
+        image.index_add_(0, row, pooled.double())
+        count.index_add_(0, row, seen.any(-1).double())
+        start += len(part)
+    return image / count.clamp(min=1)[:, None]
+
+
+def means(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns means over rows, spreads, and noise in dB, from the sums of any number of calls."""
+    rows = sums["rows"].clamp(min=1)
+    plain = (
+        "entropy",
+        "support",
+        "keys",
+        "sink_mass",
+        "block_density_95",
+        "block_density_99",
+        "learned_sink",
+    )
+    found = {name: sums[name] / rows for name in plain if name in sums}
+    variance = sums["entropy_squared"] / rows - found["entropy"].square()
+    found["entropy_deviation"] = variance.clamp(min=0).sqrt()
+    found["distance_mass"] = sums["distance_mass"] / rows[:, None]
+    for name in ("int8", "bf16", "answer"):
+        if f"noise_{name}" in sums:
+            found[f"sqnr_{name}"] = decibels(sums["signal"], sums[f"noise_{name}"])
+    return found

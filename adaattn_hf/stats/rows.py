@@ -84,11 +84,6 @@ def masked(logits: Tensor, visible: Tensor | None) -> Tensor:
     return logits if visible is None else logits.masked_fill(~visible, NEVER)
 
 
-def safe_lse(logits: Tensor) -> Tensor:
-    """Returns the log-sum-exp over the last axis, minus infinity (never NaN) for a row with no visible key."""
-    return torch.logsumexp(logits, dim=-1)
-
-
 def probabilities(logits: Tensor) -> Tensor:
     """Returns softmax over the last axis, a row of zeros where every logit is minus infinity."""
     return torch.nan_to_num(torch.softmax(logits, dim=-1), nan=0.0)

@@ -104,17 +104,6 @@ def score_factors(moments: Gram, rank: int) -> tuple[Tensor, Tensor]:
     return _root(moments.query, inverse=True) @ basis, root @ basis
 
 
-def relative_residual(spectrum: Tensor, rank: int) -> Tensor:
-    """Returns the relative Frobenius error of the best rank-r approximation, `sqrt(sum_{i>r} s_i^2 / sum s_i^2)`."""
-    energy = spectrum.square()
-    return (energy[..., rank:].sum(-1) / energy.sum(-1).clamp(min=1e-300)).sqrt()
-
-
-def stable_rank(spectrum: Tensor) -> Tensor:
-    """Returns `||S||_F^2 / ||S||_2^2`, at most the rank."""
-    return spectrum.square().sum(-1) / spectrum[..., 0].square().clamp(min=1e-300)
-
-
 def effective_rank(spectrum: Tensor) -> Tensor:
     """Returns the exponential of the entropy of the normalised singular values (Roy and Vetterli, 2007)."""
     share = spectrum / spectrum.sum(-1, keepdim=True).clamp(min=1e-300)

@@ -1,4 +1,4 @@
-"""The grid of the benchmark: `configs/bench.yaml` as records."""
+"""The grid of the benchmark: `bench.yaml` beside this file, as records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from adaattn_hf.eval.errors import UsageError
+from adaattn_hf.errors import UsageError
 
 __all__ = ["Cell", "Grid", "read_grid"]
 
@@ -90,9 +90,9 @@ def read_grid(path: Path | None = None, device: str = "cpu") -> Grid:
         UsageError: There is no such file, or a cell has a key that is not known.
     """
     if path is None:
-        text = resources.files("adaattn_hf.configs").joinpath("bench.yaml").read_text(encoding="utf-8")
+        text = resources.files(__package__).joinpath("bench.yaml").read_text(encoding="utf-8")
     elif not path.is_file():
-        raise UsageError(f"grid: {path} is no file; expected YAML like configs/bench.yaml")
+        raise UsageError(f"grid: {path} is no file; expected YAML like eval/bench/bench.yaml")
     else:
         text = path.read_text(encoding="utf-8")
     data = yaml.safe_load(text)

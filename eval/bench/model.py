@@ -10,8 +10,9 @@ import transformers
 from torch import Tensor
 
 import adaattn_hf
-from adaattn_hf.eval.bench.grid import Cell
-from adaattn_hf.eval.bench.work import Work, padding_of
+
+from .grid import Cell
+from .work import Work, padding_of
 
 __all__ = ["model_works"]
 

@@ -13,7 +13,7 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from adaattn_hf.eval.bench.grid import Cell, Grid
+from .grid import Cell, Grid
 
 __all__ = ["Work", "absent_peers", "attention_works", "missing", "padding_of"]
 

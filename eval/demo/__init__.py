@@ -1,17 +1,18 @@
 """Three tiny models and a text sample that come with the package, so that it can be tried and tested offline.
 
-The models and the sample are data beside this file, in directories that are not packages; `train.py` makes
-them.
+The models and the sample are data beside this file, in directories that are not packages; `studies/demo`
+makes them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
+
+from adaattn_hf.errors import unknown
 
 _SAMPLE = "text-sample"
 
@@ -47,14 +48,17 @@ def demo_model_path(name: str) -> Path:
         ValueError: There is no demo model of that name.
     """
     if name not in DEMO_MODELS:
-        near = get_close_matches(name, DEMO_MODELS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"demo model is {name!r}, expected one of {', '.join(DEMO_MODELS)}{hint}")
+        raise ValueError(unknown("demo model", name, DEMO_MODELS))
     return _data(DEMO_MODELS[name])
 
 
 def _lines(filename: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in _data(_SAMPLE, filename).read_text(encoding="utf-8").splitlines()]
+
+
+def pages_path(split: str) -> Path:
+    """File of the packaged pages to `calibrate` on or to prove on: `calibration` or `heldout`, a `.jsonl`."""
+    return _data(_SAMPLE, f"{split}.jsonl")
 
 
 def heldout_pages() -> list[str]:

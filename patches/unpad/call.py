@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from adaattn_hf.patches.family import family_of
-
+from ..families import family_of
 from .layout import PackedLayout
 from .positions import PositionRule
 from .prefill import PackedPrefill

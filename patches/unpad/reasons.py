@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from adaattn_hf.patches.refusal import uses_interface
-from adaattn_hf.patches.registry import NAMES
+from ..registry import NAMES
+from ..support import uses_interface
 
 __all__ = ["refusals", "trunk_of"]
 

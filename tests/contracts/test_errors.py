@@ -20,17 +20,19 @@ from torch import nn
 from transformers import BertForMaskedLM, BertModel
 
 import adaattn_hf
-from adaattn_hf import execute
-from adaattn_hf.approximate import LayerTensors, Program
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BackendRefusal, by_name
 from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
 from adaattn_hf.calibration.scoring import MaskedTokens
-from adaattn_hf.patches.carrier import StructuredMask
 from adaattn_hf.patches.interface import attention_function
-from adaattn_hf.plan import Choice, LayerPlan, Plan, PlanError
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.plans import execute
+from adaattn_hf.plans.plan import Choice, LayerPlan, Plan, PlanError
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.tensors import LayerTensors
 
+from ..support.choices import make_choice
 from ..support.models import config_of, fresh_pair, tokens
 from ..support.source_tree import ROOT
 
@@ -72,9 +74,9 @@ def attend(
 def planned(choice: Choice, heads: int = 2, requires_grad: bool = False) -> Any:
     """A layer that computes `choice` in each of two key/value heads, on keys with `heads` of them."""
     program = Program(LayerPlan(0, "hash", (choice, choice)), LayerTensors(), 64)
-    x = torch.zeros(1, heads, 6, 4, requires_grad=requires_grad)
+    x = torch.zeros(1, heads, 20, 4, requires_grad=requires_grad)
     return execute.attend(
-        program, AttentionRequest(x, x, x, CallStructure(1, 6, 6, causal=True), scaling=0.5)
+        program, AttentionRequest(x, x, x, CallStructure(1, 20, 20, causal=True), scaling=0.5)
     )
 
 
@@ -142,7 +144,7 @@ CASES = (
         "misspells a setting",
         lambda: run_with(bugdet=0.001),
         adaattn_hf.ConfigError,
-        ("adaattn", "'bugdet'", "known are", "Did you mean 'budget'?"),
+        ("adaattn", "'bugdet'", "expected one of", "Did you mean 'budget'?"),
     ),
     Case(
         "gives a budget in percent",
@@ -218,15 +220,15 @@ CASES = (
     ),
     Case(
         "writes a plan with an unknown choice",
-        lambda: Choice(kind="windw"),  # type: ignore[arg-type]
+        lambda: make_choice(kind="windw"),
         PlanError,
-        ("kind", "'windw'", "expected one of", "did you mean 'window'?"),
+        ("kind", "'windw'", "expected one of", "Did you mean 'window'?"),
     ),
     Case(
         "writes a plan with a window that is none",
-        lambda: Choice(kind="exact", window=64),
+        lambda: make_choice(kind="exact", window=64),
         PlanError,
-        ("window", "is 64", "kind 'exact'", "only a window"),
+        ("window", "is 64", "kind 'exact'", "expected 0"),
     ),
     Case(
         "loads a plan of another version",
@@ -236,13 +238,13 @@ CASES = (
     ),
     Case(
         "runs a plan on a model with other key/value heads",
-        lambda: planned(Choice(precision="bf16"), heads=4),
+        lambda: planned(make_choice(precision="bf16"), heads=4),
         ValueError,
         ("plan of layer 0", "got keys with 4", "made for 2 key/value heads", "calibrate the model"),
     ),
     Case(
         "trains through a plan that rounds to int8",
-        lambda: planned(Choice(precision="int8"), requires_grad=True),
+        lambda: planned(make_choice(precision="int8"), requires_grad=True).out.sum().backward(),
         ValueError,
         ("plan of layer 0", "int8", "no gradient", "remove_plan(model)"),
     ),

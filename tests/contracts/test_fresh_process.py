@@ -25,10 +25,18 @@ LATE = (
     "typer",
     "scipy.optimize",
     "adaattn_hf.eval",
-    "adaattn_hf.cli",
-    "adaattn_hf.calibration.calibrate",
+    "adaattn_hf.cli.main",
+    "adaattn_hf.calibration",
+    "adaattn_hf.policy",
+    "adaattn_hf.stats",
+    "adaattn_hf.plans",
+    "adaattn_hf.backends.native.build",
+    "adaattn_hf.backends.native.library",
+    "torch._dynamo",
 )
-"""What only the command line, calibration and plots need."""
+"""What only commands, calibration, plans, plots, the first call on a processor or a tracer needs."""
+MOST = 30
+"""Modules of ours that registering names may load."""
 
 GUARD = """
 import logging, os, sys
@@ -42,8 +50,9 @@ class Without:
     def find_spec(self, name, path=None, target=None):
         return None if name.split(".")[0] in {blocked!r} else self.finder.find_spec(name, path, target)
 
+import ctypes
 import torch
-import transformers, transformers.modeling_utils
+import transformers, transformers.modeling_utils, transformers.masking_utils
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 for name in {blocked!r}:
     sys.modules.pop(name, None)
@@ -60,6 +69,8 @@ def refuse(*args, **kwargs):
 queries = ["is_available", "device_count", "get_device_capability", "get_device_properties", "current_device", "init"]
 patches = [mock.patch.object(torch.cuda, query, refuse) for query in queries]
 patches += [mock.patch.object(torch.accelerator, query, refuse) for query in ("is_available", "device_count")]
+opened = []
+patches.append(mock.patch.object(ctypes.CDLL, "__init__", lambda self, name, *a, **k: opened.append(str(name))))
 for patch in patches:
     patch.start()
 import {module}
@@ -68,6 +79,9 @@ for patch in patches:
 new = set(sys.modules) - before
 loaded = sorted(name for name in {late!r} if name in new)
 assert not loaded, f"imported: {{loaded}}"
+ours = sorted(name for name in new if name.split(".")[0] == "adaattn_hf")
+assert len(ours) <= {most}, f"{{len(ours)}} modules of ours: {{ours}}"
+assert not [name for name in opened if "adaattn" in name or "torch" in name], f"opened: {{opened}}"
 assert not torch.cuda.is_initialized(), "CUDA was initialised"
 loud = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 assert not loud, f"logged: {{loud}}"
@@ -81,7 +95,7 @@ def run(
     code: str, *, blocked: tuple[str, ...] = (), module: str = "adaattn_hf", path: Path | None = None
 ) -> str:
     """What a fresh process prints; its error output where it fails."""
-    guard = GUARD.format(blocked=set(blocked), late=LATE + OPTIONAL, module=module)
+    guard = GUARD.format(blocked=set(blocked), late=LATE + OPTIONAL, module=module, most=MOST)
     prefix = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
     done = subprocess.run(
         [
@@ -116,6 +130,7 @@ def test_import_registers_the_names_and_does_nothing_else() -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="adaattn")
         out = model(input_ids=torch.arange(6)[None]).logits
         assert torch.isfinite(out).all()
+        assert "adaattn_hf.plans" not in sys.modules, "a call without a plan loaded what plans need"
         missing = str(adaattn_hf.explain(model))
         print(missing)
     """
@@ -123,9 +138,31 @@ def test_import_registers_the_names_and_does_nothing_else() -> None:
     assert "flash-attn is not installed" in printed, printed
 
 
+def test_a_first_call_that_is_traced_registers_nothing() -> None:
+    """The operators are there before any tracing; the library opens with the first call that needs it."""
+    code = """
+        import sys
+        ours = torch.ops.adaattn_hf
+        operators = [ours.native_attend.default, ours.native_attend_backward.default]
+        config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                          num_attention_heads=2, num_key_value_heads=1)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="adaattn").eval()
+        ids = torch.arange(6)[None]
+        with torch.no_grad():
+            traced = torch.compile(model, fullgraph=True, backend="eager")(input_ids=ids).logits
+            plain = model(input_ids=ids).logits
+        assert torch.allclose(traced, plain, atol=1e-5), (traced - plain).abs().max()
+        assert operators == [ours.native_attend.default, ours.native_attend_backward.default]
+        print("right")
+    """
+    assert run(code) == "right\n"
+
+
 PLANTED = {
     "a device was queried": "import torch\ntorch.cuda.is_available()\n",
     "imported: ['typer']": "import typer\n",
+    "31 modules of ours": "import sys\nsys.modules.update({f'adaattn_hf.planted{n}': sys for n in range(31)})\n",
+    "opened: ['libadaattn.so']": "import ctypes\nctypes.CDLL('libadaattn.so')\n",
     "logged: ['hello']": "import logging\nlogging.getLogger('planted').warning('hello')\n",
     "torch was set": "import torch\ntorch.set_num_threads(torch.get_num_threads() + 1)\n",
     "the environment was changed": "import os\nos.environ['PLANTED'] = '1'\n",
@@ -137,7 +174,7 @@ def test_the_guard_finds_planted_violations(tmp_path: Path) -> None:
     """One process for all: every planted module is guarded by the same statements as the package."""
     for number, text in enumerate(PLANTED.values()):
         (tmp_path / f"planted{number}.py").write_text(text)
-    statements = GUARD.format(blocked=set(OPTIONAL), late=LATE + OPTIONAL, module="{module}")
+    statements = GUARD.format(blocked=set(OPTIONAL), late=LATE + OPTIONAL, module="{module}", most=MOST)
     code = f"""
         statements = {statements!r}
         for number in range({len(PLANTED)}):

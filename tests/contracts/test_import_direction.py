@@ -12,48 +12,34 @@ from ..support.source_tree import MAPPED, Module, arrows, read_modules
 
 P = "adaattn_hf"
 FLOORS: tuple[tuple[str, ...], ...] = (
-    # what is asked
-    (f"{P}.files", f"{P}.interrupt", f"{P}._segments", f"{P}.structure", f"{P}.config", f"{P}.request"),
-    # decided data, the oracle, measuring
-    (
-        f"{P}.plan",
-        f"{P}.presets",
-        f"{P}.configs",
-        f"{P}.reference",
-        f"{P}.stats",
-        f"{P}.tap",
-        f"{P}.selection",
-        f"{P}.approximate",
-        f"{P}.attach",
-    ),
-    # deciding; how
-    (f"{P}.policy", f"{P}.backends", f"{P}.cache"),
-    # a plan carried out by backends
-    (f"{P}.native_launch", f"{P}.execute"),
+    # what is asked; settings, errors and files
+    (f"{P}.attention", f"{P}.config", f"{P}.errors", f"{P}._files"),
+    # how it is computed; measuring; named settings
+    (f"{P}.backends", f"{P}.stats", f"{P}.presets", f"{P}.configs"),
+    # what a layer does about a call
+    (f"{P}.plans",),
+    # deciding
+    (f"{P}.policy",),
     # a model over text; Transformers
-    (f"{P}.calibration", f"{P}.observe", f"{P}.patches"),
+    (f"{P}.calibration", f"{P}.patches"),
     # the face
     (P,),
-    # evidence and the command line
-    (
-        f"{P}.eval",
-        f"{P}.cli",
-        f"{P}.calibration.command",
-        f"{P}.calibration.loading",
-        f"{P}.calibration.progress",
-        f"{P}.plan_command",
-        f"{P}.plan_picture",
-    ),
+    # evidence
+    (f"{P}.eval",),
+    # the command line
+    (f"{P}.cli", f"{P}.__main__"),
 )
-"""From the ground up; an entry stands for a module and for all that a package of that name holds and no
-longer entry names."""
+"""From the ground up. An entry is a room: a package with all that it holds, or a module at the root."""
 
-BACKEND_ROOMS_OPEN_TO_ALL = (f"{P}.backends.base",)
+KNOW_TRANSFORMERS = (f"{P}.patches", f"{P}.eval", f"{P}.cli")
+BACKEND_ROOMS_OPEN_TO_ALL = tuple(
+    f"{P}.backends.{name}" for name in ("base", "capability", "sinks", "windows")
+)
 FORBIDDEN_ROOMS = {
-    f"{P}.reference": (f"{P}.backends", f"{P}.policy", f"{P}.stats", f"{P}.plan"),
-    f"{P}.backends": (f"{P}.reference", f"{P}.policy", f"{P}.stats", f"{P}.plan", f"{P}.config"),
-    f"{P}.stats": (f"{P}.policy", f"{P}.plan", f"{P}.backends"),
-    f"{P}.policy": (f"{P}.backends", f"{P}.reference"),
+    f"{P}.attention.reference": (f"{P}.backends", f"{P}.policy", f"{P}.stats", f"{P}.plans"),
+    f"{P}.backends": (f"{P}.attention.reference", f"{P}.policy", f"{P}.stats", f"{P}.plans", f"{P}.config"),
+    f"{P}.stats": (f"{P}.policy", f"{P}.plans", f"{P}.backends"),
+    f"{P}.policy": (f"{P}.backends", f"{P}.attention.reference"),
 }
 """Whoever measures does not decide, whoever decides touches no forward, the oracle knows nobody."""
 
@@ -121,19 +107,19 @@ def into_forbidden_rooms(modules: Mapping[str, Module]) -> list[str]:
 
 
 def of_transformers(modules: Mapping[str, Module]) -> list[str]:
-    """Imports of Transformers by the core: only patches, eval and the command line know it."""
+    """Imports of Transformers by the core."""
     return [
         f"{module.name}:{statement.line} imports {statement.target}"
         for module in modules.values()
-        if not within(module.name, f"{P}.patches") and floor_of(module.name) != len(FLOORS) - 1
+        if not any(within(module.name, room) for room in KNOW_TRANSFORMERS)
         for statement in module.imports
         if statement.target.split(".")[0] == "transformers"
     ]
 
 
 def by_directory(modules: Mapping[str, Module]) -> list[str]:
-    """Imports of a mapped directory by its own name, which would make a second module object."""
-    top = set(MAPPED) - {P} | {"tests"}
+    """Imports of a mapped directory by its own name, which would make a second module, or of what is not installed."""
+    top = set(MAPPED) - {P} | {"tests", "studies"}
     return [
         f"{module.name}:{statement.line} imports {statement.target}"
         for module in modules.values()
@@ -171,12 +157,12 @@ def test_every_room_exists() -> None:
 
 
 PLANTED = {
-    "rising": ("adaattn_hf/structure.py", "def f():\n    from .plan import x\n"),
-    "circle": ("adaattn_hf/plan.py", "def f():\n    import adaattn_hf.presets\n"),
+    "rising": ("adaattn_hf/attention/structure.py", "def f():\n    from ..plans.plan import x\n"),
+    "circle": ("adaattn_hf/plans/plan.py", "def f():\n    import adaattn_hf.plans.store\n"),
     "between_backends": ("adaattn_hf/backends/sdpa.py", "from .eager import x\n"),
-    "into_forbidden_rooms": ("adaattn_hf/stats/entropy.py", "from ..plan import x\n"),
-    "of_transformers": ("adaattn_hf/plan.py", "from transformers.models import gpt2\n"),
-    "by_directory": ("eval/bench/command.py", "from patches.registry import x\n"),
+    "into_forbidden_rooms": ("adaattn_hf/stats/entropy.py", "from ..plans.plan import x\n"),
+    "of_transformers": ("adaattn_hf/plans/plan.py", "from transformers.models import gpt2\n"),
+    "by_directory": ("eval/bench/grid.py", "from patches.registry import x\n"),
 }
 
 
@@ -184,17 +170,19 @@ PLANTED = {
 def test_the_rule_finds_a_planted_violation(rule: Rule, tmp_path: Path) -> None:
     clean = {
         "adaattn_hf/__init__.py": "from .patches import register\n",
-        "adaattn_hf/structure.py": "import torch\n",
-        "adaattn_hf/plan.py": "from .structure import x\n",
-        "adaattn_hf/presets.py": "from .plan import x\n",
+        "adaattn_hf/attention/__init__.py": "",
+        "adaattn_hf/attention/structure.py": "import torch\n",
+        "adaattn_hf/plans/__init__.py": "",
+        "adaattn_hf/plans/plan.py": "from ..attention.structure import x\n",
+        "adaattn_hf/plans/store.py": "from .plan import x\n",
         "adaattn_hf/stats/__init__.py": "",
         "adaattn_hf/stats/entropy.py": "",
         "adaattn_hf/backends/__init__.py": "",
-        "adaattn_hf/backends/eager.py": "from ..structure import x\n",
-        "adaattn_hf/backends/sdpa.py": "from ..structure import x\n",
+        "adaattn_hf/backends/eager.py": "from ..attention.structure import x\n",
+        "adaattn_hf/backends/sdpa.py": "from ..attention.structure import x\n",
         "patches/__init__.py": "from .registry import register\n",
-        "patches/registry.py": "import transformers\nfrom ..backends import eager\n",
-        "eval/bench/command.py": "import adaattn_hf\n",
+        "patches/registry.py": "import transformers\nfrom adaattn_hf.backends import eager\n",
+        "eval/bench/grid.py": "import adaattn_hf\n",
     }
     for name, text in clean.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import adaattn_hf
-from adaattn_hf.cli import COMMANDS
+from adaattn_hf.cli.main import COMMANDS
 
 from ..support.source_tree import ROOT, Module, read_modules
 
@@ -116,12 +116,22 @@ def dead_advice(source: str) -> Iterator[str]:
                 yield f"{number}: there is no command `adaattn {name}`"
 
 
+def own_suggestions(source: str) -> Iterator[str]:
+    """Nearest names looked for anywhere but in `errors.unknown`, the one sentence for a name nobody knows."""
+    if "def unknown(" in source:
+        return
+    for number, line in enumerate(source.splitlines(), 1):
+        if "get_close_matches" in line:
+            yield f"{number}: {line.strip()}"
+
+
 CHECKS: dict[str, Callable[[str], Iterator[str]]] = {
     "placeholders": placeholders,
     "swallowed": swallowed,
     "undocumented": undocumented,
     "workplace": speaks_of_the_workplace,
     "advice": dead_advice,
+    "suggestions": own_suggestions,
 }
 PLANTED = {
     "placeholders": [
@@ -140,6 +150,7 @@ PLANTED = {
         '"""What this module is for."""\nclass A:\n    x = 1\n',
     ],
     "workplace": ["x = '/work/main'\n", "# see issue 5\n"],
+    "suggestions": ["near = difflib.get_close_matches(name, known)\n"],
     "advice": ["raise ValueError('call adaattn_hf.repair(model)')\n", "# written by `adaattn mend`\n"],
 }
 

@@ -1,70 +1,19 @@
-"""The README is run: its Python from top to bottom, its commands as far as their options, its links as far as files."""
+"""What the README and the other pages name is there: backends, links, files, commands."""
 
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer.main
 
 from adaattn_hf.backends.select import BACKENDS
-from adaattn_hf.cli import COMMANDS, app
+from adaattn_hf.cli.main import COMMANDS, load_command
 
 from ..support.source_tree import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-
-
-def blocks(language: str, text: str = README) -> list[str]:
-    """Fenced code blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.slow
-def test_python_blocks_run_from_top_to_bottom(tmp_path: Path) -> None:
-    """In one process, as a reader would paste them."""
-    code = blocks("python")
-    assert len(code) >= 3
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", "\n".join(code)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "attn_implementation='adaattn'" in done.stdout
-    assert "train_loss" in done.stdout
-
-
-def commands(program: str) -> list[list[str]]:
-    """Command lines of a program in the README's shell blocks, without comments."""
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
-    return [words for line in lines if (words := shlex.split(line, comments=True)) and words[0] == program]
-
-
-def test_commands_have_the_options_that_the_readme_names() -> None:
-    group: Any = typer.main.get_command(app)
-    found = commands("adaattn")
-    assert len(found) >= 4
-    for _, name, *words in found:
-        assert name in COMMANDS
-        options = {option for parameter in group.get_command(None, name).params for option in parameter.opts}
-        assert {word for word in words if word.startswith("--")} <= options, words
-
-
-def test_make_has_the_targets_that_the_readme_names() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {target for words in commands("make") for target in words[1:]}
-    assert named >= {"demo", "test"}
-    assert named <= targets
 
 
 def test_every_backend_is_in_the_table() -> None:
@@ -110,14 +59,15 @@ def test_named_files_exist(document: Path) -> None:
 
 def test_a_dead_path_is_found(tmp_path: Path) -> None:
     document = tmp_path / "a.md"
-    document.write_text("`adaattn_hf/structure.py` and `adaattn_hf/engine_manager.py`, in `patches/`\n")
+    document.write_text(
+        "`adaattn_hf/attention/structure.py` and `adaattn_hf/engine_manager.py`, in `patches/`\n"
+    )
     assert dead_paths(document) == ["adaattn_hf/engine_manager.py"]
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_every_command_can_be_read(name: str) -> None:
     """Its module is there, and typer understands its arguments."""
-    group: Any = typer.main.get_command(app)
-    command = group.get_command(None, name)
+    command = load_command(name)
     assert command.name == name
     assert (command.help or "").strip()

@@ -12,13 +12,14 @@ import torch
 import yaml
 from typer.testing import CliRunner, Result
 
-from adaattn_hf.cli import app
-from adaattn_hf.eval.bench import command as bench_module
+from adaattn_hf.cli import bench as bench_module
+from adaattn_hf.cli.main import app
+from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.bench.grid import read_grid
-from adaattn_hf.eval.bench.measure import measure, peak_bytes, spread
+from adaattn_hf.eval.bench.measure import measure
 from adaattn_hf.eval.bench.report import markdown
 from adaattn_hf.eval.bench.work import missing
-from adaattn_hf.eval.errors import UsageError
+from adaattn_hf.eval.timing import peak_bytes, spread
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -158,6 +159,8 @@ def test_the_gate_fails_below_a_floor_and_passes_above_it(tmp_path: Path) -> Non
     assert result.exit_code == 1
     assert "below its floor: causal (float32)" in result.output
     low = write_grid(tmp_path / "low.yaml", {"name": "causal", "q_len": 8, "floor": 1e-6})
+    printed = bench("--grid", low, "--rounds", 1, "--json")
+    assert [cell["title"] for cell in json.loads(printed.stdout)["cells"]] == ["causal (float32)"]
     output = tmp_path / "out.json"
     assert bench("--grid", low, "--rounds", 1, "--gate", "--output", output).exit_code == 0
     (cell,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
@@ -273,7 +276,7 @@ def test_peak_memory_is_what_is_held_at_a_time() -> None:
         for _ in range(3):
             torch.zeros(1 << 18)  # 1 MiB, freed at once
 
-    assert peak_bytes(work, CPU) == 1 << 20
+    assert peak_bytes(work, CPU)[0] == 1 << 20
 
 
 def test_samples_alternate_and_their_spread_is_theirs() -> None:

@@ -13,9 +13,9 @@ import pytest
 import transformers as tf
 from typer.testing import CliRunner, Result
 
-from adaattn_hf.cli import COMMANDS, app
+from adaattn_hf.cli.main import COMMANDS, app
+from adaattn_hf.errors import EXIT_CODES, unknown
 from adaattn_hf.eval import runner, scoring
-from adaattn_hf.eval.errors import EXIT_CODES, unknown
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -63,9 +63,10 @@ def test_the_other_families(request: pytest.FixtureRequest, kind: str, texts: Pa
 def test_bounds_decide_the_exit_code(llama: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--limit-docs", 2)
     kept = evaluate(
-        llama, *data, "--max-delta-nll", 0.01, "--max-ppl-ratio", 1.01, "--output", tmp_path / "a"
+        llama, *data, "--max-delta-nll", 0.01, "--max-ppl-ratio", 1.01, "--output", tmp_path / "a", "--json"
     )
     assert kept.exit_code == 0, kept.output
+    assert json.loads(kept.stdout) == report_of(tmp_path / "a", "wikitext")
     assert all(bound["kept"] for bound in report_of(tmp_path / "a", "wikitext")["bounds"])
     broken = evaluate(llama, *data, "--max-delta-nll", -1.0, "--output", tmp_path / "b")
     assert broken.exit_code == 1
@@ -87,11 +88,11 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(
     arguments = (llama, "--data", f"wikitext:{texts / 'pages.txt'}", "--context", 16, "--output", tmp_path)
     forward, calls = scoring.forward, []
 
-    def interrupted(*given: Any) -> Any:
+    def interrupted(*given: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) == 9:
             raise KeyboardInterrupt
-        return forward(*given)
+        return forward(*given, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(scoring, "forward", interrupted)
@@ -116,7 +117,7 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(
         (("--data", "{pages}", "--context", "16", "--stride", "17"), 2, "leave tokens out"),
         (("--data", "{pages}", "--batch-size", "0"), 2, "batch_size: got 0"),
         (("--data", "{pages}", "--mask-fraction", "2"), 2, "mask_fraction: got 2"),
-        (("--data", "{pages}", "--threads", "0"), 2, "threads: got 0"),
+        (("--data", "{pages}", "--threads", "0"), 2, "threads is 0, expected at least 1"),
         (("--data", "{pages}", "--output", f"{__file__}/out"), 2, "cannot be made"),
         (("--data", "{pages}", "--resume"), 2, "no --output"),
         (("--data", "{pages}", "--resume", "--overwrite"), 2, "both"),
@@ -260,11 +261,11 @@ def test_a_polite_kill_ends_like_an_interruption(
 ) -> None:
     forward, calls = scoring.forward, []
 
-    def killed(*given: Any) -> Any:
+    def killed(*given: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) == 6:
             signal.raise_signal(signal.SIGTERM)
-        return forward(*given)
+        return forward(*given, **options)
 
     monkeypatch.setattr(scoring, "forward", killed)
     before = signal.getsignal(signal.SIGTERM)

@@ -10,8 +10,8 @@ import datasets
 import pytest
 import transformers as tf
 
+from adaattn_hf.errors import DataUnavailable, UsageError
 from adaattn_hf.eval import corpora, lambada, wikitext
-from adaattn_hf.eval.errors import DataUnavailable, UsageError
 
 from .conftest import PAGES, PASSAGES
 

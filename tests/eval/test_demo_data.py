@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from adaattn_hf.eval import demo
-from adaattn_hf.eval.demo.architectures import Recipe
-from adaattn_hf.eval.demo.measure import head_entropies, nll_by_position, nll_map, window_mask
+from studies.demo.architectures import Recipe
+from studies.demo.measure import head_entropies, nll_by_position, nll_map, window_mask
 
 NAMES = tuple(demo.DEMO_MODELS)
 DATA = Path(demo.__file__).parent
@@ -188,5 +188,5 @@ def test_window_mask_shows_the_nearest_keys() -> None:
 
 
 def test_unknown_demo_model_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"gpt2, llama, bert; did you mean 'llama'"):
+    with pytest.raises(ValueError, match=r"bert, gpt2, llama. Did you mean 'llama'"):
         demo.demo_model_path("lama")

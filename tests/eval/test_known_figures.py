@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from adaattn_hf.eval import checkpoint, corpora, runner
+from adaattn_hf.eval import corpora, runner
 from adaattn_hf.eval.settings import Settings
+from adaattn_hf.patches import checkpoint
 
 pytestmark = pytest.mark.assets
 

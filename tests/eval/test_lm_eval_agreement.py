@@ -12,8 +12,9 @@ import yaml
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from adaattn_hf.eval import checkpoint, corpora, lm_eval_hook, lm_eval_model, runner
+from adaattn_hf.eval import corpora, lm_eval_hook, lm_eval_model, runner
 from adaattn_hf.eval.settings import Settings
+from adaattn_hf.patches import checkpoint
 
 from .conftest import PAGES, PASSAGES
 

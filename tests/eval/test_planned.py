@@ -2,36 +2,101 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
+from typer.testing import CliRunner
 
-from adaattn_hf import attach
-from adaattn_hf.eval import activation, checkpoint, corpora, runner
+from adaattn_hf.cli.main import app
+from adaattn_hf.eval import activation, corpora, runner
 from adaattn_hf.eval.settings import Settings
-from adaattn_hf.plan import EXACT, PLAN_FORMAT, Choice, LayerPlan, Plan, Verified
+from adaattn_hf.patches import checkpoint
+from adaattn_hf.plans import store
+from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan, Verified
 
+from ..support.choices import make_choice
 from .conftest import PAGES
 
 WINDOW = 8
 
 
-@pytest.fixture
-def planned(llama: Path) -> checkpoint.Checkpoint:
-    """The tiny LLaMA with a window of 8 keys in one of two key/value heads of one of two layers."""
-    loaded = checkpoint.load(llama, device="cpu")
-    module = dict(attach.attention_modules(loaded.model, "llama"))[1]
-    layer = LayerPlan(1, attach.weight_hash(module), (Choice("window", WINDOW), EXACT))
+def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
+    """A window in one of two key/value heads of one of two layers."""
+    module = dict(store.attention_modules(loaded.model, "llama"))[1]
+    layer = LayerPlan(1, store.weight_hash(module), (make_choice("window", window), EXACT))
     verified = Verified(
         True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed"
     )
-    plan = Plan(
+    return Plan(
         PLAN_FORMAT, "llama", "ab" * 32, "float32", "0.1.0", "2.13.0", transformers.__version__, 1e-3, 0, "cd" * 32,
         {}, (64, 128), (layer,), (), verified, "",
     )  # fmt: skip
-    attach.attach(loaded.model, plan)
+
+
+@pytest.fixture
+def planned(llama: Path) -> checkpoint.Checkpoint:
+    """The tiny LLaMA with a window of 8 keys in one head of one layer."""
+    loaded = checkpoint.load(llama, device="cpu")
+    store.attach(loaded.model, plan_of(loaded))
     return loaded
+
+
+def kept(loaded: checkpoint.Checkpoint, directory: Path, window: int) -> str:
+    """A plan beside no weights, as `adaattn calibrate --out` leaves it."""
+    directory.mkdir()
+    plan = plan_of(loaded, window)
+    (directory / "adaattn_plan.json").write_text(json.dumps(plan.to_dict()), encoding="utf-8")
+    return str(directory)
+
+
+def test_two_plans_are_compared_with_each_other(llama: Path, tmp_path: Path) -> None:
+    loaded = checkpoint.load(llama, device="cpu")
+    corpus = corpora.wikitext_corpus(PAGES, "own pages")
+    narrow, wide = kept(loaded, tmp_path / "narrow", 4), kept(loaded, tmp_path / "wide", 24)
+
+    def divergence(**plans: str) -> dict[str, Any]:
+        against = "adaattn" if "against_plan" in plans else "sdpa"
+        return runner.evaluate(loaded, corpus, Settings(against=against, **plans))
+
+    paired = divergence(plan=narrow, against_plan=wide)
+    assert paired["quality"]["comparisons"][0]["kl_mean"] > 1e-6
+    assert [entry["path"] for entry in paired["plans"]] == [wide, narrow]
+    assert paired["quality"]["arms"][0]["role"] == "reference"
+    same = divergence(plan=wide, against_plan=wide)
+    assert same["quality"]["comparisons"][0]["kl_mean"] == 0.0
+    exact = divergence(plan="none", against_plan="none")
+    assert exact["quality"]["comparisons"][0]["delta_nll"]["mean"] == 0.0
+    stock = divergence(plan=narrow)
+    assert stock["activation"][1]["rate"] > 0.1
+    assert stock["plans"][0] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--plan", "nowhere"), "does not exist"),
+        (("--plan", "none", "--impl", "eager"), "knows no plans"),
+        (("--against-plan", "none", "--against", "sdpa"), "knows no plans"),
+    ],
+)
+def test_wrong_plans_are_refused(
+    llama: Path, texts: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    words = [
+        "eval",
+        str(llama),
+        "--data",
+        str(texts / "plain.txt"),
+        "--output",
+        str(tmp_path / "out"),
+        *arguments,
+    ]
+    result = CliRunner().invoke(app, words, terminal_width=200)
+    assert result.exit_code in (2, 4)
+    assert says in result.output
 
 
 def test_the_rate_is_counted_and_the_loss_is_seen(planned: checkpoint.Checkpoint) -> None:

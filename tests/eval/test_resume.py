@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.eval import checkpoint, corpora, journal, runner, scoring
-from adaattn_hf.eval.errors import JournalMismatch
+from adaattn_hf.errors import JournalMismatch
+from adaattn_hf.eval import corpora, journal, runner, scoring
 from adaattn_hf.eval.settings import Settings
+from adaattn_hf.patches import checkpoint
 
 from .conftest import PAGES, PASSAGES
 
@@ -45,11 +46,11 @@ class Stop:
         self._forward: Callable[..., torch.Tensor] = scoring.forward
         monkeypatch.setattr(scoring, "forward", self)
 
-    def __call__(self, *args: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **options: Any) -> torch.Tensor:
         self.calls += 1
         if self.calls == self.after:
             raise KeyboardInterrupt
-        return self._forward(*args)
+        return self._forward(*args, **options)
 
 
 def forwards(loaded: checkpoint.Checkpoint) -> int:

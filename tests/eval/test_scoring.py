@@ -11,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaattn_hf.eval import checkpoint, corpora, runner, scoring, tasks
-from adaattn_hf.eval.errors import ModelUnavailable, UsageError
+from adaattn_hf.errors import ModelUnavailable, UsageError
+from adaattn_hf.eval import corpora, runner, scoring, tasks
 from adaattn_hf.eval.perplexity import Totals
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.eval.windows import Window
+from adaattn_hf.patches import checkpoint
 
 from .conftest import PAGES, PASSAGES
 

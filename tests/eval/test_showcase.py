@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from adaattn_hf.cli import app
+from adaattn_hf.cli.main import app
 from adaattn_hf.eval import runner, showcase
 
 LITTLE = ("--limit-docs", "2", "--limit-tokens", "200")

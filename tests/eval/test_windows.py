@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from adaattn_hf.errors import UsageError
 from adaattn_hf.eval import windows
-from adaattn_hf.eval.errors import UsageError
 from adaattn_hf.eval.windows import Window
 
 LENGTHS = st.integers(0, 70)

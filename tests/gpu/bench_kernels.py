@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BACKENDS, refusals_of
-from adaattn_hf.request import AttentionRequest, CallSpec
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.eval.provenance import provenance
 
 COLUMNS = ("torch", "fa3", "fa3_fwd", "fa2", "triton", "sdpa")
 
@@ -125,6 +126,8 @@ def table(report: dict[str, Any]) -> str:
         lines.append(
             f"| {row['cell']} | " + " | ".join("–" if f is None else f"{f:.1f}" for f in figures) + " |"
         )
+    if report.get("note"):
+        lines += ["", report["note"]]
     return "\n".join(lines) + "\n"
 
 
@@ -135,6 +138,7 @@ if __name__ == "__main__":
     result = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
+        "provenance": provenance(torch.device("cuda")),
         "rows": measure(),
     }
     if where is not None:

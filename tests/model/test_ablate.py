@@ -1,4 +1,4 @@
-"""The ablation, the retrieval table and the budget report on a tiny model."""
+"""The ablation and the budget report on a tiny model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from adaattn_hf.calibration.calibrate import CalibrationSettings
-from adaattn_hf.cli import app
-from adaattn_hf.eval.ablate import ARMS, ablate_model, page, terminal_table
-from adaattn_hf.eval.budget.report import write_page
+from adaattn_hf.cli.ablate import ARMS, ablate_model, page, terminal_table
+from adaattn_hf.cli.main import app
 from adaattn_hf.eval.demo import demo_model_path
-from adaattn_hf.eval.retrieval import measure
 from adaattn_hf.policy.prices import Price, PriceTable
+from studies.budget.report import write_page
 
 LENGTH = 160
 
@@ -65,7 +64,7 @@ def test_ablation_has_every_arm_and_the_combination_is_cheapest(
     settings = replace(settings, families=("window", "bf16", "rank"))
     costs = {"exact": 1.0, "bf16": 0.5, "w32+16": 0.3, "w32+16 bf16": 0.2, "r16": 0.9}
     row = {label: Price(0.0, cost) for label, cost in costs.items()}
-    prices = PriceTable("a table", False, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
+    prices = PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
     result = ablate_model(model, encode, text, [1e-3, 1.0], settings, prices=prices)
     by_arm = {(r["arm"], r.get("budget")): r for r in result["rows"] if r["arm"] != "uniform"}
     assert {arm for arm, _ in by_arm} == set(ARMS)
@@ -90,10 +89,12 @@ def test_the_command_writes_figures_and_their_page(tmp_path: Path, text: list[Pa
             "--output",
             str(output),
             *words.split(),
+            "--json",
         ],
     )
     assert done.exit_code == 0, done.output
     result = json.loads(output.read_text(encoding="utf-8"))
+    assert json.loads(done.stdout) == result
     assert [row["arm"] for row in result["rows"]] == [*ARMS, "uniform"]
     assert result["provenance"]["versions"]["torch"]
     found = output.with_suffix(".md").read_text(encoding="utf-8")
@@ -115,9 +116,9 @@ def test_the_committed_ablation_is_the_page_of_its_json(checkout: Path) -> None:
     ("more", "words"),
     [
         (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
-        (("--families", "windows"), "did you mean 'window'"),
+        (("--families", "windows"), "Did you mean 'window'"),
         (("--length", "long"), "lengths is 'long'"),
-        (("--dtype", "float33"), "dtype is 'float33'"),
+        (("--dtype", "float33"), "dtype: got 'float33'"),
         (("--output", f"{__file__}/x.json"), "cannot be made"),
         (("--budgets", "0.1%,lots"), "budget is 'lots'"),
     ],
@@ -126,13 +127,6 @@ def test_wrong_arguments_end_with_code_2(text: list[Path], more: tuple[str, str]
     done = CliRunner().invoke(app, ["ablate", str(demo_model_path("llama")), "--data", str(text[0]), *more])
     assert done.exit_code == 2
     assert words in done.stderr
-
-
-def test_retrieval_without_a_plan_is_exact_attention(model: LlamaForCausalLM, text: list[Path]) -> None:
-    rows = measure(model, encode, text, [128, 256], haystacks=1, needles=2)
-    assert len(rows) == 4
-    assert all(row["exact"] == row["model"] for row in rows)
-    assert [row["depth"] for row in rows[:2]] == [0.25, 0.75]
 
 
 def test_the_committed_report_is_the_one_of_its_json(tmp_path: Path, checkout: Path) -> None:

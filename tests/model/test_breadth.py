@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from adaattn_hf import UnsupportedModel, check
-from adaattn_hf.patches.recorder import Recorder, recording
+from adaattn_hf.attention.tap import Recorder, recording
 
 from ..support.models import Pair, build, main_output, padding, tokens
 
@@ -214,8 +214,8 @@ def test_keys_that_the_model_selects_are_the_only_ones_seen(family: str) -> None
 def test_a_mask_of_selected_blocks_is_read_per_group_of_heads() -> None:
     from types import SimpleNamespace
 
+    from adaattn_hf.attention.structure import CallStructure
     from adaattn_hf.patches.selected import with_selected_keys
-    from adaattn_hf.structure import CallStructure
 
     module: Any = SimpleNamespace(indexer=SimpleNamespace(block_size=3))
     blocks = torch.tensor([[[[0, -1], [1, 2]], [[2, 0], [-1, -1]]]])

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 import adaattn_hf
-from adaattn_hf.cache import GrowingTensor
-from adaattn_hf.patches.cache import GrowingCache, GrowingLayer, grow_in_place
+from adaattn_hf.patches.cache.growing import GrowingTensor
+from adaattn_hf.patches.cache.layers import GrowingCache, GrowingLayer, grow_in_place
 
 SMALL = {
     "vocab_size": 61,

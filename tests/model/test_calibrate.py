@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
 import adaattn_hf
-from adaattn_hf import attach, execute, observe
+from adaattn_hf.attention.tap import tapping
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap, programs_of
@@ -25,16 +25,20 @@ from adaattn_hf.calibration.calibrate import (
     Calibration,
     CalibrationSettings,
     calibrate,
-    prepare_run,
+    measure_model,
     save_plan,
 )
-from adaattn_hf.calibration.command import nats
 from adaattn_hf.calibration.corpus import draw, read_documents
 from adaattn_hf.calibration.needles import build
+from adaattn_hf.calibration.search import JointPasses
 from adaattn_hf.calibration.state import FILE, CalibrationState
-from adaattn_hf.plan import EXACT, TENSORS_FILE, Choice, Plan, PlanError
+from adaattn_hf.cli.options import nats
+from adaattn_hf.plans import execute, monitor, store
+from adaattn_hf.plans.plan import EXACT, TENSORS_FILE, Choice, Plan, PlanError
 from adaattn_hf.policy.prices import Price, PriceTable
-from adaattn_hf.tap import tapping
+from adaattn_hf.stats.paired import TokenScores
+
+from ..support.choices import make_choice
 
 LENGTH = 192
 CHOICES = (
@@ -74,11 +78,12 @@ def _prices(**seconds: float) -> PriceTable:
         return seconds.get(label, part * (0.5 if "bf16" in label else 1.0))
 
     row = {label: Price(0.0, cost(label)) for label in CHOICES}
-    return PriceTable("a table", False, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
+    return PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
 
 
 SETTINGS = CalibrationSettings(
-    budget=2e-3, lengths=(LENGTH,), sequences=2, rows=48, labels=2, held_out=4, tries=2, needles=2, windows=(32, 64),
+    budget=2e-2, lengths=(LENGTH,), sequences=2, rows=48, labels=2, held_out=4, most_held_out=8, tries=2, needles=2,
+    haystacks=1, bolder=1, windows=(32, 64),
     families=("window", "bf16", "int8", "rank"),
 )  # fmt: skip
 
@@ -112,7 +117,7 @@ def test_a_plan_passes_inside_the_budget(result: Calibration) -> None:
     assert not result.plan.is_exact
     assert verified.activation > 0
     assert sum(unit.price for unit in result.plan.units) < sum(unit.exact_price for unit in result.plan.units)
-    assert verified.confidence == pytest.approx(0.975)
+    assert verified.confidence >= 0.975
 
 
 def test_the_same_seed_gives_the_same_bytes(
@@ -127,11 +132,10 @@ def test_the_same_seed_gives_the_same_bytes(
 def test_predicted_risk_orders_and_sizes_the_measured_kl(model: LlamaForCausalLM, text: list[Path]) -> None:
     """Untrained heads err in step over rows, which the diagonal form leaves out: the size holds to a small factor."""
     settings = replace(SETTINGS, sequences=4, rows=LENGTH, labels=4, tries=1, held_out=6)
-    run = prepare_run(model, encode, text, settings, prices=_prices())
-    labels = [choice.label for choice in run.candidates.choices]
-    found = [
-        run.uniform(run.candidates.choices[labels.index(label)]) for label in ("w64+16", "w32+16", "r16")
-    ]
+    measurement = measure_model(model, encode, text, settings, prices=_prices())
+    passes, choices = JointPasses(measurement), measurement.layers.candidates.choices
+    labels = [choice.label for choice in choices]
+    found = [passes.uniform(choices[labels.index(label)]) for label in ("w64+16", "w32+16", "r16")]
     for one in found:
         assert 1 / 4 < one["predicted"] / one["kl"] < 4, one
     assert sorted(range(3), key=lambda i: found[i]["predicted"]) == sorted(
@@ -156,6 +160,33 @@ def test_no_saving_means_no_plan(model: LlamaForCausalLM, text: list[Path]) -> N
     assert "no choice saves time" in found.sentence
 
 
+def test_a_window_no_narrower_than_the_models_own_is_no_plan(text: list[Path]) -> None:
+    """Such a plan changes nothing: it is exact, and never passes."""
+    config = MistralConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, sliding_window=32,
+    )  # fmt: skip
+    config._attn_implementation = "adaattn"
+    torch.manual_seed(0)
+    local = MistralForCausalLM(config).eval()
+    settings = replace(SETTINGS, families=("window",), windows=(32, 64))
+    found = calibrate(local, encode, text, settings, prices=_prices())
+    assert not found.met
+    assert found.plan.is_exact
+    assert "no choice saves time" in found.sentence
+
+
+def test_several_sources_give_as_many_sequences_each(tmp_path: Path) -> None:
+    long, short = tmp_path / "long.txt", tmp_path / "short.txt"
+    long.write_text("a" * 6400)
+    short.write_text("b" * 640)
+    sample = draw([long, short], encode, 64, {"own": 6}, 0, spare=4)
+    sources = [sequence.source for sequence in sample.parts["own"]]
+    assert len(sources) == 10
+    assert sources.count("short.txt") == 5
+    assert len(draw([short], encode, 64, {"own": 6}, 0, spare=40).parts["own"]) == 10, "what there is"
+
+
 def test_failing_verification_backs_off(
     model: LlamaForCausalLM, text: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +200,7 @@ def test_failing_verification_backs_off(
         return replace(real(evidence, gates, **kwargs), passed=False, sentence="failed: the test says so")
 
     monkeypatch.setattr(verify, "judge", harsh)
-    found = calibrate(model, encode, text, SETTINGS, prices=_prices())
+    found = calibrate(model, encode, text, replace(SETTINGS, most_held_out=4), prices=_prices())
     assert not found.met
     assert found.plan.is_exact
     assert "the test says so" in found.sentence
@@ -217,12 +248,12 @@ def test_the_plan_travels_with_the_checkpoint(result: Calibration, tmp_path: Pat
     tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         planned, stored = model(tokens).logits, loaded(tokens).logits
-        attach.remove_plan(loaded)
+        store.remove_plan(loaded)
         exact = loaded(tokens).logits
     torch.testing.assert_close(stored, planned)
     assert (exact - planned).abs().max() > 1e-5
-    assert attach.plan_of(loaded) is None
-    assert attach.read_plan(tmp_path) == result.plan
+    assert store.plan_of(loaded) is None
+    assert store.read_plan(tmp_path) == result.plan
     again = _model()
     assert adaattn_hf.load_plan(again, tmp_path) == result.plan
     with torch.no_grad():
@@ -251,7 +282,7 @@ def stored(result: Calibration, tmp_path: Path) -> Path:
         ({"transformers": "4.57.0"}, "another major version"),
         ({"format": 99}, "format is 99"),
         ({"dtype": "bfloat16"}, "calibrated in bfloat16"),
-        ({"unheard": 1}, "unknown key 'unheard'"),
+        ({"unheard": 1}, "got 'unheard', expected one of"),
     ],
 )
 def test_a_plan_that_does_not_belong_is_refused(stored: Path, changes: dict[str, Any], reason: str) -> None:
@@ -263,16 +294,16 @@ def test_a_plan_that_does_not_belong_is_refused(stored: Path, changes: dict[str,
 def test_other_weights_and_lost_or_changed_tensors_are_refused(stored: Path, result: Calibration) -> None:
     other = _model(seed=1)
     with pytest.raises(PlanError, match="not those that the plan was calibrated on"):
-        attach.attach(other, result.plan)
-    attach.attach(_model(), result.plan)
+        store.attach(other, result.plan)
+    store.attach(_model(), result.plan)
     with pytest.raises(PlanError, match="the plan has layers"):
-        attach.attach(_model(), replace(result.plan, layers=(replace(result.plan.layers[0], layer=7),)))
+        store.attach(_model(), replace(result.plan, layers=(replace(result.plan.layers[0], layer=7),)))
     needs = replace(result.plan, tensors="0" * 64)
     with pytest.raises(PlanError, match=r"needs adaattn_plan\.safetensors"):
-        attach.read_tensors(needs, stored / "nowhere")
+        store.read_tensors(needs, stored / "nowhere")
     (stored / TENSORS_FILE).write_bytes(b"x")
     with pytest.raises(PlanError, match="the plan names"):
-        attach.read_tensors(needs, stored)
+        store.read_tensors(needs, stored)
 
 
 def test_int8_tensors_are_stored_and_needed(
@@ -288,11 +319,11 @@ def test_int8_tensors_are_stored_and_needed(
     tokens = torch.randint(0, 128, (1, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted = fresh(tokens).logits
-    attach._tensors.clear()
+    store._tensors.clear()
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, wanted)
-    attach._tensors.clear()
+    store._tensors.clear()
     (tmp_path / TENSORS_FILE).unlink()
     lost = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
     with pytest.raises(PlanError, match="copy it beside the weights"):
@@ -302,19 +333,19 @@ def test_int8_tensors_are_stored_and_needed(
 def _window_everywhere(model: LlamaForCausalLM, result: Calibration, choice: Choice) -> Plan:
     layers = tuple(
         replace(
-            result.plan.layers[0], layer=index, weights=attach.weight_hash(module), choices=(choice, choice)
+            result.plan.layers[0], layer=index, weights=store.weight_hash(module), choices=(choice, choice)
         )
-        for index, module in attach.attention_modules(model, "llama")
+        for index, module in store.attention_modules(model, "llama")
     )
     units = tuple(
         replace(result.plan.units[0], layer=i, head=h, dropped_mass_p95=1e-6) for i in (0, 1) for h in (0, 1)
     )
-    return replace(result.plan, layers=layers, units=units, tensors="")
+    return replace(result.plan, layers=layers, units=units, tensors="", weight_hash="")
 
 
 def test_generate_with_a_plan_equals_the_full_forward(result: Calibration) -> None:
     model = _model()
-    attach.attach(model, _window_everywhere(model, result, Choice("window", 32, 4)))
+    store.attach(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
     tokens = torch.randint(0, 128, (1, 100), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         cached = model.generate(
@@ -326,7 +357,7 @@ def test_generate_with_a_plan_equals_the_full_forward(result: Calibration) -> No
 
 def test_output_attentions_are_those_of_the_plan(result: Calibration) -> None:
     model = _model()
-    attach.attach(model, _window_everywhere(model, result, Choice("window", 32, 4)))
+    store.attach(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
     tokens = torch.randint(0, 128, (1, 100), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         weights = model(tokens, output_attentions=True).attentions
@@ -338,13 +369,13 @@ def test_the_monitor_counts_tightens_and_warns_once(
     result: Calibration, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = _model()
-    plan = _window_everywhere(model, result, Choice("window", 32, 4))
-    attach.attach(model, plan)
+    plan = _window_everywhere(model, result, make_choice("window", 32, 4))
+    store.attach(model, plan)
     tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     with (
         torch.no_grad(),
         caplog.at_level(logging.WARNING, logger="adaattn_hf"),
-        observe.monitoring(model) as monitor,
+        monitor.monitoring(model) as watch,
     ):
         for _ in range(10):
             last = model(tokens).logits
@@ -358,9 +389,9 @@ def test_the_monitor_counts_tightens_and_warns_once(
     assert len([record for record in caplog.records if "exact from here on" in record.message]) == 1
     with torch.no_grad(), tapping(exact_tap):
         torch.testing.assert_close(last, model(tokens).logits)
-    assert all(mass > 0 for mass in monitor.layers[0].dropped_mass)
-    attach.remove_plan(model)
-    with pytest.raises(ValueError, match="carries no plan"), observe.monitoring(model):
+    assert all(mass > 0 for mass in watch.layers[0].dropped_mass)
+    store.remove_plan(model)
+    with pytest.raises(ValueError, match="carries no plan"), monitor.monitoring(model):
         pass
 
 
@@ -376,10 +407,10 @@ def test_dropped_mass_of_the_monitor_against_the_weights(
     tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), tapping(tap):
         model(tokens)
-    for choice in (Choice("window", 32, 4), Choice("blocks", mass=0.3)):
+    for choice in (make_choice("window", 32, 4), make_choice("blocks", mass=0.3)):
         program = next(iter(programs_of(_window_everywhere(model, result, choice), {}).values()))
         rows = torch.tensor([20, 100, 190])
-        found = observe.dropped_mass(program, seen[0], rows)
+        found = monitor.dropped_mass(program, seen[0], rows)
         exact = attention_weights(seen[0])[0][:, rows]
         kept = execute.weights(program, seen[0])[0][:, rows] > 0
         wanted = (exact * ~kept).sum(-1).view(2, 2, 3).amax(1)
@@ -390,14 +421,14 @@ def test_dropped_mass_of_the_monitor_against_the_weights(
 def test_comparing_an_arm_with_itself_gives_nothing(model: LlamaForCausalLM) -> None:
     tokens = torch.randint(0, 128, (1, 64), generator=torch.Generator().manual_seed(0))
     scores = compare(ModelArms(model), tokens, exact_tap)
-    assert scores.delta.abs().max() == 0
-    assert scores.kl.abs().max() < 1e-12
+    assert np.abs(scores.delta).max() == 0
+    assert np.abs(scores.kl).max() < 1e-12
     assert scores.agree.all()
     with torch.no_grad():
         stock = torch.nn.functional.cross_entropy(
             model(tokens).logits[0, :-1], tokens[0, 1:], reduction="none"
         )
-    torch.testing.assert_close(scores.stock.float(), stock, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(scores.nll[0]).float(), stock, atol=1e-5, rtol=1e-5)
 
 
 def test_fisher_gradients_equal_autograd(model: LlamaForCausalLM) -> None:
@@ -405,7 +436,7 @@ def test_fisher_gradients_equal_autograd(model: LlamaForCausalLM) -> None:
     tokens = torch.randint(0, 128, (1, 40), generator=torch.Generator().manual_seed(0))
     found: list[dict[int, torch.Tensor]] = []
     recorder = fisher.measure(
-        ModelArms(model), tokens, [Choice("window", 8)], {}, rows=40, labels=1,
+        ModelArms(model), tokens, [make_choice("window", 8)], {}, rows=40, labels=1,
         generator=torch.Generator().manual_seed(3), on_products=found.append,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
@@ -462,22 +493,25 @@ def test_needles_lie_where_they_say() -> None:
         build(torch.arange(50), 3, torch.Generator())
 
 
-def test_a_plan_that_cuts_the_context_loses_needles() -> None:
-    """The gate is no ornament: attention that copies over a distance finds, a window forgets."""
+def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
     from adaattn_hf.calibration.verify import Evidence, judge
     from adaattn_hf.policy.acceptance import Gates
 
     evidence = Evidence()
-    tokens = torch.zeros(10)
-    from adaattn_hf.calibration.arms import TokenScores
+    scores = TokenScores(np.zeros((2, 10)), np.zeros((1, 10)), np.ones((2, 10), bool), np.ones((1, 10), bool))
 
     for index in range(4):
-        evidence.add(str(index), TokenScores(tokens, tokens, tokens, torch.ones(10, dtype=torch.bool)))
+        evidence.add(str(index), scores)
     evidence.add_needles([True] * 8, [True] * 8)
-    kwargs: dict[str, Any] = {"confidence": 0.95, "tries": 1, "share": (1.0, 1.0), "predicted": 0.0}
-    assert judge(evidence, Gates.for_budget(1e-3), **kwargs).passed
+    kwargs: dict[str, Any] = {
+        "confidence": 0.95,
+        "tries": 1,
+        "activation_share": (1.0, 1.0),
+        "predicted": 0.0,
+    }
+    assert judge(evidence, Gates(1e-3), **kwargs).passed
     evidence.add_needles([True] * 8, [False] * 6 + [True] * 2)
-    verdict = judge(evidence, Gates.for_budget(1e-3), **kwargs)
+    verdict = judge(evidence, Gates(1e-3), **kwargs)
     assert not verdict.passed
     assert "6 of 16 needles are lost" in verdict.sentence
 
@@ -503,7 +537,7 @@ def test_stock_attention_is_refused_for_calibration(text: list[Path]) -> None:
 
 
 def test_plan_command(stored: Path, tmp_path: Path) -> None:
-    from adaattn_hf.cli import app
+    from adaattn_hf.cli.main import app
 
     shown = CliRunner().invoke(app, ["plan", "show", str(stored)])
     assert shown.exit_code == 0, shown.output

@@ -19,13 +19,14 @@ from typer.testing import CliRunner, Result
 
 import adaattn_hf
 from adaattn_hf.calibration import fisher
-from adaattn_hf.calibration.command import BUDGET_NOT_MET, tokens
-from adaattn_hf.calibration.progress import Display, display
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import FILE
-from adaattn_hf.cli import app
+from adaattn_hf.cli.calibration_job import BUDGET_NOT_MET
+from adaattn_hf.cli.main import app
+from adaattn_hf.cli.options import tokens
+from adaattn_hf.cli.progress import Display, display
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
-from adaattn_hf.plan import PlanError
+from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.policy.prices import Price, PriceTable
 
 LENGTH = 192
@@ -40,7 +41,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     text.write_text("\n\n".join(calibration_pages()[:12]), encoding="utf-8")
     row = {label: Price(1e-4, 1.0 / (1 + place)) for place, label in enumerate(LABELS)}
     prices.write_text(
-        PriceTable("a table", False, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}}).to_json()
+        PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}}).to_json()
     )
     return str(text), str(prices)
 
@@ -51,7 +52,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def arguments(model: Path, material: tuple[str, str]) -> list[str]:
-    options = f"--lengths {LENGTH} --sequences 2 --rows 16 --labels 1 --held-out 4 --families bf16 --tries 1"
+    size = f"--lengths {LENGTH} --sequences 2 --rows 16 --labels 1 --held-out 4 --most-held-out 4"
+    options = f"{size} --bolder 0 --families bf16 --tries 1"
     return ["calibrate", str(model), "--data", material[0], "--prices", material[1], *options.split()]
 
 
@@ -76,6 +78,10 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
     assert "passed: Δnll" in shown.output
 
     picture = model / "pictures" / "plan.png"
+    absent = CliRunner().invoke(app, ["plan", "show", str(model), "--png", str(picture)])
+    assert absent.exit_code == 2
+    assert not picture.parent.exists()
+    picture.parent.mkdir()
     assert CliRunner().invoke(app, ["plan", "show", str(model), "--png", str(picture)]).exit_code == 0
     assert picture.read_bytes()[1:4] == b"PNG"
     page = model / "pictures" / "plan.html"
@@ -84,9 +90,9 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
         words in page.read_text() for words in ("<!DOCTYPE html>", "background-color: #", "passed: Δnll")
     )
     for refused, words in (
-        (["show", str(model), "--png", f"{__file__}/plan.png"], "plan.png cannot be written"),
-        (["show", str(model), "--html", f"{__file__}/plan.html"], "plan.html cannot be written"),
-        (["diff", str(model), str(model), "--png", "plan.png"], "--png is the picture of show"),
+        (["show", str(model), "--png", f"{__file__}/plan.png"], "test_calibrate_command.py does not exist"),
+        (["show", str(model), "--html", f"{__file__}/plan.html"], "test_calibrate_command.py does not exist"),
+        (["diff", str(model), str(model), "--png", "plan.png"], "No such option: --png"),
     ):
         wrong = CliRunner().invoke(app, ["plan", *refused])
         assert (wrong.exit_code, words in wrong.stderr) == (2, True), wrong.stderr
@@ -104,7 +110,7 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
     tuned = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn")
     with torch.no_grad():
         tuned.model.layers[1].self_attn.q_proj.weight.mul_(1.01)
-    with pytest.raises(PlanError, match="weights of layer 1 are not those"):
+    with pytest.raises(PlanError, match="weights of the model are not those"):
         tuned(inputs)
 
 
@@ -149,8 +155,8 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
         (("--lengths", "4x"), "lengths is '4x', expected numbers of tokens"),
         (("--lengths", "9k"), "the text holds"),
         (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
-        (("--dtype", "float33"), "dtype is 'float33'"),
-        (("--families", "windows"), "did you mean 'window'"),
+        (("--dtype", "float33"), "dtype: got 'float33'"),
+        (("--families", "windows"), "Did you mean 'window'"),
         (("--families", ","), "expected some of window,"),
         (("--device", "gpu"), "device: got 'gpu'"),
         (("--threads", "0"), "threads is 0, expected at least 1"),
@@ -180,7 +186,7 @@ def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
             sys.executable,
             "-P",
             "-c",
-            "from adaattn_hf.cli import main; main()",
+            "from adaattn_hf.cli.main import main; main()",
             *arguments(model, material),
         ]
         process = subprocess.Popen(
@@ -206,7 +212,7 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, material: tuple
     assert "error: model:" in done.stderr
     absent = run(tmp_path / "none", material, "--out", str(tmp_path))
     assert absent.exit_code == 2
-    assert f"{str(tmp_path / 'none')!r} cannot be loaded: there is no such directory" in absent.stderr
+    assert f"cannot load {str(tmp_path / 'none')!r}: there is no such directory" in absent.stderr
 
 
 def test_lengths_may_be_written_in_thousands() -> None:
@@ -231,7 +237,7 @@ def test_bars_show_every_stage_and_the_time_left() -> None:
 def test_the_time_left_follows_the_work_done(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = CalibrationSettings(lengths=(64,), sequences=2, rows=8, labels=1, held_out=4, tries=1)
     clock = [0.0]
-    monkeypatch.setattr("adaattn_hf.calibration.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("adaattn_hf.cli.progress.time.monotonic", lambda: clock[0])
     progress = Display(settings, Console(quiet=True), None, quiet=True)
     assert progress.left() == ""
     for stage in ("moments", "risk"):

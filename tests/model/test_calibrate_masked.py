@@ -33,24 +33,26 @@ from transformers import (
 from typer.testing import CliRunner
 
 import adaattn_hf
-from adaattn_hf import attach
+from adaattn_hf.attention.tap import tapping
 from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap
 from adaattn_hf.calibration.calibrate import (
     Calibration,
     CalibrationSettings,
     calibrate,
-    prepare_run,
+    measure_model,
     save_plan,
 )
-from adaattn_hf.calibration.measure import most_positions
+from adaattn_hf.calibration.inputs import most_positions
 from adaattn_hf.calibration.scoring import MaskedTokens, NextToken, Reading
-from adaattn_hf.cli import app
+from adaattn_hf.cli.main import app
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
-from adaattn_hf.plan import EXACT, Choice, LayerPlan, Plan, PlanError
+from adaattn_hf.plans import store
+from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS, candidates
 from adaattn_hf.policy.prices import Price, PriceTable
-from adaattn_hf.tap import tapping
+
+from ..support.choices import make_choice
 
 LENGTH = 256
 SETTINGS = CalibrationSettings(
@@ -64,7 +66,7 @@ def prices(**seconds: float) -> PriceTable:
     cost = {"exact": 1.0, "bf16": 0.5, "w32+16": 0.3, "w64+16": 0.4, "w32+16 bf16": 0.2, "w64+16 bf16": 0.25}
     cost |= {"r16": 0.95, **seconds}
     row = {label: Price(0.0, value) for label, value in cost.items()}
-    return PriceTable("a table", False, {"prefill": {LENGTH: row}})
+    return PriceTable("a table", {}, {"prefill": {LENGTH: row}})
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +147,7 @@ def test_scores_are_the_models_own_at_masked_places(
     """Against stock attention and the whole model's logits, one loop per token."""
     reading = scoring.readings(ids, 0, CPU)[0]
     assert reading.places is not None
-    choices = {layer: Choice("window", 16, 4) for layer in range(4)}
+    choices = {layer: make_choice("window", 16, 4) for layer in range(4)}
     tap = plan_tap({layer: _program(layer, choice) for layer, choice in choices.items()})
     scores = compare(ModelArms(model), reading, tap)
     with torch.no_grad():
@@ -154,17 +156,18 @@ def test_scores_are_the_models_own_at_masked_places(
             planned = model(input_ids=reading.tokens).logits[0].double().log_softmax(-1)
     for at, place in enumerate(reading.places.tolist()):
         target = int(reading.targets[at])
-        assert float(scores.stock[at]) == pytest.approx(-float(stock[place, target]), abs=1e-4)
-        assert float(scores.planned[at]) == pytest.approx(-float(planned[place, target]), abs=1e-4)
+        assert float(scores.nll[0, at]) == pytest.approx(-float(stock[place, target]), abs=1e-4)
+        assert float(scores.nll[1, at]) == pytest.approx(-float(planned[place, target]), abs=1e-4)
         kl = float((stock[place].exp() * (stock[place] - planned[place])).sum())
-        assert float(scores.kl[at]) == pytest.approx(kl, abs=1e-4)
-        assert bool(scores.agree[at]) == bool(stock[place].argmax() == planned[place].argmax())
-    assert len(scores.kl) == len(reading.places)
+        assert float(scores.kl[0, at]) == pytest.approx(kl, abs=1e-4)
+        assert bool(scores.agree[0, at]) == bool(stock[place].argmax() == planned[place].argmax())
+    assert scores.kl.shape[1] == len(reading.places)
     assert float(scores.kl.mean()) > 1e-3, "the plan changes something"
 
 
 def _program(layer: int, choice: Choice, heads: int = 5, only: int | None = None) -> Any:
-    from adaattn_hf.approximate import LayerTensors, Program
+    from adaattn_hf.plans.program import Program
+    from adaattn_hf.plans.tensors import LayerTensors
 
     chosen = tuple(choice if only in (None, head) else EXACT for head in range(heads))
     return Program(LayerPlan(layer, "", chosen), LayerTensors(), 512)
@@ -198,7 +201,7 @@ def test_gradients_of_masked_labels_equal_differences(
     reading = scoring.readings(ids, 0, CPU)[0]
     found: list[dict[int, Tensor]] = []
     recorder = fisher.measure(
-        ModelArms(model), reading, [Choice("window", 8)], {}, rows=LENGTH, labels=1,
+        ModelArms(model), reading, [make_choice("window", 8)], {}, rows=LENGTH, labels=1,
         generator=torch.Generator().manual_seed(3), on_products=found.append,
     )  # fmt: skip
     with torch.no_grad():
@@ -226,18 +229,18 @@ def test_the_risk_of_single_heads_is_their_measured_kl(
     settings = replace(
         SETTINGS, sequences=4, rows=LENGTH, labels=4, families=("window",), windows=(32,), tries=1
     )
-    run = prepare_run(model, encode, text, settings, scoring=scoring, prices=prices())
-    risks = run.risks()[0][:, 1]
+    measured = measure_model(model, encode, text, settings, scoring=scoring, prices=prices())
+    risks = measured.risks()[0][:, 1]
     heads = np.argsort(-risks)[[0, 3, 6]]
-    sequences = run.samples[LENGTH][0]["try 1"]
+    sequences = measured.inputs.samples[LENGTH].held_out
     for unit in heads:
-        layer, head = run.units[unit]
-        tap = plan_tap({layer: _program(layer, Choice("window", 32, 16), only=head)})
+        layer, head = measured.layers.units[unit]
+        tap = plan_tap({layer: _program(layer, make_choice("window", 32, 16), only=head)})
         kl = np.mean(
             [
-                float(compare(run.arms, reading, tap).kl.mean())
+                float(compare(measured.inputs.arms, reading, tap).kl.mean())
                 for sequence in sequences
-                for reading in run.readings(sequence)
+                for reading in measured.inputs.readings(sequence)
             ]
         )
         assert 1 / 2.5 < risks[unit] / kl < 2.5, (layer, head, risks[unit], kl)
@@ -248,7 +251,7 @@ def test_candidates_that_look_both_ways() -> None:
     assert MaskedTokens(4).windows((40,)) == (40,)
     assert NextToken().windows(WINDOWS) == WINDOWS
     found = candidates(512, 32, "float32", ("window",), WINDOWS_BOTH_WAYS, causal=False).choices
-    assert [choice.window for choice in found] == [0, 32, 64, 128]
+    assert [getattr(choice.keys, "window", 0) for choice in found] == [0, 32, 64, 128]
     assert len(candidates(512, 32, "float32", ("window",), WINDOWS).choices) == 1
 
 
@@ -266,26 +269,25 @@ def test_layers_with_a_window_of_their_own_have_prices_of_their_own(encode: Any,
     # its own window of 17 keys each way leaves as much to every choice
     row = {label: Price(0.0, value) for label, value in cost.items()}
     row |= {f"{label} in 17": Price(0.0, value / 8) for label, value in cost.items()}
-    table = PriceTable("a table", False, {"prefill": {LENGTH: row}})
+    table = PriceTable("a table", {}, {"prefill": {LENGTH: row}})
     settings = replace(
         SETTINGS, families=("window", "bf16"), windows=(8, 32), sequences=1, held_out=2, tries=1
     )
     scoring = MaskedTokens(4, (2,), (3,), count=1)
-    run = prepare_run(hybrid, encode, text, settings, scoring=scoring, prices=table)
-    assert run.kinds == {0: None, 1: 17, 2: None, 3: 17}
-    labels = [choice.label for choice in run.candidates.choices]
+    measured = measure_model(hybrid, encode, text, settings, scoring=scoring, prices=table)
+    assert measured.layers.kinds == {0: None, 1: 17, 2: None, 3: 17}
+    labels = [choice.label for choice in measured.layers.candidates.choices]
     wide, exact, bf16 = (labels.index(label) for label in ("w32+16", "exact", "bf16"))
-    local, whole = run.prices[2], run.prices[0]
+    local, whole = measured.prices[2], measured.prices[0]
     assert local[exact] == 1.0
-    assert local[wide] == local[exact]
+    assert local[wide] == np.inf, "a window that is no narrower is no choice"
     assert whole[wide] == 3.0
     # of 4 layers with 2 heads each, two pay 8 and two pay 1
     picks = np.full(8, bf16)
-    assert run.ratio(picks, LENGTH) == pytest.approx(2.0)
+    assert measured.ratio(picks, LENGTH) == pytest.approx(2.0)
     picks[[2, 3, 6, 7]] = exact
-    assert run.ratio(picks, LENGTH) == pytest.approx((8 + 8 + 1 + 1) / (4 + 4 + 1 + 1))
-    timed = prepare_run(hybrid, encode, text, replace(settings, families=("bf16",)), scoring=scoring)
-    assert timed.table is not None
+    assert measured.ratio(picks, LENGTH) == pytest.approx((8 + 8 + 1 + 1) / (4 + 4 + 1 + 1))
+    timed = measure_model(hybrid, encode, text, replace(settings, families=("bf16",)), scoring=scoring)
     assert set(timed.table.prices["prefill"][LENGTH]) == {"exact", "bf16", "exact in 17", "bf16 in 17"}
 
 
@@ -295,8 +297,9 @@ def test_a_plan_passes_and_says_what_was_not_asked(result: Calibration) -> None:
     verified = result.plan.verified
     assert verified is not None
     assert verified.upper <= SETTINGS.budget
-    # 10 sequences, 4 readings each, 15 % of 254 tokens
-    assert verified.tokens == 10 * 4 * 38
+    # 4 readings of each sequence, 15 % of 254 tokens
+    assert verified.tokens % (4 * 38) == 0
+    assert SETTINGS.held_out <= verified.tokens / (4 * 38) <= SETTINGS.most_held_out
     assert verified.retrieval_stock is None
     assert verified.retrieval_plan is None
     assert 0.0 < verified.activation <= 1.0
@@ -311,13 +314,12 @@ def test_a_plan_passes_and_says_what_was_not_asked(result: Calibration) -> None:
 def test_decode_is_neither_timed_nor_asked_for(
     model: Any, encode: Any, text: list[Path], scoring: MaskedTokens
 ) -> None:
-    run = prepare_run(
+    measured = measure_model(
         model, encode, text, replace(SETTINGS, families=("bf16",), sequences=1), scoring=scoring
     )
-    assert run.table is not None
-    assert set(run.table.prices) == {"prefill"}
-    assert not run.calls[LENGTH].structure.causal
-    assert run.calls[LENGTH].query.shape[2] == LENGTH
+    assert set(measured.table.prices) == {"prefill"}
+    assert not measured.layers.calls[LENGTH].structure.causal
+    assert measured.layers.calls[LENGTH].query.shape[2] == LENGTH
 
 
 def test_the_same_seed_gives_the_same_bytes(
@@ -384,7 +386,7 @@ def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
 ) -> None:
     tokens = torch.tensor([ids])
     expected = bert()
-    attach.attach(expected, result.plan)
+    store.attach(expected, result.plan)
     bare = bert()
     with torch.no_grad():
         wanted = expected.bert(tokens).last_hidden_state
@@ -398,8 +400,8 @@ def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
         assert adaattn_hf.plan_of(classifier) == result.plan
         classifier.bert.encoder.layer[1].attention.self.query.weight.mul_(1.01)
     for module in classifier.modules():
-        module.__dict__.pop(attach.PROGRAM_SLOT, None)
-    with pytest.raises(PlanError, match="weights of layer 1 are not those"):
+        module.__dict__.pop(store.PROGRAM_SLOT, None)
+    with pytest.raises(PlanError, match="weights of the model are not those"):
         classifier(tokens)
 
 
@@ -422,11 +424,11 @@ def test_monitor_and_statistics_count_rows_that_lose_keys_on_either_side(
     model: Any, result: Calibration
 ) -> None:
     watched = bert()
-    window = Choice("window", 32, 16)
-    modules = dict(attach.attention_modules(watched, "bert"))
-    layer = LayerPlan(2, attach.weight_hash(modules[2]), (window, *[EXACT] * 4))
+    window = make_choice("window", 32, 16)
+    modules = dict(store.attention_modules(watched, "bert"))
+    layer = LayerPlan(2, store.weight_hash(modules[2]), (window, *[EXACT] * 4))
     plan = replace(result.plan, layers=(layer,), units=(), tensors="")
-    attach.attach(watched, plan)
+    store.attach(watched, plan, unverified=True)
     tokens = torch.randint(5, 500, (1, 200), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), adaattn_hf.monitoring(watched) as monitor:
         watched(tokens)
@@ -450,9 +452,9 @@ def test_ranks_of_a_masked_models_plan_fold(
     settings = replace(SETTINGS, families=("rank",), budget=0.5)
     found = calibrate(model, encode, text, settings, scoring=scoring, prices=prices(r16=0.1))
     assert found.met, found.sentence
-    assert any(choice.rank for layer in found.plan.layers for choice in layer.choices)
+    assert any(choice.columns for layer in found.plan.layers for choice in layer.choices)
     folded = bert()
-    attach.attach(folded, found.plan)
+    store.attach(folded, found.plan)
     tokens = torch.tensor([ids])
     projected = folded(tokens).logits
     adaattn_hf.prepare(folded, unpad=False, fold_rank=True)
@@ -476,7 +478,7 @@ def test_layers_without_a_number_are_known_by_their_weights(
     assert found.met, found.sentence
     # one layer exact: it must be known too
     first = replace(found.plan.layers[0], choices=(EXACT, EXACT))
-    window = replace(found.plan.layers[1], choices=(Choice("window", 16, 4),) * 2)
+    window = replace(found.plan.layers[1], choices=(make_choice("window", 16, 4),) * 2)
     plan = replace(found.plan, layers=(first, window))
     save_plan(small, replace(found, plan=plan), tmp_path)  # type: ignore[type-var]
     small.save_pretrained(tmp_path)
@@ -515,10 +517,10 @@ def test_a_table_without_the_prices_asked_for_is_refused(
 ) -> None:
     few = replace(SETTINGS, families=("int8",), sequences=1)
     with pytest.raises(ValueError, match="no prefill price of int8, expected one of every choice"):
-        prepare_run(model, encode, text, few, scoring=scoring, prices=prices())
+        measure_model(model, encode, text, few, scoring=scoring, prices=prices())
     gpt2 = AutoModelForCausalLM.from_pretrained(demo_model_path("gpt2"), attn_implementation="adaattn")
     with pytest.raises(ValueError, match="no decode price of exact, bf16"):
-        prepare_run(gpt2, encode, text, replace(few, families=("bf16",)), prices=prices())
+        measure_model(gpt2, encode, text, replace(few, families=("bf16",)), prices=prices())
 
 
 def test_a_tokenizer_without_a_mask_token_is_refused() -> None:

@@ -15,8 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from adaattn_hf.calibration import direct
 from adaattn_hf.calibration.arms import compare, plan_tap, programs_of
 from adaattn_hf.calibration.assemble import make_plan
-from adaattn_hf.calibration.calibrate import CalibrationSettings, Run, calibrate, prepare_run
+from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate, measure_model
 from adaattn_hf.calibration.direct import STRETCHES, mean_and_error
+from adaattn_hf.calibration.measure import Measurement, measure_directly
+from adaattn_hf.calibration.search import JointPasses, refine, solve
 from adaattn_hf.calibration.state import FILE
 from adaattn_hf.policy.prices import Price, PriceTable
 
@@ -56,62 +58,63 @@ def encode(text: str) -> Sequence[int]:
 
 def prices() -> PriceTable:
     row = {label: Price(0.0, seconds) for label, seconds in zip(LABELS, (1.0, 0.6, 0.3, 0.2), strict=True)}
-    return PriceTable("a table", False, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
+    return PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
 
 
 @pytest.fixture
-def run(model: LlamaForCausalLM, text: list[Path]) -> Run:
-    return prepare_run(model, encode, text, SETTINGS, prices=prices())
+def measurement(model: LlamaForCausalLM, text: list[Path]) -> Measurement:
+    return measure_model(model, encode, text, SETTINGS, prices=prices())
 
 
-def test_one_change_costs_what_a_plan_of_that_change_costs(run: Run) -> None:
+def test_one_change_costs_what_a_plan_of_that_change_costs(measurement: Measurement) -> None:
     """Against the whole model with a plan of one unit: early, middle and late layers, every choice."""
-    pairs = [(unit, choice) for unit in range(len(run.units)) for choice in (1, 2, 3)]
-    run.measure_directly(pairs)
-    found, error = run.direct_kl(LENGTH)
+    pairs = [(unit, choice) for unit in range(len(measurement.layers.units)) for choice in (1, 2, 3)]
+    found, error = measure_directly(measurement, pairs).direct_kl(LENGTH)
     assert (error > 0).all()
     for (unit, choice), kl in zip(pairs, found, strict=True):
-        picks = np.zeros(len(run.units), dtype=np.int64)
+        picks = np.zeros(len(measurement.layers.units), dtype=np.int64)
         picks[unit] = choice
-        tap = plan_tap(programs_of(make_plan(run, picks), run.tensors))
+        tap = plan_tap(programs_of(make_plan(measurement, picks), measurement.layers.tensors))
+        inputs = measurement.inputs
         scores = [
-            compare(run.arms, torch.tensor([one.tokens]), tap).kl for one in run.samples[LENGTH][0]["risk"]
+            compare(inputs.arms, torch.tensor([one.tokens]), tap).kl[0] for one in inputs.samples[LENGTH].risk
         ]
         # stretches of 16 tokens but for the last, which predicts nothing after itself
-        wanted = np.mean([float(part.mean()) for one in scores for part in one.tensor_split(STRETCHES)])
+        wanted = np.mean([float(part.mean()) for one in scores for part in np.array_split(one, STRETCHES)])
         assert kl == pytest.approx(wanted, rel=1e-3, abs=1e-12)
     assert found.max() > 100 * found.min()
 
 
-def test_a_planted_wrong_estimate_is_corrected_and_leaves_the_plan(run: Run) -> None:
+def test_a_planted_wrong_estimate_is_corrected_and_leaves_the_plan(measurement: Measurement) -> None:
     """An estimate that is a thousandth of the truth is what a knapsack falls for: the second solve does not."""
-    limit = np.array([run.settings.budget])
-    window = [choice.label for choice in run.candidates.choices].index("w32+16 bf16")
-    true = run.risks()[0, :, window]
+    limit = np.array([SETTINGS.budget])
+    window = [choice.label for choice in measurement.layers.candidates.choices].index("w32+16 bf16")
+    true = measurement.risks()[0, :, window]
     victim = int(true.argmax())
     limit[0] = 0.5 * true[victim]
-    run.state.risks[LENGTH].total[victim, window] /= 1000
-    run.state.risks[LENGTH].means[victim, window] /= 1000
-    run.state.risks[LENGTH].squares[victim, window] /= 1000**2
-    fooled = run.solve(limit)
+    table = measurement.state.risks[LENGTH]
+    table.total[victim, window] /= 1000
+    table.means[victim, window] /= 1000
+    table.squares[victim, window] /= 1000**2
+    fooled = solve(measurement, limit)
     assert fooled.picks[victim] == window
-    run.settings = replace(run.settings, direct=len(run.units) * 2)
-    assert run.refine(fooled, limit)
-    assert (victim, window) in run.decided
-    found = run.risks()[0, victim, window]
-    measured = run.direct_kl(LENGTH)[0][run.decided.index((victim, window))]
+    refined = refine(measurement, fooled, limit, 2 * len(measurement.layers.units))
+    assert measurement.decided == ()
+    assert (victim, window) in refined.decided
+    found = refined.risks()[0, victim, window]
+    measured = refined.direct_kl(LENGTH)[0][refined.decided.index((victim, window))]
     assert 0.3 < found / measured < 1.5
-    again = run.solve(limit)
+    again = solve(refined, limit)
     assert again.picks[victim] != window
-    kl = [run.joint(one.picks, LENGTH)[0] for one in (fooled, again)]
+    passes = JointPasses(measurement)
+    kl = [passes.joint(one.picks, LENGTH).kl for one in (fooled, again)]
     assert kl[0] > 2 * limit[0] > kl[1]
 
 
-def test_few_pairs_leave_other_risks_in_their_order(run: Run) -> None:
-    before = run.risks()
-    run.measure_directly([(0, 2), (1, 2)])
-    after = run.risks()
-    rest = [unit for unit in range(len(run.units)) if unit > 1]
+def test_few_pairs_leave_other_risks_in_their_order(measurement: Measurement) -> None:
+    before = measurement.risks()
+    after = measure_directly(measurement, [(0, 2), (1, 2)]).risks()
+    rest = [unit for unit in range(len(measurement.layers.units)) if unit > 1]
     ratio = after[0, rest, 1:] / before[0, rest, 1:]
     assert ratio == pytest.approx(ratio.flat[0])
     assert (after[0, :, 0] == 0).all()

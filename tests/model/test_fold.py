@@ -17,13 +17,15 @@ from transformers import (
 )
 
 import adaattn_hf
-from adaattn_hf import attach
+from adaattn_hf.attention.tap import tapping
 from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.arms import ModelArms
 from adaattn_hf.patches.fold import complete
-from adaattn_hf.plan import EXACT, PLAN_FORMAT, Choice, LayerPlan, Plan
+from adaattn_hf.plans import store
+from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan
 from adaattn_hf.stats.spectrum import score_factors
-from adaattn_hf.tap import tapping
+
+from ..support.choices import make_choice
 
 LENGTH = 40
 
@@ -68,19 +70,19 @@ def _ranked(family: str, max_length: int = 64, **choice: Any) -> Any:
     with torch.no_grad(), tapping(moments.tap):
         model(_tokens())
     query_basis, key_basis = score_factors(moments.grams[1].centred(), 6)
-    name = attach.remember_tensors(
+    name = store.remember_tensors(
         {"layers.1.query_basis.0": query_basis[0].float(), "layers.1.key_basis.0": key_basis[0].float()}
     )
-    modules = dict(attach.attention_modules(model, model.config.model_type))
+    modules = dict(store.attention_modules(model, model.config.model_type))
     kv_heads = moments.shapes[1][1]
-    choices = (Choice(**{"rank": 6, **choice}), *[EXACT] * (kv_heads - 1))
+    choices = (make_choice(**{"rank": 6, **choice}), *[EXACT] * (kv_heads - 1))
     plan = Plan(
         format=PLAN_FORMAT, model_type=model.config.model_type, weight_hash="", dtype="float32", adaattn="0",
         torch="0", transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={},
-        lengths=(max_length,), layers=(LayerPlan(1, attach.weight_hash(modules[1]), choices),), units=(),
+        lengths=(max_length,), layers=(LayerPlan(1, store.weight_hash(modules[1]), choices),), units=(),
         verified=None, tensors=name,
     )  # fmt: skip
-    attach.attach(model, plan)
+    store.attach(model, plan, unverified=True)
     return model
 
 

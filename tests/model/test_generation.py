@@ -13,7 +13,7 @@ import transformers as tf
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from adaattn_hf.patches.paged import engine_takes_names
+from adaattn_hf.patches.registry import engine_takes_names
 
 from ..support.models import assert_same, fresh_pair, padding, pair, tokens
 from ..support.versions import needs_tracing
@@ -266,10 +266,10 @@ class Paged:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_step_of_continuous_batching_is_attention_request_by_request(window: int | None) -> None:
+    from adaattn_hf.attention.reference import attention
+    from adaattn_hf.attention.request import AttentionRequest
+    from adaattn_hf.attention.structure import CallStructure
     from adaattn_hf.patches.paged import paged_function
-    from adaattn_hf.reference import attention
-    from adaattn_hf.request import AttentionRequest
-    from adaattn_hf.structure import CallStructure
 
     module: Any = torch.nn.Module()
     module.layer_idx, module.sliding_window = 0, window

@@ -11,15 +11,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import adaattn_hf
-from adaattn_hf import attach, observe
-from adaattn_hf.approximate import LayerTensors, Program
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.eager import attention_weights
-from adaattn_hf.plan import PLAN_FORMAT, Choice, LayerPlan, Plan, UnitRecord
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.plans import monitor, store
+from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, UnitRecord
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.tensors import LayerTensors
+
+from ..support.choices import make_choice
 
 LENGTH = 160
-WINDOW = Choice("window", 32, 4)
+WINDOW = make_choice("window", 32, 4)
 
 
 def _model() -> LlamaForCausalLM:
@@ -35,15 +38,15 @@ def _model() -> LlamaForCausalLM:
 
 def _planned(p95: float, monitor: bool = True) -> LlamaForCausalLM:
     model = _model()
-    modules = dict(attach.attention_modules(model, "llama"))
+    modules = dict(store.attention_modules(model, "llama"))
     plan = Plan(
         format=PLAN_FORMAT, model_type="llama", weight_hash="", dtype="float32", adaattn="0", torch="0",
         transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={}, lengths=(256,), verified=None,
-        layers=tuple(LayerPlan(i, attach.weight_hash(m), (WINDOW, WINDOW)) for i, m in modules.items()),
+        layers=tuple(LayerPlan(i, store.weight_hash(m), (WINDOW, WINDOW)) for i, m in modules.items()),
         units=tuple(UnitRecord(i, h, 1e-4, 0.5, 1.0, p95 / 2, p95, p95**2) for i in modules for h in (0, 1)),
         tensors="",
     )  # fmt: skip
-    attach.attach(model, plan)
+    store.attach(model, plan, unverified=True)
     model.config.adaattn = {**model.config.adaattn, "monitor": monitor}
     return model
 
@@ -73,7 +76,7 @@ def test_a_plan_that_drops_more_than_calibrated_becomes_exact_with_one_warning(
     model = _planned(p95=1e-4)
     assert adaattn_hf.plan_of(model) is not None
     with caplog.at_level(logging.WARNING, logger="adaattn_hf"):
-        for _ in range(observe.LEAST_ROWS + 1):
+        for _ in range(monitor.LEAST_ROWS + 1):
             last = model(_tokens()).logits
     assert [entry["tightened"] for entry in adaattn_hf.statistics(model)] == [[0, 1], [0, 1]]
     assert len(caplog.records) == 1
@@ -85,7 +88,7 @@ def test_a_plan_that_drops_more_than_calibrated_becomes_exact_with_one_warning(
 
 @torch.no_grad()
 def test_decode_is_sampled_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observe, "STEP_SHARE", 4)
+    monkeypatch.setattr(monitor, "STEP_SHARE", 4)
     model = _planned(p95=0.9)
     tokens = _tokens(length=48)
     model.generate(
@@ -110,10 +113,10 @@ def test_padding_is_counted_and_not_sampled_batches_are_sampled_in_turn() -> Non
 
 def test_training_steps_are_counted_and_not_sampled() -> None:
     model = _planned(p95=1e-4).train()
-    for _ in range(observe.LEAST_ROWS + 1):
+    for _ in range(monitor.LEAST_ROWS + 1):
         model(_tokens(), labels=_tokens()).loss.backward()
     first = adaattn_hf.statistics(model)[0]
-    assert (first["calls"], first["rows"], first["tightened"]) == (observe.LEAST_ROWS + 1, 0, [])
+    assert (first["calls"], first["rows"], first["tightened"]) == (monitor.LEAST_ROWS + 1, 0, [])
 
 
 @torch.no_grad()
@@ -145,7 +148,7 @@ def test_dropped_mass_counts_what_the_call_counts(extra: str) -> None:
     request = AttentionRequest(query, key, value, structure, scaling=0.5, **extras[extra])
     program = adaattn_hf.plan_of(_planned(0.5)).layers[0]  # type: ignore[union-attr]
     rows = torch.tensor([3, 60, 95])
-    found = observe.dropped_mass(Program(program, LayerTensors(), 256), request, rows)
+    found = monitor.dropped_mass(Program(program, LayerTensors(), 256), request, rows)
     weights = attention_weights(request)[0][:, rows]
     keys = torch.arange(96)
     far = (rows[:, None] - keys >= 32) & ((keys >= 4) | (extra == "window"))

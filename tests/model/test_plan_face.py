@@ -10,35 +10,19 @@ import pytest
 import torch
 
 import adaattn_hf
-from adaattn_hf.attach import weight_hash
-from adaattn_hf.plan import PLAN_FORMAT, Choice, LayerPlan, Plan, PlanError
+from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, Verified
+from adaattn_hf.plans.store import model_hash, remember_tensors
 
+from ..support.choices import make_choice
 from ..support.models import assert_same, fresh_pair, tokens
+from ..support.plans import plan_for
 
 
 def planned_pair() -> tuple[Any, Any, Plan]:
     """A stock LLaMA, and the same with a window of two tokens in its second layer."""
     stock, ours = fresh_pair("llama")
-    attention = ours.model.layers[1].self_attn
-    plan = Plan(
-        format=PLAN_FORMAT,
-        model_type="llama",
-        weight_hash="",
-        dtype="float32",
-        adaattn="0.1.0",
-        torch="2.13.0",
-        transformers="5.17.0",
-        budget=1e-3,
-        seed=0,
-        data_fingerprint="",
-        protocol={},
-        lengths=(64,),
-        layers=(LayerPlan(1, weight_hash(attention), (Choice("window", window=2),) * 2),),
-        units=(),
-        verified=None,
-        tensors="",
-    )
-    ours.config.adaattn = {"plan": plan.to_dict()}
+    plan = plan_for(ours, make_choice("window", window=2), layers=(1,))
+    ours.config.adaattn = {"plan": plan.to_dict(), "unverified": True}
     return stock, ours, plan
 
 
@@ -59,7 +43,7 @@ def test_a_plan_in_the_configuration_is_executed_until_it_is_removed() -> None:
 def test_the_plan_of_a_directory_takes_the_place_of_another(tmp_path: Path) -> None:
     _, ours, plan = planned_pair()
     _, twin, _ = planned_pair()
-    wider = replace(plan, layers=(replace(plan.layers[0], choices=(Choice("window", window=7),) * 2),))
+    wider = replace(plan, layers=(replace(plan.layers[0], choices=(make_choice("window", window=7),) * 2),))
     (tmp_path / "adaattn_plan.json").write_text(wider.to_json(), encoding="utf-8")
     ids = tokens()
     with torch.no_grad():
@@ -86,7 +70,8 @@ def test_what_is_watched_is_counted() -> None:
 def test_a_plan_for_other_weights_is_refused() -> None:
     _, ours, plan = planned_pair()
     ours.config.adaattn = {
-        "plan": replace(plan, layers=(LayerPlan(1, "other", plan.layers[0].choices),)).to_dict()
+        "plan": replace(plan, layers=(LayerPlan(1, "other", plan.layers[0].choices),)).to_dict(),
+        "unverified": True,
     }
     with pytest.raises(PlanError, match="weights of layer 1 are not those"):
         adaattn_hf.load_plan(ours)
@@ -96,3 +81,102 @@ def test_a_model_without_a_plan_has_none_to_load() -> None:
     _, ours = fresh_pair("llama")
     with pytest.raises(PlanError, match="LlamaForCausalLM holds no plan; make one with `adaattn calibrate`"):
         adaattn_hf.load_plan(ours)
+
+
+# ---------------------------------------------------------------------- what a plan is bound to
+def test_a_plan_that_was_not_proven_runs_only_where_somebody_says_so() -> None:
+    _, ours, plan = planned_pair()
+    ours.config.adaattn = {"plan": plan.to_dict()}
+    with pytest.raises(PlanError, match="never verified on held-out text"):
+        ours(input_ids=tokens())
+    with pytest.raises(PlanError, match="unverified=True"):
+        adaattn_hf.load_plan(ours)
+    assert adaattn_hf.load_plan(ours, unverified=True) == plan
+    assert torch.isfinite(ours(input_ids=tokens()).logits).all()
+    failed = Verified(False, 1.0, 2.0, 0.95, 1, 9, 99, 1.0, 1.0, 0.5, None, None, 1.0, 1.0, 1.0, "failed")
+    ours.config.adaattn = {"plan": replace(plan, verified=failed).to_dict()}
+    with pytest.raises(PlanError, match="failed on held-out text"):
+        ours(input_ids=tokens())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["step", "load", "cast", "wrap"])
+def test_changes_of_weights_after_the_first_call_are_noticed(change: str) -> None:
+    _, ours, _ = planned_pair()
+    other = fresh_pair("llama")[0]
+    ours(input_ids=tokens())
+    attention = ours.model.layers[1].self_attn
+    if change == "step":
+        attention.q_proj.weight.add_(0.1)
+    elif change == "load":
+        ours.load_state_dict({name: value + 0.1 for name, value in other.state_dict().items()})
+    elif change == "cast":
+        ours.to(torch.bfloat16)
+    else:
+        attention.q_proj = torch.nn.Sequential(attention.q_proj)
+    with pytest.raises(PlanError, match=r"not those that the plan|calibrated in float32"):
+        ours(input_ids=tokens())
+
+
+@torch.no_grad()
+def test_a_plan_is_bound_to_all_weights_of_its_model(tmp_path: Path) -> None:
+    _, ours, plan = planned_pair()
+    bound = replace(plan, weight_hash=model_hash(ours))
+    ours.config.adaattn = {"plan": bound.to_dict(), "unverified": True}
+    assert adaattn_hf.load_plan(ours) == bound
+    ours.save_pretrained(tmp_path)
+    again = type(ours).from_pretrained(tmp_path, attn_implementation="adaattn").eval()
+    assert torch.equal(again(input_ids=tokens()).logits, ours(input_ids=tokens()).logits)
+    ours.model.layers[0].mlp.up_proj.weight.add_(0.1)
+    ours.save_pretrained(tmp_path)
+    merged = type(ours).from_pretrained(tmp_path, attn_implementation="adaattn").eval()
+    with pytest.raises(PlanError, match="weights of the model are not those"):
+        merged(input_ids=tokens())
+    with pytest.raises(PlanError, match="weights of the model are not those"):
+        adaattn_hf.load_plan(merged)
+
+
+def test_layers_and_tensors_that_do_not_fit_are_refused_by_name() -> None:
+    _, ours, plan = planned_pair()
+
+    def refused(layers: tuple[LayerPlan, ...], match: str, **tensors: torch.Tensor) -> None:
+        name = remember_tensors(
+            {f"layers.1.{key.replace('__', '.')}": value for key, value in tensors.items()}
+        )
+        ours.config.adaattn = {
+            "plan": replace(plan, layers=layers, tensors=name).to_dict(), "unverified": True,
+        }  # fmt: skip
+        with pytest.raises(PlanError, match=match):
+            ours(input_ids=tokens())
+
+    own = plan.layers[0]
+    refused((own, replace(own, layer=99)), "has a layer 99")
+    ranked = (replace(own, choices=(make_choice(rank=2),) * 2),)
+    refused(ranked, "needs its query_basis")
+    refused(ranked, "query_basis of head 0", query_basis__0=torch.zeros(3, 2), key_basis__0=torch.zeros(3, 2))
+    rounded = (replace(own, choices=(make_choice(precision="int8"),) * 2),)
+    refused(rounded, "key_mean is", key_mean=torch.zeros(2, 2))
+    refused(rounded, "key_mean is", key_mean=torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lengths": 5}, {"lengths": ["128"]}, {"lengths": [True]}, {"lengths": [1.5]}, {"layers": None},
+        {"units": None}, {"transformers": 5}, {"seed": "x"}, {"protocol": 5}, {"budget": None},
+        {"verified": {"passed": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fields_of_another_type_are_refused(changes: dict[str, object]) -> None:
+    _, _, plan = planned_pair()
+    with pytest.raises(PlanError):
+        Plan.from_dict({**plan.to_dict(), **changes})
+
+
+@pytest.mark.parametrize("big", [2**31, 2**63, 10**30])
+def test_numbers_beyond_the_kernels_integers_are_refused(big: int) -> None:
+    with pytest.raises(PlanError, match="at most"):
+        make_choice("window", big)
+    with pytest.raises(PlanError, match="at most"):
+        make_choice("window", 8, big)

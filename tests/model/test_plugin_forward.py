@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import BACKENDS
-from adaattn_hf.patches.recorder import Recorder, recording
 
 from ..support.models import (
     DECODERS,

@@ -41,7 +41,7 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
     text.write_text("\n\n".join(calibration_pages()[:14]), encoding="utf-8")
     row = {label: Price(1e-4, 1.0 / (1 + place)) for place, label in enumerate(("exact", "bf16"))}
     prices.write_text(
-        PriceTable("a table", False, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}}).to_json()
+        PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}}).to_json()
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -55,7 +55,7 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
         f"-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --main_process_port {port}"
     )
     started = []
-    for name, way in (("one", "-P -m adaattn_hf.cli"), ("two", f"-P {launcher} -m adaattn_hf.cli")):
+    for name, way in (("one", "-P -m adaattn_hf.cli"), ("two", f"-P {launcher} -m adaattn_hf.cli.main")):
         model = shutil.copytree(demo_model_path("llama"), tmp_path / name)
         started.append(
             subprocess.Popen(

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from adaattn_hf import NAMES
 from adaattn_hf.patches.mask_pattern import read_pattern
-from adaattn_hf.patches.paged import engine_takes_names
+from adaattn_hf.patches.registry import engine_takes_names
 
 HERE = Version(tf.__version__)
 

@@ -23,14 +23,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.rounding import quantise
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.autograd import Differentiable
 from adaattn_hf.backends.native.call import Rules
 from adaattn_hf.backends.native.library import library, missing
 from adaattn_hf.backends.select import BACKENDS
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.stats.noise import quantise
-from adaattn_hf.structure import CallStructure
 
 
 @dataclass(frozen=True)

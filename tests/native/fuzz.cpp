@@ -119,7 +119,7 @@ bool one(int64_t seed) {
   ada_args a;
   std::memset(&a, 0, sizeof a);
   a.q = q.data, a.k = k.data, a.v = v.data, a.out = out.data, a.lse = lse.data();
-  a.q_dtype = a.kv_dtype = half ? ADA_BF16 : ADA_F32;
+  a.q_dtype = a.kv_dtype = a.v_dtype = half ? ADA_BF16 : ADA_F32;
   a.batch = batch, a.q_heads = heads, a.kv_heads = kv_heads, a.q_len = q_len, a.kv_len = kv_len, a.dim = dim, a.dim_v = dim_v;
   std::memcpy(a.qs, q.stride, 32), std::memcpy(a.ks, k.stride, 32), std::memcpy(a.vs, v.stride, 32);
   std::memcpy(a.os, out.stride, 32), std::memcpy(a.gs, grad.stride, 32);
@@ -180,7 +180,7 @@ bool one(int64_t seed) {
   if (bytes == 0) {
     k8 = k.rounded(), v8 = v.rounded();
     scales.assign(static_cast<size_t>(batch * kv_heads * kv_len), Tensor::STEP);
-    a.kv_dtype = ADA_I8, a.k = k8.data(), a.v = v8.data();
+    a.kv_dtype = a.v_dtype = ADA_I8, a.k = k8.data(), a.v = v8.data();
     a.k_scale = a.v_scale = scales.data();
     a.kss[0] = a.vss[0] = kv_heads * kv_len, a.kss[1] = a.vss[1] = kv_len, a.kss[2] = a.vss[2] = 1;
   } else if (bytes == 1 && a.level == ADA_AVX512_BF16) {

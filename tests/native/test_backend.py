@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adaattn_hf import reference
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.structure import CallStructure
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 SEGMENTS = torch.tensor([[0] * 30 + [1] * 41 + [2] * 29, [0] * 99 + [1]])

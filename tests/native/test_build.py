@@ -46,6 +46,55 @@ def test_a_file_that_is_no_library_is_a_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(library.missing()), reason="; ".join(library.missing()) or "present")
+@pytest.mark.parametrize("share", [0.0001, 0.01, 0.5, 0.999])
+def test_a_library_that_is_cut_off_is_a_reason(tmp_path: Path, share: float) -> None:
+    whole = (NATIVE / build.NAME).read_bytes()
+    (tmp_path / build.NAME).write_bytes(whole[: int(len(whole) * share)])
+    found, reasons = library.load(tmp_path)
+    assert found is None
+    assert "reinstall adaattn-hf" in reasons[0]
+
+
+STUBS = {
+    "lacks a function of its interface": {"abi_version": library.ABI_VERSION},
+    "speaks interface 99": dict.fromkeys(library.FUNCTIONS, 99),
+    "with 7 bytes of arguments": dict.fromkeys(library.FUNCTIONS, 7) | {"abi_version": library.ABI_VERSION},
+    "names instruction set 77": dict.fromkeys(library.FUNCTIONS, 77)
+    | {"abi_version": library.ABI_VERSION, "args_size": library.ARGS_SIZE},
+}
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("complaint", STUBS)
+def test_a_foreign_library_is_a_reason(tmp_path: Path, complaint: str) -> None:
+    source = tmp_path / "stub.cpp"
+    functions = STUBS[complaint]
+    source.write_text(
+        "".join(f'extern "C" long ada_{name}() {{ return {n}; }}\n' for name, n in functions.items())
+    )
+    command = build.compiler()
+    assert command is not None
+    subprocess.run([*command, "-shared", "-fPIC", str(source), "-o", str(tmp_path / build.NAME)], check=True)
+    found, reasons = library.load(tmp_path)
+    assert found is None
+    assert complaint in reasons[0]
+    assert "reinstall adaattn-hf" in reasons[0]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"reason": ""}', '{"reason": ', "\udcff"])
+def test_a_broken_report_of_the_build_is_a_reason(tmp_path: Path, text: str) -> None:
+    (tmp_path / build.REPORT).write_bytes(text.encode("utf-8", "surrogateescape"))
+    found, reasons = library.load(tmp_path)
+    assert found is None
+    assert "the report of its build" in reasons[0]
+    assert "python -m adaattn_hf.backends.native" in reasons[0]
+
+
+def test_both_who_build_and_who_load_name_the_same_files() -> None:
+    assert (build.NAME, build.REPORT) == (library.NAME, library.REPORT)
+
+
+@pytest.mark.skipif(bool(library.missing()), reason="; ".join(library.missing()) or "present")
 def test_an_unknown_level_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.LEVEL_VARIABLE, "avx1024")
     found, reasons = library.load(NATIVE)

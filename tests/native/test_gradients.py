@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adaattn_hf import reference
-from adaattn_hf.backends.native.autograd import attend_op, backward_op
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.backends.native.ops import attend_op, backward_op
 
 from .test_backend import STRUCTURES, request
 

@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adaattn_hf import reference
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.rounding import quantise, through_int8
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.call import Rules
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
 from adaattn_hf.backends.native.monitor import dropped_mass
 from adaattn_hf.backends.native.rules import rules_of, with_extras
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.stats.noise import quantise, sqnr, through_int8
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.stats.noise import sqnr
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -182,7 +183,7 @@ def int8_case(q_len: int, kind: str) -> tuple[AttentionRequest, AttentionRequest
 def test_int8_products(q_len: int, kind: str) -> None:
     """Floors: 40 dB of the definition; the loss against exact attention at most 3 dB above the definition's own."""
     asked, defined, mean = int8_case(q_len, kind)
-    rules = Rules(causal=True, offset=900 - q_len, compute="int8", key_mean=mean)
+    rules = Rules(causal=True, offset=900 - q_len, compute="int8", key_mean=mean[None])
     out, lse = call.forward(asked.query, asked.key, asked.value, 0.125, rules, need_lse=True)
     exact, expected = reference.attention(asked), reference.attention(defined)
     assert out is not None
@@ -195,7 +196,7 @@ def test_int8_products(q_len: int, kind: str) -> None:
 @NO_INT8
 def test_int8_products_look_at_no_later_key() -> None:
     asked, _, mean = int8_case(900, "plain")
-    rules = Rules(causal=True, compute="int8", key_mean=mean)
+    rules = Rules(causal=True, compute="int8", key_mean=mean[None])
     before, _ = call.forward(asked.query, asked.key, asked.value, 0.125, rules)
     asked.key[:, :, 500:] *= -30.0
     asked.value[:, :, 500:] *= 1000.0

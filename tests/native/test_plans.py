@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adaattn_hf import execute, native_launch, reference
-from adaattn_hf.approximate import LayerTensors, Program, defined, heads_of
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import some_heads
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.library import level_names, missing
-from adaattn_hf.plan import EXACT, Choice, LayerPlan
-from adaattn_hf.request import AttentionRequest
+from adaattn_hf.plans import execute
+from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.stats.noise import sqnr
-from adaattn_hf.structure import CallStructure
+
+from ..support.choices import make_choice
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 NO_INT8 = pytest.mark.skipif("avx512_bf16" not in level_names(), reason="no int8 products on this machine")
@@ -29,8 +34,8 @@ STRUCTURES = {
     "step": CallStructure(2, 1, N, causal=True, q_offset=N - 1),
     "step in a static cache": CallStructure(2, 1, N, causal=True, q_offset=torch.tensor(200)),
 }
-BLOCKS = Choice("blocks", mass=0.6, sinks=4)
-INT8 = Choice(precision="int8")
+BLOCKS = make_choice("blocks", mass=0.6, sinks=4)
+INT8 = make_choice(precision="int8")
 
 
 def case(structure: CallStructure, seed: int = 0, **extra: object) -> AttentionRequest:
@@ -48,7 +53,7 @@ def program(*choices: Choice) -> Program:
 
 def defined_output(made: Program, request: AttentionRequest) -> torch.Tensor:
     parts = [
-        reference.attention(defined(heads_of(request, [head]), choice, [head], made.tensors)).out
+        reference.attention(choice.defined(some_heads(request, [head]), [head], made.tensors)).out
         for head, choice in enumerate(made.plan.choices)
     ]
     return torch.cat(parts, 2)
@@ -58,8 +63,7 @@ def defined_output(made: Program, request: AttentionRequest) -> torch.Tensor:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_blocks_are_the_rows_own(name: str, softcap: float | None) -> None:
     request = case(STRUCTURES[name], softcap=softcap)
-    made = program(BLOCKS, EXACT, Choice("blocks", mass=0.9))
-    assert native_launch.serves(request, "native")
+    made = program(BLOCKS, EXACT, make_choice("blocks", mass=0.9))
     found = execute.attend(made, request, "native").out
     torch.testing.assert_close(found.double(), defined_output(made, request), atol=2e-5, rtol=2e-5)
     exact = reference.attention(request).out
@@ -88,21 +92,21 @@ def test_int8_is_as_accurate_as_the_torch_path(name: str, extra: dict[str, objec
     request = case(STRUCTURES[name], **extra)
     choice = {
         "exact": INT8,
-        "window": Choice("window", 48, 4, precision="int8"),
-        "blocks": Choice("blocks", mass=0.6, precision="int8"),
+        "window": make_choice("window", 48, 4, precision="int8"),
+        "blocks": make_choice("blocks", mass=0.6, precision="int8"),
     }[kind]
     made = program(choice, choice, choice)
-    assert native_launch.takes(choice)
+    assert set(execute.launch_names([choice], request).values()) != {choice.label}
     native = execute.attend(made, request, "native").out
     torch_path = execute.attend(made, request, "sdpa" if kind != "blocks" else "eager").out
-    wide = Choice(choice.kind, choice.window, choice.sinks, choice.mass)
+    wide = Choice(choice.keys)
     unrounded = defined_output(program(wide, wide, wide), request)
     assert sqnr(defined_output(made, request), native) > 38
     assert sqnr(unrounded, native) > sqnr(unrounded, torch_path) - 3
 
 
 @NO_INT8
-@pytest.mark.parametrize("choice", [INT8, BLOCKS, Choice("blocks", mass=0.6, precision="int8")], ids=str)
+@pytest.mark.parametrize("choice", [INT8, BLOCKS, make_choice("blocks", mass=0.6, precision="int8")], ids=str)
 def test_the_future_and_the_neighbours_change_nothing(choice: Choice) -> None:
     made, request = program(choice, choice, EXACT), case(STRUCTURES["causal"])
     before = execute.attend(made, request, "native").out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tarfile
 import zipfile
@@ -53,6 +54,8 @@ def wheel(built: Path) -> Path:
 
 def mapped_name(name: str) -> str | None:
     """Where a file of the checkout is installed; None if it is not."""
+    if name == "adaattn_command.py":  # the command's start, outside the package so that it loads without it
+        return name
     top, _, rest = name.partition("/")
     return f"{MAPPED[top].replace('.', '/')}/{rest}" if top in MAPPED else None
 
@@ -87,10 +90,22 @@ def test_wheel_says_what_it_needs_and_carries_the_licence(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in text
     for requirement in ("torch>=", "transformers<6,>=5.17", "typer>=", "pyyaml"):
         assert f"Requires-Dist: {requirement}" in text, requirement
-    assert "adaattn = adaattn_hf.cli:main" in entry_points
+    assert "adaattn = adaattn_command:main" in entry_points
+    assert "[lm_eval.models]\nadaattn = adaattn_hf.eval.lm_eval_model:AdaAttnLM" in entry_points
+    assert re.findall(r"\]\((?!https?://|#)[^)]+\)", text) == [], (
+        "a link of the README that is dead on the index"
+    )
     assert wheel.name.endswith("-py3-none-any.whl"), (
         "without the native library the wheel is for every platform"
     )
+
+
+def test_the_index_would_take_both(built: Path) -> None:
+    pytest.importorskip("twine", reason="twine is not installed")
+    files = sorted(path for path in built.iterdir() if path.name.endswith((".whl", ".tar.gz")))
+    assert len(files) == 2
+    said = run([sys.executable, "-P", "-m", "twine", "check", "--strict", *files], cwd=built)
+    assert said.count("PASSED") == 2
 
 
 def test_sdist_holds_what_a_packager_needs(built: Path) -> None:
@@ -120,6 +135,15 @@ def test_installed_wheel_works_from_anywhere(wheel: Path, tmp_path: Path) -> Non
     assert Path(package).is_relative_to(tmp_path / "venv")
     assert Path(patches) == Path(package) / "patches"
     assert "explain" in run([python.parent / "adaattn", "--help"], cwd=tmp_path)
+    assert "works" in run([python, ROOT / "tests" / "packaging" / "smoke.py"], cwd=tmp_path)
+
+
+def test_smoke_fails_without_the_kernels_that_it_is_asked_for(wheel: Path, tmp_path: Path) -> None:
+    """The wheel at hand was built without a compiler."""
+    python = environment(tmp_path / "venv")
+    install(python, wheel)
+    with pytest.raises(AssertionError, match="native"):
+        run([python, ROOT / "tests" / "packaging" / "smoke.py", "--native"], cwd=tmp_path)
 
 
 def test_editable_install_works_from_anywhere_and_sees_edits(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from adaattn_hf import reference
-from adaattn_hf.request import AttentionRequest, CallSpec
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.structure import CallStructure
 
 from ..support.requests import HALF, ON_CPU, bound, generator, leaves, refuses, requests
 

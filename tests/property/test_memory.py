@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import choose
-from adaattn_hf.request import AttentionRequest, CallSpec
-from adaattn_hf.structure import CallStructure
 
 LENGTHS = (2048, 4096)
 

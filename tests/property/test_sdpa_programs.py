@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn_hf import reference
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.sdpa import SdpaBackend, kernels, limits
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.structure import CallStructure
 
 from ..support.requests import HALF, bound, generator, leaves, requests
 

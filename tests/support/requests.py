@@ -9,13 +9,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adaattn_hf import reference
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.eager import EagerBackend
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.sdpa import SdpaBackend
-from adaattn_hf.request import AttentionRequest, CallSpec
-from adaattn_hf.structure import CallStructure
 
 HALF = (torch.bfloat16, torch.float16)
 ON_CPU: dict[str, Backend] = {"sdpa": SdpaBackend(), "eager": EagerBackend(), "native": NativeBackend()}

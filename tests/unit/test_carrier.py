@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaattn_hf.patches.carrier import StructuredMask
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.patches.structured_mask import StructuredMask
 
 PADDING = torch.tensor([[True, True, True, True], [False, False, True, True]])
 

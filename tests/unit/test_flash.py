@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaattn_hf import reference
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, FlashBackend, FlashVariant
-from adaattn_hf.request import AttentionRequest, CallSpec
-from adaattn_hf.structure import CallStructure
 
 
 def dense(

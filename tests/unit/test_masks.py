@@ -25,10 +25,10 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from adaattn_hf.patches import shared
-from adaattn_hf.patches.carrier import StructuredMask
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.patches import fast_path
 from adaattn_hf.patches.masks import adaattn_mask
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.patches.structured_mask import StructuredMask
 
 MaskFunction = Callable[..., Any]
 
@@ -217,4 +217,4 @@ def test_passes_of_like_shape_share_their_structure_and_no_other_pass_does() -> 
 def test_shared_structures_do_not_pile_up() -> None:
     for length in range(1, 200):
         adaattn_mask(1, 1, length, q_offset=length - 1)
-    assert len(shared._known) <= shared.MOST
+    assert len(fast_path._known) <= fast_path.MOST

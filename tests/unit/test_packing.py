@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.packing import Packed, with_documents, with_restarts
-from adaattn_hf.structure import CallStructure
 
 
 def sums(*lengths: int) -> Tensor:

@@ -5,28 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adaattn_hf import execute, reference
-from adaattn_hf.approximate import (
-    LayerTensors,
-    Program,
-    defined,
-    heads_of,
-    rows_with_fewer_keys,
-    windowed,
-)
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import some_heads
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import missing
-from adaattn_hf.plan import EXACT, Choice, LayerPlan
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.plans import execute
+from adaattn_hf.plans.choices import precision_of
+from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.tensors import LayerTensors
+
+from ..support.choices import make_choice
 
 HEADS, D, N = 2, 16, 270
-WINDOW = Choice("window", 24, 4)
+WINDOW = make_choice("window", 24, 4)
 CHOICES = [
     WINDOW,
-    Choice("blocks", mass=0.5, sinks=4),
-    Choice(rank=8),
-    Choice(precision="bf16"),
-    Choice("window", 24, 4, precision="bf16"),
+    make_choice("blocks", mass=0.5, sinks=4),
+    make_choice(rank=8),
+    make_choice(precision="bf16"),
+    make_choice("window", 24, 4, precision="bf16"),
 ]
 RIGHT = torch.ones(2, N, dtype=torch.bool)
 RIGHT[1, 190:] = False
@@ -40,12 +39,12 @@ STRUCTURES = {
     "narrower window of its own": CallStructure(2, N, N, window=10),
 }
 BACKENDS = ["sdpa", "eager", *([] if missing() else ["native"])]
-INT8 = Choice(precision="int8")
+INT8 = make_choice(precision="int8")
 # kernels of int8 products round the weights, too: tests/native/test_plans.py compares them with the definition
 PAIRS = [
     *((choice, backend) for choice in CHOICES for backend in BACKENDS),
     (INT8, "eager"),
-    (Choice("window", 24, 4, precision="int8"), "eager"),
+    (make_choice("window", 24, 4, precision="int8"), "eager"),
 ]
 
 
@@ -67,7 +66,7 @@ def program_of(choice: Choice, limit: int = 10**6) -> Program:
 
 def definition(program: Program, request: AttentionRequest) -> torch.Tensor:
     parts = [
-        reference.attention(defined(heads_of(request, [head]), pick, [head], program.tensors)).out
+        reference.attention(pick.defined(some_heads(request, [head]), [head], program.tensors)).out
         for head, pick in enumerate(program.plan.choices)
     ]
     return torch.cat(parts, 2)
@@ -78,7 +77,7 @@ def definition(program: Program, request: AttentionRequest) -> torch.Tensor:
 def test_execution_equals_the_definition(choice: Choice, name: str, backend: str) -> None:
     request, program = request_of(STRUCTURES[name]), program_of(choice)
     found = execute.attend(program, request, backend).out
-    tolerance = 5e-2 if choice.precision == "bf16" else 2e-5
+    tolerance = 5e-2 if precision_of(choice) == "bf16" else 2e-5
     torch.testing.assert_close(found.double(), definition(program, request), atol=tolerance, rtol=tolerance)
     exact = reference.attention(request).out
     assert (found[:, :, 1:].double() - exact[:, :, 1:]).abs().max() < 2e-5
@@ -90,7 +89,7 @@ def test_a_window_looks_as_far_ahead_as_back_and_keeps_the_first_keys() -> None:
     request = request_of(STRUCTURES["full"])
     weights = execute.weights(program_of(WINDOW), request)[0, 0]
     rows, keys = torch.arange(N)[:, None], torch.arange(N)
-    assert torch.equal(weights > 0, ((rows - keys).abs() < WINDOW.window) | (keys < WINDOW.sinks))
+    assert torch.equal(weights > 0, ((rows - keys).abs() < 24) | (keys < 4))
     documents = execute.weights(program_of(WINDOW), request_of(STRUCTURES["documents"]))[0, 0]
     assert documents[150, 100:104].min() > 0, "sinks are the first keys of the row's own document"
     assert documents[150, :100].max() == 0
@@ -116,7 +115,7 @@ def test_neighbours_and_padding_change_nothing(choice: Choice) -> None:
         *(tensor[1:, :, :190] for tensor in (request.query, request.key, request.value)),
         CallStructure(1, 190, 190), request.scaling,
     )  # fmt: skip
-    tolerance = 5e-2 if choice.precision == "bf16" else 2e-5
+    tolerance = 5e-2 if precision_of(choice) == "bf16" else 2e-5
     torch.testing.assert_close(
         together, execute.attend(program, alone).out[0], atol=tolerance, rtol=tolerance
     )
@@ -174,19 +173,22 @@ def test_documents_may_be_numbered_in_any_order(padded: bool) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("first", "stop"), [(0, N), (40, 200), (250, N)])
-@pytest.mark.parametrize("choice", [WINDOW, Choice("window", 200, 16)], ids=lambda choice: choice.label)
+@pytest.mark.parametrize("choice", [WINDOW, make_choice("window", 200, 16)], ids=lambda choice: choice.label)
 def test_rows_with_fewer_keys_are_counted_right(choice: Choice, first: int, stop: int, causal: bool) -> None:
     structure = CallStructure(1, N, N, causal=causal)
-    fewer = (structure.visible() & ~windowed(structure, choice).visible()).any(-1)[0, 0]
+    assert choice.keys is not None
+    kv = torch.zeros(1, 1, N, 4)
+    narrowed = choice.keys.structure(AttentionRequest(kv, kv, kv, structure, 1.0))
+    fewer = (structure.visible() & ~narrowed.visible()).any(-1)[0, 0]
     wanted = int(fewer[first:stop].sum())
-    assert rows_with_fewer_keys(choice, first, stop, N, causal) == wanted
+    assert choice.rows_with_fewer_keys(first, stop, N, causal) == wanted
 
 
 def test_rows_of_blocks_that_may_lose_keys() -> None:
-    blocks = Choice("blocks", mass=0.5, sinks=4)
+    blocks = make_choice("blocks", mass=0.5, sinks=4)
     # of 4 blocks, rows of the third keep their own, those beside it and the first, for its sinks: all
-    assert rows_with_fewer_keys(blocks, 0, 256, 256, causal=False) == 3 * 64
-    assert rows_with_fewer_keys(blocks, 128, 192, 256, causal=False) == 0
-    assert rows_with_fewer_keys(blocks, 0, 192, 192, causal=False) == 64
-    assert rows_with_fewer_keys(blocks, 0, 128, 128, causal=False) == 0
-    assert rows_with_fewer_keys(EXACT, 0, 256, 256, causal=False) == 0
+    assert blocks.rows_with_fewer_keys(0, 256, 256, causal=False) == 3 * 64
+    assert blocks.rows_with_fewer_keys(128, 192, 256, causal=False) == 0
+    assert blocks.rows_with_fewer_keys(0, 192, 192, causal=False) == 64
+    assert blocks.rows_with_fewer_keys(0, 128, 128, causal=False) == 0
+    assert EXACT.rows_with_fewer_keys(0, 256, 256, causal=False) == 0

@@ -5,24 +5,30 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adaattn_hf import execute, reference
-from adaattn_hf.approximate import LayerTensors, Program, defined, heads_of
-from adaattn_hf.plan import EXACT, Choice, LayerPlan
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import some_heads
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.plans import execute
+from adaattn_hf.plans.choices import Window, precision_of
+from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.tensors import LayerTensors
+
+from ..support.choices import make_choice
 
 KV, GROUP, D, N = 2, 2, 16, 300
 CHOICES = [
-    Choice("window", 48, 4),
-    Choice("blocks", mass=0.6, sinks=4),
-    Choice(precision="int8"),
-    Choice(rank=8),
-    Choice("window", 48, 4, rank=8, precision="int8"),
-    Choice("blocks", mass=0.6, precision="int8"),
+    make_choice("window", 48, 4),
+    make_choice("blocks", mass=0.6, sinks=4),
+    make_choice(precision="int8"),
+    make_choice(rank=8),
+    make_choice("window", 48, 4, rank=8, precision="int8"),
+    make_choice("blocks", mass=0.6, precision="int8"),
 ]
 # kernels of int8 products round the weights, too: tests/native/test_plans.py compares them with the definition
 ROUNDED = {"int8": "eager"}
-LOOSE = [Choice(precision="bf16"), Choice("window", 48, 4, precision="bf16")]
+LOOSE = [make_choice(precision="bf16"), make_choice("window", 48, 4, precision="bf16")]
 
 
 def _tensors() -> LayerTensors:
@@ -71,12 +77,12 @@ def test_execution_equals_the_definition(name: str, choice: Choice) -> None:
     query, key, value = _qkv(2)
     request = AttentionRequest(query[:, :, -structure.q_len :], key, value, structure, D**-0.5)
     program = _program(choice)
-    found = execute.attend(program, request, ROUNDED.get(choice.precision)).out
+    found = execute.attend(program, request, ROUNDED.get(precision_of(choice))).out
     parts = [
-        reference.attention(defined(heads_of(request, [head]), pick, [head], program.tensors)).out
+        reference.attention(pick.defined(some_heads(request, [head]), [head], program.tensors)).out
         for head, pick in enumerate(program.plan.choices)
     ]
-    tolerance = 2e-2 if choice.precision == "bf16" else 2e-5
+    tolerance = 2e-2 if precision_of(choice) == "bf16" else 2e-5
     torch.testing.assert_close(found.double(), torch.cat(parts, 2), atol=tolerance, rtol=tolerance)
     exact = reference.attention(request).out
     assert (found[:, :, GROUP:].double() - exact[:, :, GROUP:]).abs().max() < 2e-5
@@ -92,10 +98,10 @@ def test_softcap_and_learned_sinks_are_kept(extra: str, choice: Choice) -> None:
     request = AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5, **more)  # type: ignore[arg-type]
     program = _program(choice)
     parts = [
-        reference.attention(defined(heads_of(request, [head]), pick, [head], program.tensors)).out
+        reference.attention(pick.defined(some_heads(request, [head]), [head], program.tensors)).out
         for head, pick in enumerate(program.plan.choices)
     ]
-    found = execute.attend(program, request, ROUNDED.get(choice.precision)).out
+    found = execute.attend(program, request, ROUNDED.get(precision_of(choice))).out
     torch.testing.assert_close(found.double(), torch.cat(parts, 2), atol=2e-5, rtol=2e-5)
     plain = AttentionRequest(query, key, value, request.structure, D**-0.5)
     assert not torch.allclose(found, execute.attend(program, plain).out, atol=1e-3)
@@ -126,7 +132,7 @@ def test_neighbours_and_padding_change_nothing(choice: Choice) -> None:
     padding = torch.ones(3, N, dtype=torch.bool)
     padding[1, :80] = False
     together = _run(program, *padded, key_padding=padding)
-    tolerance = 2e-2 if choice.precision == "bf16" else 2e-5
+    tolerance = 2e-2 if precision_of(choice) == "bf16" else 2e-5
     torch.testing.assert_close(together[1, 80:], alone[0], atol=tolerance, rtol=tolerance)
 
 
@@ -153,7 +159,7 @@ def test_a_decode_step_is_at_least_as_exact_in_precision() -> None:
     exact = reference.attention(
         AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)
     ).out
-    step = _run(_program(Choice(precision="int8")), query[:, :, -1:], key, value, q_offset=N - 1)
+    step = _run(_program(make_choice(precision="int8")), query[:, :, -1:], key, value, q_offset=N - 1)
     torch.testing.assert_close(step[:, 0].double(), exact[:, -1], atol=2e-5, rtol=2e-5)
 
 
@@ -190,12 +196,12 @@ def test_weights_are_those_of_the_approximated_function(choice: Choice) -> None:
     program = _program(choice)
     weights = execute.weights(program, request)
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, KV * GROUP, N), atol=1e-5, rtol=1e-5)
-    if choice.precision == "model":
+    if precision_of(choice) == "model":
         out = weights @ value.repeat_interleave(GROUP, 1)
         torch.testing.assert_close(
             out.transpose(1, 2), execute.attend(program, request).out, atol=2e-5, rtol=2e-5
         )
-    if choice.kind == "window":
+    if isinstance(choice.keys, Window):
         assert weights[0, 0, 150, 10:100].abs().max() == 0
         assert weights[0, GROUP, 150, 10:100].abs().max() > 0
 
@@ -210,7 +216,7 @@ def test_gradients_are_those_of_the_definition(choice: Choice) -> None:
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = torch.autograd.grad(out, tensors, upstream)
     parts = [
-        reference.attention(defined(heads_of(request, [head]), pick, [head], program.tensors)).out
+        reference.attention(pick.defined(some_heads(request, [head]), [head], program.tensors)).out
         for head, pick in enumerate(program.plan.choices)
     ]
     wanted = torch.autograd.grad(torch.cat(parts, 2), tensors, upstream)
@@ -218,10 +224,15 @@ def test_gradients_are_those_of_the_definition(choice: Choice) -> None:
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
 
-def test_rounding_refuses_gradients() -> None:
+def test_rounding_refuses_gradients_when_they_are_asked_for() -> None:
     query, key, value = _qkv()
+    program = _program(make_choice(precision="int8"))
+    with torch.no_grad():
+        quiet = _run(program, query, key, value)
+    found = _run(program, query.requires_grad_(), key, value)
+    assert torch.equal(found, quiet), "evaluation without no_grad computes the same"
     with pytest.raises(ValueError, match="int8, which has no gradient"):
-        _run(_program(Choice(precision="int8")), query.requires_grad_(), key, value)
+        found.sum().backward()
 
 
 def test_a_plan_for_other_heads_is_refused() -> None:

@@ -10,14 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn_hf.plan import EXACT, Choice
+from adaattn_hf.plans.choices import EXACT, precision_of
 from adaattn_hf.policy.acceptance import Gates, clustered, upper_bound
-from adaattn_hf.policy.backoff import Backoff, adjusted_alpha
+from adaattn_hf.policy.aim import LossLaw, Observation
+from adaattn_hf.policy.backoff import Caution
 from adaattn_hf.policy.candidates import candidates
 from adaattn_hf.policy.decisive import decisive_pairs
 from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, shared_prices
 from adaattn_hf.policy.prices import Price, PriceTable, fit_price
 from adaattn_hf.policy.risk import RiskTable, corrected, rescale
+from adaattn_hf.policy.sequential import Attempts, hopeless, look_levels, look_sizes, spent
+from adaattn_hf.stats.paired import Ratio
+
+from ..support.choices import make_choice
 
 
 def _problem(seed: int, bins: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, Launches]:
@@ -91,7 +96,9 @@ def test_price_lines_interpolate_and_round_trip() -> None:
     assert line.seconds(0) == 0.0
     assert fit_price([1, 3], [1.0, 9.0]).constant == 0.0
     table = PriceTable(
-        "m", True, {"prefill": {1000: {"exact": Price(0.0, 1.0)}, 4000: {"exact": Price(0.0, 16.0)}}}
+        "m",
+        {"w": "shared"},
+        {"prefill": {1000: {"exact": Price(0.0, 1.0)}, 4000: {"exact": Price(0.0, 16.0)}}},
     )
     assert table.price("prefill", 2000, "exact").slope == pytest.approx(4.0)
     assert table.price("prefill", 8000, "exact").slope == pytest.approx(64.0)
@@ -108,23 +115,99 @@ def test_candidates_cross_kinds_with_precisions() -> None:
     assert len(set(found.choices)) == len(found.choices)
     for choice, row in zip(found.choices, found.combine, strict=True):
         parts = [part for part, used in zip(found.parts, row, strict=True) if used]
-        assert len(parts) == (choice.kind != "exact") + (choice.precision != "model") + (choice.rank > 0)
-    assert not any(choice.precision == "bf16" for choice in candidates(4096, 64, "bfloat16").choices)
-    assert max(c.window for c in candidates(1024, 64, "float32").choices) == 256
-    assert candidates(4096, 64, "float32", ("rank",)).choices == (EXACT, Choice(rank=32), Choice(rank=48))
-    with pytest.raises(ValueError, match="did you mean 'window'"):
+        assert len(parts) == (choice.kind != "exact") + (precision_of(choice) != "model") + (
+            choice.columns > 0
+        )
+    assert not any(precision_of(choice) == "bf16" for choice in candidates(4096, 64, "bfloat16").choices)
+    assert max(getattr(c.keys, "window", 0) for c in candidates(1024, 64, "float32").choices) == 256
+    assert candidates(4096, 64, "float32", ("rank",)).choices == (
+        EXACT,
+        make_choice(rank=32),
+        make_choice(rank=48),
+    )
+    with pytest.raises(ValueError, match="Did you mean 'window'"):
         candidates(4096, 64, "float32", ("windows",))
 
 
-def test_backoff_spends_less_and_demotes_the_worst() -> None:
-    state = Backoff(limit=2).failed(np.array([0.0, 3.0, 1.0, 2.0, 0.5]))
-    assert state.demoted == (1, 2, 3)
-    assert state.share == pytest.approx(0.42)
-    assert not state.exhausted
-    assert state.failed(np.zeros(5)).exhausted
-    assert adjusted_alpha(0.05, 5) == pytest.approx(0.01)
-    with pytest.raises(ValueError, match="alpha"):
-        adjusted_alpha(0.0, 1)
+def test_a_failure_makes_the_next_plan_smaller() -> None:
+    losses = np.array([0.0, 3.0, 1.0, 2.0, 0.5])
+    of_loss = Caution().failed(losses, of_loss=True)
+    assert of_loss.share == pytest.approx(0.9)
+    assert of_loss.demoted == ()
+    other = of_loss.failed(losses, of_loss=False)
+    assert other.demoted == (1, 2, 3)
+    assert other.share == pytest.approx(0.54)
+    assert other.failed(np.array([5.0, 0, 0, 0, 0]), of_loss=False).demoted == (0, 1, 2, 3)
+
+
+def test_levels_of_looks_add_up_and_start_small() -> None:
+    assert look_sizes(12, 36) == [12, 24, 36]
+    assert look_sizes(4, 7) == [7]
+    assert look_sizes(12, 90) == [30, 60, 90]
+    levels = look_levels(0.05, [12, 24, 36])
+    assert sum(levels) == pytest.approx(0.05)
+    # O'Brien-Fleming: 2 - 2 Phi(1.96 / sqrt(1/3)) = 0.00069 at a third of the information
+    assert levels[0] == pytest.approx(0.00069, rel=0.01)
+    assert levels == sorted(levels)
+    assert spent(0.05, 1.0) == pytest.approx(0.05)
+    for wrong in ((0.0, 0.5), (0.05, 0.0), (0.05, 1.1)):
+        with pytest.raises(ValueError, match="expected a rate"):
+            spent(*wrong)
+
+
+def test_hopeless_is_what_more_text_cannot_turn() -> None:
+    sizes = [12, 24, 36]
+    assert hopeless(Ratio(2e-3, 1e-4, 12, 1.0), 1e-3, sizes, 12, 0.05)
+    assert not hopeless(Ratio(9e-4, 1e-4, 12, 1.0), 1e-3, sizes, 12, 0.05)
+    assert not hopeless(Ratio(1.05e-3, 3e-4, 12, 1.0), 1e-3, sizes, 12, 0.05), (
+        "noise may have been against it"
+    )
+    assert not hopeless(Ratio(2e-3, 1e-4, 36, 1.0), 1e-3, sizes, 36, 0.05), "the last look decides by itself"
+    assert not hopeless(Ratio(2e-3, None, 1, 1.0), 1e-3, sizes, 12, 0.05)
+
+
+def test_failures_share_the_error_rate_and_advances_are_counted() -> None:
+    attempts = Attempts(0.06, 3, 1)
+    assert attempts.level == pytest.approx(0.02)
+    bolder = attempts.advanced()
+    assert bolder is not None
+    assert bolder.level == attempts.level
+    assert bolder.advanced() is None
+    assert attempts.failed().failed().failed().exhausted
+    assert attempts.failed().failed().failed().advanced() is None
+
+
+def test_the_law_of_the_loss_is_learned_and_turned_round() -> None:
+    random = np.random.default_rng(0)
+    guess = LossLaw.first_guess(4095)
+
+    def seen(kl: float, count: int, sources: tuple[str, ...] = ("a",)) -> Observation:
+        noise = 0.03 * math.sqrt(kl) * random.standard_normal(count)
+        return Observation(kl, 2.0 * kl + noise, tuple(sources[i % len(sources)] for i in range(count)))
+
+    law = guess.learned([seen(4e-4, 400)])
+    assert law.per_kl == pytest.approx(2.0, abs=0.2)
+    assert law.spread == pytest.approx(0.03, rel=0.15)
+    assert law.per_kl_error < 0.2 < guess.per_kl_error
+    few = guess.learned([seen(4e-4, 3)])
+    assert few.per_kl_error > 0.3, "three sequences say little"
+    for level in (0.05, 0.001):
+        kl = law.affordable(9e-4, 30, level)
+        assert law.bound(kl, 30, level) == pytest.approx(9e-4)
+    assert law.affordable(9e-4, 30, 0.05) > law.affordable(9e-4, 12, 0.05)
+    assert 12 <= law.shard(9e-4, 12, 36, 0.02) <= 36
+    assert law.shard(9e-2, 12, 36, 0.02) == 12, "a large budget needs little text"
+    assert guess.learned([]) == guess
+    gaining = LossLaw(-2.0, 0.1, 0.03)
+    assert gaining.affordable(9e-4, 30, 0.05) > 1e-4
+
+
+def test_sources_that_differ_widen_the_law() -> None:
+    kl = 4e-4
+    alike = Observation(kl, kl * np.array([1.0, 1.1, 0.9, 1.0]), ("a", "b", "a", "b"))
+    apart = Observation(kl, kl * np.array([0.2, 6.1, 0.1, 6.0]), ("a", "b", "a", "b"))
+    guess = LossLaw(1.0, 0.5, 0.003)
+    assert guess.learned([apart]).per_kl_error > 2.0 > guess.learned([alike]).per_kl_error
 
 
 def test_bound_covers_the_truth_at_its_level() -> None:
@@ -145,13 +228,33 @@ def test_clusters_are_documents_where_there_are_enough() -> None:
 
 @pytest.mark.parametrize(
     ("change", "word"),
-    [({}, ""), ({"upper": 2e-3}, "upper bound"), ({"kl": 2e-3}, "KL"), ({"top1": 0.9}, "agrees"), ({"lost": 2}, "lost"),
-     ({"upper": math.nan}, "upper bound")],
+    [({}, ""), ({"upper": 2e-3}, "upper bound"), ({"kl": 2e-3}, "KL"), ({"top1": 0.9}, "agrees"), ({"lost": 6}, "lost"),
+     ({"upper": math.nan}, "upper bound"), ({"kl_p999": 0.2}, "99.9th"), ({"lost": 2}, ""),
+     ({"lost": 6, "won": 5}, "")],
 )  # fmt: skip
 def test_each_gate_can_fail(change: dict[str, float], word: str) -> None:
-    values = {"upper": 5e-4, "kl": 5e-4, "top1": 0.995, "lost": 0, "found": 30}
-    reasons = Gates.for_budget(1e-3).failures(**{**values, **change})  # type: ignore[arg-type]
-    assert (len(reasons) == 1 and word in reasons[0]) if change else reasons == ()
+    """Two needles of thirty may be lost by chance; six against none may not."""
+    values = {"upper": 5e-4, "kl": 5e-4, "top1": 0.995, "lost": 0, "won": 0, "found": 30, "kl_p999": 0.01}
+    reasons = Gates(1e-3, 0.99, 0.1).failures(**{**values, **change})  # type: ignore[arg-type]
+    assert (len(reasons) == 1 and word in reasons[0]) if word else reasons == ()
+
+
+def test_gates_of_the_user_are_kept_to_the_letter() -> None:
+    assert Gates(1e-3, needles=0.02).failures(0.0, 0.0, 1.0, 2, 0, 30)
+    assert Gates(1e-3, 0.99).with_flips(0.9, 0.5).top1 == 0.99
+    assert Gates(1e-3).with_flips(0.63, 0.0).top1 == pytest.approx(1 - 1.5 * 0.63 * math.sqrt(1e-3))
+    assert Gates(1e-3).with_flips(0.63, 0.2).top1 == pytest.approx(0.8), (
+        "never stricter than stock against stock"
+    )
+    name, share = Gates(1e-3, 0.99).nearest(9e-4, 1e-4, 0.995, 0.0)
+    assert name == "the bound of the loss"
+    assert share == pytest.approx(0.9)
+    assert Gates(1e-3, 0.99, 0.1).nearest(1e-4, 1e-4, 0.995, 0.08)[0] == "the KL's 99.9th percentile"
+
+
+def test_a_tiny_budget_is_no_trouble_for_the_solver() -> None:
+    prices, risks, _, launches = _problem(0, 1)
+    assert not allocate(prices, risks, np.array([1e-26]), launches).picks.any()
 
 
 def test_units_of_a_launch_share_its_fixed_cost() -> None:

@@ -12,14 +12,13 @@ from transformers import LlamaConfig, StableLmConfig
 from transformers.masking_utils import causal_mask_function
 from transformers.utils import output_capturing
 
-from adaattn_hf import reference
-from adaattn_hf.patches.carrier import StructuredMask
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.tap import Recorder, recording, tapping
 from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.patches.masks import adaattn_mask
-from adaattn_hf.patches.recorder import Recorder, recording
-from adaattn_hf.request import AttentionRequest
-from adaattn_hf.structure import CallStructure
-from adaattn_hf.tap import tapping
+from adaattn_hf.patches.structured_mask import StructuredMask
 
 N = 12
 attend = attention_function()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.eager import EagerBackend
-from adaattn_hf.request import AttentionRequest, AttentionResult, CallSpec
-from adaattn_hf.structure import CallStructure
 
 
 class Picky(Backend):

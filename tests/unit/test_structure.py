@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn_hf.structure import CallStructure
+from adaattn_hf.attention.structure import CallStructure
 
 from ..support.requests import structures
 

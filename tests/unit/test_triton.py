@@ -11,10 +11,10 @@ import pytest
 import torch
 from packaging.version import Version
 
-from adaattn_hf import reference
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.triton import TritonBackend
-from adaattn_hf.request import AttentionRequest, AttentionResult, CallSpec
-from adaattn_hf.structure import CallStructure
 
 OLD = importlib.util.find_spec("triton") is None or Version(metadata.version("triton")) < Version("3.7")
 interpreted = pytest.mark.skipif(
@@ -139,8 +139,10 @@ REFUSALS = {
     "CUDA devices": {"device": "cpu"},
     "float16 or bfloat16": {"dtype": torch.float32},
     "up to 256": {"head_dim_v": 288},
-    "no backward": {"needs_grad": True},
+    "through kept blocks": {"head_blocks": 64, "needs_grad": True},
+    "no int8 products per head": {"head_precision": "int8"},
     "no dropout": {"dropout": True},
+    "stored as int8": {"stored": "int8"},
     "additive bias": {"bias": True},
     "dense mask": {"kind": "irregular"},
     "traced": {"compiling": True},

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaattn_hf import reference
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.sdpa import varlen
 from adaattn_hf.backends.sdpa.bare import bare_way, numbers
 from adaattn_hf.backends.sdpa.varlen import layout_for, packed_attention
-from adaattn_hf.request import AttentionRequest, CallSpec
-from adaattn_hf.structure import CallStructure
 
 N = 24
 RIGHT = torch.arange(N)[None] < torch.tensor([[N], [7], [13]])

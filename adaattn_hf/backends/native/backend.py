@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from adaattn_hf.backends.base import Backend, BareCall
-from adaattn_hf.request import AttentionRequest, AttentionResult, CallSpec
-from adaattn_hf.structure import CallStructure
+from ...attention.request import AttentionRequest, AttentionResult, CallSpec
+from ...attention.structure import CallStructure
+from ..base import Backend, BareCall, nothing_seen
+from .ops import traced
+
+if TYPE_CHECKING:
+    from ...attention.heads import HeadRules
 
 __all__ = ["NativeBackend"]
 
@@ -26,7 +33,7 @@ class NativeBackend(Backend):
         return missing()
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
-        """Other devices and dtypes, and dropout."""
+        """Other devices and dtypes, dropout, and rules per head where gradients or a graph are wanted of them."""
         reasons = []
         if spec.device != "cpu":
             reasons.append(f"the native kernels run on CPUs, the tensors are on {spec.device}")
@@ -34,8 +41,18 @@ class NativeBackend(Backend):
             reasons.append(
                 f"the native kernels have no {spec.dtype}; they have float32, bfloat16 and float16"
             )
+        if spec.opaque:
+            reasons.append(
+                "the native kernels read memory, which tensors that trace, wrap or shard do not have"
+            )
         if spec.dropout:
             reasons.append("the native kernels have no dropout")
+        if spec.stored is not None and (spec.needs_grad or spec.compiling):
+            reasons.append(
+                f"the native kernels read keys stored as {spec.stored} without a gradient and outside of graphs"
+            )
+        if spec.per_head:
+            reasons += _refused_rules(spec)
         return tuple(reasons)
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
@@ -44,15 +61,21 @@ class NativeBackend(Backend):
         Without a gradient the library is called directly: the dispatcher of an operator would cost more than a small
         call.
         """
-        if torch.compiler.is_compiling():
-            from .autograd import traced
+        if request.per_head is not None:
+            from . import heads
 
+            return heads.attend(request, request.per_head)
+        if torch.compiler.is_compiling():
             return AttentionResult(*traced(request))
         from . import call
         from .rules import rules_of, with_extras
 
         q, k, v = request.query, request.key, request.value
+        if not (q.numel() and k.numel() and v.numel()):
+            return nothing_seen(request)
         rules = rules_of(request.structure)
+        if request.stored is not None:
+            rules = replace(rules, **request.stored.rules())
         if request.bias is not None or request.sink_logits is not None or request.softcap is not None:
             rules = with_extras(rules, request.bias, request.sink_logits, request.softcap or 0.0, k.shape[2])
         if torch.is_grad_enabled() and _needs_grad(request):
@@ -66,6 +89,12 @@ class NativeBackend(Backend):
         out, lse = call.forward(q, k, v, request.scaling, rules, need_lse=request.need_lse)
         assert out is not None
         return AttentionResult(out, lse)
+
+    def head_launches(self, rules: HeadRules) -> tuple[str, ...]:
+        """One call of the library for each precision, apart from heads that keep blocks."""
+        from .heads import launch_names
+
+        return launch_names(rules)
 
     def bare(self, spec: CallSpec, structure: CallStructure) -> BareCall | None:
         """One call of the library, with the rules of the structure at hand."""
@@ -82,6 +111,29 @@ class NativeBackend(Backend):
             return out
 
         return attend
+
+
+def _refused_rules(spec: CallSpec) -> list[str]:
+    """Why rules per head cannot be served."""
+    from ...attention.blocks import BLOCK
+
+    reasons = []
+    if spec.needs_grad:
+        reasons.append("the native kernels have no gradient of rules per head")
+    if spec.compiling:
+        reasons.append("rules per head need data that cannot be read while a graph is traced")
+    if spec.head_blocks not in (0, BLOCK):
+        reasons.append(f"the native kernels keep blocks of {BLOCK} keys, got {spec.head_blocks}")
+    if spec.head_precision in ("int8", "mixed") and not _has_int8():
+        reasons.append("the native kernels have no int8 products on this processor")
+    return reasons
+
+
+def _has_int8() -> bool:
+    from .library import library
+
+    loaded = library()
+    return loaded is not None and loaded.level_name == "avx512_bf16"
 
 
 def _needs_grad(request: AttentionRequest) -> bool:

@@ -1,10 +1,11 @@
-"""Finds and loads the compiled library, and says in words why there is none."""
+"""Opens the compiled C++ library at the first call that needs it, and says in words why there is none."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +13,33 @@ from pathlib import Path
 
 import torch
 
-from .build import NAME, REPORT
-
 __all__ = ["LEVELS", "Library", "level_names", "library", "load", "missing"]
 
-ABI_VERSION = 2
+NAME = "libadaattn.so"
+REPORT = "build_report.json"
+"""Files that the build writes; `build.py`, which no call needs, names them again for itself."""
+
+ABI_VERSION = 3
+CALL = struct.Struct("=5Q3q7q16qd2q")
+RULES = struct.Struct("=qQ2q3q2QdQQ5qQ4q2Q7qQqQ5qQq")
+BACKWARD = struct.Struct("=Q4q3Q12qQ4q")
+"""The argument structure in three parts: tensors to level, the rules of a call, what the backward adds."""
+ARGS_SIZE = CALL.size + RULES.size + BACKWARD.size
+
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "neon")
 """Instruction sets by their number in the C interface."""
+
+FUNCTIONS = (
+    "abi_version",
+    "args_size",
+    "best_level",
+    "has_level",
+    "set_parallel",
+    "forward",
+    "backward",
+    "store",
+)
+"""What the library exports, each with `ada_` before it."""
 
 LEVEL_VARIABLE = "ADAATTN_NATIVE_LEVEL"
 
@@ -57,22 +78,31 @@ def load(directory: Path) -> tuple[Library | None, tuple[str, ...]]:
     if not path.is_file():
         return None, (f"the native library {NAME} is not installed: {_why_not_built(directory)}",)
     try:
-        handle = ctypes.CDLL(str(path))
+        cut = _is_cut_off(path)
+        handle = None if cut else ctypes.CDLL(str(path))
     except OSError as error:
         return None, (f"the native library cannot be loaded: {error}; reinstall adaattn-hf on this machine",)
-    for function in ("abi_version", "args_size", "best_level", "has_level", "forward", "backward"):
-        getattr(handle, f"ada_{function}").restype = ctypes.c_int64
-    handle.ada_has_level.argtypes = [ctypes.c_int64]
-    handle.ada_set_parallel.restype = None
-    handle.ada_set_parallel.argtypes = [ctypes.c_void_p]
-    handle.ada_forward.argtypes = [ctypes.c_char_p]
-    handle.ada_backward.argtypes = [ctypes.c_char_p]
-    version = handle.ada_abi_version()
-    if version != ABI_VERSION:
+    if handle is None:
         return None, (
-            f"the native library speaks interface {version}, this package speaks {ABI_VERSION}; reinstall adaattn-hf",
+            f"the native library {path} ends before its own table of sections; reinstall adaattn-hf",
+        )
+    try:
+        _declare(handle)
+    except AttributeError as error:
+        return None, (
+            f"the native library lacks a function of its interface ({error}); reinstall adaattn-hf",
+        )
+    version, size = handle.ada_abi_version(), handle.ada_args_size()
+    if (version, size) != (ABI_VERSION, ARGS_SIZE):
+        return None, (
+            f"the native library speaks interface {version} with {size} bytes of arguments, this package speaks "
+            f"{ABI_VERSION} with {ARGS_SIZE}; reinstall adaattn-hf",
         )
     level = int(handle.ada_best_level())
+    if not 0 <= level < len(LEVELS):
+        return None, (
+            f"the native library names instruction set {level}, expected one below {len(LEVELS)}; reinstall adaattn-hf",
+        )
     asked = os.environ.get(LEVEL_VARIABLE, "")
     if asked:
         known = [name for number, name in enumerate(LEVELS) if handle.ada_has_level(number)]
@@ -82,6 +112,35 @@ def load(directory: Path) -> tuple[Library | None, tuple[str, ...]]:
             )
         level = LEVELS.index(asked)
     return Library(handle, handle.ada_forward, path, level, _share_threads(handle)), ()
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Whether a 64-bit ELF file is shorter than its section table says: opening one like that kills the process."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        if not header.startswith(b"\x7fELF"):
+            return False  # another format, or none: the loader will say
+        if len(header) < 64:
+            return True
+        (table,) = struct.unpack_from("<Q", header, 40)
+        entry_size, entries = struct.unpack_from("<2H", header, 58)
+        return file.seek(0, os.SEEK_END) < int(table + entry_size * entries)
+
+
+def _declare(handle: ctypes.CDLL) -> None:
+    """Declare the types of the library's functions.
+
+    Raises:
+        AttributeError: The library lacks one of them.
+    """
+    for function in FUNCTIONS:
+        getattr(handle, f"ada_{function}").restype = ctypes.c_int64
+    handle.ada_has_level.argtypes = [ctypes.c_int64]
+    handle.ada_set_parallel.restype = None
+    handle.ada_set_parallel.argtypes = [ctypes.c_void_p]
+    handle.ada_forward.argtypes = [ctypes.c_char_p]
+    handle.ada_backward.argtypes = [ctypes.c_char_p]
+    handle.ada_store.argtypes = [ctypes.c_char_p]
 
 
 def _share_threads(handle: ctypes.CDLL) -> str:
@@ -102,26 +161,41 @@ def _share_threads(handle: ctypes.CDLL) -> str:
 
 
 def _why_not_built(directory: Path) -> str:
-    report = directory / REPORT
-    if report.is_file():
-        return str(json.loads(report.read_text(encoding="utf-8"))["reason"])
-    return "it was never built here; run `python -m adaattn_hf.backends.native`"
+    rebuild = "run `python -m adaattn_hf.backends.native`"
+    try:
+        report = json.loads((directory / REPORT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"it was never built here; {rebuild}"
+    except (OSError, ValueError) as error:
+        return f"the report of its build cannot be read ({error}); {rebuild}"
+    reason = report.get("reason") if isinstance(report, dict) else None
+    return str(reason) if reason else f"the report of its build says nothing; {rebuild}"
 
 
-# Loaded with this module, which the backend imports at its first use: a traced graph then finds plain values here.
-_LOADED, _MISSING = load(Path(__file__).parent)
+_library: Library | None = None
+_missing: tuple[str, ...] | None = None  # None until it was looked for
 
 
-def library() -> Library | None:
-    """The loaded library, or None; `missing` says why."""
-    return _LOADED
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _open() -> tuple[str, ...]:
+    """Look for the library, once; a tracer runs this and takes the answer as a plain value."""
+    global _library, _missing
+    if _missing is None:
+        _library, _missing = load(Path(__file__).parent)
+    return _missing
 
 
 def missing() -> tuple[str, ...]:
     """All that stands in the way of the native kernels here; empty if nothing does."""
-    return _MISSING
+    return _open() if _missing is None else _missing
+
+
+def library() -> Library | None:
+    """The loaded library, or None; `missing` says why."""
+    return None if missing() else _library
 
 
 def level_names() -> tuple[str, ...]:
     """Instruction sets that can run on this machine; empty without a library."""
-    return tuple(name for name in LEVELS if _LOADED is not None and _LOADED.has_level(name))
+    loaded = library()
+    return () if loaded is None else tuple(name for name in LEVELS if loaded.has_level(name))

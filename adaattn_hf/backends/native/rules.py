@@ -8,13 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from adaattn_hf.structure import CallStructure
-
+from ...attention.structure import CallStructure
 from .call import Rules
 
 __all__ = ["rules_of", "with_extras"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+_FAR = 1 << 40  # further than any key: a window or sinks beyond it hide and exempt the same keys
 
 # Rules without tensors are the same for every forward pass of like shape; making and packing them costs microseconds.
 _plain = functools.lru_cache(maxsize=256)(Rules)
@@ -29,7 +30,8 @@ def rules_of(structure: CallStructure) -> Rules:
 
 
 def _find_rules(structure: CallStructure) -> Rules:
-    window = -1 if structure.window is None else structure.window
+    window = -1 if structure.window is None else min(structure.window, _FAR)
+    sinks = min(structure.sinks, _FAR)
     simple = (
         structure.key_padding is None
         and structure.k_segments is None
@@ -39,7 +41,7 @@ def _find_rules(structure: CallStructure) -> Rules:
     )
     if simple:
         plain = Rules if torch.compiler.is_compiling() else _plain
-        return plain(structure.causal, window, structure.sinks, structure.offset())
+        return plain(structure.causal, window, sinks, structure.offset())
     # sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know
     runs = None if structure.chunk is not None and structure.sinks else structure.segments()
     if (
@@ -47,7 +49,7 @@ def _find_rules(structure: CallStructure) -> Rules:
     ):  # none could be told, or no query sees any key: an empty table would say that there are no borders
         return Rules(mask=structure.visible())
     table = torch.tensor(runs, dtype=torch.int64).reshape(-1, 6)
-    return Rules(structure.causal, window, structure.sinks, segments=table)
+    return Rules(structure.causal, window, sinks, segments=table)
 
 
 def with_extras(
@@ -67,7 +69,9 @@ def with_extras(
     if bias is not None:
         bias = bias.detach()
         bias = (bias if bias.dtype in _FLOATS else bias.float())[(None,) * (4 - bias.dim())]
-        bias = bias.expand(*bias.shape[:3], kv_len)
+        bias = bias.resolve_neg()
+        if bias.shape[3] == 1:
+            bias = bias.expand(*bias.shape[:3], kv_len)
     if sink_logits is not None:
-        sink_logits = sink_logits.detach().float().contiguous()
+        sink_logits = sink_logits.detach().float().resolve_neg().contiguous()
     return replace(rules, bias=bias, sink_logits=sink_logits, softcap=softcap)

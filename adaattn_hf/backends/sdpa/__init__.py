@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ...request import CallSpec
-from ..base import Backend
-from .bare import bare_way
-from .router import attend
+from ...attention.request import AttentionRequest, AttentionResult, CallSpec
+from ...attention.structure import CallStructure
+from ..base import Backend, BareCall, head_refusals
 
 __all__ = ["SdpaBackend"]
 
@@ -21,11 +20,21 @@ class SdpaBackend(Backend):
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What it cannot compute."""
-        reasons = []
+        reasons = head_refusals(spec, "torch's kernels")
         if spec.need_lse and (spec.compiling or spec.dropout):
             reasons.append("the log-sum-exp is not returned from traced graphs or under dropout")
+        if spec.stored is not None:
+            reasons.append(f"torch's kernels cannot read keys and values stored as {spec.stored}")
         return tuple(reasons)
 
-    attend = staticmethod(attend)
+    def attend(self, request: AttentionRequest) -> AttentionResult:
+        """Attention in one operator call where the structure has one, else by a program of calls."""
+        from .router import attend
 
-    bare = staticmethod(bare_way)
+        return attend(request)
+
+    def bare(self, spec: CallSpec, structure: CallStructure) -> BareCall | None:
+        """The operator itself, one masked call, or one call over packed runs."""
+        from .bare import bare_way
+
+        return bare_way(spec, structure)

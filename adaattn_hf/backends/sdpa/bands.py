@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ...structure import CallStructure
+from ...attention.structure import CallStructure
 from . import limits
 from .parts import Part, Program, empty_rows
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...request import CallSpec
-from ...structure import CallStructure
+from ...attention.request import CallSpec
+from ...attention.structure import CallStructure
 from ..base import BareCall
 from . import limits
 from .bands import constant
@@ -56,7 +56,6 @@ def _masked(structure: CallStructure) -> BareCall:
     """One call with a mask of numbers; torch makes one of a boolean mask in each layer."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        query, key, value = _in_batch(structure, query, key, value)
         key, value = repeated(key, query), repeated(value, query)
         mask = numbers(structure, query.dtype, query.device).expand(*query.shape[:3], -1)
         out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -84,14 +83,6 @@ def _packed(structure: CallStructure, gradient: bool) -> BareCall | None:
         return None
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        query, key, value = _in_batch(structure, query, key, value)
         return packed_attention(query, key, value, layout, scaling, gradient=gradient)
 
     return attend
-
-
-def _in_batch(structure: CallStructure, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in the batch of the structure; learned queries come once for the whole batch."""
-    if all(t.shape[0] == structure.batch for t in tensors):
-        return tensors
-    return tuple(t.expand(structure.batch, -1, -1, -1) for t in tensors)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...request import AttentionRequest, AttentionResult
-from ...structure import CallStructure, Segment
+from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.structure import CallStructure, Segment
 from . import limits
 
 __all__ = ["Gathered", "compacted", "scattered"]

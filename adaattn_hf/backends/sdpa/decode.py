@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...request import AttentionRequest
-from ...structure import CallStructure
+from ...attention.request import AttentionRequest
+from ...attention.structure import CallStructure
 from . import limits
 from .bands import dense_part
 from .parts import Part

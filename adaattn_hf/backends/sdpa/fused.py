@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...structure import CallStructure
+from ...attention.structure import CallStructure
+from ..sinks import sink_gradient
 from .bands import dense_part
 from .kernels import Kernel
 from .parts import EMPTY, Part, Program, empty_rows
@@ -260,12 +261,7 @@ class Fused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         """Gradients by the parts."""
         query, key, value, bias, sink_logits, out, lse = ctx.saved_tensors
-        grad_sink = None
-        if sink_logits is not None:
-            wide = lse.dtype
-            delta = (grad.to(wide) * out.to(wide)).sum(dim=3).transpose(1, 2)
-            share = torch.exp(sink_logits.to(wide).reshape(1, -1, 1) - lse)
-            grad_sink = -(share * delta).sum(dim=(0, 2)).reshape(sink_logits.shape).to(sink_logits.dtype)
+        grad_sink = None if sink_logits is None else sink_gradient(grad, out, lse, sink_logits)
         grads = run_backward(
             ctx.kernel, ctx.program, ctx.structure, grad.contiguous(), query, key, value, ctx.scaling, bias, out, lse,
             ctx.needs_input_grad[3],

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...structure import CallStructure, Segment
+from ...attention.structure import CallStructure, Segment
 from . import limits
 from .bands import dense_program
 from .parts import Part, Program, Run, band_mask, empty_rows, may_be_empty

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...request import AttentionRequest, AttentionResult, CallSpec
-from ...structure import CallStructure
+from ...attention.request import AttentionRequest, AttentionResult, CallSpec, holds_no_memory
+from ...attention.structure import CallStructure
+from ..base import nothing_seen
 from . import limits
 from .bare import bare_way
 from .compact import compacted, scattered
@@ -31,8 +32,10 @@ def attend(request: AttentionRequest) -> AttentionResult:
         and request.sink_logits is None
         and not request.need_lse
     )
-    if torch.compiler.is_compiling():
-        return AttentionResult(_traced(_expanded(request), bare).transpose(1, 2))
+    if torch.compiler.is_compiling() or holds_no_memory(query, request.key, value):
+        return AttentionResult(_traced(request, bare).transpose(1, 2))
+    if not (query.numel() and request.key.numel() and value.numel()):
+        return nothing_seen(request)  # torch's own kernels divide by the extents
     structure = request.structure.settled()
     kind = structure.kind
     if bare and not request.dropout:
@@ -45,7 +48,6 @@ def attend(request: AttentionRequest) -> AttentionResult:
             return AttentionResult(few)
     elif bare and kind in ("causal", "full") and value.shape[3] == query.shape[3]:
         return AttentionResult(plain_call(request, kind == "causal").transpose(1, 2))
-    request = _expanded(request)
     if request.dropout:
         return AttentionResult(
             run_traced(program_for(structure, _traced_target(request)), request).transpose(1, 2)
@@ -54,15 +56,6 @@ def attend(request: AttentionRequest) -> AttentionResult:
     if gathered is None:
         return _fused(request, structure)
     return scattered(gathered, request, _fused)
-
-
-def _expanded(request: AttentionRequest) -> AttentionRequest:
-    """Query, key and value in the batch of the structure; learned queries come once for the whole batch."""
-    batch = request.structure.batch
-    if request.query.shape[0] == batch and request.key.shape[0] == batch:
-        return request
-    query, key, value = (t.expand(batch, -1, -1, -1) for t in (request.query, request.key, request.value))
-    return request.with_tensors(query, key, value)
 
 
 def _kernel(request: AttentionRequest) -> Kernel:
@@ -95,7 +88,7 @@ def _fused(request: AttentionRequest, structure: CallStructure) -> AttentionResu
         return AttentionResult(packed_attention(query, key, value, layout, request.scaling, gradient=grad))
     program = program_for(structure, _target(request, kernel, grad))
     if not program.parts:
-        return _nothing(request)
+        return nothing_seen(request)
     lse: Tensor | None
     if (
         sink_logits is None
@@ -127,21 +120,6 @@ def _fused(request: AttentionRequest, structure: CallStructure) -> AttentionResu
     if not request.need_lse or lse is None:
         return AttentionResult(out)
     return AttentionResult(out, lse.masked_fill(lse <= EMPTY, float("-inf")).float())
-
-
-def _nothing(request: AttentionRequest) -> AttentionResult:
-    """No query sees any key."""
-    batch, heads, q_len, _ = request.query.shape
-    out = request.query.new_zeros((batch, q_len, heads, request.value.shape[3]))
-    zero = sum(t.sum() * 0 for t in (request.query, request.key, request.value) if t.requires_grad)
-    if isinstance(zero, Tensor):
-        out = out + zero
-    if not request.need_lse:
-        return AttentionResult(out)
-    lse = request.query.new_full((batch, heads, q_len), float("-inf"), dtype=torch.float32)
-    return AttentionResult(
-        out, lse if request.sink_logits is None else lse + request.sink_logits.reshape(1, -1, 1)
-    )
 
 
 def _dense_last(t: Tensor) -> Tensor:

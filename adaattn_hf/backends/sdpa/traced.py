@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...request import AttentionRequest
+from ...attention.request import AttentionRequest
 from .bands import dense_part
 from .parts import Part, Program
 
@@ -75,8 +75,9 @@ def _written_out(
     kv_heads = key.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
-        grouped = query.reshape(batch, kv_heads, heads // kv_heads * q_len, dim)
-        scores = torch.matmul(grouped, key.transpose(2, 3)).view(batch, heads, q_len, key.shape[2]).to(wide)
+        # a product in half precision overflows at logits that the softmax of it would bear
+        grouped = query.to(wide).reshape(batch, kv_heads, heads // kv_heads * q_len, dim)
+        scores = torch.matmul(grouped, key.to(wide).transpose(2, 3)).view(batch, heads, q_len, key.shape[2])
         scores = scores * request.scaling
         if request.softcap is not None:
             scores = request.softcap * torch.tanh(scores / request.softcap)

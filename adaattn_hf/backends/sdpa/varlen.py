@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...structure import CallStructure, Segment
+from ...attention.structure import CallStructure, Segment
 from . import limits
 
 __all__ = ["Layout", "layout_for", "packed_attention"]

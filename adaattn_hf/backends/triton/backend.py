@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend
+from ...attention.request import AttentionRequest, AttentionResult, CallSpec
+from ..base import Backend, head_refusals
 
 __all__ = ["TritonBackend"]
 
@@ -17,7 +17,10 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 class TritonBackend(Backend):
-    """Inference over segments, windows and grouped heads, without a mask in memory; decode steps in fp32, too."""
+    """Segments, windows, sinks and grouped heads, per head and with gradients, without a mask in memory.
+
+    Decode steps run in fp32, too, and read lengths and padding where they are: a CUDA graph can capture them.
+    """
 
     name = "triton"
 
@@ -33,10 +36,16 @@ class TritonBackend(Backend):
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What the kernels cannot compute."""
-        reasons = []
+        same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
+        served = spec._replace(
+            head_windows=False, head_blocks=0, head_precision="model" if same else spec.head_precision
+        )
+        reasons = head_refusals(served, "the Triton kernels")
         if spec.device != "cuda":
             reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
-        if spec.dtype not in _DTYPES and not (spec.decode and spec.dtype == torch.float32):
+        if spec.dtype not in _DTYPES and not (
+            spec.decode and not spec.needs_grad and spec.dtype == torch.float32
+        ):
             reasons.append(
                 f"the Triton kernels compute in float16 or bfloat16, and one query in float32, got {spec.dtype}"
             )
@@ -44,10 +53,12 @@ class TritonBackend(Backend):
             reasons.append(
                 f"the Triton kernels serve head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
             )
-        if spec.needs_grad:
-            reasons.append("the Triton kernels have no backward pass")
+        if spec.head_blocks and spec.needs_grad:
+            reasons.append("the Triton kernels have no gradient through kept blocks")
         if spec.dropout:
             reasons.append("the Triton kernels have no dropout")
+        if spec.stored is not None:
+            reasons.append(f"the Triton kernels cannot read keys and values stored as {spec.stored}")
         if spec.bias:
             reasons.append("the Triton kernels take no additive bias")
         if spec.kind == "irregular":

@@ -163,7 +163,7 @@ template <class T> static void pack_head(const ada_args &a, const AdaUnit &u, in
     w.lse[i] = INFINITY;  // a row that sees nothing has no weights
     w.delta[i] = 0;
     if (i >= u.qn) continue;
-    if (lse[i] > -INFINITY) w.lse[i] = lse[i] * LOG2E;
+    if (!(lse[i] == -INFINITY)) w.lse[i] = lse[i] * LOG2E;
     float sum = 0;
     if (a.q_dtype == ADA_F32 && a.gs[3] == 1 && a.os[3] == 1) {
       const float *x = (const float *)a.dout + gb + i * a.gs[2], *y = (const float *)a.out + ob + i * a.os[2];
@@ -184,7 +184,7 @@ static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int
   typedef typename T::elem elem;
   constexpr int64_t ldp = T::STEP == 1 ? LDC : LDW;
   constexpr int64_t STRIPS = (BACK_KEYS + MR - 1) / MR;
-  const bool special = a.softcap > 0 || a.bias || a.mask;
+  const bool special = is_special(a);
   const float c = special ? LOG2E : (float)(a.scaling * 1.4426950408889634);
   uint64_t bits[STRIPS], any = 0;
   const int64_t rows = lesser(BACK_KEYS, u.kn - j0);

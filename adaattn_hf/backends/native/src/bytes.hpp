@@ -19,8 +19,8 @@ static void round_query(const ada_args &a, const AdaShape &sh, const AdaUnit &u,
   convert_row<F32>(x, a.q, a.q_dtype, u.row * a.qs[0] + w.rows[r].head * a.qs[1] + (u.q0 + w.rows[r].i) * a.qs[2],
                    a.qs[3], a.dim, a.dim);
   w.shift[r] = 0;
-  if (a.key_mean)
-    for (int64_t d = 0; d < a.dim; ++d) w.shift[r] += x[d] * a.key_mean[u.head * a.dim + d];
+  if (const float *mean = mean_of(a, u))
+    for (int64_t d = 0; d < a.dim; ++d) w.shift[r] += x[d] * mean[d];
   w.scale[r] = round_row(w.q + r * sh.dk, x, a.dim, sh.dk, 128, nullptr);
 }
 
@@ -39,6 +39,7 @@ static void pack_bytes(const ada_args &a, const AdaShape &sh, const AdaUnit &u, 
   uint8_t *kp = (uint8_t *)base, *vp = (uint8_t *)base + u.k_bytes;
   Scales &sc = *(Scales *)(base + u.tile_bytes - (int64_t)sizeof(Scales));
   const int64_t key = u.k0 + t * KEYS, n = lesser(KEYS, u.kn - t * KEYS);
+  const float *mean = mean_of(a, u);
   float *x = w.s;  // free while packing, and longer than any head that the layout admits
   uint8_t *stage = (uint8_t *)w.stage;
   for (int64_t j = 0; j < round_up(n, NR); ++j) {
@@ -48,8 +49,8 @@ static void pack_bytes(const ada_args &a, const AdaShape &sh, const AdaUnit &u, 
     if (j < n) {
       convert_row<F32>(x, a.k, a.kv_dtype, u.row * a.ks[0] + u.head * a.ks[1] + (key + j) * a.ks[2], a.ks[3], a.dim,
                        a.dim);
-      if (a.key_mean)
-        for (int64_t d = 0; d < a.dim; ++d) x[d] -= a.key_mean[u.head * a.dim + d];
+      if (mean)
+        for (int64_t d = 0; d < a.dim; ++d) x[d] -= mean[d];
       sc.key[j] = round_row(row, x, a.dim, sh.dk, 0, &sum);
     } else {
       memset(row, 0, (size_t)sh.dk);
@@ -66,6 +67,10 @@ static void pack_bytes(const ada_args &a, const AdaShape &sh, const AdaUnit &u, 
         convert_row<F32>(x, a.v, a.kv_dtype, u.row * a.vs[0] + u.head * a.vs[1] + (key + j + i) * a.vs[2], a.vs[3],
                          a.dim_v, a.dim_v);
         sc.value[j + i] = round_row(row, x, a.dim_v, sh.dv, 0, nullptr);
+        if (sc.value[j + i] != sc.value[j + i]) {  // bytes cannot say NaN: the scores of the key do
+          sc.key[j + i] = sc.value[j + i];
+          sc.value[j + i] = 0;
+        }
       } else {
         memset(row, 0, (size_t)sh.dv);
       }

@@ -1,6 +1,7 @@
 // Few query rows (a decode step): keys and values are read once, where they lie, and never packed.
 #pragma once
 #include "pairs.hpp"
+#include "stored.hpp"
 
 namespace ADA_NS {
 
@@ -10,6 +11,9 @@ template <class P> struct Few {  // working memory of one part
   typename P::T::elem *q, *p;
   float *s, *o, *m, *l, *alpha;
   float *q_scale, *p_scale;  // of integer queries and weights
+  float *shift;              // of each row: its product with the mean that stored keys are rid of
+  float *first;              // and with the first key
+  float *k_scale, *v_scale;  // of the stored keys and values of a tile
   Row *rows;
 };
 
@@ -26,6 +30,10 @@ template <class P> static int64_t few_layout(Few<P> &w, char *base, int64_t dim,
   w.alpha = (float *)take(at, FEW * 4);
   w.q_scale = (float *)take(at, FEW * 4);
   w.p_scale = (float *)take(at, FEW * 4);
+  w.shift = (float *)take(at, FEW * 4);
+  w.first = (float *)take(at, FEW * 4);
+  w.k_scale = (float *)take(at, KEYS * 4);
+  w.v_scale = (float *)take(at, KEYS * 4);
   w.rows = (Row *)take(at, FEW * (int64_t)sizeof(Row));
   return at - base;
 }
@@ -48,8 +56,9 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
   few_layout<P>(w, scratch, a.dim, a.dim_v);
   const int64_t ldq = round_up(a.dim, P::CHUNK), ldo = round_up(a.dim_v, 64);
   const int64_t n = sh.group * u.qn;
-  const bool special = a.softcap > 0 || a.bias || a.mask;
+  const bool special = is_special(a);
   const float c = special ? LOG2E : (float)(a.scaling * 1.4426950408889634);
+  const float *first = P::SCALED && a.first_key ? a.first_key + (u.row * a.kv_heads + u.head) * a.dim : nullptr;
   int64_t lo = INT64_MAX, hi = 0, sink = 0;
   for (int64_t r = 0; r < n; ++r) {
     Row &row = w.rows[r];
@@ -59,12 +68,18 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
     if (row.lo < row.hi) lo = lesser(lo, row.lo), hi = greater(hi, row.hi);
     sink = greater(sink, row.sink);
     const int64_t at = u.row * a.qs[0] + row.head * a.qs[1] + (u.q0 + row.i) * a.qs[2];
-    if constexpr (P::INTEGERS) {
+    w.shift[r] = w.first[r] = 0;
+    if constexpr (P::SCALED) {
       convert_row<F32>(w.s, a.q, a.q_dtype, at, a.qs[3], a.dim, ldq);
-      w.q_scale[r] = P::round(w.q + r * ldq, w.s, ldq);
-    } else {
-      convert_row<T>(w.q + r * ldq, a.q, a.q_dtype, at, a.qs[3], a.dim, ldq);
+      if (first)
+        for (int64_t d = 0; d < a.dim; ++d) w.first[r] += w.s[d] * first[d];
+      if (a.rotated & 1) rotate(w.s, a.dim);
+      if (const float *mean = mean_of(a, u))
+        for (int64_t d = 0; d < a.dim; ++d) w.shift[r] += w.s[d] * mean[d];
     }
+    if constexpr (P::INTEGERS) w.q_scale[r] = P::round(w.q + r * ldq, w.s, ldq);
+    else if constexpr (P::SCALED) memcpy(w.q + r * ldq, w.s, (size_t)ldq * 4);
+    else convert_row<T>(w.q + r * ldq, a.q, a.q_dtype, at, a.qs[3], a.dim, ldq);
     w.m[r] = -INFINITY;
     w.l[r] = 0;
   }
@@ -78,7 +93,7 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
   }
   memset(w.o, 0, (size_t)(filled * ldo) * 4);
   const elem *kb = (const elem *)a.k + u.row * a.ks[0] + u.head * a.ks[1] + u.k0 * a.ks[2];
-  const elem *vb = (const elem *)a.v + u.row * a.vs[0] + u.head * a.vs[1] + u.k0 * a.vs[2];
+  const typename P::value *vb = (const typename P::value *)a.v + u.row * a.vs[0] + u.head * a.vs[1] + u.k0 * a.vs[2];
   const int64_t end = lesser(u.kn, (part + 1) * u.split);
   for (int64_t t0 = part * u.split; t0 < end; t0 += KEYS) {
     const int64_t t1 = lesser(t0 + KEYS, end);
@@ -89,6 +104,10 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
       panels &= all;
     }
     if (!panels) continue;
+    if constexpr (P::SCALED) {
+      key_scales(w.k_scale, a, u, u.k0 + t0, t1 - t0);
+      if (a.out) value_scales(w.v_scale, a, u, u.k0 + t0, t1 - t0);
+    }
     int64_t c0, c1;
     for (uint64_t bits = panels; next_run(bits, c0, c1);) {
       const int64_t keys = lesser(c1, t1 - t0) - c0;
@@ -101,9 +120,9 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
       float *s = w.s + r * LDS;
       for (uint64_t bits = panels; next_run(bits, c0, c1);) {
         if constexpr (P::SCALED) {
-          const float *f = a.k_scale + u.row * a.kss[0] + u.head * a.kss[1] + (u.k0 + t0) * a.kss[2];
           const int64_t stop = lesser(c1, t1 - t0);
-          for (int64_t j = c0; j < stop; ++j) s[j] *= f[j * a.kss[2]];
+          for (int64_t j = c0; j < stop; ++j) s[j] = s[j] * w.k_scale[j] + w.shift[r];
+          if (first && u.k0 + t0 + c0 == 0) s[0] = w.first[r];
         }
         if (special) adjust(a, u, w.rows[r], s, c0, lesser(c1, t1 - t0), t0);
         if (t0 + c0 < w.rows[r].lo || t0 + c1 > w.rows[r].hi) hide(w.rows[r], s, c0, c1, t0);
@@ -111,13 +130,11 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
       if (a.keep) drop(panels & ~kept[r], s);
       if constexpr (P::INTEGERS) softmax_row<F32>(s, s, panels, c, w.m[r], w.l[r], w.alpha[r]);
       else softmax_row<T>(s, w.p + r * ldp, panels, c, w.m[r], w.l[r], w.alpha[r]);
-      if constexpr (P::SCALED) {
-        const float *f = a.v_scale + u.row * a.vss[0] + u.head * a.vss[1] + (u.k0 + t0) * a.vss[2];
-        for (uint64_t bits = panels; next_run(bits, c0, c1);) {
+      if constexpr (P::SCALED)
+        for (uint64_t bits = panels; a.out && next_run(bits, c0, c1);) {
           const int64_t stop = lesser(c1, t1 - t0);
-          for (int64_t j = c0; j < stop; ++j) s[j] *= f[j * a.vss[2]];
+          for (int64_t j = c0; j < stop; ++j) s[j] *= w.v_scale[j];
         }
-      }
       if constexpr (P::INTEGERS) w.p_scale[r] = P::round(w.p + r * ldp, s, panels);
     }
     if (!a.out) continue;
@@ -131,7 +148,8 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
     }
   }
   for (int64_t r = 0; r < n; ++r) {
-    const float *o = w.o + r * ldo;
+    float *o = w.o + r * ldo;
+    if (P::SCALED && (a.rotated & 2)) rotate(o, a.dim_v);
     if (u.splits == 1) {
       finish_row(a, u, w.rows[r], o, w.m[r], w.l[r], a.dim_v);
     } else {
@@ -153,7 +171,7 @@ static void merge_parts(const ada_args &a, const AdaShape &sh, const AdaUnit &u,
     memset(o, 0, (size_t)a.dim_v * 4);
     for (int64_t s = 0; s < u.splits; ++s) {
       const float *p = u.partial + (s * n + r) * size;
-      if (!(p[0] > -INFINITY)) continue;
+      if (p[0] == -INFINITY && p[1] == 0) continue;  // saw nothing
       const float f = exp2f(p[0] - m);
       l += p[1] * f;
       for (int64_t d = 0; d < a.dim_v; ++d) o[d] += p[2 + d] * f;

@@ -1,74 +1,10 @@
 // The C interface: checks, the table of units (segment x key/value head), threads, and the choice of instruction set.
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <new>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-#include "plan.hpp"
+#include "machine.hpp"
 
 namespace {
-
-ada_parallel_fn g_parallel = nullptr;
-
-const AdaKernels *kernels(int64_t level) {
-  switch (level) {
-    case ADA_PORTABLE: return ada_kernels_portable();
-#if defined(__x86_64__)
-    case ADA_AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? ada_kernels_avx2() : nullptr;
-    case ADA_AVX512:
-      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
-                 ? ada_kernels_avx512()
-                 : nullptr;
-    case ADA_AVX512_BF16:
-      return kernels(ADA_AVX512) && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")
-                 ? ada_kernels_avx512_bf16()
-                 : nullptr;
-#endif
-#if defined(__aarch64__)
-    case ADA_NEON: return ada_kernels_neon();
-#endif
-    default: return nullptr;
-  }
-}
-
-int64_t best_level() {
-  static const int64_t best = [] {
-    constexpr int64_t order[] = {ADA_AVX512_BF16, ADA_AVX512, ADA_AVX2, ADA_NEON};
-    for (int64_t l : order)
-      if (kernels(l)) return l;
-    return (int64_t)ADA_PORTABLE;
-  }();
-  return best;
-}
-
-constexpr size_t KEEP = size_t(48) << 20;  // a thread keeps at most this much memory between calls
-
-// Memory that grows and is kept: page faults of a fresh allocation would cost more than a small call.
-struct Buffer {
-  char *data = nullptr;
-  size_t size = 0;
-  ~Buffer() { std::free(data); }
-  char *get(size_t bytes) {
-    if (bytes > size) {
-      std::free(data);
-      size = (bytes + 4095) / 4096 * 4096;
-      data = static_cast<char *>(std::aligned_alloc(4096, size));
-      if (!data) size = 0;
-    }
-    return data;
-  }
-  void trim() {
-    if (size > KEEP) {
-      std::free(data);
-      data = nullptr;
-      size = 0;
-    }
-  }
-};
-thread_local Buffer t_scratch, t_pack, t_units;
 
 struct Job {
   const ada_args *a;
@@ -77,6 +13,7 @@ struct Job {
   AdaUnit *units;
   int64_t n_units;
   int64_t pack_tasks, tasks;
+  int64_t unit_bytes = 0;  // packed bytes of the largest unit
   std::atomic<int64_t> next{0};
   std::atomic<int64_t> *packed;  // tiles done, per unit
   std::atomic<bool> failed{false};
@@ -121,21 +58,27 @@ void work(void *data) {
     while (job.packed[&u - job.units].load(std::memory_order_acquire) < u.tiles) relax();
     job.k->forward(*job.a, job.shape, u, task - job.pack_tasks - u.first_task, scratch);
   }
+  t_scratch.done();
 }
 
-// The same where there are units enough for all threads: whoever packs a unit computes it, from its own cache.
+// The same where there are units enough for all threads: whoever packs a unit computes it, from its own cache, and packs
+// the next one over it.
 void work_units(void *data) {
   Job &job = *static_cast<Job *>(data);
   char *scratch = t_scratch.get(static_cast<size_t>(job.shape.scratch));
-  if (!scratch) {
+  char *pack = t_own.get(static_cast<size_t>(job.unit_bytes) + 64);
+  if (!scratch || !pack) {
     job.failed = true;
     return;
   }
   for (int64_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.n_units;) {
-    const AdaUnit &u = job.units[i];
+    AdaUnit u = job.units[i];
+    u.pack = pack;
     for (int64_t t = 0; t < u.tiles; ++t) job.k->pack(*job.a, job.shape, u, t, scratch);
     for (int64_t t = 0; t < u.tasks; ++t) job.k->forward(*job.a, job.shape, u, t, scratch);
   }
+  t_scratch.done();
+  t_own.done();
 }
 
 // The same for few query rows: tasks are parts of the keys of a unit, and whoever finishes the last part of a unit puts
@@ -153,6 +96,7 @@ void work_few(void *data) {
     if (u.splits > 1 && job.packed[&u - job.units].fetch_add(1, std::memory_order_acq_rel) == u.splits - 1)
       job.k->merge(*job.a, job.shape, u, scratch);
   }
+  t_scratch.done();
 }
 
 void work_backward(void *data) {
@@ -164,6 +108,28 @@ void work_backward(void *data) {
   }
   for (int64_t task; (task = job.next.fetch_add(1, std::memory_order_relaxed)) < job.tasks;)
     job.k->backward(*job.a, job.shape, job.units[task], scratch);
+  t_scratch.done();
+}
+
+struct StoreJob {
+  const ada_store_args *a;
+  const AdaKernels *k;
+  int64_t rows;
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
+};
+constexpr int64_t STORE_ROWS = 64;  // rows that a thread draws at a time
+
+void work_store(void *data) {
+  StoreJob &job = *static_cast<StoreJob *>(data);
+  float *scratch = reinterpret_cast<float *>(t_scratch.get(static_cast<size_t>(job.a->dim) * 4));
+  if (!scratch) {
+    job.failed = true;
+    return;
+  }
+  for (int64_t at; (at = job.next.fetch_add(STORE_ROWS, std::memory_order_relaxed)) < job.rows;)
+    for (int64_t row = at; row < at + STORE_ROWS && row < job.rows; ++row) job.k->store(*job.a, row, scratch);
+  t_scratch.done();
 }
 
 void run(Job &job, void (*fn)(void *), int64_t tasks, double flops) {
@@ -178,17 +144,40 @@ int64_t segment_field(const ada_args &a, int64_t s, int f) {
   return trivial[f];
 }
 
+// Whether the product of extents, each at most 2^32, leaves room for a few bytes an element in 63 bits.
+bool countable(int64_t a, int64_t b, int64_t c, int64_t d) {
+  const int64_t extents[] = {a, b, c, d};
+  int64_t product = 64;
+  for (int64_t extent : extents)
+    if (extent > (int64_t(1) << 32) || __builtin_mul_overflow(product, extent > 0 ? extent : 1, &product)) return false;
+  return true;
+}
+
 int64_t check(const ada_args &a) {
   if (a.batch < 0 || a.q_heads < 1 || a.kv_heads < 1 || a.q_heads % a.kv_heads || a.q_len < 0 || a.kv_len < 0) return -1;
   if (a.dim < 1 || a.dim_v < 1 || a.threads < 1 || a.n_segments < 0) return -1;
+  constexpr int64_t FAR = int64_t(1) << 40;  // windows and offsets beyond any extent, whose sums do not overflow
+  if (!countable(a.batch, a.q_heads, a.q_len, a.dim) || !countable(a.batch, a.kv_heads, a.kv_len, a.dim)) return -1;
+  if (!countable(a.batch, a.q_heads, a.q_len, a.kv_len) || !countable(a.batch, a.q_heads, a.kv_len, a.dim_v)) return -1;
+  if (a.offset > FAR || a.offset < -FAR || a.window > FAR || a.sinks > FAR || a.sinks < 0) return -1;
+  if (!a.out && !a.lse) return -1;
+  if (a.batch && ((a.q_len && !a.q) || (a.kv_len && (!a.k || !a.v)))) return -1;
+  for (int64_t h = 0; h < a.kv_heads; ++h) {
+    if (a.head_windows && a.head_windows[h] > FAR) return -1;
+    if (a.head_sinks && (a.head_sinks[h] > FAR || a.head_sinks[h] < 0)) return -1;
+  }
+  if (a.bias && (a.bias_dtype < ADA_F32 || a.bias_dtype > ADA_F16)) return -1;
+  if (a.keep && a.blocks < 0) return -1;
   if (a.compute < ADA_EXACT || a.compute > ADA_COMPUTE_I8) return -1;
   if (a.kv_dtype == ADA_I8 && (!a.k_scale || !a.v_scale || a.compute == ADA_COMPUTE_I8)) return -1;
+  if (a.kv_dtype == ADA_I8 && a.scale_dtype != ADA_F32 && a.scale_dtype != ADA_U8F) return -1;
+  if (a.v_dtype != a.kv_dtype && (a.v_dtype != ADA_I4 || a.kv_dtype != ADA_I8 || a.dim_v % 32 || a.vs[3] != 1)) return -1;
   if (a.q_dtype < ADA_F32 || a.q_dtype > ADA_F16 || a.kv_dtype < ADA_F32 || a.kv_dtype > ADA_I8) return -1;
   const int64_t covered = a.keep ? a.blocks * ADA_BLOCK : INT64_MAX;
   for (int64_t s = 0; a.segments && s < a.n_segments; ++s) {
     const int64_t *g = a.segments + s * 6;
     if (g[0] < 0 || g[0] >= a.batch || g[1] < 0 || g[2] < 0 || g[1] > a.q_len - g[2]) return -1;
-    if (g[3] < 0 || g[4] < 0 || g[3] > a.kv_len - g[4] || g[4] > covered) return -1;
+    if (g[3] < 0 || g[4] < 0 || g[3] > a.kv_len - g[4] || g[4] > covered || g[5] > FAR || g[5] < -FAR) return -1;
   }
   return !a.segments && a.kv_len > covered ? -1 : 0;
 }
@@ -295,7 +284,8 @@ int64_t forward_few(const ada_args &a, Job &job, int64_t segments) {
     if (u.splits > 1) partial += u.splits * u.qn * job.shape.group * (a.dim_v + 2);
   }
   run(job, work_few, job.tasks, flops);
-  t_pack.trim();
+  t_pack.done();
+  t_units.done();
   return job.failed ? -2 : 0;
 }
 
@@ -307,6 +297,11 @@ ADA_EXPORT int64_t ada_abi_version(void) { return ADA_ABI_VERSION; }
 ADA_EXPORT int64_t ada_args_size(void) { return static_cast<int64_t>(sizeof(ada_args)); }
 ADA_EXPORT int64_t ada_best_level(void) { return best_level(); }
 ADA_EXPORT int64_t ada_has_level(int64_t level) { return kernels(level) != nullptr; }
+// The most bytes that calls have worked with at a time beside their arguments; a reset counts anew from what is in use.
+ADA_EXPORT int64_t ada_peak_bytes(int64_t reset) {
+  if (reset) g_peak = g_used.load();
+  return g_peak.load();
+}
 ADA_EXPORT void ada_set_parallel(ada_parallel_fn fn) { g_parallel = fn; }
 
 ADA_EXPORT int64_t ada_forward(const ada_args *args) {
@@ -331,20 +326,18 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
       bytes += u.tiles * u.tile_bytes;
     }
     char *table = t_units.get(static_cast<size_t>(count) * (sizeof(AdaUnit) + sizeof(std::atomic<int64_t>)) + 64);
-    char *pack = t_pack.get(static_cast<size_t>(bytes) + 64);
-    if (!table || !pack) return -2;
+    if (!table) return -2;
     job.units = reinterpret_cast<AdaUnit *>(table);
     job.packed = reinterpret_cast<std::atomic<int64_t> *>(table + static_cast<size_t>(count) * sizeof(AdaUnit));
     job.n_units = count;
-    job.tasks = job.pack_tasks = 0;
+    job.tasks = job.pack_tasks = job.unit_bytes = 0;
     job.next = 0;
     double flops = 0, largest = 0;
     int64_t most_rows = 0;
     for (int64_t i = 0; i < count; ++i) {
       AdaUnit &u = job.units[i];
       fill_unit(a, job.shape, u, (at + i) / a.kv_heads, (at + i) % a.kv_heads);
-      u.pack = pack;
-      pack += u.tiles * u.tile_bytes;
+      if (u.tiles * u.tile_bytes > job.unit_bytes) job.unit_bytes = u.tiles * u.tile_bytes;
       u.first_task = job.tasks;
       job.tasks += u.tasks;
       job.pack_tasks += u.tiles;
@@ -358,15 +351,22 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
     // Keys that another core packed are slow to read; sharing them pays only where whole units would leave a core idle
     // for long and have rows enough to make up for it.
     const bool even = count % a.threads == 0 && largest * static_cast<double>(count) <= 1.01 * flops;
-    if (even || largest * 2.0 * static_cast<double>(a.threads) <= flops || most_rows <= 80)
+    if (even || largest * 2.0 * static_cast<double>(a.threads) <= flops || most_rows <= 80) {
       run(job, work_units, count, flops);
-    else
+    } else {
+      char *pack = t_pack.get(static_cast<size_t>(bytes) + 64);
+      if (!pack) return -2;
+      for (int64_t i = 0; i < count; ++i) {
+        job.units[i].pack = pack;
+        pack += job.units[i].tiles * job.units[i].tile_bytes;
+      }
       run(job, work, job.tasks + job.pack_tasks, flops);
+      t_pack.done();
+    }
     if (job.failed) return -2;
     at += count;
   }
-  t_pack.trim();
-  t_scratch.trim();
+  t_units.done();
   return 0;
 }
 
@@ -390,6 +390,25 @@ ADA_EXPORT int64_t ada_backward(const ada_args *args) {
   }
   job.shape.scratch = job.k->backward_scratch(a, job.shape, q_len, kv_len);
   run(job, work_backward, job.tasks, flops);
-  t_scratch.trim();
+  t_units.done();
+  return job.failed ? -2 : 0;
+}
+
+ADA_EXPORT int64_t ada_store_size(void) { return static_cast<int64_t>(sizeof(ada_store_args)); }
+
+ADA_EXPORT int64_t ada_store(const ada_store_args *args) {
+  const ada_store_args &a = *args;
+  if (a.batch < 0 || a.heads < 0 || a.n < 0 || a.dim < 1 || a.threads < 1) return -1;
+  if (a.x_dtype < ADA_F32 || a.x_dtype > ADA_F16) return -1;
+  if (a.code_dtype != ADA_I8 && (a.code_dtype != ADA_I4 || a.dim % 32)) return -1;
+  StoreJob job;
+  job.a = &a;
+  job.k = kernels(a.level < 0 ? best_level() : a.level);
+  if (!job.k) return -3;
+  job.rows = a.batch * a.heads * a.n;
+  const int64_t parts = (job.rows + STORE_ROWS - 1) / STORE_ROWS, threads = a.threads < parts ? a.threads : parts;
+  if (g_parallel && threads > 1 && job.rows * a.dim > (1 << 16))
+    g_parallel(work_store, &job, static_cast<unsigned>(threads), 0);
+  else work_store(&job);
   return job.failed ? -2 : 0;
 }

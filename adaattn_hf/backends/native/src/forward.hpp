@@ -1,6 +1,7 @@
 // One tile of query rows against all the keys that it can see: scores, online softmax, output.
 #pragma once
 #include "bytes.hpp"
+#include "stored.hpp"
 
 namespace ADA_NS {
 
@@ -11,7 +12,7 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
   Work<T> w;
   layout<T>(w, scratch, sh.dk, sh.dv);
   const int64_t n = task_rows(a, sh, u, task, w.rows);
-  const bool special = a.softcap > 0 || a.bias || a.mask;
+  const bool special = is_special(a);
   const float c = special ? LOG2E : (float)(a.scaling * 1.4426950408889634);
   int64_t strips = 0;
   for (int64_t r0 = 0; r0 < n; r0 += MR, ++strips) {
@@ -133,14 +134,6 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
     finish_row(a, u, w.rows[r], w.o + r * sh.dv, w.m[r], w.l[r], a.dim_v);
 }
 
-// Rows of int8 times the scale of each row, as float32.
-static void dequantise(float *to, const void *src, int64_t at, int64_t row_stride, int64_t stride, const float *scale,
-                       int64_t scale_stride, int64_t rows, int64_t n) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t i = 0; i < n; ++i)
-      to[r * n + i] = (float)((const int8_t *)src)[at + r * row_stride + i * stride] * scale[r * scale_stride];
-}
-
 template <class T>
 static void pack_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t t, char *scratch) {
   typedef typename T::elem elem;
@@ -150,10 +143,10 @@ static void pack_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u, i
   const int64_t key = u.k0 + t * KEYS, n = lesser(KEYS, u.kn - t * KEYS);
   const int64_t kb = u.row * a.ks[0] + u.head * a.ks[1] + key * a.ks[2];
   const int64_t vb = u.row * a.vs[0] + u.head * a.vs[1] + key * a.vs[2];
+  const bool stored = a.kv_dtype == ADA_I8;
   for (int64_t j = 0; j < round_up(n, NR); j += NR) {
-    if (a.kv_dtype == ADA_I8) {
-      const float *f = a.k_scale + u.row * a.kss[0] + u.head * a.kss[1] + (key + j) * a.kss[2];
-      dequantise(w.s, a.k, kb + j * a.ks[2], a.ks[2], a.ks[3], f, a.kss[2], lesser((int64_t)NR, n - j), a.dim);
+    if (stored) {
+      widen_keys(w.s, a, u, key + j, lesser((int64_t)NR, n - j));
       pack_transposed<T>(kp + j * sh.dk, w.s, ADA_F32, 0, a.dim, 1, n - j, a.dim, sh.dk, w.stage);
     } else {
       pack_transposed<T>(kp + j * sh.dk, a.k, a.kv_dtype, kb + j * a.ks[2], a.ks[2], a.ks[3], n - j, a.dim, sh.dk,
@@ -161,14 +154,12 @@ static void pack_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u, i
     }
   }
   if (!a.out) return;
-  for (int64_t j = 0; a.kv_dtype == ADA_I8 && j < n; j += NR) {
-    const float *f = a.v_scale + u.row * a.vss[0] + u.head * a.vss[1] + (key + j) * a.vss[2];
+  for (int64_t j = 0; stored && j < n; j += NR) {
     const int64_t rows = lesser((int64_t)NR, n - j);
-    dequantise(w.s, a.v, vb + j * a.vs[2], a.vs[2], a.vs[3], f, a.vss[2], rows, a.dim_v);
+    widen_values(w.s, a, u, key + j, rows);
     pack_rows<T>(vp + j * NR, u.pitch, w.s, ADA_F32, 0, a.dim_v, 1, rows, a.dim_v, sh.dv, w.stage);
   }
-  if (a.kv_dtype != ADA_I8)
-    pack_rows<T>(vp, u.pitch, a.v, a.kv_dtype, vb, a.vs[2], a.vs[3], n, a.dim_v, sh.dv, w.stage);
+  if (!stored) pack_rows<T>(vp, u.pitch, a.v, a.kv_dtype, vb, a.vs[2], a.vs[3], n, a.dim_v, sh.dv, w.stage);
   const int64_t done = round_up(n, T::STEP), padded = round_up(n, NR);  // a run of panels may end past the last key
   for (int64_t d = 0; d < sh.dv; d += NR)
     memset(vp + d * u.pitch + done * NR, 0, (size_t)((padded - done) * NR) * sizeof(elem));

@@ -107,12 +107,17 @@ ADA_INLINE void strip_values(int64_t rows, const uint8_t *a, int64_t lda, const 
   }
 }
 
-// Rounds n floats to signed bytes plus `bias`, zero-padded (before the bias) to `padded`; returns the scale.
+// Rounds n floats to signed bytes plus `bias`, zero-padded (before the bias) to `padded`; returns the scale, which is NaN
+// where a float is NaN or infinite.
 ADA_INLINE float round_row(uint8_t *to, const float *x, int64_t n, int64_t padded, int bias, int32_t *sum) {
   const auto part = [&](int64_t i) { return (__mmask16)(n - i >= W ? 0xffff : n > i ? (1u << (n - i)) - 1 : 0); };
-  __m512 top = _mm512_setzero_ps();
-  for (int64_t i = 0; i < n; i += W) top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_maskz_loadu_ps(part(i), x + i)));
-  const float peak = _mm512_reduce_max_ps(top), scale = peak > 0 ? peak / 127.0f : 1.0f;
+  __m512 top = _mm512_setzero_ps(), broken = top;
+  for (int64_t i = 0; i < n; i += W) {
+    const __m512 y = _mm512_maskz_loadu_ps(part(i), x + i);
+    top = _mm512_max_ps(top, _mm512_abs_ps(y));
+    broken = _mm512_fmadd_ps(y, _mm512_setzero_ps(), broken);  // 0, or NaN
+  }
+  const float peak = _mm512_reduce_max_ps(top), scale = (peak > 0 ? peak / 127.0f : 1.0f) + _mm512_reduce_add_ps(broken);
   const __m512 inverse = _mm512_set1_ps(1.0f / scale);
   __m512i total = _mm512_setzero_si512();
   for (int64_t i = 0; i < padded; i += W) {

@@ -38,8 +38,10 @@ static void forward(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int
 #ifdef ADA_HAS_BF16
 #define ADA_FEW_PAIRS(F, ...) \
   if (sh.compute == ADA_BF16 && a.kv_dtype == ADA_BF16) return F<Pairs>(__VA_ARGS__);                            \
-  if (a.kv_dtype == ADA_I8 && (a.q_dtype != ADA_F32 || sh.compute == ADA_BF16) && a.dim <= Words::DIM)            \
-    return F<Words>(__VA_ARGS__);
+  if (a.kv_dtype == ADA_I8 && (a.q_dtype != ADA_F32 || sh.compute == ADA_BF16) && a.dim <= DIM) {                 \
+    if (a.v_dtype == ADA_I4) return F<Words<InNibbles>>(__VA_ARGS__);                                             \
+    return F<Words<InIntegers>>(__VA_ARGS__);                                                                     \
+  }
 #else
 #define ADA_FEW_PAIRS(F, ...)
 #endif
@@ -48,7 +50,9 @@ static void forward(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int
   switch (a.kv_dtype) {                                          \
     case ADA_BF16: return F<Wide<ADA_BF16>>(__VA_ARGS__);        \
     case ADA_F16: return F<Wide<ADA_F16>>(__VA_ARGS__);          \
-    case ADA_I8: return F<Wide<ADA_I8>>(__VA_ARGS__);            \
+    case ADA_I8:                                                 \
+      if (a.v_dtype == ADA_I4) return F<Wide<ADA_I8, ADA_I4>>(__VA_ARGS__); \
+      return F<Wide<ADA_I8>>(__VA_ARGS__);                       \
     default: return F<Wide<ADA_F32>>(__VA_ARGS__);               \
   }
 
@@ -84,7 +88,7 @@ static void backward(const ada_args &a, const AdaShape &sh, const AdaUnit &u, ch
 }
 
 static const AdaKernels table = {FEW,    shape,       pack,             forward, decode_scratch,
-                                 decode, merge_parts, backward_scratch, backward};
+                                 decode, merge_parts, store_row,       backward_scratch, backward};
 
 }  // namespace ADA_NS
 

@@ -8,7 +8,8 @@ namespace ADA_NS {
 
 template <class Op> struct Paired {
   typedef typename Op::row_elem row_elem;  // of queries and weights
-  typedef typename Op::elem elem;          // of keys and values
+  typedef typename Op::elem elem;          // of keys
+  typedef typename Op::value value;        // of values: two channels each where they have four bits
   typedef typename Op::sum sum;
   static constexpr int64_t CHUNK = 32;
 
@@ -46,8 +47,8 @@ template <class Op> struct Paired {
 
   // 32 * NC value channels: two keys are interleaved within 128-bit lanes, and put in order again at the end
   template <int R, int NC>
-  ADA_INLINE void columns(const row_elem *p, const float *scale, const elem *v, int64_t ldv, int64_t n, int64_t count,
-                          float *o, int64_t ldo, const float *alpha) {
+  ADA_INLINE void columns(const row_elem *p, const float *scale, const value *v, int64_t ldv, int64_t n, int64_t d,
+                          int64_t count, float *o, int64_t ldo, const float *alpha) {
     const __mmask32 m = mask_of(lesser(count, (int64_t)32));
     sum acc[R][2 * NC];
 #pragma GCC unroll 4
@@ -55,10 +56,10 @@ template <class Op> struct Paired {
 #pragma GCC unroll 4
       for (int c = 0; c < 2 * NC; ++c) acc[r][c] = Op::zero();
     for (int64_t j = 0; j < n; j += 2) {
-      const elem *x = v + j * ldv, *y = j + 1 < n ? x + ldv : x;  // the weight of a repeated key is 0
+      const value *x = v + j * ldv, *y = j + 1 < n ? x + ldv : x;  // the weight of a repeated key is 0
 #pragma GCC unroll 2
       for (int c = 0; c < NC; ++c) {
-        const __m512i a = Op::words(m, x + 32 * c), b = Op::words(m, y + 32 * c);
+        const __m512i a = Op::channels(m, x, d + 32 * c), b = Op::channels(m, y, d + 32 * c);
         const __m512i lo = _mm512_unpacklo_epi16(a, b), hi = _mm512_unpackhi_epi16(a, b);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
@@ -84,11 +85,11 @@ template <class Op> struct Paired {
   }
 
   template <int R>
-  static void values(const row_elem *p, const float *scale, const elem *v, int64_t ldv, int64_t n, int64_t dim,
+  static void values(const row_elem *p, const float *scale, const value *v, int64_t ldv, int64_t n, int64_t dim,
                      float *o, int64_t ldo, const float *alpha) {
     int64_t d = 0;
-    for (; d + 64 <= dim; d += 64) columns<R, 2>(p, scale, v + d, ldv, n, 64, o + d, ldo, alpha);
-    for (; d < dim; d += 32) columns<R, 1>(p, scale, v + d, ldv, n, dim - d, o + d, ldo, alpha);
+    for (; d + 64 <= dim; d += 64) columns<R, 2>(p, scale, v, ldv, n, d, 64, o + d, ldo, alpha);
+    for (; d < dim; d += 32) columns<R, 1>(p, scale, v, ldv, n, d, dim - d, o + d, ldo, alpha);
   }
 };
 
@@ -96,10 +97,12 @@ template <class Op> struct Paired {
 struct InFloats {
   typedef uint16_t row_elem;
   typedef uint16_t elem;
+  typedef uint16_t value;
   typedef __m512 sum;
 
   ADA_INLINE sum zero() { return _mm512_setzero_ps(); }
   ADA_INLINE __m512i words(__mmask32 m, const elem *p) { return _mm512_maskz_loadu_epi16(m, p); }
+  ADA_INLINE __m512i channels(__mmask32 m, const value *row, int64_t d) { return words(m, row + d); }
   ADA_INLINE sum dot(sum x, __m512i a, __m512i b) { return _mm512_dpbf16_ps(x, (__m512bh)a, (__m512bh)b); }
   template <int KB> ADA_INLINE vf factors(const float *) { return vf{}; }
   ADA_INLINE vf total(const sum *acc, vf) { return lanes_sum((const vf *)acc); }
@@ -113,10 +116,12 @@ struct InFloats {
 struct InIntegers {
   typedef int16_t row_elem;
   typedef int8_t elem;
+  typedef int8_t value;
   typedef __m512i sum;
 
   ADA_INLINE sum zero() { return _mm512_setzero_si512(); }
   ADA_INLINE __m512i words(__mmask32 m, const elem *p) { return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(m, p)); }
+  ADA_INLINE __m512i channels(__mmask32 m, const value *row, int64_t d) { return words(m, row + d); }
   ADA_INLINE sum dot(sum x, __m512i a, __m512i b) { return _mm512_dpwssd_epi32(x, a, b); }
   template <int KB> ADA_INLINE vf factors(const float *scale) {
     float each[16];
@@ -130,47 +135,66 @@ struct InIntegers {
   ADA_INLINE vf add(vf y, float keep, vf x, const float *scale) { return y * splat(keep) + x * splat(*scale); }
 };
 
+// the same with values of four bits
+struct InNibbles : InIntegers {
+  typedef uint8_t value;
+
+  ADA_INLINE __m512i channels(__mmask32, const value *row, int64_t d) {  // d is a multiple of 32
+    const __m256i pairs = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(row + d / 2)));
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(pairs), _mm256_srli_epi16(pairs, 4), 1);
+    const __m512i n = _mm512_and_si512(both, _mm512_set1_epi16(15));
+    return _mm512_sub_epi16(_mm512_add_epi16(n, n), _mm512_set1_epi16(15));
+  }
+};
+
 struct Pairs : Paired<InFloats> {
   typedef BF16 T;
   static constexpr bool SCALED = false, INTEGERS = false;
 };
 
 // A row's scale makes its largest element LARGEST, so that no sum of ADA_KEYS products overflows.
-struct Words : Paired<InIntegers> {
+constexpr int64_t DIM = ADA_KEYS;  // largest head
+constexpr float LARGEST = 21845.0f;  // 128 * 21845 * 768 < 2^31
+template <class Op> struct Words : Paired<Op> {
   struct T {
     typedef int16_t elem;
     static constexpr int STEP = 2;
     static constexpr int EXP_DEGREE = 5;
   };
-  static constexpr int64_t DIM = ADA_KEYS;  // largest head
   static constexpr bool SCALED = true, INTEGERS = true;
-  static constexpr float LARGEST = 21845.0f;  // 128 * 21845 * 768 < 2^31
 
   ADA_INLINE vf magnitude(const float *x) { return (vf)_mm512_abs_ps((__m512)load(x)); }
   ADA_INLINE void put(int16_t *to, const float *x, vf f) {
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)(load(x) * f))));
   }
-  // Elements of a query (n is a multiple of W) and of weights in some panels as integers; both return their unit.
+  // Elements of a query (n is a multiple of W) and of weights in some panels as integers; both return their unit, which
+  // is NaN where an element is NaN or infinite.
   static float round(int16_t *to, const float *x, int64_t n) {
-    vf top = vf{};
-    for (int64_t i = 0; i < n; i += W) top = vmax(top, magnitude(x + i));
+    vf top = vf{}, broken = top;
+    for (int64_t i = 0; i < n; i += W) {
+      top = vmax(top, magnitude(x + i));
+      broken += load(x + i) * vf{};
+    }
     const float peak = hmax(top);
     for (int64_t i = 0; i < n; i += W) put(to + i, x + i, splat(peak > 0 ? LARGEST / peak : 0.0f));
-    return peak * (1.0f / LARGEST);
+    return peak * (1.0f / LARGEST) + hsum(broken);
   }
   static float round(int16_t *to, const float *x, uint64_t panels) {
-    vf top = vf{};
+    vf top = vf{}, broken = top;
     int64_t c0, c1;
     for (uint64_t bits = panels; next_run(bits, c0, c1);)
-      for (int64_t i = c0; i < c1; i += W) top = vmax(top, magnitude(x + i));
+      for (int64_t i = c0; i < c1; i += W) {
+        top = vmax(top, magnitude(x + i));
+        broken += load(x + i) * vf{};
+      }
     const float peak = hmax(top);
     const vf f = splat(peak > 0 ? LARGEST / peak : 0.0f);
     for (uint64_t bits = panels; next_run(bits, c0, c1);)
       for (int64_t i = c0; i < c1; i += W) put(to + i, x + i, f);
-    return peak * (1.0f / LARGEST);
+    return peak * (1.0f / LARGEST) + hsum(broken);
   }
 };
-static_assert(128ll * (int64_t)Words::LARGEST * ADA_KEYS < INT32_MAX, "sums of a tile fit into 32 bits");
+static_assert(128ll * (int64_t)LARGEST * ADA_KEYS < INT32_MAX, "sums of a tile fit into 32 bits");
 
 }  // namespace ADA_NS
 #endif

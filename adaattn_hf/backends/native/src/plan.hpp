@@ -36,6 +36,7 @@ struct AdaKernels {
   int64_t (*decode_scratch)(const ada_args &, const AdaShape &);
   void (*decode)(const ada_args &, const AdaShape &, const AdaUnit &, int64_t part, char *scratch);
   void (*merge)(const ada_args &, const AdaShape &, const AdaUnit &, char *scratch);
+  void (*store)(const ada_store_args &, int64_t row, float *scratch);
   int64_t (*backward_scratch)(const ada_args &, const AdaShape &, int64_t q_len, int64_t kv_len);
   void (*backward)(const ada_args &, const AdaShape &, const AdaUnit &, char *scratch);
 };

@@ -32,6 +32,9 @@ template <class T> struct Work {
   uint64_t *kept;    // of each row: what it keeps
 };
 
+// Whether scores need more than a positive factor, which the hidden ones (-inf) bear as well.
+ADA_INLINE bool is_special(const ada_args &a) { return a.softcap > 0 || a.bias || a.mask || !(a.scaling > 0); }
+
 ADA_INLINE char *take(char *&at, int64_t bytes) {
   char *p = at;
   at += round_up(bytes, 64);
@@ -71,6 +74,11 @@ ADA_INLINE void visible(const ada_args &a, const AdaUnit &u, int64_t i, Row &r) 
     if (!a.causal) r.hi = lesser(r.hi, p + u.window);
     if (r.lo >= r.hi) r.lo = r.hi = 0;
   }
+}
+
+// The mean that the keys of a unit are rid of; null if there is none.
+ADA_INLINE const float *mean_of(const ada_args &a, const AdaUnit &u) {
+  return a.key_mean ? a.key_mean + u.row * a.key_mean_row + u.head * a.dim : nullptr;
 }
 
 // Bits of the panels of tile [t0, t0 + columns) that [lo, hi) touches.

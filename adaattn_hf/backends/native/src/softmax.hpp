@@ -60,7 +60,8 @@ ADA_INLINE void store_p(BF16, uint16_t *p, vf x, vf y) {
 }
 #endif
 
-// The online softmax of one row over the panels in `panels`; c = factor from s to log2 scores.
+// The online softmax of one row over the panels in `panels`; c = factor from s to log2 scores. The maximum may lose a
+// NaN; the sum never does, so a row with a NaN (or with +inf, whose distance from the maximum is NaN) ends with l = NaN.
 template <class T>
 ADA_INLINE void softmax_row(float *s, typename T::elem *p, uint64_t panels, float c, float &m, float &l, float &alpha) {
   int64_t c0, c1;
@@ -72,15 +73,10 @@ ADA_INLINE void softmax_row(float *s, typename T::elem *p, uint64_t panels, floa
     }
   float top = hmax(vmax(top0, top1)) * c;  // c >= 0
   float next = greater(m, top);
-  if (!(next > -INFINITY)) {
-    alpha = 1;
-    for (uint64_t bits = panels; next_run(bits, c0, c1);)
-      memset(p + c0, 0, (size_t)(c1 - c0) * sizeof(typename T::elem));
-    return;
-  }
-  alpha = m > -INFINITY ? exp2f(m - next) : 0.0f;
+  const float start = next > -INFINITY ? next : 0.0f;  // a row that has seen nothing yet, or NaN
+  alpha = m > -INFINITY ? exp2f(m - start) : 0.0f;
   vf sum0 = vf{}, sum1 = vf{};
-  const vf cc = splat(c), mm = splat(next);
+  const vf cc = splat(c), mm = splat(start);
   for (uint64_t bits = panels; next_run(bits, c0, c1);)
     for (int64_t i = c0; i < c1; i += 2 * W) {
       vf x = exp2_neg<T::EXP_DEGREE>(load(s + i) * cc - mm);
@@ -166,8 +162,8 @@ ADA_INLINE void softmax_rows(const float *s, typename T::elem *p, int64_t ldp, c
 static void finish_row(const ada_args &a, const AdaUnit &u, const Row &row, const float *o, float m, float l,
                        int64_t dv) {
   float inv = 0, lse = -INFINITY;
-  if (!(l > 0) && a.sink_logits) lse = a.sink_logits[row.head];  // the sink alone carries the row, without a value
-  if (l > 0) {
+  if (l <= 0 && a.sink_logits) lse = a.sink_logits[row.head];  // the sink alone carries the row, without a value
+  if (!(l <= 0)) {  // NaN, too, comes out
     if (a.sink_logits) {
       const float sink = a.sink_logits[row.head] * LOG2E, next = greater(m, sink);
       const float f = exp2f(m - next);

@@ -79,7 +79,7 @@ template <int DEGREE> ADA_INLINE vf exp2_neg(vf x) {
 #if defined(__AVX512F__)
   vf r = (vf)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x); 0 for -inf
 #else
-  x = vmax(x, splat(-126.5f));
+  x = vmax(splat(-126.5f), x);  // in this order NaN stays NaN
   const vf magic = splat(12582912.0f);
   vf t = (x - splat(0.5f)) + magic;  // floor(x), or one less where x is an integer: then r is 1
   vf r = x - (t - magic);

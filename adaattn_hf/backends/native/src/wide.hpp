@@ -25,6 +25,7 @@ template <int KD> struct KeyType { typedef float type; };
 template <> struct KeyType<ADA_BF16> { typedef uint16_t type; };
 template <> struct KeyType<ADA_F16> { typedef uint16_t type; };
 template <> struct KeyType<ADA_I8> { typedef int8_t type; };
+template <> struct KeyType<ADA_I4> { typedef uint8_t type; };
 
 // W consecutive elements as float32
 template <int KD> ADA_INLINE vf load_as(const typename KeyType<KD>::type *p) {
@@ -57,10 +58,31 @@ template <int KD> ADA_INLINE vf load_part(const typename KeyType<KD>::type *p, i
   return load_as<KD>(part);
 }
 
+// W channels of a value from channel d on: of four bits, d and the extent are multiples of W and of 32.
+template <int VD> ADA_INLINE vf load_channels(const typename KeyType<VD>::type *row, int64_t d) {
+  if constexpr (VD != ADA_I4) return load_as<VD>(row + d);
+  const uint8_t *p = (const uint8_t *)row + d / 32 * 16 + d % 16;
+  const int shift = (int)(d % 32 / 16 * 4);
+#if defined(__AVX512F__)
+  const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+  const __m512i n = _mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(15));
+  return (vf)_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_add_epi32(n, n), _mm512_set1_epi32(15)));
+#elif defined(__AVX2__)
+  const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+  const __m256i n = _mm256_and_si256(_mm256_srl_epi32(x, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(15));
+  return (vf)_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_add_epi32(n, n), _mm256_set1_epi32(15)));
+#else
+  vf x;
+  for (int i = 0; i < W; ++i) x[i] = (float)(2 * (p[i] >> shift & 15) - 15);
+  return x;
+#endif
+}
+
 // float32 arithmetic on keys and values of any type
-template <int KD> struct Wide {
+template <int KD, int VD = KD> struct Wide {
   typedef F32 T;
   typedef typename KeyType<KD>::type elem;
+  typedef typename KeyType<VD>::type value;
   static constexpr int64_t CHUNK = W;
   static constexpr bool SCALED = KD == ADA_I8, INTEGERS = false;
 
@@ -112,8 +134,8 @@ template <int KD> struct Wide {
   }
 
   template <int R, int NC>
-  ADA_INLINE void columns(const float *p, const elem *v, int64_t ldv, int64_t n, int64_t part, float *o, int64_t ldo,
-                          const float *alpha) {
+  ADA_INLINE void columns(const float *p, const value *v, int64_t ldv, int64_t n, int64_t d, int64_t part, float *o,
+                          int64_t ldo, const float *alpha) {
     vf acc[R][NC];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
@@ -122,7 +144,8 @@ template <int KD> struct Wide {
     for (int64_t j = 0; j < n; ++j) {
       vf vv[NC];
 #pragma GCC unroll 4
-      for (int c = 0; c < NC; ++c) vv[c] = part ? load_part<KD>(v + j * ldv, part) : load_as<KD>(v + j * ldv + c * W);
+      for (int c = 0; c < NC; ++c)
+        vv[c] = part ? load_part<VD>(v + j * ldv + d, part) : load_channels<VD>(v + j * ldv, d + c * W);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -135,12 +158,12 @@ template <int KD> struct Wide {
   }
 
   template <int R>
-  static void values(const float *p, const float *, const elem *v, int64_t ldv, int64_t n, int64_t dim, float *o,
+  static void values(const float *p, const float *, const value *v, int64_t ldv, int64_t n, int64_t dim, float *o,
                      int64_t ldo, const float *alpha) {
     int64_t d = 0;
-    for (; d + 4 * W <= dim; d += 4 * W) columns<R, 4>(p, v + d, ldv, n, 0, o + d, ldo, alpha);
-    for (; d + W <= dim; d += W) columns<R, 1>(p, v + d, ldv, n, 0, o + d, ldo, alpha);
-    if (d < dim) columns<R, 1>(p, v + d, ldv, n, dim - d, o + d, ldo, alpha);
+    for (; d + 4 * W <= dim; d += 4 * W) columns<R, 4>(p, v, ldv, n, d, 0, o + d, ldo, alpha);
+    for (; d + W <= dim; d += W) columns<R, 1>(p, v, ldv, n, d, 0, o + d, ldo, alpha);
+    if (d < dim) columns<R, 1>(p, v, ldv, n, d, dim - d, o + d, ldo, alpha);
   }
 };
 

@@ -1,0 +1,231 @@
+"""What a call may ask of each key/value head apart: a window, kept blocks of keys, a precision of the products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .blocks import BLOCK, block_segments, keys_of_blocks, picked_blocks
+from .rounding import through_dtype, through_int8
+from .structure import CallStructure
+
+if TYPE_CHECKING:
+    from .request import AttentionRequest
+
+__all__ = ["HEAD_PRECISIONS", "HeadRules", "joined_heads", "some_heads", "spelled_out"]
+
+HEAD_PRECISIONS = ("model", "bf16", "int8")
+_BLOCKS = (64, 128)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRules:
+    """Rules per key/value head, for it and the query heads that share it; they only ever take keys away.
+
+    One entry per key/value head in every tuple. Compared by identity, so that what is made from the rules of a layer
+    can be remembered with them.
+
+    Attributes:
+        windows: Keys before a query, the query itself counted, and as many behind it where attention looks both ways;
+            0 does not restrict, and neither does one that is not shorter than the structure's own window.
+        sinks: First keys of the sequence that are exempt from the head's window (where the structure has a window of
+            its own, its own sinks are exempt instead), or whose blocks are always kept.
+        masses: Share of the pooled attention that the kept blocks hold (`blocks.keep_blocks`); 0.0 keeps all.
+        block: Keys per block, 64 or 128.
+        precisions: `model` computes in the dtype at hand; `bf16` rounds queries, keys, weights and values to bfloat16;
+            `int8` quantises queries, smoothed keys and values per token.
+        key_mean: `[num_kv_heads, head_dim]`, subtracted from keys before they are rounded to int8; zeros when None.
+    """
+
+    windows: tuple[int, ...]
+    sinks: tuple[int, ...]
+    masses: tuple[float, ...]
+    precisions: tuple[str, ...]
+    block: int = BLOCK
+    key_mean: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse rules that no head can follow."""
+        heads = len(self.windows)
+        lengths = (heads, len(self.sinks), len(self.masses), len(self.precisions))
+        if not heads or set(lengths) != {heads}:
+            raise ValueError(
+                f"per_head: got {lengths} entries of windows, sinks, masses and precisions, expected one of each per "
+                "key/value head; repeat a rule that holds for every head"
+            )
+        if self.block not in _BLOCKS:
+            raise ValueError(f"per_head.block: got {self.block}, expected one of {_BLOCKS}")
+        for head, (window, sinks, mass, precision) in enumerate(
+            zip(self.windows, self.sinks, self.masses, self.precisions, strict=True)
+        ):
+            if window < 0 or sinks < 0 or not 0.0 <= mass < 1.0 or precision not in HEAD_PRECISIONS:
+                raise ValueError(
+                    f"per_head: got window {window}, sinks {sinks}, mass {mass}, precision {precision!r} for head "
+                    f"{head}, expected whole numbers from 0, a share in [0, 1) and one of {HEAD_PRECISIONS}"
+                )
+            if window and mass:
+                raise ValueError(
+                    f"per_head: got window {window} and mass {mass} for head {head}, expected one of them; "
+                    "a head keeps a window or blocks of keys"
+                )
+        if self.key_mean is not None and (self.key_mean.dim() != 2 or self.key_mean.shape[0] != heads):
+            raise ValueError(
+                f"per_head.key_mean: got shape {tuple(self.key_mean.shape)}, expected [{heads}, head_dim]"
+            )
+
+    @cached_property
+    def precision(self) -> str:
+        """The precision of all heads, `mixed` where they differ."""
+        return self.precisions[0] if len(set(self.precisions)) == 1 else "mixed"
+
+    @cached_property
+    def windowed(self) -> bool:
+        """Whether any head has a window."""
+        return any(self.windows)
+
+    @cached_property
+    def kept_block(self) -> int:
+        """Keys per block where any head keeps blocks, 0 where all keys are kept."""
+        return self.block if any(self.masses) else 0
+
+    def check_mean(self, head_dim: int) -> None:
+        """Refuses mean keys of another head size.
+
+        Raises:
+            ValueError: `key_mean` does not fit the keys.
+        """
+        if self.key_mean is not None and self.key_mean.shape[1] != head_dim:
+            raise ValueError(
+                f"per_head.key_mean: got shape {tuple(self.key_mean.shape)}, expected [{len(self.windows)}, {head_dim}]"
+            )
+
+    def window_in(self, structure: CallStructure, head: int) -> tuple[int | None, int]:
+        """Window (None for none) and sinks of a head in a call of a structure, whose own window may be shorter."""
+        window = self.windows[head]
+        if not window or (structure.window is not None and structure.window <= window):
+            return structure.window, structure.sinks
+        return window, self.sinks[head] if structure.window is None else structure.sinks
+
+    def some(self, kv_heads: Sequence[int]) -> HeadRules:
+        """The rules of a few key/value heads."""
+        return HeadRules(
+            tuple(self.windows[head] for head in kv_heads),
+            tuple(self.sinks[head] for head in kv_heads),
+            tuple(self.masses[head] for head in kv_heads),
+            tuple(self.precisions[head] for head in kv_heads),
+            self.block,
+            None if self.key_mean is None else self.key_mean[list(kv_heads)],
+        )
+
+
+def spelled_out(request: AttentionRequest) -> AttentionRequest:
+    """Returns the request without rules per head whose exact attention is the same: the definition of `HeadRules`.
+
+    Queries, keys and values are rounded in their own dtype, and a dense mask says what each head sees.
+    """
+    rules = request.per_head
+    if rules is None:
+        return request
+    request = _rounded(replace(request, per_head=None), rules)
+    if not rules.windowed and not rules.kept_block:
+        return request
+    kv_heads, structure = request.key.shape[1], request.structure
+    groups = request.query.shape[1] // kv_heads
+    masks = []
+    for head in range(kv_heads):
+        window, sinks = rules.window_in(structure, head)
+        own = structure.with_changes(window=window, sinks=sinks).visible(device=request.query.device)
+        if own.shape[1] > 1:
+            own = own[:, head * groups : (head + 1) * groups]
+        kept = _kept_keys(request, rules, head) if rules.masses[head] else None
+        mask = own if kept is None else own & kept
+        masks.append(mask.expand(request.query.shape[0], groups, *mask.shape[2:]))
+    return replace(request, structure=structure.with_changes(mask=torch.cat(masks, dim=1)))
+
+
+def _kept_keys(request: AttentionRequest, rules: HeadRules, head: int) -> Tensor | None:
+    """Boolean `[batch, 1, q_len, kv_len]` of keys in kept blocks, None where blocks do not apply."""
+    segments = block_segments(request)
+    if segments is None:
+        return None
+    batch, _, q_len, _ = request.query.shape
+    kept = torch.zeros(batch, 1, q_len, request.key.shape[2], dtype=torch.bool, device=request.query.device)
+    for segment in segments:
+        rows = slice(segment.q_start, segment.q_start + segment.q_len)
+        keys = slice(segment.k_start, segment.k_start + segment.k_len)
+        blocks = picked_blocks(request, segment, rules.masses[head], rules.sinks[head], [head], rules.block)
+        kept[segment.row, :, rows, keys] = keys_of_blocks(blocks, segment.k_len, rules.block)
+    return kept
+
+
+def _rounded(request: AttentionRequest, rules: HeadRules) -> AttentionRequest:
+    """Queries, keys and values rounded as each head's precision says, in their own dtype."""
+    if rules.precision == "model":
+        return request
+    kv_heads = request.key.shape[1]
+    groups = request.query.shape[1] // kv_heads
+    parts: list[list[Tensor]] = [[], [], []]
+    for head, precision in enumerate(rules.precisions):
+        query = request.query[:, head * groups : (head + 1) * groups]
+        key, value = request.key[:, head : head + 1], request.value[:, head : head + 1]
+        if precision == "bf16":
+            query, key, value = (through_dtype(t, torch.bfloat16) for t in (query, key, value))
+        elif precision == "int8":
+            # the mean is added back: softcapped scores and learned sinks would feel a shift of all scores
+            mean = 0.0 if rules.key_mean is None else rules.key_mean[head].to(key)
+            query, key, value = through_int8(query), through_int8(key - mean) + mean, through_int8(value)
+        for part, tensor in zip(parts, (query, key, value), strict=True):
+            part.append(tensor)
+    query, key, value = (torch.cat(part, dim=1) for part in parts)
+    return replace(request, query=query, key=key, value=value)
+
+
+def some_heads(request: AttentionRequest, kv_heads: Sequence[int]) -> AttentionRequest:
+    """Returns the request of a few key/value heads and the query heads that share them; views where they adjoin."""
+    total, groups = request.key.shape[1], request.query.shape[1] // request.key.shape[1]
+    if list(kv_heads) == list(range(total)):
+        return request
+    heads = [head * groups + member for head in kv_heads for member in range(groups)]
+
+    def rows(tensor: Tensor, dim: int, index: Sequence[int]) -> Tensor:
+        if list(index) == list(range(index[0], index[0] + len(index))):
+            return tensor.narrow(dim, index[0], len(index))
+        return tensor.index_select(dim, torch.tensor(index, device=tensor.device))
+
+    structure = request.structure
+    if structure.mask is not None and structure.mask.shape[1] > 1:
+        structure = structure.with_changes(mask=rows(structure.mask, 1, heads))
+    bias = request.bias
+    return replace(
+        request,
+        query=rows(request.query, 1, heads),
+        key=rows(request.key, 1, kv_heads),
+        value=rows(request.value, 1, kv_heads),
+        stored=None if request.stored is None else request.stored.of_heads(kv_heads),
+        structure=structure,
+        sink_logits=None if request.sink_logits is None else rows(request.sink_logits, 0, heads),
+        bias=bias if bias is None or bias.shape[1] == 1 else rows(bias, 1, heads),
+        per_head=None if request.per_head is None else request.per_head.some(kv_heads),
+    )
+
+
+def joined_heads(parts: Sequence[Tensor], order: Sequence[int], groups: int, dim: int) -> Tensor:
+    """Returns the parts of several `some_heads`, joined and back in the model's order of heads.
+
+    Args:
+        parts: Tensors with the query heads of each part along `dim`.
+        order: Key/value heads of all parts, one after the other.
+        groups: Query heads per key/value head.
+        dim: Dimension of the heads.
+    """
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
+    if list(order) == sorted(order):
+        return whole
+    position = {head: index for index, head in enumerate(order)}
+    index = [position[head] * groups + member for head in sorted(order) for member in range(groups)]
+    return whole.index_select(dim, torch.tensor(index, device=whole.device))

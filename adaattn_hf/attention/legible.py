@@ -1,0 +1,78 @@
+"""A dense mask read as the rules that made it: where each sequence begins, how far its queries see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .request import AttentionRequest
+from .structure import CallStructure
+
+__all__ = ["legible"]
+
+
+def legible(request: AttentionRequest) -> AttentionRequest | None:
+    """Returns the request with rules in place of a dense mask, itself without such a mask, None where none fit.
+
+    Causality, padding on either side, one window, documents and preallocated keys are found; the rules found make
+    exactly the mask that was given. A bias that only hides keys counts as a mask. Looks at data.
+    """
+    structure, bias = request.structure, request.bias
+    if structure.mask is None and bias is not None and structure.kind == "full" and not bias.requires_grad:
+        hides = bias <= torch.finfo(bias.dtype).min / 2
+        if not bool((hides | (bias == 0)).all()):
+            return request
+        structure = structure.with_changes(mask=~hides[(None,) * (4 - hides.dim())])
+        request = replace(request, structure=structure, bias=None)
+    if structure.mask is None or structure.spans is not None:
+        return request
+    found = structure.cached("legible", lambda: _read(structure))
+    return None if found is None else replace(request, structure=found)
+
+
+def _read(structure: CallStructure) -> CallStructure | None:
+    visible = structure.visible(device=structure.mask.device if structure.mask is not None else "cpu")
+    if visible.shape[1] > 1:
+        if not bool((visible == visible[:, :1]).all()):
+            return None
+        visible = visible[:, :1]
+    visible = visible.expand(structure.batch, *visible.shape[1:])
+    for candidate in _candidates(structure, visible[:, 0]):
+        if torch.equal(candidate.visible(device=visible.device).expand_as(visible), visible):
+            return candidate
+    return None
+
+
+def _candidates(structure: CallStructure, visible: Tensor) -> Iterator[CallStructure]:
+    """Rules that may have made the mask `[batch, q_len, kv_len]`, the likeliest first."""
+    batch, q_len, kv_len = visible.shape
+    seen = visible.any(1)
+    rows = visible.any(2)
+    if not bool(rows.any()):
+        return
+    index = torch.arange(kv_len, device=visible.device)
+    last = torch.where(visible, index, -1).amax(2)
+    first = torch.where(visible, index, kv_len).amin(2)
+    offset = int((last - torch.arange(q_len, device=visible.device))[rows].max())
+    padding = None if bool(seen.all()) else seen
+    causal = CallStructure(batch, q_len, kv_len, causal=True, q_offset=offset, key_padding=padding)
+    both = CallStructure(batch, q_len, kv_len, key_padding=padding)
+    if q_len > 1 and bool((last == last[:, :1])[rows].all()):
+        yield both  # no query sees a key that another one does not
+    yield causal
+    if padding is not None:
+        yield causal.with_changes(pads_queries=True)
+    yield both
+    if padding is not None and q_len == kv_len:
+        yield both.with_changes(pads_queries=True)
+    widest = int(visible.sum(2).max())
+    for pads in (False, True) if padding is not None else (False,):
+        yield causal.with_changes(window=widest, pads_queries=pads)
+    if q_len == kv_len and bool(rows.all()):
+        starts = torch.diff(first, prepend=first[:, :1], dim=1) != 0
+        documents = starts.cumsum(1)
+        yield CallStructure(batch, q_len, kv_len, causal=True, q_segments=documents, k_segments=documents)
+        yield CallStructure(batch, q_len, kv_len, q_segments=documents, k_segments=documents)

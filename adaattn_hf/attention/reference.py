@@ -1,0 +1,65 @@
+"""Attention as it is written on paper, in double precision: the oracle of every test.
+
+    S = scaling * Q K^T (softcapped) + bias,   P = softmax over visible keys (and a learned sink),   O = P V
+
+Imports no backend and materialises everything.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .heads import spelled_out
+from .request import AttentionRequest
+
+__all__ = ["ReferenceResult", "attention"]
+
+
+class ReferenceResult(NamedTuple):
+    """What attention is.
+
+    Attributes:
+        out: `[batch, q_len, heads, head_dim_v]`.
+        weights: `[batch, heads, q_len, kv_len]`.
+        lse: `[batch, heads, q_len]`, nats.
+    """
+
+    out: Tensor
+    weights: Tensor
+    lse: Tensor
+
+
+def attention(request: AttentionRequest, dtype: torch.dtype = torch.float64) -> ReferenceResult:
+    """Exact attention in `dtype`, without dropout.
+
+    Rows that see no key give zeros in `out` and `weights` and -inf in `lse`. What heads are asked apart is computed as
+    `heads.spelled_out` says.
+    """
+    request = spelled_out(request.widened())
+    query, key, value = (t.to(dtype) for t in (request.query, request.key, request.value))
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    with torch.autocast(query.device.type, enabled=False):
+        scores = torch.matmul(query, key.transpose(2, 3)) * request.scaling
+        if request.softcap is not None:
+            scores = request.softcap * torch.tanh(scores / request.softcap)
+        if request.bias is not None:
+            scores = scores + request.bias.to(dtype)
+        visible = request.structure.visible(device=query.device)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        columns = scores
+        if request.sink_logits is not None:
+            sink = request.sink_logits.to(dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            # a learned sink takes part in the softmax but a row that sees no key still gives zeros
+            columns = torch.cat([scores, sink], dim=3)
+        top = columns.amax(dim=3, keepdim=True)
+        top = torch.where(torch.isinf(top), torch.zeros_like(top), top).detach()
+        weights = torch.exp(scores - top)
+        total = torch.exp(columns - top).sum(dim=3, keepdim=True)
+        lse = (top + torch.log(total)).squeeze(3)
+        weights = weights / torch.where(total == 0, torch.ones_like(total), total)
+        out = torch.matmul(weights, value).transpose(1, 2)
+    return ReferenceResult(out, weights, lse)

@@ -1,0 +1,321 @@
+"""One attention call: tensors, structure and the few numbers that change the mathematics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .structure import CallStructure
+
+if TYPE_CHECKING:
+    from .heads import HeadRules
+    from .stored import StoredKV
+
+__all__ = [
+    "AttentionRequest",
+    "AttentionResult",
+    "CallSpec",
+    "format_of",
+    "head_dim_of",
+    "holds_no_memory",
+    "in_one_batch",
+]
+
+
+# Not frozen: a frozen dataclass costs microseconds to make, and one is made in every layer.
+@dataclass(eq=False, slots=True)
+class AttentionRequest:
+    """What a backend is asked to compute. Nobody changes one.
+
+    Attributes:
+        query: `[batch, heads, q_len, head_dim]`.
+        key: `[batch, num_kv_heads, kv_len, head_dim]`; `heads` is a multiple of `num_kv_heads`.
+        value: `[batch, num_kv_heads, kv_len, head_dim_v]`.
+        structure: Which key each query may see.
+        scaling: Factor on the scores; multiplies.
+        dropout: Probability of dropping an attention weight (training).
+        softcap: `c`: scores become `c * tanh(score / c)` before masking.
+        sink_logits: `[heads]` learned sinks: one more column of the softmax that carries no value.
+        bias: Added to the scores; float, broadcastable to `[batch, heads, q_len, kv_len]`; may need a gradient.
+        need_lse: Also return the log-sum-exp of each row.
+        per_head: What each key/value head computes apart; None where all do the same.
+        stored: What turns key and value into numbers, where they are the codes that a cache stores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    structure: CallStructure
+    scaling: float
+    dropout: float = 0.0
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    bias: Tensor | None = None
+    need_lse: bool = False
+    per_head: HeadRules | None = None
+    stored: StoredKV | None = None
+
+    def __post_init__(self) -> None:
+        """Bring the tensors into one batch, and refuse what does not belong together.
+
+        Raises:
+            ValueError: Names the tensor, what it has and what it should have.
+        """
+        if not self.query.shape[0] == self.key.shape[0] == self.value.shape[0]:
+            self.query, self.key, self.value = in_one_batch(self.query, self.key, self.value)
+        batch, heads, q_len, dim = self.query.shape
+        _, kv_heads, kv_len, key_dim = self.key.shape
+        if not kv_heads or heads % kv_heads:
+            # the kernels divide by it
+            raise ValueError(
+                f"key: got {kv_heads} heads for {heads} query heads, expected a divisor of {heads}; repeat or drop "
+                "heads so that every key head serves as many query heads"
+            )
+        if key_dim != dim or self.value.shape[1] != kv_heads or self.value.shape[2] != kv_len:
+            raise ValueError(
+                f"key, value: got shapes {tuple(self.key.shape)} and {tuple(self.value.shape)} for queries of shape "
+                f"{tuple(self.query.shape)}; expected keys of head_dim {dim}, and values in as many heads and at as "
+                "many positions as keys"
+            )
+        structure = self.structure
+        if structure.q_len != q_len or structure.kv_len != kv_len or structure.batch != batch:
+            raise ValueError(
+                f"structure: made for a batch of {structure.batch} with {structure.q_len} queries and "
+                f"{structure.kv_len} keys, got a batch of {batch} with {q_len} queries and {kv_len} keys"
+            )
+        if self.per_head is not None and len(self.per_head.windows) != kv_heads:
+            raise ValueError(
+                f"per_head: got rules for {len(self.per_head.windows)} heads, expected one for each of the {kv_heads} "
+                "key/value heads"
+            )
+        if self.per_head is not None and self.per_head.key_mean is not None:
+            self.per_head.check_mean(self.key.shape[3])
+
+    def with_tensors(
+        self, query: Tensor, key: Tensor, value: Tensor, structure: CallStructure | None = None
+    ) -> AttentionRequest:
+        """The same request about other tensors."""
+        return AttentionRequest(
+            query,
+            key,
+            value,
+            self.structure if structure is None else structure,
+            self.scaling,
+            self.dropout,
+            self.softcap,
+            self.sink_logits,
+            self.bias,
+            self.need_lse,
+            self.per_head,
+            self.stored,
+        )
+
+    def widened(self) -> AttentionRequest:
+        """The same request with keys and values as numbers: itself, unless they are codes of a cache."""
+        if self.stored is None:
+            return self
+        dtype = self.query.dtype
+        key, value = self.stored.keys(self.key, dtype), self.stored.values(self.value, dtype)
+        return replace(self, key=key, value=value, stored=None)
+
+
+def format_of(value: Tensor) -> str:
+    """The name of the format that a request's codes of values are in."""
+    return "k8v4" if value.dtype is torch.uint8 else "int8"
+
+
+def head_dim_of(value: Tensor) -> int:
+    """Channels of a value, also of one in four bits."""
+    return value.shape[3] * (2 if value.dtype is torch.uint8 else 1)
+
+
+def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value in one batch, without a copy: learned queries, say, come once for the whole batch.
+
+    Raises:
+        ValueError: Their batches are neither equal nor 1.
+    """
+    batches = {query.shape[0], key.shape[0], value.shape[0]} - {1}
+    if len(batches) > 1:
+        raise ValueError(
+            f"query, key, value: got batches of {query.shape[0]}, {key.shape[0]} and {value.shape[0]}, expected one "
+            "batch, or 1 for what holds for every row"
+        )
+    batch = batches.pop() if batches else 1
+    return query.expand(batch, -1, -1, -1), key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+
+
+def holds_no_memory(*tensors: Tensor) -> bool:
+    """Whether a tensor is of a subclass that traces, wraps or shards: it has a shape, and nothing that can be read."""
+    return any(
+        type(tensor) is not Tensor and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+        for tensor in tensors
+    )
+
+
+class AttentionResult(NamedTuple):
+    """What a backend answers.
+
+    Attributes:
+        out: `[batch, q_len, heads, head_dim_v]` in the query's dtype.
+        lse: `[batch, heads, q_len]`, fp32, nats; None where it was not asked for.
+
+    Rows that see no key are zero in `out` and -inf in `lse`.
+    """
+
+    out: Tensor
+    lse: Tensor | None = None
+
+
+# Pairs of queries and keys up to which nobody need know whether padding has holes. A CUDA device masks more of them in
+# the time in which the host looks.
+_SMALL_PAIRS = 1 << 14
+_SMALL_PAIRS_CUDA = 1 << 17
+
+# Bytes of keys and values beyond which one query on a processor reads them from memory, and the number of keys from
+# which a CUDA device has to share them out among its multiprocessors.
+_CACHED_BYTES = 1 << 24
+_SHARED_KEYS = 384
+
+# Pairs of queries and keys of all heads from which a CUDA device computes for longer than any package needs to launch.
+_HEAVY_PAIRS = 1 << 30
+
+
+class CallSpec(NamedTuple):
+    """The facts of a call on which the choice of a backend may depend: hashable, without data.
+
+    `kind` is that of the structure; or `holes` where padding on the CPU is not made of runs, `small` where it is not
+    looked at on CUDA since a mask costs less. `streamed` is one query per sequence over so many keys and values that
+    reading them decides: more than a processor's caches hold, or than one multiprocessor reads in a launch's time.
+    `head_windows`, `head_blocks` and `head_precision` say what `HeadRules` ask for: any window, the keys per kept block
+    (0 where all are kept), and the precision of the products, `mixed` where heads differ.
+    `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
+    `heavy` says that a CUDA device computes for longer than any package needs to launch.
+    `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): operations of torch alone can
+    compute with them.
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    groups: int
+    kind: str
+    windowed: bool
+    window_sinks: bool
+    decode: bool
+    needs_grad: bool
+    dropout: bool
+    softcap: bool
+    sink_logits: bool
+    bias: bool
+    need_lse: bool
+    compiling: bool
+    streamed: bool = False
+    head_windows: bool = False
+    head_blocks: int = 0
+    head_precision: str = "model"
+
+    @property
+    def per_head(self) -> bool:
+        """Whether heads are asked for different things."""
+        return self.head_windows or self.head_blocks > 0 or self.head_precision != "model"
+
+    stored: str | None = None
+    heavy: bool = False
+    opaque: bool = False
+
+    def words(self) -> str:
+        """The facts in words, those that are false left out."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        values = "" if self.head_dim_v == self.head_dim else f" and {self.head_dim_v} for values"
+        heads = "1 query head" if self.groups == 1 else f"{self.groups} query heads"
+        facts = [
+            self.kind,
+            dtype,
+            f"head_dim {self.head_dim}{values}",
+            f"{heads} per key/value head",
+            self.device,
+        ]
+        flags = {
+            "windowed": self.windowed,
+            "with window sinks": self.window_sinks,
+            "one query": self.decode,
+            "with gradients": self.needs_grad,
+            "with dropout": self.dropout,
+            "with softcap": self.softcap,
+            "with sink logits": self.sink_logits,
+            "with a bias": self.bias,
+            "with the log-sum-exp": self.need_lse,
+            "with a window per head": self.head_windows,
+            f"with kept blocks of {self.head_blocks} keys": self.head_blocks > 0,
+            f"with {self.head_precision} products": self.head_precision != "model",
+            "compiled": self.compiling,
+            "of tensors without memory": self.opaque,
+        }
+        if self.stored is not None:
+            facts.append(f"keys and values stored as {self.stored}")
+        return ", ".join([*facts, *(name for name, holds in flags.items() if holds)])
+
+    @classmethod
+    def of(cls, request: AttentionRequest, *, look: bool = False) -> CallSpec:
+        """The spec of a request; `look` at padding however small, for a backend that was asked for by name."""
+        # Runs in every layer: positional, nothing read twice, and no torch.device made where none is needed.
+        q, k, v, structure = request.query, request.key, request.value, request.structure
+        bias, sink_logits = request.bias, request.sink_logits
+        grad = torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (sink_logits is not None and sink_logits.requires_grad)
+        )
+        device = "cpu" if q.is_cpu else q.device.type
+        kind, compiling = structure.kind, torch.compiler.is_compiling()
+        opaque = not compiling and not (type(q) is type(k) is type(v) is Tensor) and holds_no_memory(q, k, v)
+        rules = request.per_head
+        if rules is not None and kind == "ragged" and any(rules.sinks) and not structure.sinks_at_runs:
+            kind = "irregular"
+        # a step on CUDA reads its padding and offset where they are: looking at them would halt it
+        unseen = device == "cuda" and structure.q_len == 1 and not look and structure.one_run_a_row
+        if kind == "ragged" and not compiling and not opaque and device != "meta" and not unseen:
+            pairs = structure.batch * structure.q_len * structure.kv_len
+            if device == "cuda" and pairs <= _SMALL_PAIRS_CUDA and structure.q_len > 1 and not look:
+                kind = "small"
+            elif (pairs > _SMALL_PAIRS or device != "cpu") and structure.segments() is None:
+                # padding with holes: kernels that walk runs are no better off than with a dense mask
+                kind = "irregular" if device != "cpu" else "holes"
+        _, heads, q_len, head_dim = q.shape
+        streamed = False
+        if q_len == 1 and not compiling:
+            size = (k.numel() + v.numel()) * k.dtype.itemsize
+            streamed = k.shape[2] >= _SHARED_KEYS if device == "cuda" else size > _CACHED_BYTES
+        per_head = (
+            (False, 0, "model") if rules is None else (rules.windowed, rules.kept_block, rules.precision)
+        )
+        return cls(
+            device,
+            q.dtype,
+            head_dim,
+            head_dim_of(v),
+            heads // k.shape[1],
+            kind,
+            structure.window is not None and structure.windowed,
+            structure.sinks > 0,
+            q_len == 1,
+            grad,
+            request.dropout > 0,
+            request.softcap is not None,
+            sink_logits is not None,
+            bias is not None,
+            request.need_lse,
+            compiling,
+            streamed,
+            *per_head,
+            None if request.stored is None else format_of(v),
+            heads * q_len * k.shape[0] * k.shape[2] >= _HEAVY_PAIRS if device == "cuda" else False,
+            opaque,
+        )

@@ -1,0 +1,35 @@
+"""Rounding of queries, keys and values to int8 with one scale per token, and to narrower floating-point types.
+
+Symmetric int8: a token's scale is its largest magnitude / 127, a function of that token alone, so that rounding never
+looks at another token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["LEVELS", "quantise", "through_dtype", "through_int8"]
+
+LEVELS = 127.0
+
+
+def quantise(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns int8 `tensor / scale` rounded to nearest and the scales `[…, 1]`, one per vector of the last axis.
+
+    A vector of zeros has scale 1 and quantises to zeros.
+    """
+    peak = tensor.abs().amax(dim=-1, keepdim=True)
+    scale = torch.where(peak > 0, peak / LEVELS, torch.ones_like(peak))
+    return torch.round(tensor / scale).clamp_(-LEVELS, LEVELS).to(torch.int8), scale
+
+
+def through_int8(tensor: Tensor) -> Tensor:
+    """Returns the tensor after quantising to int8 per token and back, in its own dtype."""
+    codes, scale = quantise(tensor)
+    return codes.to(tensor.dtype) * scale
+
+
+def through_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the tensor after rounding to `dtype` and back."""
+    return tensor.to(dtype).to(tensor.dtype)

@@ -1,0 +1,161 @@
+"""From the rules of a `CallStructure` to contiguous runs of queries and keys, on the host."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+__all__ = ["Segment", "find_segments"]
+
+Run = tuple[int, int]
+
+
+class Segment(NamedTuple):
+    """A run of queries that sees a run of keys of one batch row, by causality, window and sinks alone.
+
+    Local query `i` stands at local key index `i + offset`.
+    """
+
+    row: int
+    q_start: int
+    q_len: int
+    k_start: int
+    k_len: int
+    offset: int
+
+
+class Rules(Protocol):
+    """What is read of a `CallStructure`, which says what each means."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    causal: bool
+    window: int | None
+    sinks: int
+    chunk: int | None
+    chunk_start: Tensor | None
+    key_padding: Tensor | None
+    pads_queries: bool
+    q_segments: Tensor | None
+    k_segments: Tensor | None
+    spans: Tensor | None
+    mask: Tensor | None
+
+    def offset(self) -> int:
+        """Key index of query 0."""
+
+    @property
+    def sinks_at_runs(self) -> bool:
+        """The first key of every run is the first of its sequence."""
+
+    def padding_on_host(self) -> Tensor | None:
+        """`key_padding` in the host's memory."""
+
+
+def _borders(rows: Tensor) -> list[list[int]]:
+    """Per row of `[rows, length]` the places whose value differs from the one before."""
+    borders: list[list[int]] = [[] for _ in range(rows.shape[0])]
+    for row, before in (rows[:, 1:] != rows[:, :-1]).nonzero().tolist():
+        borders[row].append(before + 1)
+    return borders
+
+
+def _real_runs(padding: Tensor) -> list[Run] | None:
+    """Per row of `[rows, length]` the run of real tokens, empty where there is none; None if a row has holes."""
+    length = padding.shape[1]
+    runs = []
+    for begins_real, borders in zip(padding[:, :1].tolist(), _borders(padding), strict=True):
+        bounds = [0, *borders] if begins_real == [True] else borders
+        if len(bounds) > 2:
+            return None
+        runs.append((bounds[0], bounds[1] if len(bounds) == 2 else length) if bounds else (0, 0))
+    return runs
+
+
+def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
+    """Per row of `[rows, length]` the run of each number, in order; None if one comes back after another."""
+    length, numbers = ids.shape[1], ids.tolist()
+    found = []
+    for row, borders in zip(numbers, _borders(ids), strict=True):
+        runs = list(itertools.pairwise([0, *borders, length])) if length else []
+        by_number = {row[a]: (a, b) for a, b in runs}
+        if len(by_number) != len(runs):
+            return None
+        found.append(by_number)
+    return found
+
+
+def find_segments(structure: Rules) -> tuple[Segment, ...] | None:
+    """The runs of a structure, ordered by batch row and query; None if the rules do not describe runs.
+
+    A query that belongs to no run sees nothing.
+    """
+    if structure.spans is not None or structure.mask is not None:
+        return None
+    if structure.window is not None and structure.sinks and not structure.sinks_at_runs:
+        return None
+    offset, q_len, kv_len = structure.offset(), structure.q_len, structure.kv_len
+    padding = structure.padding_on_host()
+    real = None if padding is None else _real_runs(padding)
+    if padding is not None and real is None:
+        return None
+    starts = None if structure.chunk_start is None else structure.chunk_start.tolist()
+    documents = _documents(structure)
+    if documents is None:
+        return None
+    found: list[Segment] = []
+    for row in range(structure.batch):
+        low, high = 0, kv_len
+        if real is not None:
+            low, high = real[row]
+            if high == low:
+                continue
+        for (q_low, q_high), (k_low, k_high) in documents[row if len(documents) > 1 else 0]:
+            k_low, k_high = max(k_low, low), min(k_high, high)
+            if structure.pads_queries:
+                q_low, q_high = max(q_low, low - offset), min(q_high, high - offset)
+            if structure.chunk is None:
+                pieces = [(q_low, q_high, k_low, k_high)]
+            else:
+                origin = k_low if structure.k_segments is not None else (0 if starts is None else starts[row])
+                pieces = _chunks(structure.chunk, origin, offset, (q_low, q_high), (k_low, k_high))
+            for a, b, c, d in pieces:
+                if structure.causal:
+                    # keys behind the last query and queries before the first key see nothing of one another
+                    a, d = max(a, c - offset), min(d, b + offset)
+                a, b = max(a, 0), min(b, q_len)
+                if b > a and d > c:
+                    found.append(Segment(row, a, b - a, c, d - c, a + offset - c))
+    return tuple(found)
+
+
+def _documents(structure: Rules) -> list[list[tuple[Run, Run]]] | None:
+    """Per batch row (or once for all): pairs of query run and key run that belong to one document."""
+    whole = [((0, structure.q_len), (0, structure.kv_len))]
+    if structure.k_segments is None:
+        return [whole]
+    of_keys = _document_runs(structure.k_segments.cpu())
+    of_queries = of_keys if structure.q_segments is None else _document_runs(structure.q_segments.cpu())
+    if of_keys is None or of_queries is None:
+        return None
+    return [
+        [(queries[number], run) for number, run in keys.items() if number in queries]
+        for queries, keys in zip(of_queries, of_keys, strict=True)
+    ]
+
+
+def _chunks(chunk: int, origin: int, offset: int, q: Run, k: Run) -> list[tuple[int, int, int, int]]:
+    """Split a query run and a key run at chunk borders; pieces that hold queries and keys of one chunk."""
+    pieces = []
+    first = (min(q[0] + offset, k[0]) - origin) // chunk
+    last = (max(q[1] + offset, k[1]) - 1 - origin) // chunk
+    for index in range(first, last + 1):
+        low, high = origin + index * chunk, origin + (index + 1) * chunk
+        a, b = max(q[0], low - offset), min(q[1], high - offset)
+        c, d = max(k[0], low), min(k[1], high)
+        if b > a and d > c:
+            pieces.append((a, b, c, d))
+    return pieces

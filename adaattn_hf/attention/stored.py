@@ -1,0 +1,159 @@
+"""Keys and values as a cache stores them: eight or four bits to a channel, one small scale per token and head.
+
+    x  is turned by a Hadamard matrix, rid of a mean (keys), and rounded to  codes * scale
+
+Turning spreads the outliers of single channels over all of them (QuaRot, Ashkboos et al. 2024); a vector taken off
+all keys moves every score of a row by the same amount, which softmax does not see (SageAttention, Zhang et al. 2024).
+A scale is a function of its token alone. It is a positive float of eight bits, 5 of exponent and 3 of fraction, not
+below `peak / largest code`: it costs one byte where fp32 would cost four of the 64 that a head's codes take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CHANNELS",
+    "FORMATS",
+    "StoredKV",
+    "decode_scale",
+    "dequantise",
+    "encode_scale",
+    "hadamard",
+    "quantise",
+]
+
+FORMATS = ("int8", "k8v4")
+"""Stored formats by name: keys and values in int8; int8 keys with values of four bits."""
+
+CHANNELS = 32
+"""Values of four bits lie in groups of so many channels: 16 low halves of bytes, then the 16 high halves."""
+
+_ZERO = 107 << 23  # bits of the float32 that the code 0 stands for, 2 ** -20
+
+
+@dataclass(frozen=True, eq=False)
+class StoredKV:
+    """What turns the codes of a request's key and value into numbers. Nobody changes one.
+
+    The request's `key` holds int8 codes `[batch, num_kv_heads, kv_len, head_dim]`, its `value` int8 codes or, as
+    uint8 with half the channels, codes of four bits.
+
+    Attributes:
+        key_scale, value_scale: uint8 `[batch, num_kv_heads, kv_len]`, see `encode_scale`.
+        key_mean: fp32 `[batch, num_kv_heads, head_dim]`, contiguous, taken off the turned keys.
+        first_key: fp32 `[batch, num_kv_heads, head_dim]`, contiguous: key 0 as it came. Most heads give it much of
+            their weight, so that its rounding alone would cost as much as that of all others.
+        rotated: Whether codes are those of `x @ hadamard(head_dim)`.
+    """
+
+    key_scale: Tensor
+    value_scale: Tensor
+    key_mean: Tensor | None = None
+    first_key: Tensor | None = None
+    rotated: bool = True
+
+    def of_heads(self, heads: Sequence[int]) -> StoredKV:
+        """The record of some key/value heads."""
+        heads = list(heads)
+        return replace(
+            self,
+            key_scale=self.key_scale[:, heads],
+            value_scale=self.value_scale[:, heads],
+            key_mean=None if self.key_mean is None else self.key_mean[:, heads].contiguous(),
+            first_key=None if self.first_key is None else self.first_key[:, heads].contiguous(),
+        )
+
+    def rules(self) -> dict[str, Any]:
+        """What the native kernels are told, by the names of their `Rules`."""
+        return {
+            "key_scale": self.key_scale,
+            "value_scale": self.value_scale,
+            "key_mean": self.key_mean,
+            "first_key": self.first_key,
+            "rotated": 3 if self.rotated else 0,
+        }
+
+    def keys(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """The keys that the codes stand for; as much memory as they would take unstored."""
+        numbers = dequantise(codes, self.key_scale)
+        if self.key_mean is not None:
+            numbers = numbers + self.key_mean[:, :, None]
+        if self.rotated:
+            numbers = numbers @ hadamard(numbers.shape[3], numbers.device)
+        if self.first_key is not None and numbers.shape[2]:
+            numbers[:, :, 0] = self.first_key
+        return numbers.to(dtype)
+
+    def values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """The values that the codes stand for; as much memory as they would take unstored."""
+        numbers = dequantise(codes, self.value_scale)
+        if self.rotated:
+            numbers = numbers @ hadamard(numbers.shape[3], numbers.device)
+        return numbers.to(dtype)
+
+
+@functools.lru_cache(maxsize=32)
+def hadamard(n: int, device: torch.device | str = "cpu") -> Tensor:
+    """The orthogonal, symmetric `[n, n]` Hadamard matrix in fp32: its own inverse.
+
+    Where `n` is no power of two it is made of blocks as large as the largest power of two that divides `n`.
+    """
+    block = torch.ones(1, 1)
+    while block.shape[0] < n & -n:
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    matrix: Tensor = torch.block_diag(*[block / block.shape[0] ** 0.5] * (n // block.shape[0]))
+    return matrix.to(device)
+
+
+def encode_scale(scale: Tensor) -> Tensor:
+    """The smallest number of eight bits that is not below each fp32 scale (between 2^-20 and 3840), as uint8."""
+    bits = scale.float().contiguous().view(torch.int32).long()
+    return ((bits - _ZERO + (1 << 20) - 1) >> 20).clamp_(0, 255).to(torch.uint8)
+
+
+def decode_scale(code: Tensor) -> Tensor:
+    """The fp32 numbers that uint8 scales stand for: exponent and fraction moved to their place."""
+    return ((code.to(torch.int32) << 20) + _ZERO).view(torch.float32)
+
+
+def quantise(
+    x: Tensor, *, bits: int = 8, mean: Tensor | None = None, rotated: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of tokens.
+
+    Args:
+        x: `[batch, heads, n, head_dim]`.
+        bits: 8, or 4: odd numbers between -15 and 15, two to a byte.
+        mean: fp32 `[batch, heads, head_dim]`, taken off after turning.
+        rotated: Turn by `hadamard(head_dim)` first.
+
+    Returns:
+        int8 `[batch, heads, n, head_dim]` (of four bits: uint8 with half the channels), uint8 `[batch, heads, n]`.
+    """
+    x = x.float()
+    if rotated:
+        x = x @ hadamard(x.shape[3], x.device)
+    if mean is not None:
+        x = x - mean[:, :, None]
+    scale = encode_scale(x.abs().amax(dim=3) * (1 / 127 if bits == 8 else 1 / 15))
+    steps = x * (1 / decode_scale(scale))[..., None]
+    if bits == 8:
+        return steps.round().clamp_(-127, 127).to(torch.int8), scale
+    halves = ((steps + 15) * 0.5).round().clamp_(0, 15).to(torch.uint8)
+    halves = halves.unflatten(3, (-1, 2, CHANNELS // 2))
+    return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(3), scale
+
+
+def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
+    """`codes * scale` in fp32, `[batch, heads, n, head_dim]`, of codes of eight or four bits."""
+    if codes.dtype is torch.uint8:
+        pairs = codes.unflatten(3, (-1, CHANNELS // 2))
+        codes = torch.stack([pairs & 15, pairs >> 4], dim=4).flatten(3).to(torch.int8) * 2 - 15
+    return codes.float() * decode_scale(scale)[..., None]

@@ -1,0 +1,314 @@
+"""What one attention call asks for: which key each query may see, said in a few numbers.
+
+A dense `[batch, 1, q_len, kv_len]` mask costs memory and time in proportion to its area; almost every mask in use is
+one of a handful of shapes. `CallStructure` holds the shape. `visible` turns it (or any band of its rows) into a boolean
+tensor, which is the definition; `segments` turns it into contiguous runs that a kernel can walk, when that is possible.
+
+Coordinates: key `j` has index `j`; query `i` stands at key index `i + q_offset`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .segments import Segment, find_segments
+
+__all__ = ["CallStructure", "Segment"]
+
+Made = TypeVar("Made")
+
+
+@dataclass(eq=False)
+class CallStructure:
+    """Visibility of keys, as a conjunction of simple rules. Never changed once made: what follows is remembered.
+
+    Attributes:
+        batch, q_len, kv_len: Extents of the call.
+        causal: Key `j` is visible to a query at index `p` only if `j <= p`.
+        q_offset: Key index of query 0; a 0-dim integer tensor for a preallocated cache (reading it may synchronise).
+        window: `W`: causal sees `p - W < j <= p`, bidirectional sees `|p - j| < W`.
+        sinks: The first `sinks` keys of the sequence (after left padding, or of the document) are exempt from `window`.
+        chunk: Only keys in the query's own chunk of this length are visible.
+        chunk_start: `[batch]` key index at which chunk 0 starts; 0 when absent.
+        key_padding: `[batch, kv_len]`, True for real tokens.
+        pads_queries: Queries and keys are the same tokens: a padding token sees nothing, its output row is zero.
+        q_segments, k_segments: `[batch or 1, q_len]` and `[batch or 1, kv_len]` document numbers, non-decreasing;
+            a query sees its own document only.
+        spans: `[batch, kv_len]`; tokens with the same number >= 0 see one another both ways (image tokens),
+            whatever `causal` and `window` say.
+        mask: Boolean, broadcastable to `[batch, heads, q_len, kv_len]`; a further condition.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    causal: bool = False
+    q_offset: int | Tensor = 0
+    window: int | None = None
+    sinks: int = 0
+    chunk: int | None = None
+    chunk_start: Tensor | None = None
+    key_padding: Tensor | None = None
+    pads_queries: bool = False
+    q_segments: Tensor | None = None
+    k_segments: Tensor | None = None
+    spans: Tensor | None = None
+    mask: Tensor | None = None
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    # ------------------------------------------------------------------ facts that need no data
+    @property
+    def plain(self) -> bool:
+        """Nothing but `causal`, `window`, `sinks` and an integer offset says what is visible."""
+        return (
+            self.key_padding is None
+            and self.k_segments is None
+            and self.chunk is None
+            and self.spans is None
+            and self.mask is None
+            and isinstance(self.q_offset, int)
+        )
+
+    @property
+    def windowed(self) -> bool:
+        """A window is set and shorter than what it would otherwise see."""
+        if self.window is None:
+            return False
+        length = self.kv_len
+        if isinstance(self.q_offset, int) and self.q_offset + self.q_len > length:
+            length = self.q_offset + self.q_len
+        # towards later keys no sink is exempt from a window that looks both ways
+        return self.window + (self.sinks if self.causal else 0) < length
+
+    @property
+    def kind(self) -> str:
+        """Name of the shape: `full`, `causal`, `suffix`, `window`, `ragged` or `irregular`.
+
+        `suffix` is causal with queries that stand behind the first key (chunked prefill, one decode step);
+        `ragged` needs data (padding, documents, a device-side offset) to become segments.
+        """
+        known: str | None = self._memo.get("kind")
+        if known is None:
+            known = self._memo["kind"] = self._kind()
+        return known
+
+    def _kind(self) -> str:
+        if self.spans is not None or self.mask is not None:
+            return "irregular"
+        if not self.plain:
+            return "ragged"
+        if self.windowed:
+            return "window"
+        if not self.causal:
+            return "full"
+        return "causal" if self.q_offset == 0 and self.q_len == self.kv_len else "suffix"
+
+    @property
+    def one_run_a_row(self) -> bool:
+        """Nothing but padding cuts a batch row: no chunks, documents, spans or dense mask."""
+        return self.chunk is None and self.k_segments is None and self.spans is None and self.mask is None
+
+    @property
+    def sinks_at_runs(self) -> bool:
+        """Sinks count from a sequence's first key, which a chunk or a document cut short by padding need not hold."""
+        trimmed = self.k_segments is not None and self.key_padding is not None
+        return self.chunk is None and not trimmed
+
+    def cached(self, key: Any, make: Callable[[], Made]) -> Made:
+        """What is derived from a structure lives as long as it: made at the first call with a key, then remembered."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        made: Made = self._memo[key]
+        return made
+
+    def operands(self) -> tuple[Any, ...]:
+        """The rules as arguments of an operator, which takes no tensor where a number may stand; see `of_operands`."""
+        on_device = isinstance(self.q_offset, Tensor)
+        return (
+            self.causal, 0 if on_device else self.q_offset, self.window, self.sinks, self.chunk, self.pads_queries,
+            self.q_offset if on_device else None, self.chunk_start, self.key_padding, self.q_segments,
+            self.k_segments, self.spans, self.mask,
+        )  # fmt: skip
+
+    @classmethod
+    def of_operands(cls, q: Tensor, k: Tensor, *operands: Any) -> CallStructure:
+        """The structure of queries and keys `[batch, heads, length, head_dim]`, from what `operands` returned."""
+        causal, q_offset, window, sinks, chunk, pads_queries, offset, *tensors = operands
+        chunk_start, key_padding, q_segments, k_segments, spans, mask = tensors
+        return cls(
+            q.shape[0], q.shape[2], k.shape[2], causal, q_offset if offset is None else offset, window, sinks, chunk,
+            chunk_start, key_padding, pads_queries, q_segments, k_segments, spans, mask,
+        )  # fmt: skip
+
+    def with_changes(self, **changes: Any) -> CallStructure:
+        """A copy with other rules and nothing remembered."""
+        return replace(self, **changes, _memo={})
+
+    def expanded(self, batch: int) -> CallStructure:
+        """The structure of one batch row, repeated for `batch` rows."""
+        if self.batch == batch:
+            return self
+        if self.batch != 1:
+            raise ValueError(
+                f"structure: made for a batch of {self.batch}, got queries of batch {batch}; "
+                "pass an attention_mask whose batch is that of the inputs"
+            )
+        key = f"expanded{batch}"
+        if key not in self._memo:
+
+            def rows(t: Tensor | None) -> Tensor | None:
+                return None if t is None else t.expand(batch, *t.shape[1:])
+
+            self._memo[key] = self.with_changes(
+                batch=batch,
+                key_padding=rows(self.key_padding),
+                spans=rows(self.spans),
+                chunk_start=None if self.chunk_start is None else self.chunk_start.expand(batch),
+            )
+        expanded: CallStructure = self._memo[key]
+        return expanded
+
+    # ------------------------------------------------------------------ the definition
+    def visible(
+        self, start: int = 0, stop: int | None = None, *, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """Boolean `[batch or 1, heads or 1, stop - start, kv_len]`: True where the query sees the key.
+
+        This is the definition of every rule; it allocates one band of `stop - start` rows.
+        """
+        stop = self.q_len if stop is None else stop
+        keep: Tensor | None = None
+
+        def both(a: Tensor | None, b: Tensor) -> Tensor:
+            return b if a is None else a & b
+
+        # small padded batches come here in every forward pass, so nothing is made that no rule asks for
+        positional = (
+            self.causal or self.window is not None or self.chunk is not None or self.spans is not None
+        )
+        if positional:
+            p = torch.arange(start, stop, device=device) + self.q_offset
+            j = torch.arange(self.kv_len, device=device)
+            p_, j_ = p[None, None, :, None], j[None, None, None, :]
+        if self.causal:
+            keep = j_ <= p_
+        if self.window is not None:
+            near = (j_ > p_ - self.window) if self.causal else ((p_ - j_).abs() < self.window)
+            if self.sinks:
+                near = near | (j_ - self._sequence_start(device)[:, None, None, :] < self.sinks)
+            keep = both(keep, near)
+        if self.chunk is not None:
+            origin = self._chunk_origin(device)
+            at_p = origin.gather(1, p.clamp(0, self.kv_len - 1).expand(origin.shape[0], -1))
+            chunk_of_q = (p - at_p).div(self.chunk, rounding_mode="floor")
+            chunk_of_k = (j - origin).div(self.chunk, rounding_mode="floor")
+            keep = both(keep, chunk_of_q[:, None, :, None] == chunk_of_k[:, None, None, :])
+        if self.k_segments is not None:
+            q_segments = self.q_segments if self.q_segments is not None else self.k_segments
+            keep = both(
+                keep,
+                q_segments[:, None, start:stop, None].to(device)
+                == self.k_segments[:, None, None, :].to(device),
+            )
+        if self.spans is not None:
+            spans = self.spans.to(device)
+            at_p = spans.gather(1, p.clamp(0, self.kv_len - 1).expand(spans.shape[0], -1))
+            same = (at_p[:, None, :, None] == spans[:, None, None, :]) & (at_p >= 0)[:, None, :, None]
+            keep = same if keep is None else keep | same
+        if self.key_padding is not None:
+            real = self.key_padding.to(device)
+            keep = both(keep, real[:, None, None, :])
+            if self.pads_queries:
+                if isinstance(self.q_offset, int) and 0 <= self.q_offset <= self.kv_len - self.q_len:
+                    at_p = real[:, start + self.q_offset : stop + self.q_offset]
+                else:
+                    p = torch.arange(start, stop, device=device) + self.q_offset
+                    at_p = real.gather(1, p.clamp(0, self.kv_len - 1).expand(real.shape[0], -1))
+                keep = both(keep, at_p[:, None, :, None])
+        if self.mask is not None:
+            band = self.mask if self.mask.shape[-2] == 1 else self.mask[..., start:stop, :]
+            keep = both(keep, band.to(device))
+        if keep is None:
+            keep = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+        return keep.expand(keep.shape[0], keep.shape[1], stop - start, self.kv_len)
+
+    def visible_rows(self, rows: Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """Boolean `[batch or 1, heads or 1, len(rows), kv_len]`: `visible` of a few rows."""
+        return torch.cat([self.visible(row, row + 1, device=device) for row in rows.tolist()], dim=2)
+
+    def _sequence_start(self, device: torch.device | str) -> Tensor:
+        """`[batch or 1, kv_len]`: index of the first key of the sequence that each key belongs to."""
+        j = torch.arange(self.kv_len, device=device)[None]
+        if self.k_segments is not None:
+            ids = self.k_segments.to(device)
+            new = torch.ones_like(ids, dtype=torch.bool)
+            new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+            return torch.where(new, j, torch.zeros_like(j)).cummax(dim=1).values
+        if self.key_padding is not None:
+            return self.key_padding.to(device).int().argmax(dim=1, keepdim=True).expand(-1, self.kv_len)
+        return torch.zeros_like(j)
+
+    def _chunk_origin(self, device: torch.device | str) -> Tensor:
+        """`[batch or 1, kv_len]`: key index at which chunk 0 of each key's sequence starts."""
+        if self.k_segments is not None:
+            return self._sequence_start(device)
+        if self.chunk_start is not None:
+            return self.chunk_start.to(device)[:, None].expand(-1, self.kv_len)
+        return torch.zeros((1, self.kv_len), dtype=torch.long, device=device)
+
+    # ------------------------------------------------------------------ facts that need data
+    def settled(self) -> CallStructure:
+        """The same visibility in the fewest rules: padding that hides nothing is dropped, a device-side offset is read.
+
+        Looks at the data once, then remembers. Must not be called while a graph is traced or captured.
+        """
+        if self.key_padding is None and isinstance(self.q_offset, int):
+            return self
+        known: CallStructure | None = self._memo.get("settled")
+        if known is None:
+            known = self._settle()
+            self._memo["settled"] = known
+        return known
+
+    def _settle(self) -> CallStructure:
+        changes: dict[str, Any] = {}
+        padding = self.padding_on_host()
+        if padding is not None and not padding.is_meta and bool(padding.all()):
+            changes = {"key_padding": None, "pads_queries": False}
+        if not isinstance(self.q_offset, int):
+            changes["q_offset"] = self.offset()
+        return self.with_changes(**changes) if changes else self
+
+    def padding_on_host(self) -> Tensor | None:
+        """`key_padding` in the host's memory: on CUDA one synchronisation, after which nothing else need wait."""
+        if self.key_padding is None or self.key_padding.is_cpu or self.key_padding.is_meta:
+            return self.key_padding
+        known: Tensor | None = self._memo.get("padding")
+        if known is None:
+            known = self._memo["padding"] = self.key_padding.cpu()
+        return known
+
+    def segments(self) -> tuple[Segment, ...] | None:
+        """The call as contiguous runs, or None if it is not made of such (spans, a dense mask, holes in the padding).
+
+        Reads the padding, the document numbers and a device-side offset once, then remembers: on CUDA this is the one
+        synchronisation of a forward pass. Must not be called while a graph is traced or captured.
+        """
+        if "segments" not in self._memo:
+            self._memo["segments"] = find_segments(self)
+        found: tuple[Segment, ...] | None = self._memo["segments"]
+        return found
+
+    def offset(self) -> int:
+        """`q_offset` as an integer (reads it from the device once)."""
+        if isinstance(self.q_offset, int):
+            return self.q_offset
+        if "offset" not in self._memo:
+            self._memo["offset"] = int(self.q_offset)
+        known: int = self._memo["offset"]
+        return known

@@ -1,0 +1,86 @@
+"""Who listens to an attention call: taps that answer it, recorders that note it, and transforms of torch's own.
+
+While a tap is open, every attention call of this thread is answered by it: the attention function hands over the module
+and the request, and returns what the tap returns. Calibration and monitoring listen here. A recorder notes each call's
+spec for `explain`, and what `record` measures of its answer. Nothing of a model is patched and nothing stays behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from .request import AttentionRequest, CallSpec
+
+Tap = Callable[[nn.Module, AttentionRequest], Tensor]
+"""Maps a module and its request to the output `[batch, q_len, heads, head_dim_v]`."""
+
+_active: ContextVar[Tap | None] = ContextVar("adaattn_tap", default=None)
+active_tap = _active.get
+
+
+@contextmanager
+def tapping(tap: Tap | None) -> Iterator[None]:
+    """Lets a tap answer the calls of this thread; `None` closes an outer one for a while."""
+    token = _active.set(tap)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+@dataclass
+class Recorder:
+    """Collects the calls of a forward pass.
+
+    Attributes:
+        dry: Nothing is computed; calls return uninitialised tensors of the right shape (for the meta device).
+        calls: Per call the module, the spec and the backend that was asked for by name.
+    """
+
+    dry: bool = False
+    calls: list[tuple[nn.Module, CallSpec, str | None]] = field(default_factory=list)
+
+    def record(self, module: nn.Module, spec: CallSpec, forced: str | None) -> None:
+        """Note one call."""
+        self.calls.append((module, spec, forced))
+
+    def answered(self, module: nn.Module, request: AttentionRequest, forced: str | None, out: Tensor) -> None:
+        """Look at what a call was answered, `[batch, q_len, heads, head_dim_v]`; here nobody does."""
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("adaattn_recorder", default=None)
+active_recorder = _recorder.get
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[Recorder]:
+    """Let a recorder listen to the calls of this thread."""
+    token = _recorder.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _recorder.reset(token)
+
+
+def transform_at_work() -> str | None:
+    """Name of the transform that is to see every operation of this thread, None where none is.
+
+    Graphs of `torch.compile` and `torch.export` are not meant: for them the kernels are operators.
+    """
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if forward_ad._current_level >= 0:
+        return "forward-mode automatic differentiation"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func (grad, vmap, jvp)"
+    if torch._C._len_torch_dispatch_stack() and get_proxy_mode() is not None:
+        return "make_fx"
+    return None

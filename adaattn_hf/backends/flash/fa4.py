@@ -1,0 +1,82 @@
+"""Attention through flash-attn 4, whose kernels are compiled as they are called; for Hopper and later devices."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+from ...attention.request import AttentionRequest, AttentionResult, CallSpec
+from ..base import Backend, head_refusals
+
+__all__ = ["Flash4Backend"]
+
+
+class Flash4Backend(Backend):
+    """Dense and packed calls by its own kernels; windows per head, and sinks beside a window, by lists of blocks."""
+
+    name = "fa4"
+
+    def __init__(self) -> None:
+        """Nothing is imported before the first call."""
+        self._launch: Any = None
+
+    def missing(self) -> tuple[str, ...]:
+        """The package is looked for without being imported; it shares the name of flash-attn 2's."""
+        if (
+            importlib.util.find_spec("flash_attn") is None
+            or importlib.util.find_spec("flash_attn.cute") is None
+        ):
+            return (
+                "flash-attn-4 is not installed (no module flash_attn.cute); pip install adaattn-hf[flash]",
+            )
+        return ()
+
+    def refusals(self, spec: CallSpec) -> tuple[str, ...]:
+        """What flash-attn 4's kernels cannot compute."""
+        from ..capability import capability  # of CUDA alone: registering names does not ask for devices
+
+        same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
+        served = spec._replace(head_windows=False, head_precision="model" if same else spec.head_precision)
+        reasons = head_refusals(served, "flash-attn 4's kernels")
+        if spec.device != "cuda":
+            reasons.append(f"flash-attn 4 runs on CUDA, got {spec.device} tensors")
+        elif (device := capability()) is None or device.sm < (9, 0) or device.sm >= (12, 0):
+            # what it offers other devices nobody has run here
+            reasons.append("flash-attn 4 serves Hopper and datacentre Blackwell devices")
+        if spec.dtype not in (torch.float16, torch.bfloat16):
+            reasons.append(f"flash-attn 4 computes in float16 or bfloat16, got {spec.dtype}")
+        lists_needed = spec.head_windows or (spec.window_sinks and spec.windowed)
+        widest = max(spec.head_dim, spec.head_dim_v)
+        limit = 128 if lists_needed or spec.needs_grad else 256
+        if widest > limit or widest % 8 or spec.head_dim != spec.head_dim_v:
+            reasons.append(
+                f"flash-attn 4 serves this with equal head sizes of keys and values up to {limit} that are multiples "
+                f"of 8, got {spec.head_dim} and {spec.head_dim_v}"
+            )
+        if lists_needed and spec.decode:
+            reasons.append("flash-attn 4 does not share out the keys of one query")
+        if spec.stored is not None:
+            reasons.append(f"flash-attn 4 cannot read keys and values stored as {spec.stored}")
+        if spec.bias:
+            reasons.append("flash-attn 4 takes no additive bias")
+        if spec.kind == "irregular":
+            reasons.append("flash-attn 4 takes no dense mask")
+        if spec.dropout:
+            reasons.append("flash-attn 4 has no dropout")
+        if spec.softcap and spec.needs_grad:
+            reasons.append("flash-attn 4 has no gradient through a softcap")
+        if spec.need_lse and (spec.kind == "ragged" or spec.needs_grad):
+            reasons.append("flash-attn 4's log-sum-exp is not put back in place, and not differentiated")
+        if spec.compiling:
+            reasons.append("flash-attn 4 is compiled as it is called, which a traced graph cannot hold")
+        return tuple(reasons)
+
+    def attend(self, request: AttentionRequest) -> AttentionResult:
+        """One launch: dense, over packed segments, or over lists of blocks."""
+        if self._launch is None:
+            self._launch = importlib.import_module(f"{__package__}.fa4_launch")
+        result: AttentionResult = self._launch.attend(request)
+        return result

@@ -1,0 +1,253 @@
+"""Attention through the flash-attn package, version 2 or 3, where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...attention.request import AttentionRequest, AttentionResult, CallSpec
+from ...attention.structure import CallStructure, Segment
+from ..base import Backend, head_refusals
+
+__all__ = ["FA2", "FA3", "FA3_FWD", "FlashBackend", "FlashVariant", "attend_packed"]
+
+
+@dataclass(frozen=True)
+class FlashVariant:
+    """One installable build of flash-attn.
+
+    Attributes:
+        name: Of the backend.
+        version: 2 or 3; the keywords differ.
+        module: Python module that holds the functions.
+        package: What a user installs.
+        flags_module: Module whose `CONFIG["build_flags"]` says what the build left out, if there is one.
+    """
+
+    name: str
+    version: int
+    module: str
+    package: str
+    flags_module: str | None = None
+
+
+# flash-attn 4 shares the package's name, but not this module
+FA2 = FlashVariant("fa2", 2, "flash_attn.flash_attn_interface", "flash-attn")
+FA3 = FlashVariant("fa3", 3, "flash_attn_interface", "flash-attn 3", "flash_attn_config")
+FA3_FWD = FlashVariant("fa3_fwd", 3, "fa3_fwd_interface", "fa3-fwd", "fa3_fwd_config")
+
+
+class Packing(NamedTuple):
+    """Where the tokens of the segments lie, for the variable-length kernels."""
+
+    q_index: Tensor | None  # [tokens] rows of the flattened queries; None where they are all rows
+    k_index: Tensor | None
+    cu_q: Tensor  # [segments + 1] int32
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+
+class FlashBackend(Backend):
+    """flash-attn's dense and variable-length kernels (CUDA, half precision)."""
+
+    def __init__(self, variant: FlashVariant) -> None:
+        """`variant` is the build to call."""
+        self.variant = variant
+        self.name = variant.name
+        self._module: Any = None
+
+    def missing(self) -> tuple[str, ...]:
+        """The package is looked for without being imported."""
+        package = self.variant.module.partition(".")[0]
+        if importlib.util.find_spec(package) is None or importlib.util.find_spec(self.variant.module) is None:
+            return (f"{self.variant.package} is not installed (no module {self.variant.module})",)
+        return ()
+
+    def _left_out(self, feature: str) -> bool:
+        """Whether the installed build was made without a feature."""
+        name = self.variant.flags_module
+        if name is None or importlib.util.find_spec(name) is None:
+            return False
+        flags = getattr(importlib.import_module(name), "CONFIG", {}).get("build_flags", {})
+        return bool(flags.get(f"FLASHATTENTION_DISABLE_{feature}", False))
+
+    def refusals(self, spec: CallSpec) -> tuple[str, ...]:
+        """What flash-attn's kernels cannot compute."""
+        reasons = head_refusals(spec, "flash-attn's kernels")
+        if spec.device != "cuda":
+            reasons.append(f"flash-attn runs on CUDA, got {spec.device} tensors")
+        if spec.dtype not in (torch.float16, torch.bfloat16):
+            reasons.append(f"flash-attn computes in float16 or bfloat16, got {spec.dtype}")
+        if max(spec.head_dim, spec.head_dim_v) > 256:
+            reasons.append(
+                f"flash-attn serves head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
+            )
+        if spec.head_dim % 8 or spec.head_dim_v % 8:
+            reasons.append(f"flash-attn wants head sizes that are multiples of 8, got {spec.head_dim}")
+        if spec.head_dim != spec.head_dim_v:
+            reasons.append(
+                f"flash-attn wants equal head sizes of keys and values, got {spec.head_dim}, {spec.head_dim_v}"
+            )
+        if spec.stored is not None:
+            reasons.append(f"flash-attn cannot read keys and values stored as {spec.stored}")
+        if spec.bias:
+            reasons.append("flash-attn takes no additive bias")
+        if spec.sink_logits:
+            reasons.append("flash-attn takes no learned sinks")
+        if spec.window_sinks and spec.kind != "full":
+            reasons.append("flash-attn has no sink tokens beside a window")
+        if spec.kind == "irregular":
+            reasons.append("flash-attn takes no dense mask")
+        if spec.dropout and self.variant.version == 3:
+            reasons.append("flash-attn 3 has no dropout")
+        if spec.needs_grad and self._left_out("BACKWARD"):
+            reasons.append(f"{self.variant.package} was built without the backward pass")
+        if spec.windowed and self._left_out("LOCAL"):
+            reasons.append(f"{self.variant.package} was built without windows")
+        if spec.dtype == torch.float16 and self._left_out("FP16"):
+            reasons.append(f"{self.variant.package} was built without float16")
+        if spec.need_lse and spec.kind == "ragged":
+            reasons.append("the log-sum-exp of packed segments is not put back in place")
+        if spec.compiling and spec.kind == "ragged":
+            reasons.append("the segments of a padded batch cannot be read while a graph is traced")
+        return tuple(reasons)
+
+    def attend(self, request: AttentionRequest) -> AttentionResult:
+        """One dense call, or one variable-length call over the segments."""
+        if self._module is None:
+            self._module = importlib.import_module(self.variant.module)
+        structure = request.structure
+        if structure.kind == "ragged":
+            return AttentionResult(
+                attend_packed(request, self._module.flash_attn_varlen_func, self._arguments(request))
+            )
+        kv_len = structure.kv_len
+        if structure.causal:
+            # the kernels align causality to the last key: cut the keys behind the last query
+            kv_len = min(kv_len, structure.offset() + structure.q_len)
+        out = self._module.flash_attn_func(
+            request.query.transpose(1, 2),
+            request.key[:, :, :kv_len].transpose(1, 2),
+            request.value[:, :, :kv_len].transpose(1, 2),
+            **self._arguments(request),
+        )
+        if isinstance(out, tuple):
+            return AttentionResult(out[0], out[1] if request.need_lse else None)
+        return AttentionResult(out)
+
+    def _arguments(self, request: AttentionRequest) -> dict[str, Any]:
+        """Keywords that both kernels share."""
+        structure = request.structure
+        window = (-1, -1)
+        if structure.windowed and structure.window is not None:
+            window = (structure.window - 1, 0 if structure.causal else structure.window - 1)
+        arguments: dict[str, Any] = {
+            "softmax_scale": request.scaling,
+            "causal": structure.causal,
+            "window_size": window,
+            "softcap": request.softcap or 0.0,
+        }
+        if self.variant.version == 2:
+            arguments["dropout_p"] = request.dropout
+        else:
+            arguments["num_splits"] = 0 if structure.q_len == 1 else 1  # 0: as many as fill the device
+        if request.need_lse:
+            arguments["return_attn_probs"] = True
+        return arguments
+
+
+def attend_packed(
+    request: AttentionRequest, kernel: Callable[..., Tensor | tuple[Tensor, ...]], arguments: dict[str, Any]
+) -> Tensor:
+    """Segments as one row of tokens; gathered unless they are the batch itself. Rows of no segment are zero.
+
+    Args:
+        request: The call.
+        kernel: A `flash_attn_varlen_func`; where it answers with several tensors, the first is the output.
+        arguments: Its keywords beside the segments.
+
+    Raises:
+        ValueError: The padding has holes.
+    """
+    structure = request.structure
+    batch, heads, q_len, _ = request.query.shape
+    segments = structure.segments()
+    if segments is None:
+        raise ValueError(
+            "attention_mask: the padding has holes, which flash-attn cannot serve; pad on one side, or use "
+            'attn_implementation="adaattn_sdpa"'
+        )
+    shape = (batch, q_len, heads, request.value.shape[3])
+    if not segments:
+        return request.query.new_zeros(shape)
+    packing = packing_of(structure, segments, request.query.device)
+
+    def tokens(tensor: Tensor, index: Tensor | None) -> Tensor:
+        flat = tensor.transpose(1, 2).flatten(0, 1)
+        return flat if index is None else flat.index_select(0, index)
+
+    answer = kernel(
+        tokens(request.query, packing.q_index),
+        tokens(request.key, packing.k_index),
+        tokens(request.value, packing.k_index),
+        cu_seqlens_q=packing.cu_q,
+        cu_seqlens_k=packing.cu_k,
+        max_seqlen_q=packing.max_q,
+        max_seqlen_k=packing.max_k,
+        **arguments,
+    )
+    out = answer[0] if isinstance(answer, tuple) else answer
+    if packing.q_index is None:
+        return out.view(shape)
+    flat = out.new_zeros((batch * q_len, *out.shape[1:]))
+    return flat.index_copy(0, packing.q_index, out).view(shape)
+
+
+def packing_of(structure: CallStructure, segments: Sequence[Segment], device: torch.device) -> Packing:
+    """Token indices and running lengths of the segments; made once per forward pass.
+
+    Raises:
+        ValueError: Causal queries that stand behind their segment's last key, which the kernels' alignment cannot say.
+    """
+    memo, key = structure._memo, ("flash", device)
+    if key not in memo:
+        for s in segments:
+            if (structure.causal or structure.window is not None) and s.offset + s.q_len != s.k_len:
+                raise ValueError(
+                    f"attention_mask: queries {s.q_start}…{s.q_start + s.q_len} of row {s.row} do not end with their "
+                    'last key, which flash-attn cannot serve; use attn_implementation="adaattn_sdpa"'
+                )
+        q_runs = [
+            torch.arange(s.row * structure.q_len + s.q_start, s.row * structure.q_len + s.q_start + s.q_len)
+            for s in segments
+        ]
+        k_runs = [
+            torch.arange(s.row * structure.kv_len + s.k_start, s.row * structure.kv_len + s.k_start + s.k_len)
+            for s in segments
+        ]
+
+        def running(runs: list[Tensor]) -> Tensor:
+            lengths = torch.tensor([0, *(len(run) for run in runs)], dtype=torch.int32)
+            return lengths.cumsum(0, dtype=torch.int32).to(device)
+
+        def places(runs: list[Tensor], rows: int) -> Tensor | None:
+            index = torch.cat(runs)
+            return None if torch.equal(index, torch.arange(rows)) else index.to(device)
+
+        memo[key] = Packing(
+            places(q_runs, structure.batch * structure.q_len),
+            places(k_runs, structure.batch * structure.kv_len),
+            running(q_runs),
+            running(k_runs),
+            max(s.q_len for s in segments),
+            max(s.k_len for s in segments),
+        )
+    packing: Packing = memo[key]
+    return packing

@@ -1,0 +1,114 @@
+"""What stands in front of the C interface: tensors whose memory is what they say, in extents that fit one another.
+
+The kernels read raw memory, so nothing may reach them unchecked. A call asks a few cheap questions (`call.words`);
+only where one is answered with no does it come here, to be put right or refused in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["check_extents", "check_rule", "readable"]
+
+Form = Literal["contiguous", "strided", "broadcast"]
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+
+
+def readable(tensor: Tensor, name: str) -> Tensor:
+    """The tensor with its numbers in memory: lazily negated, conjugated and all-zero tensors are written out.
+
+    Raises:
+        ValueError: Its memory cannot be read: another device or layout, a tensor subclass that only traces, wraps or
+            shards, or storage that was freed.
+    """
+    keys = torch._C._dispatch_keys(tensor)
+    wraps = type(tensor) not in _PLAIN_TYPES and keys.has(torch._C.DispatchKey.Python)
+    if wraps or tensor.layout != torch.strided or not tensor.is_cpu:
+        raise ValueError(
+            f"{name}: got a {type(tensor).__name__} on {tensor.device} with layout {tensor.layout}, expected a plain "
+            'dense CPU tensor, whose memory the native kernels read; use attn_implementation="adaattn_sdpa"'
+        )
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.numel() and not tensor.untyped_storage().data_ptr():
+        raise ValueError(
+            f"{name}: got shape {tuple(tensor.shape)} without memory: its storage was freed; gather the tensor before "
+            "attention reads it"
+        )
+    return tensor
+
+
+def check_extents(query: Tensor, key: Tensor, value: Tensor, dtypes: Mapping[torch.dtype, int]) -> None:
+    """Refuse queries, keys and values that do not belong together.
+
+    Raises:
+        ValueError: Names the tensor, what it has and what it should have.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]"
+            )
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{name}: got {tensor.dtype}, expected one of {', '.join(map(str, dtypes))}")
+    batch, heads, _, dim = query.shape
+    _, kv_heads, kv_len, dim_v = value.shape
+    if not kv_heads or heads % kv_heads:
+        raise ValueError(
+            f"value: got {kv_heads} heads for {heads} query heads, expected a divisor of {heads}"
+        )
+    for name, tensor, expected in (
+        ("key", key, (batch, kv_heads, kv_len, dim)),
+        ("value", value, (batch, kv_heads, kv_len, dim_v)),
+    ):
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}, expected {expected} for queries of shape "
+                f"{tuple(query.shape)} and values of shape {tuple(value.shape)}"
+            )
+    codes = key.dtype is torch.int8 and value.dtype in (torch.int8, torch.uint8)
+    if not codes and not query.dtype is key.dtype is value.dtype:
+        raise ValueError(
+            f"key, value: got {key.dtype} and {value.dtype} for queries in {query.dtype}, expected the query's dtype, "
+            "or int8 (values also four bits in uint8) with scales; cast them to one dtype"
+        )
+    if query.dtype not in _FLOATS:
+        raise ValueError(f"query: got {query.dtype}, expected float32, bfloat16 or float16")
+
+
+def check_rule(
+    name: str, tensor: Tensor, extents: Sequence[int], dtype: torch.dtype | None, form: Form
+) -> None:
+    """Refuse a tensor of the rules that does not cover the call.
+
+    Args:
+        name: Name of the rule.
+        tensor: What the kernels will read.
+        extents: Of the call, for each dimension of the tensor; -1 for how many segments or blocks there are, which the
+            kernels check themselves.
+        dtype: What it must have; None for any floating-point dtype of the kernels.
+        form: `contiguous`, `strided` (any strides), or `broadcast`: any strides, and 1 may stand for an extent.
+
+    Raises:
+        ValueError: Names the rule, what it has and what it should have.
+    """
+    shape = tuple(tensor.shape)
+    fits = len(shape) == len(extents) and all(
+        extent in (size, -1) or (form == "broadcast" and size == 1)
+        for size, extent in zip(shape, extents, strict=True)
+    )
+    if not fits or (form == "contiguous" and not tensor.is_contiguous()):
+        expected = tuple("n" if extent < 0 else extent for extent in extents)
+        raise ValueError(
+            f"{name}: got shape {shape} with strides {tensor.stride()}, expected {expected}, {form}"
+        )
+    if readable(tensor, name) is not tensor:
+        raise ValueError(f"{name}: got a lazily negated or zero tensor, expected numbers in memory")
+    if tensor.dtype not in (_FLOATS if dtype is None else (dtype,)):
+        raise ValueError(f"{name}: got {tensor.dtype}, expected {dtype or 'float32, bfloat16 or float16'}")

@@ -1,0 +1,136 @@
+"""Rules per key/value head in one call of the library for each precision, without a copy of adjoining heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...attention.blocks import BLOCK, block_segments, picked_blocks
+from ...attention.heads import HeadRules, joined_heads, some_heads
+from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.structure import CallStructure
+from . import call
+from .call import Rules
+from .rules import rules_of, with_extras
+
+__all__ = ["attend", "launch_names"]
+
+
+class _Launch(NamedTuple):
+    """Heads that one call of the library serves.
+
+    Attributes:
+        heads: Key/value heads.
+        per_head: Their rules.
+        rules: What the library is told, without blocks and extras.
+        precision: Of the products.
+    """
+
+    heads: tuple[int, ...]
+    per_head: HeadRules
+    rules: Rules
+    precision: str
+
+
+def launch_names(rules: HeadRules) -> tuple[str, ...]:
+    """Name of the call that serves each head: heads of one precision share one, apart from those that keep blocks."""
+    return tuple(
+        f"{precision} products{' of kept blocks' * (mass > 0)}"
+        for precision, mass in zip(rules.precisions, rules.masses, strict=True)
+    )
+
+
+def attend(request: AttentionRequest, rules: HeadRules) -> AttentionResult:
+    """Attention of a request whose heads have rules of their own."""
+    # one mask of each head is a part of the structure that a few heads must not share
+    apart = request.structure.mask is not None and request.structure.mask.shape[1] > 1
+    if apart:
+        launches = _find_launches(request.structure, rules)
+    else:
+        launches = request.structure.cached(
+            ("native heads", rules), lambda: _find_launches(request.structure, rules)
+        )
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for launch in launches:
+        part = some_heads(request, launch.heads)
+        told = launch.rules
+        if apart:
+            told = replace(told, mask=part.structure.visible())
+        changes: dict[str, object] = {}
+        if launch.per_head.kept_block:
+            changes["keep"] = _kept_blocks(part, launch.per_head)
+        if launch.precision == "int8" or request.query.dtype == torch.float32:
+            changes["compute"] = launch.precision
+        if part.stored is not None:
+            changes.update(part.stored.rules())
+        if changes:
+            told = replace(told, **changes)  # type: ignore[arg-type]
+        if part.bias is not None or part.sink_logits is not None or part.softcap is not None:
+            told = with_extras(told, part.bias, part.sink_logits, part.softcap or 0.0, part.key.shape[2])
+        out, lse = call.forward(
+            part.query, part.key, part.value, part.scaling, told, need_lse=request.need_lse
+        )
+        assert out is not None  # the output is asked for
+        outs.append(out)
+        if lse is not None:
+            lses.append(lse)
+    order = [head for launch in launches for head in launch.heads]
+    groups = request.query.shape[1] // request.key.shape[1]
+    out = joined_heads(outs, order, groups, dim=2)
+    return AttentionResult(out, joined_heads(lses, order, groups, dim=1) if request.need_lse else None)
+
+
+def _find_launches(structure: CallStructure, rules: HeadRules) -> list[_Launch]:
+    """The calls of the library for the rules of a layer."""
+    cut = structure.k_segments is not None and structure.key_padding is not None
+    # segments do not know where the sequence began that a chunk's border or padding cut short: a mask does
+    told = rules_of(structure)
+    dense = told.mask is not None or (any(rules.sinks) and (structure.chunk is not None or cut))
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for head, name in enumerate(launch_names(rules)):
+        groups.setdefault((name, rules.window_in(structure, head) if dense else None), []).append(head)
+    found = []
+    for heads in groups.values():
+        part = rules.some(heads)
+        if dense:
+            window, sinks = rules.window_in(structure, heads[0])
+            changed = (window, sinks) != (structure.window, structure.sinks)
+            own = rules_of(structure.with_changes(window=window, sinks=sinks)) if changed else told
+        else:
+            pairs = [rules.window_in(structure, head) for head in heads]
+            own = replace(
+                told,
+                head_windows=torch.tensor([-1 if window is None else window for window, _ in pairs]),
+                head_sinks=torch.tensor([sinks for _, sinks in pairs]),
+            )
+        if part.key_mean is not None and part.precision == "int8":
+            own = replace(own, key_mean=part.key_mean.detach().float()[None].contiguous())
+        found.append(_Launch(tuple(heads), part, own, part.precision))
+    return found
+
+
+def _kept_blocks(request: AttentionRequest, rules: HeadRules) -> Tensor | None:
+    """Boolean `[batch, num_kv_heads, q_len, blocks]` of blocks that each row keeps, None where all are.
+
+    True row by row: a row's blocks follow from its query and from keys at or before it.
+    """
+    segments = block_segments(request)
+    if segments is None:
+        return None
+    query, key = request.query, request.key
+    blocks = max((-(-segment.k_len // BLOCK) for segment in segments), default=0)
+    if rules_of(request.structure).segments is None:
+        blocks = -(-key.shape[2] // BLOCK)
+    keep = torch.zeros(query.shape[0], key.shape[1], query.shape[2], blocks, dtype=torch.bool)
+    asked = list(zip(rules.masses, rules.sinks, strict=True))
+    for segment in segments:
+        rows = slice(segment.q_start, segment.q_start + segment.q_len)
+        for mass, sinks in dict.fromkeys(asked):
+            heads = [head for head, own in enumerate(asked) if own == (mass, sinks)]
+            picked = picked_blocks(request, segment, mass, sinks, heads)
+            keep[segment.row, heads, rows, : picked.shape[2]] = picked
+    return keep

@@ -1,0 +1,161 @@
+"""The kernels as operators of torch, for graphs that are traced.
+
+Registered when the package is imported, never while a graph is traced, and from torch alone: the library behind them
+opens when one of them first runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.request import AttentionRequest
+from ...attention.structure import CallStructure
+from ..sinks import sink_gradient
+
+__all__ = ["attend_op", "backward_op", "traced"]
+
+# Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
+_NAMESPACE = __name__.partition(".")[0]
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::native_attend", mutates_args=())
+def attend_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sink_logits: Tensor | None,
+    scaling: float,
+    softcap: float,
+    causal: bool,
+    q_offset: int,
+    window: int | None,
+    sinks: int,
+    chunk: int | None,
+    pads_queries: bool,
+    offset: Tensor | None,
+    chunk_start: Tensor | None,
+    key_padding: Tensor | None,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
+    spans: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a traced graph, with the fields of its structure."""
+    from . import call
+    from .rules import rules_of, with_extras
+
+    rules = rules_of(
+        CallStructure.of_operands(
+            q, k, causal, q_offset, window, sinks, chunk, pads_queries,
+            offset, chunk_start, key_padding, q_segments, k_segments, spans, mask,
+        )
+    )  # fmt: skip
+    out, lse = call.forward(
+        q, k, v, scaling, with_extras(rules, bias, sink_logits, softcap, k.shape[2]), need_lse=True
+    )
+    assert out is not None
+    assert lse is not None
+    return out, lse
+
+
+@attend_op.register_fake
+def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, q_len, _d = q.shape
+    return q.new_empty((batch, q_len, heads, v.shape[3])), q.new_empty(
+        (batch, heads, q_len), dtype=torch.float32
+    )
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::native_attend_backward", mutates_args=())
+def backward_op(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sink_logits: Tensor | None,
+    scaling: float,
+    softcap: float,
+    causal: bool,
+    q_offset: int,
+    window: int | None,
+    sinks: int,
+    chunk: int | None,
+    pads_queries: bool,
+    offset: Tensor | None,
+    chunk_start: Tensor | None,
+    key_padding: Tensor | None,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
+    spans: Tensor | None,
+    mask: Tensor | None,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and bias; the last is empty where it is not asked for."""
+    from . import call
+    from .rules import rules_of, with_extras
+
+    rules = rules_of(
+        CallStructure.of_operands(
+            q, k, causal, q_offset, window, sinks, chunk, pads_queries,
+            offset, chunk_start, key_padding, q_segments, k_segments, spans, mask,
+        )
+    )  # fmt: skip
+    rules = with_extras(rules, bias, sink_logits, softcap, k.shape[2])
+    found = call.backward(grad, q, k, v, out, lse, scaling, rules, need_bias=need_bias)
+    if bias is None or found.bias is None:
+        return found.q, found.k, found.v, q.new_empty(0)
+    return found.q, found.k, found.v, found.bias.sum_to_size(bias.shape).to(bias.dtype)
+
+
+@backward_op.register_fake
+def _backward_fake(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dbias = q.new_empty(0) if bias is None or not rest[-1] else bias.new_empty(bias.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
+
+
+_TENSORS, _STRUCTURE = 5, 7  # leading and trailing tensors of the operator
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:_TENSORS], *output, *inputs[-_STRUCTURE:])
+    ctx.numbers = inputs[_TENSORS:-_STRUCTURE]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, bias, sink_logits, out, lse, *tensors = ctx.saved_tensors
+    need_bias = bias is not None and ctx.needs_input_grad[3]
+    dq, dk, dv, dbias = backward_op(
+        grad, out, lse, q, k, v, bias, sink_logits, *ctx.numbers, *tensors, need_bias
+    )
+    dsinks = None
+    if sink_logits is not None and ctx.needs_input_grad[4]:
+        dsinks = sink_gradient(grad, out, lse, sink_logits)
+    return dq, dk, dv, dbias if need_bias else None, dsinks, *[None] * (len(ctx.numbers) + len(tensors))
+
+
+attend_op.register_autograd(_gradients, setup_context=_save)
+
+
+def traced(request: AttentionRequest) -> tuple[Tensor, Tensor]:
+    """The request as one operator, for a graph that is being traced."""
+    out, lse = attend_op(
+        request.query,
+        request.key,
+        request.value,
+        request.bias,
+        request.sink_logits,
+        request.scaling,
+        request.softcap or 0.0,
+        *request.structure.operands(),
+    )
+    return out, lse

@@ -1,0 +1,93 @@
+"""Rounding tokens on their way into a cache: in one call of the library where it runs, else by torch."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from ...attention.stored import quantise
+from .call import _DTYPES, _ERRORS
+from .library import library, missing
+
+__all__ = ["store", "write"]
+
+_NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+_ARGUMENTS = struct.Struct("=4Q3q4q4q4q3q2q")
+
+
+def store(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    mean: Tensor | None = None,
+    rotated: bool = False,
+    level: int | None = None,
+) -> None:
+    """Write the codes and scales of tokens where they belong, as `adaattn_hf.attention.stored.quantise` defines them.
+
+    Args:
+        x: `[batch, heads, n, head_dim]`, any strides.
+        codes: Gets int8 `[batch, heads, n, head_dim]`, or codes of four bits: uint8 with half the channels.
+        scale: Gets uint8 `[batch, heads, n]`.
+        mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off after turning.
+        rotated: Turn by `hadamard(head_dim)` first.
+        level: Number of an instruction set, for tests; the library's own choice when None.
+
+    Raises:
+        RuntimeError: The library is missing, or values of four bits do not come in groups of 32 channels.
+        ValueError: Codes, scales or the mean do not fit the tokens.
+    """
+    channels = x.shape[3] // 2 if codes.dtype is torch.uint8 else x.shape[3]
+    tensors = (x, codes, scale) if mean is None else (x, codes, scale, mean)
+    fits = (
+        codes.shape == (*x.shape[:3], channels)
+        and codes.dtype in (torch.int8, torch.uint8)
+        and codes.stride(3) == 1
+        and scale.shape == x.shape[:3]
+        and scale.dtype is torch.uint8
+        and x.dtype in _NATIVE
+        and (mean is None or (mean.shape == (x.shape[0], x.shape[1], x.shape[3]) and mean.is_contiguous()))
+        and (mean is None or mean.dtype is torch.float32)
+    )
+    if not fits or not all(type(t) is Tensor and t.is_cpu and not t.is_neg() for t in tensors):
+        raise ValueError(
+            f"codes, scale, mean: got {[(tuple(t.shape), t.dtype, t.device.type) for t in tensors]} for tokens first, "
+            "expected codes and scales of every token, and a contiguous mean in fp32, in the memory of the CPU"
+        )
+    native = library()
+    if native is None:
+        raise RuntimeError(f"native backend: {'; '.join(missing())}")
+    status = native.handle.ada_store(
+        _ARGUMENTS.pack(
+            x.data_ptr(), codes.data_ptr(), scale.data_ptr(), 0 if mean is None else mean.data_ptr(),
+            _DTYPES[x.dtype], _DTYPES[codes.dtype], rotated,
+            *x.shape, *x.stride(), *codes.stride(), *scale.stride(),
+            torch.get_num_threads(), native.level if level is None else level,
+        )
+    )  # fmt: skip
+    if status:
+        raise RuntimeError(_ERRORS[status])
+
+
+def write(
+    x: Tensor, codes: Tensor, scale: Tensor, *, mean: Tensor | None = None, rotated: bool = True
+) -> None:
+    """Write codes and scales of `x` where they belong; what they are says `quantise`.
+
+    Args:
+        x: `[batch, heads, n, head_dim]`.
+        codes: Gets int8 `[batch, heads, n, head_dim]`, or uint8 with half the channels for four bits.
+        scale: Gets uint8 `[batch, heads, n]`.
+        mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off after turning.
+        rotated: Turn by `hadamard(head_dim)` first.
+    """
+    if x.is_cpu and x.dtype in _NATIVE and library() is not None:
+        store(x, codes, scale, mean=mean, rotated=rotated)
+        return
+    bits = 4 if codes.dtype is torch.uint8 else 8
+    made, scales = quantise(x, bits=bits, mean=mean, rotated=rotated)
+    codes.copy_(made)
+    scale.copy_(scales)

@@ -1,0 +1,260 @@
+"""Gradients of attention over segments, with a window and sinks per key/value head.
+
+FlashAttention-2's backward pass (Dao 2023): weights are computed anew from the saved log-sum-exp, one kernel walks the
+queries of a block of keys, another the keys of a block of queries, so that nothing is added up in an order that varies.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .steps import columns_of, rows_of, tanh, visible
+
+
+@triton.jit
+def prepare(  # type: ignore[no-untyped-def]
+    out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, shift_ptr, sums_ptr, o_b, o_n, o_h, o_d, g_b, g_n, g_h, g_d, q_len, factor,
+    DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What both kernels below add to their products, per query; programs are (block of queries, head, batch row).
+
+    `shift`: minus the log-sum-exp, by `factor` in the unit of the products. `sums`: minus the product of the output with
+    its gradient, plus the log-sum-exp's gradient.
+    """
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    dv = tl.arange(0, PAD_V)
+    at = (row * tl.num_programs(1) + head) * q_len + i
+    out = rows_of(out_ptr + row * o_b + head * o_h, i, dv, o_n, o_d, q_len, DIM_V, PAD_V, False)
+    grad = rows_of(grad_ptr + row * g_b + head * g_h, i, dv, g_n, g_d, q_len, DIM_V, PAD_V, False)
+    sums = -tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    if HAS_GRAD_LSE:
+        sums += tl.load(grad_lse_ptr + at, mask=i < q_len, other=0.0)
+    tl.store(sums_ptr + at, sums, mask=i < q_len)
+    tl.store(shift_ptr + at, -factor * tl.load(lse_ptr + at, mask=i < q_len, other=0.0), mask=i < q_len)
+
+
+@triton.jit
+def _tile(a, b, value, grad, shift, sums, scale, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights of a tile and the gradient of its scores, of `a @ b` and `value @ grad`.
+
+    `shift` and `sums` are what `prepare` made, and start the sums of the products: so they hold no registers of their own.
+    """
+    if HAS_CAP:
+        t = tanh(tl.dot(a, b, input_precision="ieee") * (scale / softcap))
+        w = tl.exp2(softcap * t * 1.4426950408889634 + shift)
+    else:
+        w = tl.exp2(tl.dot(a, b, shift, input_precision="ieee") * scale)
+    ds = tl.dot(value, grad, sums, input_precision="ieee")
+    if HAS_CAP:
+        ds = ds * (1.0 - t * t)
+    return w, ds
+
+
+@triton.jit
+def of_keys(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, grad_ptr, q_bulk, grad_bulk, shift_ptr, sums_ptr, dk_ptr, dv_ptr, segments_ptr, work_ptr, rules_ptr,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_n, g_h, g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
+    l_b, l_h, scale, scaling, softcap,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr, PAD_V: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of keys and values from all queries that see them; programs are entries of the work table.
+
+    An entry is (segment, first key, key/value head).
+    """
+    entry = work_ptr + 3 * tl.program_id(0)
+    segment = tl.load(entry)
+    first = tl.load(entry + 1)
+    kv_head = tl.load(entry + 2)
+    row_ = tl.load(segments_ptr + 6 * segment)
+    row = row_.to(tl.int64)
+    q_start = tl.load(segments_ptr + 6 * segment + 1)
+    q_len = tl.load(segments_ptr + 6 * segment + 2)
+    k_start = tl.load(segments_ptr + 6 * segment + 3)
+    k_len = tl.load(segments_ptr + 6 * segment + 4)
+    offset = tl.load(segments_ptr + 6 * segment + 5)
+    window, sinks = 0, 0
+    if WINDOW:
+        window = tl.load(rules_ptr + 2 * kv_head)
+        sinks = tl.load(rules_ptr + 2 * kv_head + 1)
+    j = first + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, PAD)
+    dv = tl.arange(0, PAD_V)
+    k_base = k_ptr + row * k_b + kv_head * k_h + k_start.to(tl.int64) * k_n
+    v_base = v_ptr + row * v_b + kv_head * v_h + k_start.to(tl.int64) * v_n
+    k = rows_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, False)
+    v = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, False)
+
+    # queries that see some key of the block, and those that see all of them
+    last = tl.minimum(first + BLOCK_N, k_len) - 1
+    start, stop = 0, q_len
+    all_start, all_stop = 0, q_len
+    if CAUSAL:
+        start = tl.maximum(0, first - offset)
+        all_start = tl.maximum(0, last - offset)
+    if WINDOW:
+        all_stop = tl.minimum(q_len, tl.maximum(0, first + window - offset))
+        if first >= sinks:
+            stop = tl.maximum(0, tl.minimum(q_len, last + window - offset))
+        if not CAUSAL:
+            all_start = tl.maximum(0, last - window + 1 - offset)
+            if first >= sinks:
+                start = tl.maximum(0, first - window + 1 - offset)
+    if first + BLOCK_N > k_len:
+        all_stop = 0  # keys that are not there are left out by the rule
+    start = start // BLOCK_M * BLOCK_M
+    all_start = tl.minimum(
+        tl.maximum(start, tl.cdiv(all_start, BLOCK_M) * BLOCK_M), tl.cdiv(stop, BLOCK_M) * BLOCK_M
+    )
+    all_start = tl.maximum(all_start, start)
+    all_stop = tl.maximum(all_start, tl.minimum(all_stop, stop) // BLOCK_M * BLOCK_M)
+    before = tl.cdiv(tl.maximum(tl.minimum(all_start, stop) - start, 0), BLOCK_M)
+    behind = tl.cdiv(tl.maximum(stop - all_stop, 0), BLOCK_M)
+
+    dk = tl.zeros([BLOCK_N, PAD], tl.float32)
+    dvalue = tl.zeros([BLOCK_N, PAD_V], tl.float32)
+    for member in range(0, GROUPS):
+        head = kv_head * GROUPS + member
+        q_base = q_ptr + row * q_b + head * q_h + q_start.to(tl.int64) * q_n
+        g_base = grad_ptr + row * g_b + head * g_h + q_start.to(tl.int64) * g_n
+        l_base = row * l_b + head * l_h + q_start
+        for tile in range(0, before + behind):
+            m = tl.where(tile < before, start + tile * BLOCK_M, all_stop + (tile - before) * BLOCK_M)
+            i = m + tl.arange(0, BLOCK_M)
+            q = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, False)
+            grad = rows_of(g_base, i, dv, g_n, g_d, q_len, DIM_V, PAD_V, False)
+            shift = tl.load(shift_ptr + l_base + i, mask=i < q_len, other=0.0)[None, :].broadcast_to(
+                BLOCK_N, BLOCK_M
+            )
+            sums = tl.load(sums_ptr + l_base + i, mask=i < q_len, other=0.0)[None, :].broadcast_to(
+                BLOCK_N, BLOCK_M
+            )
+            w, ds = _tile(k, tl.trans(q), v, tl.trans(grad), shift, sums, scale, softcap, HAS_CAP)
+            keep = tl.trans(visible(i + offset, j, k_len, window, sinks, CAUSAL, WINDOW))
+            w = tl.where(keep & (i < q_len)[None, :], w, 0.0)
+            dvalue = tl.dot(w.to(grad.dtype), grad, dvalue, input_precision="ieee")
+            dk = tl.dot((w * ds).to(q.dtype), q, dk, input_precision="ieee")
+        for m in range(all_start, all_stop, BLOCK_M):
+            i = m + tl.arange(0, BLOCK_M)
+            if BULK:
+                q = q_bulk.load([row_, head, q_start + m, 0]).reshape(BLOCK_M, PAD)
+                grad = grad_bulk.load([row_, head, q_start + m, 0]).reshape(BLOCK_M, PAD_V)
+            else:
+                q = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, True)
+                grad = rows_of(g_base, i, dv, g_n, g_d, q_len, DIM_V, PAD_V, True)
+            shift = tl.load(shift_ptr + l_base + i)[None, :].broadcast_to(BLOCK_N, BLOCK_M)
+            sums = tl.load(sums_ptr + l_base + i)[None, :].broadcast_to(BLOCK_N, BLOCK_M)
+            w, ds = _tile(k, tl.trans(q), v, tl.trans(grad), shift, sums, scale, softcap, HAS_CAP)
+            dvalue = tl.dot(w.to(grad.dtype), grad, dvalue, input_precision="ieee")
+            dk = tl.dot((w * ds).to(q.dtype), q, dk, input_precision="ieee")
+    there = (j < k_len)[:, None]
+    rows = (k_start + j).to(tl.int64)[:, None]
+    tl.store(
+        dk_ptr + row * dk_b + kv_head * dk_h + rows * dk_n + d[None, :],
+        (dk * scaling).to(dk_ptr.dtype.element_ty),
+        mask=there & (d < DIM)[None, :],
+    )
+    tl.store(
+        dv_ptr + row * dv_b + kv_head * dv_h + rows * dv_n + dv[None, :],
+        dvalue.to(dv_ptr.dtype.element_ty),
+        mask=there & (dv < DIM_V)[None, :],
+    )
+
+
+@triton.jit
+def of_queries(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, grad_ptr, shift_ptr, sums_ptr, dq_ptr, segments_ptr, work_ptr, rules_ptr,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_n, g_h, g_d, dq_b, dq_h, dq_n,
+    l_b, l_h, scale, scaling, softcap,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr, PAD_V: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a block of queries; programs are (query head of its group, entry of the forward pass's work table)."""
+    entry = work_ptr + 3 * tl.program_id(1)
+    segment = tl.load(entry)
+    first = tl.load(entry + 1)
+    kv_head = tl.load(entry + 2)
+    head = kv_head * GROUPS + tl.program_id(0)
+    row = tl.load(segments_ptr + 6 * segment).to(tl.int64)
+    q_start = tl.load(segments_ptr + 6 * segment + 1)
+    q_len = tl.load(segments_ptr + 6 * segment + 2)
+    k_start = tl.load(segments_ptr + 6 * segment + 3)
+    k_len = tl.load(segments_ptr + 6 * segment + 4)
+    offset = tl.load(segments_ptr + 6 * segment + 5)
+    window, sinks = 0, 0
+    if WINDOW:
+        window = tl.load(rules_ptr + 2 * kv_head)
+        sinks = tl.load(rules_ptr + 2 * kv_head + 1)
+    i = first + tl.arange(0, BLOCK_M)
+    p = i + offset
+    d = tl.arange(0, PAD)
+    dv = tl.arange(0, PAD_V)
+    q = rows_of(
+        q_ptr + row * q_b + head * q_h + q_start.to(tl.int64) * q_n, i, d, q_n, q_d, q_len, DIM, PAD, False
+    )
+    grad = rows_of(
+        grad_ptr + row * g_b + head * g_h + q_start.to(tl.int64) * g_n,
+        i,
+        dv,
+        g_n,
+        g_d,
+        q_len,
+        DIM_V,
+        PAD_V,
+        False,
+    )
+    l_base = row * l_b + head * l_h + q_start
+    shift = tl.load(shift_ptr + l_base + i, mask=i < q_len, other=0.0)[:, None].broadcast_to(BLOCK_M, BLOCK_N)
+    sums = tl.load(sums_ptr + l_base + i, mask=i < q_len, other=0.0)[:, None].broadcast_to(BLOCK_M, BLOCK_N)
+    k_base = k_ptr + row * k_b + kv_head * k_h + k_start.to(tl.int64) * k_n
+    v_base = v_ptr + row * v_b + kv_head * v_h + k_start.to(tl.int64) * v_n
+
+    low_p = first + offset
+    high_p = tl.minimum(first + BLOCK_M, q_len) - 1 + offset
+    start, stop = 0, k_len
+    all_start, all_stop = 0, k_len
+    if CAUSAL:
+        stop = tl.minimum(k_len, high_p + 1)
+        all_stop = tl.minimum(k_len, low_p + 1)
+    if WINDOW:
+        start = tl.maximum(0, low_p - window + 1) // BLOCK_N * BLOCK_N
+        all_start = tl.maximum(0, high_p - window + 1)
+        if not CAUSAL:
+            stop = tl.minimum(k_len, tl.maximum(high_p + window, sinks))
+            all_stop = tl.minimum(k_len, low_p + window)
+    all_start = tl.maximum(start, tl.cdiv(all_start, BLOCK_N) * BLOCK_N)
+    all_stop = tl.maximum(all_start, tl.maximum(all_stop, 0) // BLOCK_N * BLOCK_N)
+    of_sinks, of_left = 0, 0
+    if WINDOW:
+        of_sinks = tl.cdiv(tl.minimum(sinks, start), BLOCK_N)
+        of_left = tl.cdiv(tl.maximum(tl.minimum(all_start, stop) - start, 0), BLOCK_N)
+    of_right = tl.cdiv(tl.maximum(stop - all_stop, 0), BLOCK_N)
+
+    dq = tl.zeros([BLOCK_M, PAD], tl.float32)
+    for tile in range(0, of_sinks + of_left + of_right):
+        n = all_stop + (tile - of_sinks - of_left) * BLOCK_N
+        limit = k_len
+        if WINDOW:
+            n = tl.where(tile < of_sinks + of_left, start + (tile - of_sinks) * BLOCK_N, n)
+            n = tl.where(tile < of_sinks, tile * BLOCK_N, n)
+            limit = tl.where(tile < of_sinks, tl.minimum(sinks, start), k_len)
+        j = n + tl.arange(0, BLOCK_N)
+        k = columns_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False)
+        v = columns_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False)
+        w, ds = _tile(q, k, grad, v, shift, sums, scale, softcap, HAS_CAP)
+        w = tl.where(visible(p, j, limit, window, sinks, CAUSAL, WINDOW), w, 0.0)
+        dq = tl.dot((w * ds).to(k.dtype), tl.trans(k), dq, input_precision="ieee")
+    for n in range(all_start, all_stop, BLOCK_N):
+        j = n + tl.arange(0, BLOCK_N)
+        k = columns_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, True)
+        v = columns_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, True)
+        w, ds = _tile(q, k, grad, v, shift, sums, scale, softcap, HAS_CAP)
+        dq = tl.dot((w * ds).to(k.dtype), tl.trans(k), dq, input_precision="ieee")
+    tl.store(
+        dq_ptr + row * dq_b + head * dq_h + (q_start + i).to(tl.int64)[:, None] * dq_n + d[None, :],
+        (dq * scaling).to(dq_ptr.dtype.element_ty),
+        mask=(i < q_len)[:, None] & (d < DIM)[None, :],
+    )

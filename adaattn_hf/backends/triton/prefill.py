@@ -1,0 +1,115 @@
+"""The launch of many queries per sequence: tables, tile sizes, output."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.structure import Segment
+from ..windows import HeadWindows
+from .forward import forward
+from .sizes import Tile, padded, scale_of
+from .tables import work_of_queries
+
+__all__ = ["attend_forward", "bulk_of", "forward_tile"]
+
+
+def blank(request: AttentionRequest, covered: bool, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Output and log-sum-exp to write into; rows that segments do not cover are those of queries that see nothing."""
+    query = request.query
+    batch, heads, q_len, _ = query.shape
+    make = torch.empty if covered else torch.zeros
+    out = make((batch, q_len, heads, request.value.shape[3]), dtype=query.dtype, device=query.device)
+    if not need_lse:
+        return out, None
+    shape = (batch, heads, q_len)
+    if covered:
+        return out, torch.empty(shape, dtype=torch.float32, device=query.device)
+    if request.sink_logits is not None:
+        return out, request.sink_logits.detach().float()[None, :, None].repeat(batch, 1, q_len)
+    return out, torch.full(shape, float("-inf"), dtype=torch.float32, device=query.device)
+
+
+def forward_tile(pad: int) -> Tile:
+    """For a head size; on an H200 two small programs per multiprocessor beat one large program."""
+    if pad <= 64:
+        return Tile(128, 64, 8, 3)
+    if pad <= 128:
+        return Tile(64, 64, 4, 3)
+    return Tile(64, 32, 4, 2)
+
+
+@functools.cache
+def _descriptors() -> Any:
+    """Triton's tensor descriptors, None in versions that have none."""
+    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor
+
+
+@functools.cache
+def _copies_tiles(device: torch.device) -> bool:
+    """Whether the device has an engine that copies tiles (Hopper and later)."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def bulk_of(tensor: Tensor, rows: int) -> Any:
+    """A descriptor of tiles `[1, 1, rows, width]` of a tensor, None where the copy engine cannot take them."""
+    width = tensor.shape[3]
+    size = tensor.element_size()
+    if (
+        size != 2
+        or width != padded(width)
+        or width < 32
+        or _descriptors() is None
+        or not _copies_tiles(tensor.device)
+    ):
+        return None
+    strides = tensor.stride()
+    if strides[3] != 1 or any(s * size % 16 or not s for s in strides[:3]) or tensor.data_ptr() % 16:
+        return None
+    return _descriptors()(tensor, list(tensor.shape), list(strides), [1, 1, rows, width])
+
+
+def attend_forward(
+    request: AttentionRequest,
+    segments: Sequence[Segment],
+    windows: HeadWindows | None,
+    keep_lse: bool = False,
+) -> AttentionResult:
+    """One launch over all segments and heads; `keep_lse` makes the log-sum-exp for the backward pass."""
+    query, key, value, structure = request.query, request.key, request.value, request.structure
+    if request.scaling < 0:
+        query = -query  # the kernels take the largest score by the largest product
+    batch, heads, q_len, dim = query.shape
+    value_dim = value.shape[3]
+    covered = sum(s.q_len for s in segments) == batch * q_len
+    out, lse = blank(request, covered, request.need_lse or keep_lse)
+    if not segments:
+        return AttentionResult(out, lse)
+    tile = forward_tile(max(padded(dim), padded(value_dim)))
+    kv_heads = key.shape[1]
+    work = work_of_queries(structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device)
+    sink = request.sink_logits
+    k_bulk, v_bulk = bulk_of(key, tile.columns), bulk_of(value, tile.columns)
+    bulk = k_bulk is not None and v_bulk is not None
+    forward[(heads // kv_heads, work.entries.shape[0])](
+        query, key, value, k_bulk if bulk else key, v_bulk if bulk else value, out, lse if lse is not None else out,
+        sink if sink is not None else out, work.segments, work.entries, work.rules,
+        *query.stride(), *key.stride(), *value.stride(), *out.stride(),
+        *(lse.stride()[:2] if lse is not None else (0, 0)),
+        abs(scale_of(request.scaling, request.softcap)), request.softcap or 0.0,
+        GROUPS=heads // kv_heads, DIM=dim, DIM_V=value_dim, PAD=padded(dim), PAD_V=padded(value_dim),
+        CAUSAL=structure.causal, WINDOW=windows is not None, HAS_CAP=request.softcap is not None,
+        HAS_SINK=sink is not None, HAS_LSE=lse is not None, BULK=bulk, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return AttentionResult(out, lse)

@@ -1,0 +1,26 @@
+"""Sizes and factors that the launches share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Tile", "padded", "scale_of"]
+
+
+class Tile(NamedTuple):
+    """How a kernel cuts its work: query rows, key columns, warps, stages of the software pipeline."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def padded(dim: int) -> int:
+    """Tile width for a head size: a power of two, at least 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def scale_of(scaling: float, softcap: float | None) -> float:
+    """The factor on products of queries and keys, which takes scores to base 2 where no softcap comes between."""
+    return scaling if softcap is not None else scaling * 1.4426950408889634

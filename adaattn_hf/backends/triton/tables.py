@@ -1,0 +1,216 @@
+"""Which program computes what: segments, windows per head and lists of work as small tensors on the device."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...attention.structure import CallStructure, Segment
+from ..windows import ALL, HeadWindows
+
+__all__ = ["Work", "shares_of", "work_of_keys", "work_of_queries"]
+
+Made = TypeVar("Made")
+
+_KEPT = 256
+_made: OrderedDict[Hashable, object] = OrderedDict()
+
+
+def _remembered(key: Hashable, make: Callable[[], Made]) -> Made:
+    """What `make` returns; the last few are kept, so that calls of one shape make their tables once."""
+    if key in _made:
+        _made.move_to_end(key)
+        return _made[key]  # type: ignore[return-value]
+    made = make()
+    _made[key] = made
+    if len(_made) > _KEPT:
+        _made.popitem(last=False)
+    return made
+
+
+class Work(NamedTuple):
+    """Tables of a launch.
+
+    Attributes:
+        segments: int32 `[segments, 6]`.
+        entries: int32 `[entries, 3]`: segment, first row, key/value head; those with most to do come first.
+        rules: int32 `[kv_heads, 2]`, window and sinks; the entries where no head has a window.
+    """
+
+    segments: Tensor
+    entries: Tensor
+    rules: Tensor
+
+
+def work_of_queries(
+    structure: CallStructure,
+    segments: Sequence[Segment],
+    windows: HeadWindows | None,
+    kv_heads: int,
+    blocks: tuple[int, int],
+    device: torch.device,
+) -> Work:
+    """Blocks of queries, by the number of keys that they read.
+
+    Args:
+        structure: The call's.
+        segments: Its runs.
+        windows: Of `head_windows`.
+        kv_heads: Key/value heads.
+        blocks: Queries and keys per tile.
+        device: Where the tables go.
+    """
+    return _work("queries", structure, segments, windows, kv_heads, blocks, device)
+
+
+def work_of_keys(
+    structure: CallStructure,
+    segments: Sequence[Segment],
+    windows: HeadWindows | None,
+    kv_heads: int,
+    blocks: tuple[int, int],
+    device: torch.device,
+) -> Work:
+    """Blocks of keys, by the number of queries that read them; arguments as `work_of_queries`."""
+    return _work("keys", structure, segments, windows, kv_heads, blocks, device)
+
+
+def _work(
+    of: str,
+    structure: CallStructure,
+    segments: Sequence[Segment],
+    windows: HeadWindows | None,
+    kv_heads: int,
+    blocks: tuple[int, int],
+    device: torch.device,
+) -> Work:
+    memo, key = structure._memo, ("triton", of, windows, kv_heads, blocks, device)
+    if key not in memo:
+        make = _of_queries if of == "queries" else _of_keys
+        memo[key] = _remembered(
+            (key, structure.causal, tuple(segments)),
+            lambda: _placed(
+                np.array(segments, dtype=np.int32).reshape(-1, 6),
+                make(structure.causal, segments, windows, kv_heads, blocks),
+                windows,
+                device,
+            ),
+        )
+    work: Work = memo[key]
+    return work
+
+
+def _placed(
+    segments: NDArray[np.int32], entries: NDArray[np.int32], windows: HeadWindows | None, device: torch.device
+) -> Work:
+    """The tables in one copy to the device."""
+    rules = np.array(windows or (), dtype=np.int32).ravel()
+    parts = [segments.ravel(), entries.ravel(), rules]
+    table = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
+    a, b, c = table.split([len(part) for part in parts])
+    return Work(a.view(-1, 6), b.view(-1, 3), c.view(-1, 2) if windows else b)
+
+
+def _tiles(lengths: NDArray[np.int64], block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Segment and first row of every tile."""
+    counts = -(-lengths // block)
+    segment = np.repeat(np.arange(len(lengths)), counts)
+    before = np.repeat(counts.cumsum() - counts, counts)
+    return segment, (np.arange(len(segment)) - before) * block
+
+
+def _of_queries(
+    causal: bool,
+    segments: Sequence[Segment],
+    windows: HeadWindows | None,
+    kv_heads: int,
+    blocks: tuple[int, int],
+) -> NDArray[np.int32]:
+    table = np.array(segments, dtype=np.int64).reshape(-1, 6)
+    segment, first = _tiles(table[:, 2], blocks[0])
+    of = table[segment]
+    low = first + of[:, 5]
+    high = np.minimum(first + blocks[0], of[:, 2]) - 1 + of[:, 5]
+    k_len = of[:, 4]
+    costs = []
+    for window, sinks in windows or ((ALL, 0),) * kv_heads:
+        start = np.maximum(low - window + 1, 0) // blocks[1] * blocks[1]
+        stop = np.minimum(k_len, high + 1) if causal else np.minimum(k_len, high + window)
+        costs.append(np.maximum(stop - start, 0) + np.minimum(sinks, start))
+    return _longest_first(segment, first, costs)
+
+
+def _of_keys(
+    causal: bool,
+    segments: Sequence[Segment],
+    windows: HeadWindows | None,
+    kv_heads: int,
+    blocks: tuple[int, int],
+) -> NDArray[np.int32]:
+    table = np.array(segments, dtype=np.int64).reshape(-1, 6)
+    segment, first = _tiles(table[:, 4], blocks[1])
+    of = table[segment]
+    last = np.minimum(first + blocks[1], of[:, 4]) - 1
+    q_len, offset = of[:, 2], of[:, 5]
+    costs = []
+    for window, sinks in windows or ((ALL, 0),) * kv_heads:
+        start = np.maximum(first - offset, 0) if causal else np.maximum(first - window + 1 - offset, 0)
+        stop = np.where(first < sinks, q_len, np.minimum(q_len, last + window - offset))
+        costs.append(np.maximum(stop - start, 0))
+    return _longest_first(segment, first, costs)
+
+
+_RANKS = 16
+
+
+def _longest_first(
+    segment: NDArray[np.int64], first: NDArray[np.int64], costs: list[NDArray[np.int64]]
+) -> NDArray[np.int32]:
+    """Entries of all heads, those of most keys first.
+
+    Entries of about the same cost are ordered by head: programs that run at the same time then read the same keys.
+    """
+    cost = np.stack(costs)
+    heads = np.repeat(np.arange(len(costs)), len(segment))
+    rank = -(cost.ravel() * _RANKS // max(int(cost.max(initial=0)), 1))
+    order = np.lexsort((-cost.ravel(), heads, rank))
+    tile = order % max(len(segment), 1)
+    return np.stack([segment[tile], first[tile], heads[order]], axis=1).astype(np.int32)
+
+
+def shares_of(
+    counts: tuple[int, ...],
+    windows: HeadWindows | None,
+    sequences: int,
+    programs: int,
+    least: int,
+    device: torch.device,
+) -> tuple[Tensor, int]:
+    """How a step's keys are shared out: int32 `[entries, 5]`, and most shares of a head.
+
+    An entry is (head, share, shares of that head, its window, its sinks).
+
+    Args:
+        counts: Keys that each key/value head reads, at most.
+        windows: Of `head_windows`.
+        sequences: Sequences that are read alike.
+        programs: As many as keep the device busy.
+        least: Fewest keys worth a program.
+        device: Where the table goes.
+    """
+    span = max(least, -(-sum(counts) * sequences // programs))
+    shares = tuple(max(1, -(-count // span)) for count in counts)
+
+    def make() -> Tensor:
+        order = sorted(range(len(shares)), key=lambda head: -counts[head])
+        rules = windows or ((ALL, 0),) * len(shares)
+        entries = [(head, i, shares[head], *rules[head]) for head in order for i in range(shares[head])]
+        return torch.tensor(entries, dtype=torch.int32).to(device, non_blocking=True)
+
+    return _remembered(("shares", shares, windows, device), make), max(shares)

@@ -1,0 +1,150 @@
+"""Attention with gradients: the forward kernel keeps the log-sum-exp, two more compute the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.structure import CallStructure, Segment
+from ..windows import HeadWindows
+from .backward import of_keys, of_queries, prepare
+from .prefill import attend_forward, bulk_of
+from .sizes import Tile, padded, scale_of
+from .tables import work_of_keys, work_of_queries
+
+__all__ = ["attend_with_gradients"]
+
+
+def keys_tile(pad: int, windowed: bool) -> Tile:
+    """Of the kernel that walks the queries of a block of keys."""
+    if pad > 128:
+        return Tile(32, 64, 8, 2)
+    return Tile(64, 64, 4, 2) if windowed else Tile(64, 128, 8, 3)
+
+
+def queries_tile(pad: int) -> Tile:
+    """Of the kernel that walks the keys of a block of queries."""
+    if pad > 128:
+        return Tile(64, 32, 8, 2)
+    return Tile(64, 64, 4, 2)
+
+
+def attend_with_gradients(
+    request: AttentionRequest, segments: Sequence[Segment], windows: HeadWindows | None
+) -> AttentionResult:
+    """Attention whose output, and log-sum-exp if it is asked for, can be differentiated.
+
+    Raises:
+        ValueError: The scaling is not positive.
+    """
+    if request.scaling <= 0:
+        raise ValueError(
+            f"scaling: got {request.scaling}, expected more than 0 with gradients; use the sdpa backend"
+        )
+    out, lse = _Attention.apply(  # type: ignore[no-untyped-call]
+        request.query, request.key, request.value, request.sink_logits, request, segments, windows
+    )
+    return AttentionResult(out, lse if request.need_lse else None)
+
+
+class _Attention(torch.autograd.Function):
+    """The two passes as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        request: AttentionRequest,
+        segments: Sequence[Segment],
+        windows: HeadWindows | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        out, lse = attend_forward(request, segments, windows, keep_lse=True)
+        ctx.save_for_backward(query, key, value, sink, out, lse)
+        ctx.structure, ctx.scaling, ctx.softcap = request.structure, request.scaling, request.softcap
+        ctx.segments, ctx.windows = segments, windows
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, sink, out, lse = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(out)
+        call = (ctx.structure, ctx.scaling, ctx.softcap)
+        found = _gradients(
+            call, (query, key, value, sink), (out, lse), (grad, grad_lse), ctx.segments, ctx.windows
+        )
+        return (*found, None, None, None)
+
+
+def _gradients(
+    call: tuple[CallStructure, float, float | None],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    outputs: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
+    segments: Sequence[Segment],
+    windows: HeadWindows | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of queries, keys, values and learned sinks."""
+    query, key, value, sink = inputs
+    out, lse = outputs
+    grad, grad_lse = grads
+    structure, scaling, softcap = call
+    batch, heads, q_len, dim = query.shape
+    kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    pad, value_pad = padded(dim), padded(value_dim)
+    capped = softcap is not None
+    shift, sums = torch.empty((2, batch, heads, q_len), dtype=torch.float32, device=query.device)
+    prepare[(-(-q_len // 64), heads, batch)](
+        out, grad, lse, grad_lse.contiguous() if grad_lse is not None else lse, shift, sums,
+        *out.stride(), *grad.stride(), q_len, 1.4426950408889634 if capped else 1.0 / scaling,
+        DIM_V=value_dim, PAD_V=value_pad, HAS_GRAD_LSE=grad_lse is not None, BLOCK=64, num_warps=4,
+    )  # fmt: skip
+    rows = sum(s.q_len for s in segments) == batch * q_len
+    columns = sum(s.k_len for s in segments) == batch * kv_len
+    dq = (torch.empty if rows else torch.zeros)(
+        (batch, q_len, heads, dim), dtype=query.dtype, device=query.device
+    )
+    make = torch.empty if columns else torch.zeros
+    dk = make((batch, kv_len, kv_heads, dim), dtype=key.dtype, device=key.device)
+    dv = make((batch, kv_len, kv_heads, value_dim), dtype=value.dtype, device=value.device)
+    dq, dk, dv = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    if segments:
+        facts: dict[str, Any] = {
+            "GROUPS": heads // kv_heads, "DIM": dim, "DIM_V": value_dim, "PAD": pad, "PAD_V": value_pad,
+            "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": capped,
+        }  # fmt: skip
+        by_head = grad.transpose(1, 2)
+        strides = (*query.stride(), *key.stride(), *value.stride(), *grad.stride())
+        numbers = (*lse.stride()[:2], scale_of(scaling, softcap), scaling, softcap or 0.0)
+        tile = keys_tile(max(pad, value_pad), windows is not None or len(segments) > batch)
+        work = work_of_keys(structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device)
+        q_bulk, g_bulk = bulk_of(query, tile.rows), bulk_of(by_head, tile.rows)
+        bulk = q_bulk is not None and g_bulk is not None
+        of_keys[(work.entries.shape[0],)](
+            query, key, value, grad, q_bulk if bulk else query, g_bulk if bulk else grad, shift, sums, dk, dv,
+            work.segments, work.entries, work.rules, *strides, *dk.stride()[:3], *dv.stride()[:3], *numbers,
+            **facts, BULK=bulk, BLOCK_M=tile.rows, BLOCK_N=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        tile = queries_tile(max(pad, value_pad))
+        work = work_of_queries(
+            structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device
+        )
+        of_queries[(heads // kv_heads, work.entries.shape[0])](
+            query, key, value, grad, shift, sums, dq, work.segments, work.entries, work.rules, *strides,
+            *dq.stride()[:3], *numbers,
+            **facts, BLOCK_M=tile.rows, BLOCK_N=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    d_sink = None
+    if sink is not None:
+        # sums hold minus the gradient that a weight of one would take from the row
+        weight = torch.exp(sink.float()[None, :, None] - lse)
+        d_sink = (weight * sums).sum((0, 2)).to(sink.dtype)
+    return dq, dk, dv, d_sink

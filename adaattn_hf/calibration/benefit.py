@@ -1,0 +1,100 @@
+"""What a plan buys of a whole forward pass: exact and planned passes in turn, and the ratio of their times."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+
+import numpy as np
+import torch
+
+from ..attention.tap import Tap, tapping
+from ..plans.program import Program
+from ..stats.paired import student_quantile
+from .arms import exact_tap, plan_tap
+from .inputs import Inputs
+
+CONFIDENCE = 0.95
+MOST_ROUNDS = 15
+"""Rounds of passes that are short."""
+WORTH = 5.0
+"""Seconds that rounds beyond those asked for may take."""
+
+
+@dataclass(frozen=True)
+class Benefit:
+    """Times as fast as with exact attention.
+
+    Attributes:
+        length: Tokens of the sequence.
+        ratio: Geometric mean over the rounds of exact seconds over planned seconds.
+        low: Lower limit of the two-sided 95 % interval, by Student's t on the logarithms.
+        high: Upper limit.
+        rounds: Rounds, each of one exact and one planned pass.
+        clock: What the seconds are of.
+    """
+
+    length: int
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+    clock: str
+
+    def sentence(self) -> str:
+        """Returns the figure in words."""
+        return (
+            f"whole forward pass of {self.length} tokens: {self.ratio:.2f} times as fast as exact "
+            f"(95 %: {self.low:.2f} to {self.high:.2f}, {self.clock}, {self.rounds} rounds)"
+        )
+
+
+@torch.no_grad()
+def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) -> list[Benefit]:
+    """Returns what a plan buys at each length, all layers and the head of the last token counted.
+
+    Args:
+        inputs: The model and its text.
+        programs: The plan's programs by layer index.
+        rounds: Rounds at least, 2 or more.
+    """
+    found = []
+    for length, sample in inputs.samples.items():
+        tokens = inputs.readings(sample.joint[0])[0].tokens
+        seconds = _seconds(inputs, tokens, {"exact": exact_tap, "plan": plan_tap(programs)}, rounds)
+        logs = np.log(np.array(seconds["exact"]) / np.array(seconds["plan"]))
+        count = len(logs)
+        error = float(logs.std(ddof=1)) / math.sqrt(count)
+        spread = student_quantile((1 + CONFIDENCE) / 2, count - 1) * error
+        mean, clock = float(logs.mean()), "time" if tokens.is_cuda else "CPU time"
+        found.append(
+            Benefit(length, math.exp(mean), math.exp(mean - spread), math.exp(mean + spread), count, clock)
+        )
+    return found
+
+
+def _seconds(
+    inputs: Inputs, tokens: torch.Tensor, taps: Mapping[str, Tap], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each arm, one per round; a round before them warms up."""
+    model = inputs.model
+    options = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    if "use_cache" in signature(model.forward).parameters:
+        options["use_cache"] = False
+    clock: Callable[[], float] = time.perf_counter if tokens.is_cuda else time.process_time
+    found: dict[str, list[float]] = {name: [] for name in taps}
+    begin, turn = clock(), -1
+    while turn < rounds or (turn < MOST_ROUNDS and clock() - begin < WORTH):
+        turn += 1
+        for name, tap in taps.items():
+            with tapping(tap):
+                start = clock()
+                model(input_ids=tokens, **options)
+                if tokens.is_cuda:
+                    torch.cuda.synchronize(tokens.device)
+            if turn:
+                found[name].append(clock() - start)
+    return found

@@ -1,0 +1,174 @@
+"""What a calibration works on: an opened model, and the text that it is measured, re-scaled and proved on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import nn
+
+from ..plans import store
+from . import corpus, team
+from .arms import ModelArms, Progress, silent
+from .corpus import TokenSequence
+from .scoring import NEXT_TOKEN, Reading, Scoring
+from .settings import CalibrationSettings
+
+
+def unsaid(sentence: str) -> None:
+    """Tells nobody."""
+
+
+@dataclass(frozen=True)
+class LengthSample:
+    """Disjoint sequences of one length, by what they serve.
+
+    Attributes:
+        risk: Risks are measured on these.
+        joint: Whole plans are measured on these while one is searched for.
+        held_out: Plans are proved on these, each on sequences that no plan before it has seen; as many as the text
+            holds, up to what the settings can use.
+        fingerprint: Hash of the text that they were drawn from.
+    """
+
+    risk: tuple[TokenSequence, ...]
+    joint: tuple[TokenSequence, ...]
+    held_out: tuple[TokenSequence, ...]
+    fingerprint: str
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A model opened for calibration, and its text.
+
+    Attributes:
+        model: In evaluation mode.
+        arms: The model as body and head.
+        settings: How the plan is made.
+        scoring: What the model is scored on.
+        samples: By length, the text.
+        own_numbers: Whether the layers were numbered by this package; the model has no numbers of its own.
+        progress: Told what is being done.
+        say: Told in words what the user should know before it takes time.
+        other_source: Whether the held-out text is of a source of its own.
+        team: The processes that share the work.
+    """
+
+    model: nn.Module
+    arms: ModelArms
+    settings: CalibrationSettings
+    scoring: Scoring
+    samples: Mapping[int, LengthSample]
+    own_numbers: bool
+    progress: Progress = silent
+    say: Callable[[str], None] = unsaid
+    other_source: bool = False
+    team: team.Team = field(default_factory=team.present)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all text that was drawn from."""
+        words = "".join(f"{length}:{sample.fingerprint}" for length, sample in sorted(self.samples.items()))
+        return hashlib.sha256(words.encode()).hexdigest()
+
+    def readings(self, sequence: TokenSequence) -> list[Reading]:
+        """Returns the passes over a sequence."""
+        return self.scoring.readings(sequence.tokens, self.settings.seed, self.arms.device)
+
+    def with_settings(self, settings: CalibrationSettings) -> Inputs:
+        """Returns the same model and text under settings that ask for another budget; the sample must be the same.
+
+        Raises:
+            ValueError: If what is measured would be another.
+        """
+        settings = replace(settings, windows=self.scoring.windows(settings.windows))
+        if settings.measured() != self.settings.measured():
+            raise ValueError(
+                f"settings: got {settings.measured()}, expected those that the measurement was made with, "
+                f"{self.settings.measured()}; measure again"
+            )
+        return replace(self, settings=settings)
+
+
+def open_inputs(
+    model: nn.Module,
+    encode: Callable[[str], Sequence[int]],
+    data: Sequence[str | Path],
+    settings: CalibrationSettings,
+    *,
+    verify_data: Sequence[str | Path] | None = None,
+    scoring: Scoring = NEXT_TOKEN,
+    progress: Progress = silent,
+    say: Callable[[str], None] = unsaid,
+) -> Inputs:
+    """Opens a model for calibration and draws its text.
+
+    Args:
+        model: A model loaded with `attn_implementation="adaattn"`.
+        encode: Text to token ids, without special tokens.
+        data: Files and directories of text.
+        settings: How the plan is made.
+        verify_data: Held-out text of another source; disjoint parts of `data` when absent.
+        scoring: What the model is scored on.
+        progress: Told what is being done.
+        say: Told in words what the user should know before it takes time.
+
+    Raises:
+        ValueError: If the model cannot carry a plan, or the text is too short.
+    """
+    settings = replace(settings, windows=scoring.windows(settings.windows))
+    if model.config._attn_implementation != "adaattn":  # type: ignore[union-attr]
+        raise ValueError(
+            f"attn_implementation is {model.config._attn_implementation!r}, expected 'adaattn': "  # type: ignore[union-attr]
+            'load the model with from_pretrained(..., attn_implementation="adaattn")'
+        )
+    model.eval()
+    positions = most_positions(model)
+    if positions is not None and settings.lengths[-1] > positions:
+        raise ValueError(
+            f"lengths is {list(settings.lengths)}, expected at most the {positions} tokens that "
+            f"{type(model).__name__} has positions for; give shorter lengths"
+        )
+    own_numbers = store.number_layers(model)
+    arms = ModelArms(model)
+    samples = {
+        length: _draw(data, verify_data, encode, scoring.content(length), settings)
+        for length in settings.lengths
+    }
+    return Inputs(
+        model, arms, settings, scoring, samples, own_numbers, progress, say, verify_data is not None
+    )
+
+
+def _draw(
+    data: Sequence[str | Path],
+    verify_data: Sequence[str | Path] | None,
+    encode: Callable[[str], Sequence[int]],
+    length: int,
+    settings: CalibrationSettings,
+) -> LengthSample:
+    """The text of one length; `length` counts tokens of text."""
+    s = settings
+    own = {"risk": s.sequences, "joint": s.joint}
+    held = {"held_out": s.held_out}
+    spare = s.most_held_out * (s.tries + s.bolder) - s.held_out
+    if verify_data is None:
+        sample = corpus.draw(data, encode, length, {**own, **held}, s.seed, spare)
+        parts, fingerprint = sample.parts, f"{sample.fingerprint}:"
+    else:
+        first = corpus.draw(data, encode, length, own, s.seed)
+        second = corpus.draw(verify_data, encode, length, held, s.seed, spare)
+        parts, fingerprint = {**first.parts, **second.parts}, f"{first.fingerprint}:{second.fingerprint}"
+    risk, joint, held_out = (tuple(parts[use]) for use in ("risk", "joint", "held_out"))
+    return LengthSample(risk, joint, held_out, fingerprint)
+
+
+def most_positions(model: nn.Module) -> int | None:
+    """Returns the most tokens that a model with a table of positions can read, `None` without such a table."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("position_embeddings", "wpe") and isinstance(module, nn.Embedding):
+            # RoBERTa and its kin count from behind the padding token
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return None

@@ -1,0 +1,175 @@
+"""Pass zero of calibration: what the attention layers of a model are, and the choices that their heads have.
+
+One sequence of each length is run exactly. It gives the mean keys and Gram matrices that int8 and ranks need, and
+the calls that are timed for the prices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.request import AttentionRequest
+from ..attention.tap import tapping
+from ..plans import store
+from ..plans.tensors import LayerTensors
+from ..policy.candidates import Candidates, candidates
+from ..stats.spectrum import Gram, score_factors
+from . import fisher
+from .inputs import Inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """The attention layers of a model, as one pass over text found them.
+
+    Attributes:
+        model_type: `config.model_type` of the model with the attention modules.
+        dtype: Dtype of the attention weights, `float32` and so on.
+        indices: Indices of the layers, rising.
+        kv_heads: Key/value heads of each layer.
+        hashes: By layer: hash of the attention weights.
+        model_hash: Hash of all weights of the model.
+        windows: By layer: the model's own window, `None` without one.
+        candidates: The choices of each unit (a key/value head of a layer).
+        tensors: By layer: mean keys, and bases of ranks.
+        calls: By length: the call of a layer in the middle of the model, which is timed.
+        local_calls: By the window of layers that are timed apart: their call, by length.
+        seconds: By length: how long the pass over one sequence took, by the clock on the wall.
+    """
+
+    model_type: str
+    dtype: str
+    indices: tuple[int, ...]
+    kv_heads: int
+    hashes: Mapping[int, str]
+    model_hash: str
+    windows: Mapping[int, int | None]
+    candidates: Candidates
+    tensors: Mapping[int, LayerTensors]
+    calls: Mapping[int, AttentionRequest]
+    local_calls: Mapping[int, Mapping[int, AttentionRequest]]
+    seconds: Mapping[int, float]
+
+    @property
+    def units(self) -> list[tuple[int, int]]:
+        """Layer and key/value head of each unit."""
+        return [(layer, head) for layer in self.indices for head in range(self.kv_heads)]
+
+    @property
+    def kinds(self) -> dict[int, int | None]:
+        """By layer: the window of layers that are priced apart, `None` for those of the kind priced first."""
+        return {layer: own if own in self.local_calls else None for layer, own in self.windows.items()}
+
+
+def observe_layers(inputs: Inputs) -> Layers:
+    """Runs one sequence of each length and returns what the layers are.
+
+    Raises:
+        ValueError: If no plan could name or serve the layers, or the scoring is for another kind of model.
+    """
+    moments = fisher.Moments()
+    calls: dict[int, AttentionRequest] = {}
+    local_calls: dict[int, dict[int, AttentionRequest]] = {}
+    seconds: dict[int, float] = {}
+    for number, length in enumerate(sorted(inputs.samples)):
+        inputs.progress("moments", number, len(inputs.samples))
+        start = time.perf_counter()
+        seen = _calls(inputs, moments, length)
+        seconds[length] = time.perf_counter() - start
+        whole = [request for request in seen if request.structure.window is None] or seen
+        calls[length] = whole[len(whole) // 2]
+        for request in seen:
+            own = request.structure.window
+            if own is not None and own != calls[length].structure.window:
+                local_calls.setdefault(own, {})[length] = request
+    inputs.progress("moments", len(inputs.samples), len(inputs.samples))
+    _refuse_other_scoring(inputs, moments)
+    indices = tuple(sorted(moments.shapes))
+    kv_heads = {moments.shapes[index][1] for index in indices}
+    if len(kv_heads) != 1:
+        raise ValueError(
+            f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them"
+        )
+    model_type = str(_attention_config(inputs.model).model_type)
+    modules = dict(store.attention_modules(inputs.model, model_type))
+    dtype, settings = store.module_dtype(modules[indices[0]]), inputs.settings
+    found = candidates(
+        settings.lengths[-1],
+        min(shape[2] for shape in moments.shapes.values()),
+        dtype,
+        settings.families,
+        settings.windows,
+        settings.masses,
+        inputs.scoring.causal,
+    )
+    return Layers(
+        model_type=model_type,
+        dtype=dtype,
+        indices=indices,
+        kv_heads=kv_heads.pop(),
+        hashes={index: store.weight_hash(modules[index]) for index in indices},
+        model_hash=store.model_hash(inputs.arms.model),
+        windows=dict(moments.windows),
+        candidates=found,
+        tensors={index: _layer_tensors(moments.grams[index], found, inputs.arms.device) for index in indices},
+        calls=calls,
+        local_calls=local_calls,
+        seconds=seconds,
+    )
+
+
+def _calls(inputs: Inputs, moments: fisher.Moments, length: int) -> list[AttentionRequest]:
+    """The attention calls of one sequence of a length, whose moments are added up."""
+    seen: list[AttentionRequest] = []
+
+    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
+        seen.append(request)
+        return moments.tap(module, request)
+
+    with torch.no_grad(), tapping(tap):
+        inputs.arms.hidden(inputs.readings(inputs.samples[length].risk[0])[0])
+    if not seen:
+        raise ValueError(
+            "the model made no attention call through adaattn; it may not use the attention interface"
+        )
+    return seen
+
+
+def _refuse_other_scoring(inputs: Inputs, moments: fisher.Moments) -> None:
+    scoring = inputs.scoring
+    if set(moments.causal.values()) == {scoring.causal}:
+        return
+    kinds = sorted({"causal" if causal else "bidirectional" for causal in moments.causal.values()})
+    raise ValueError(
+        f"scoring: {type(scoring).__name__} is for {'causal' if scoring.causal else 'bidirectional'} attention, this "
+        f"model's is {' and '.join(kinds)}; calibrate a masked-language model with scoring=MaskedTokens.of(tokenizer), "
+        "a causal one with the default"
+    )
+
+
+def _attention_config(model: nn.Module) -> Any:
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "config") and hasattr(module, "is_causal"):
+            return module.config
+    raise ValueError("the model has no attention modules with a layer_idx; a plan could not name its layers")
+
+
+def _layer_tensors(gram: Gram, found: Candidates, device: torch.device) -> LayerTensors:
+    """Mean keys of a layer, and its bases where some choice has a rank."""
+    columns = max(choice.columns for choice in found.choices)
+    key_mean = gram.key_mean.float().to(device)
+    if not columns:
+        return LayerTensors(key_mean)
+    query_basis, key_basis = score_factors(gram.centred(), columns)
+    heads = range(key_mean.shape[0])
+    return LayerTensors(
+        key_mean,
+        {head: query_basis[head].float().to(device) for head in heads},
+        {head: key_basis[head].float().to(device) for head in heads},
+    )

@@ -1,0 +1,303 @@
+"""The search for a plan: the knapsack inside a budget, and the loss of whole plans measured on calibration text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..plans.choices import Choice
+from ..plans.plan import Plan
+from ..plans.program import Program
+from ..policy.acceptance import Gates
+from ..policy.aim import LossLaw, Observation
+from ..policy.decisive import decisive_pairs
+from ..policy.knapsack import Allocation, Array, allocate
+from ..policy.risk import rescale
+from . import verify
+from .arms import compare_all, plan_tap, programs_of
+from .assemble import make_plan
+from .measure import Measurement, Pair, measure_directly
+
+JOINT_STEPS = 5
+"""Plans measured at most before one is verified."""
+MOST_JOINT_STEPS = 8
+"""The same, as long as none was within what is afforded."""
+TOLERANCE = 0.03
+"""Share by which a plan may be beyond what is afforded: the margin to the budget is larger."""
+CLOSE = 0.85
+"""Share of what is afforded from which a plan is near enough."""
+
+Picks = NDArray[np.int64]
+"""`[units]`, the place among the candidates of each unit's choice."""
+
+
+def solve(
+    measurement: Measurement,
+    budget: Array,
+    demoted: Sequence[int] = (),
+    allowed: Callable[[Choice], bool] | None = None,
+) -> Allocation:
+    """Returns the cheapest allocation inside a budget per length, some units exact, of allowed choices alone."""
+    risks = measurement.risks()
+    for place, choice in enumerate(measurement.layers.candidates.choices):
+        if place and allowed is not None and not allowed(choice):
+            risks[:, :, place] = np.inf
+    for unit in demoted:
+        risks[:, unit, 1:] = np.inf
+    return allocate(measurement.prices, risks, budget, measurement.launches)
+
+
+def programs(measurement: Measurement, picks: Picks) -> dict[int, Program]:
+    """Returns the programs of an allocation by layer index."""
+    return programs_of(make_plan(measurement, picks), measurement.layers.tensors)
+
+
+def picks_of(measurement: Measurement, plan: Plan) -> Picks:
+    """Returns the place among the candidates of each unit's choice in a plan."""
+    candidates = measurement.layers.candidates.choices
+    exact = (candidates[0],) * measurement.layers.kv_heads
+    by_layer = {layer.layer: layer.choices for layer in plan.layers}
+    chosen = [choice for index in measurement.layers.indices for choice in by_layer.get(index, exact)]
+    return np.array([candidates.index(choice) for choice in chosen], dtype=np.int64)
+
+
+def refine(measurement: Measurement, found: Allocation, budget: Array, count: int) -> Measurement:
+    """Returns the measurement with the pairs that decide an allocation measured directly, at most `count` of them."""
+    pairs: list[Pair] = decisive_pairs(found.picks, measurement.prices, measurement.risks(), budget, count)
+    return measure_directly(measurement, pairs) if pairs else measurement
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A whole plan, measured on the sequences set aside for that.
+
+    Attributes:
+        kl: Mean KL, nats/token.
+        flips: Tokens whose likeliest token changes, per token.
+        kl_p999: 99.9th percentile of the KL of a token, nats.
+        observed: Loss of each sequence.
+        kl_by_source: Mean KL by source of the text.
+    """
+
+    kl: float
+    flips: float
+    kl_p999: float
+    observed: Observation
+    kl_by_source: Mapping[str, float]
+
+
+@dataclass(eq=False)
+class JointPasses:
+    """Whole plans measured on the sequences set aside for it, and on held-out text; exact states are kept.
+
+    Attributes:
+        measurement: Risks and prices of a model.
+    """
+
+    measurement: Measurement
+    _exact: dict[int, list[list[Tensor]]] = field(default_factory=dict)
+    _held: dict[int, dict[int, list[Tensor]]] = field(default_factory=dict)
+
+    def joint(self, picks: Picks, length: int) -> Joint:
+        """Returns what an allocation costs on the sequences set aside for that."""
+        inputs = self.measurement.inputs
+        tap = plan_tap(programs(self.measurement, picks))
+        sequences = inputs.samples[length].joint
+        parts = [inputs.readings(sequences[number]) for number in inputs.team.mine(len(sequences))]
+        if length not in self._exact:
+            self._exact[length] = [[inputs.arms.exact(one) for one in readings] for readings in parts]
+        mine = [
+            compare_all(inputs.arms, readings, tap, states)
+            for readings, states in zip(parts, self._exact[length], strict=True)
+        ]
+        scores = inputs.team.gather(mine, len(sequences))
+        by_sequence = np.array([one.kl.mean() for one in scores])
+        sources = tuple(sequence.source for sequence in sequences)
+        kl = float(by_sequence.mean())
+        return Joint(
+            kl=kl,
+            flips=1.0 - float(np.mean([one.agree.mean() for one in scores])),
+            kl_p999=float(np.quantile(np.concatenate([one.kl[0] for one in scores]), 0.999)),
+            observed=Observation(kl, np.array([one.delta.mean() for one in scores]), sources),
+            kl_by_source={
+                name: float(by_sequence[[source == name for source in sources]].mean())
+                for name in dict.fromkeys(sources)
+            },
+        )
+
+    def held_out(self, picks: Picks, length: int) -> dict[str, float]:
+        """Returns what the first held-out shard of a length says about an allocation, and its price ratio there."""
+        inputs = self.measurement.inputs
+        sequences = inputs.samples[length].held_out[: inputs.settings.held_out]
+        states = self._held.setdefault(length, {})
+        evidence = verify.gather(
+            inputs.arms, programs(self.measurement, picks), sequences, scoring=inputs.scoring, states=states
+        )
+        bound = evidence.bound(0.95)
+        return {
+            "delta_nll": bound.mean,
+            "upper": bound.upper,
+            "kl": float(np.concatenate(evidence.kl).mean()),
+            "top1": evidence.agree / bound.tokens,
+            "ratio": self.measurement.ratio(picks, length),
+        }
+
+    def evaluate(self, picks: Picks) -> dict[str, float]:
+        """Returns predicted and measured loss and the price ratio of an allocation at the longest length."""
+        units = np.arange(len(self.measurement.layers.units))
+        risk = float(self.measurement.risks()[-1, units, picks].sum())
+        return {"predicted": risk, **self.held_out(picks, self.measurement.inputs.settings.lengths[-1])}
+
+    def uniform(self, choice: Choice) -> dict[str, float]:
+        """Returns the same for one choice on every unit."""
+        layers = self.measurement.layers
+        return self.evaluate(np.full(len(layers.units), layers.candidates.choices.index(choice)))
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a plan is aimed at, by length.
+
+    Attributes:
+        laws: How loss follows the KL there.
+        gates: What must hold.
+        level: Error rate of the proof.
+        share: Share of the budget that the predicted bound is to take.
+        looks: Held-out sequences of the first look, and the most there may be.
+    """
+
+    laws: Mapping[int, LossLaw]
+    gates: Gates
+    level: float
+    share: float
+    looks: tuple[int, int]
+
+    def sequences(self, length: int) -> int:
+        """Returns how many held-out sequences are enough for the proof at a length."""
+        return self.laws[length].shard(self.share * self.gates.budget, *self.looks, self.level)
+
+    def affordable(self, length: int, flips_per_root: float, tail_per_kl: float) -> float:
+        """Returns the KL at which the first of the gates is reached but for a margin, nats/token.
+
+        Args:
+            length: Length bin.
+            flips_per_root: Flips per token over the root of the KL; 0 as long as nothing was measured.
+            tail_per_kl: 99.9th percentile of the KL over its mean; 0 likewise.
+        """
+        budget = self.share * self.gates.budget
+        limits = [self.laws[length].affordable(budget, self.sequences(length), self.level), budget]
+        if flips_per_root > 0.0:
+            limits.append((self.share * (1.0 - self.gates.top1) / flips_per_root) ** 2)
+        if tail_per_kl > 0.0:
+            limits.append(self.share * self.gates.kl_p999 / tail_per_kl)
+        return min(limits)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan that a search settled on.
+
+    Attributes:
+        allocation: Its choices.
+        joint: By length, what it costs on calibration text.
+        predicted: By length, its risk re-scaled before it was measured, nats/token.
+        reached: The largest share of what the gates afford that its KL takes.
+    """
+
+    allocation: Allocation
+    joint: Mapping[int, Joint]
+    predicted: Mapping[int, float]
+    reached: float
+
+
+def seek(
+    passes: JointPasses,
+    aim: Aim,
+    alpha: Array,
+    demoted: Sequence[int],
+    history: list[dict[str, Any]],
+    taught: Callable[[Aim, int, list[Joint]], Aim],
+) -> tuple[Found | None, Array]:
+    """Returns the fastest plan that the gates are predicted to afford, `None` if none saves anything.
+
+    The first plan is chosen by the sum of its risks. Its measured KL says how far the sum is off at every length;
+    from then on one factor scales what is spent at all lengths, and a bracket of a plan that is within and one that
+    is beyond closes around what is afforded.
+
+    Args:
+        passes: Measures whole plans.
+        aim: What the plan is aimed at.
+        alpha: `[lengths]`, factors of risk of earlier searches.
+        demoted: Units that must be exact.
+        history: Takes what was predicted and measured.
+        taught: Returns the aim after plans were measured at a length.
+    """
+    measurement = passes.measurement
+    lengths, progress = measurement.inputs.settings.lengths, measurement.inputs.progress
+    within: Found | None = None
+    low, high, scale = 0.0, math.inf, 1.0
+    seen: dict[int, list[Joint]] = {length: [] for length in lengths}
+    afforded = np.array([aim.affordable(length, 0.0, 0.0) for length in lengths])
+    for step in range(MOST_JOINT_STEPS):
+        if step >= JOINT_STEPS and within is not None:
+            break
+        progress("joint", min(step, JOINT_STEPS - 1), JOINT_STEPS)
+        found = solve(measurement, scale * afforded / alpha, demoted)
+        if not found.picks.any() or (within and np.array_equal(found.picks, within.allocation.picks)):
+            break
+        joint = {length: passes.joint(found.picks, length) for length in lengths}
+        for length in lengths:
+            seen[length].append(joint[length])
+            aim = taught(aim, length, seen[length])
+        measured = np.array([joint[length].kl for length in lengths])
+        predicted = found.risk * alpha
+        if step == 0:  # what the sum of risks is off by at each length is known from here on
+            alpha = np.array([rescale(a, p, m) for a, p, m in zip(alpha, predicted, measured, strict=True)])
+        afforded = np.array([aim.affordable(length, *_laws_of_gates(seen[length])) for length in lengths])
+        reached = float((measured / afforded).max())
+        history.append(
+            {
+                "predicted": predicted.tolist(),
+                "measured": measured.tolist(),
+                "afforded": afforded.tolist(),
+                "flips": [joint[length].flips for length in lengths],
+                "kl_p999": [joint[length].kl_p999 for length in lengths],
+                "delta_nll": [float(joint[length].observed.deltas.mean()) for length in lengths],
+            }
+        )
+        candidate = Found(found, joint, dict(zip(lengths, predicted.tolist(), strict=True)), reached)
+        if reached <= 1.0 + TOLERANCE and (within is None or found.price < within.allocation.price):
+            within = candidate
+        if CLOSE <= reached <= 1.0 + TOLERANCE:
+            break
+        if step == 0:
+            continue
+        if reached <= 1.0 + TOLERANCE:
+            low = scale
+        else:
+            high = scale
+        bracketed = low > 0.0 and high < math.inf
+        scale = math.sqrt(low * high) if bracketed else scale * float(np.clip(1.0 / reached, 0.25, 4.0))
+    progress("joint", JOINT_STEPS, JOINT_STEPS)
+    return within, alpha
+
+
+def _laws_of_gates(joints: Sequence[Joint]) -> tuple[float, float]:
+    """Flips over the root of the KL, and the 99.9th percentile over the mean, as plans showed them."""
+    useful = [joint for joint in joints if joint.kl > 0.0]
+    if not useful:
+        return 0.0, 0.0
+    flips = float(np.median([joint.flips / math.sqrt(joint.kl) for joint in useful]))
+    return flips, float(np.median([joint.kl_p999 / joint.kl for joint in useful]))
+
+
+def unit_losses(measurement: Measurement, picks: Picks, alpha: Array) -> Array:
+    """Returns the re-scaled risk `[units]` of an allocation, at the length where it is largest."""
+    risk = (measurement.risks() * alpha[:, None, None]).max(axis=0)
+    return np.asarray(risk[np.arange(len(picks)), picks])

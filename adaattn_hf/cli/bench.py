@@ -1,0 +1,261 @@
+"""`adaattn bench`: how fast, against every stock implementation that is here, on a grid that is data."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from adaattn_hf.eval.bench.grid import Cell, Grid, read_grid
+from adaattn_hf.eval.bench.measure import measure
+from adaattn_hf.eval.bench.model import model_works
+from adaattn_hf.eval.bench.report import markdown, verdict
+from adaattn_hf.eval.bench.work import Work, absent_peers, attention_works, missing
+from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.eval.timing import peak_bytes, spread
+from adaattn_hf.patches.checkpoint import known_implementations, resolve_device
+
+from .._files import write_atomically
+from ..errors import EvalError, UsageError, unknown
+from .interrupt import leave
+from .json_output import AsJson, print_reports, tables_aside
+from .options import writable
+
+__all__ = ["bench", "run_cell"]
+
+OURS = "adaattn"
+# What an implementation raises that cannot do a cell; anything else is a fault of ours and stops the run.
+_REFUSALS = (NotImplementedError, ValueError, RuntimeError, ImportError)
+
+
+def bench(
+    only: Annotated[str, typer.Option(help="Regular expression; cells whose title it matches.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Samples per implementation and cell.")] = 7,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of torch; 0 leaves them as they are.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    implementations: Annotated[
+        str, typer.Option(help="Stock names, comma-separated; by default all of the grid that are here.")
+    ] = "",
+    ours: Annotated[str, typer.Option(help="Our name: adaattn, adaattn_sdpa, …")] = OURS,
+    output: Annotated[Path | None, typer.Option(help="JSON to write; a `.md` is written beside it.")] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="Where the Markdown goes instead, e.g. BENCHMARKS.md.")
+    ] = None,
+    gate: Annotated[bool, typer.Option(help="Exit with 1 if a cell is below its floor, twice.")] = False,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, too.")] = True,
+    grid: Annotated[Path | None, typer.Option(help="Another grid than the one of the package.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the speed of attention and of whole models against stock attention.
+
+    Every implementation does the same work on the same numbers in one process, in turn. Ratios are taken per round.
+    Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage.
+    """
+    try:
+        where = resolve_device(device)
+        data = read_grid(grid, where.type)
+        cells = _cells(data, only)
+        _known([ours, *(name for name in implementations.split(",") if name)])
+        if output is not None:
+            writable(output.parent, "output")
+    except ValueError as error:
+        leave(UsageError(str(error)))
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            kept = output or (Path(scratch) / "bench.json" if as_json else None)
+            with tables_aside(as_json):
+                failed = _run(
+                    cells, data, rounds, threads, where, implementations, ours, kept, table, gate, memory
+                )
+            if as_json and kept is not None:
+                print_reports([kept])
+    except EvalError as error:
+        leave(error)
+    if gate and failed:
+        raise typer.Exit(1)
+
+
+def _known(names: list[str]) -> None:
+    """Refuses names that no attention goes by; what is only not installed here is no mistake.
+
+    Raises:
+        UsageError: For the first unknown name.
+    """
+    known = known_implementations()
+    for name in names:
+        if name not in known:
+            raise UsageError(unknown("attention implementation", name, known))
+
+
+def _cells(data: Grid, only: str) -> list[Cell]:
+    """The cells whose title matches.
+
+    Raises:
+        UsageError: None does, or `only` is no regular expression.
+    """
+    titles = ", ".join(cell.title for cell in data.cells)
+    try:
+        pattern = re.compile(only)
+    except re.error as error:
+        raise UsageError(f"--only: got {only!r}, which is no regular expression ({error})") from error
+    found = [cell for cell in data.cells if pattern.search(cell.title)]
+    if not found:
+        raise UsageError(f"--only: got {only!r}, which matches no cell; known: {titles}")
+    return found
+
+
+def _run(
+    cells: list[Cell],
+    data: Grid,
+    rounds: int,
+    threads: int,
+    where: torch.device,
+    implementations: str,
+    ours: str,
+    output: Path | None,
+    table: Path | None,
+    gate: bool,
+    memory: bool,
+) -> list[str]:
+    """Measures, prints and writes; returns a line for each cell that is below its floor."""
+    if threads:
+        torch.set_num_threads(threads)
+    console = Console()
+    names = [name for name in implementations.split(",") if name] or list(data.stock)
+    absent = {name: why for name in names if (why := missing(name, where)) is not None}
+    present = [name for name in names if name not in absent]
+    report: dict[str, Any] = {
+        "provenance": provenance(where),
+        "rounds": rounds,
+        "ours": ours,
+        "absent": absent,
+        "peers": absent_peers(data),
+        "slower": data.slower,
+        "cells": [],
+    }
+    # a run of some cells keeps the others' figures, each with the commit that it was measured at
+    earlier = _earlier(output, report)
+    failed = []
+    for cell in cells:
+        found = run_cell(cell, [ours, *present], data, rounds, where, memory)
+        if gate and _below(found):
+            # a neighbour on the machine may have disturbed it; a real loss shows twice
+            found = run_cell(cell, [ours, *present], data, rounds, where, memory)
+        if _below(found):
+            failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
+        found["commit"] = report["provenance"]["commit"]
+        earlier[cell.title] = found
+        report["cells"] = [
+            {**earlier[known.title], "note": known.note} for known in data.cells if known.title in earlier
+        ]
+        console.print(_line(found))
+        gc.collect()
+        if output is not None:
+            # after every cell: an interrupted run keeps what it measured
+            write_atomically(output, (json.dumps(report, indent=1) + "\n").encode())
+            write_atomically(table or output.with_suffix(".md"), markdown(report, output.name).encode())
+    if gate:
+        for line in failed:
+            console.print(f"below its floor: {line}")
+    return failed
+
+
+def _earlier(output: Path | None, report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Cells that a file holds already; only what the same machine and versions measured in the same way is kept."""
+    if output is None or not output.exists():
+        return {}
+    old = json.loads(output.read_text(encoding="utf-8"))
+    same = ("versions", "python", "cpu", "cores", "threads", "device")
+    if old["ours"] != report["ours"] or any(
+        old["provenance"][name] != report["provenance"][name] for name in same
+    ):
+        return {}
+    return {cell["title"]: cell for cell in old["cells"]}
+
+
+def _below(found: dict[str, Any]) -> bool:
+    return found["ratio_best"] is not None and found["ratio_best"]["wall"]["median"] < found["floor"]
+
+
+def run_cell(
+    cell: Cell, names: list[str], grid: Grid, rounds: int, device: torch.device, memory: bool
+) -> dict[str, Any]:
+    """All figures of one cell; the first name is ours, the others are compared with it."""
+    ways: dict[str, Work] = {}
+    refused: dict[str, str] = {}
+    errors: dict[str, float] = {}
+    mine: Any = None
+    make = (
+        attention_works(cell, device) if cell.level == "attention" else model_works(cell, grid.models, device)
+    )
+    for name in names:
+        try:
+            work = make(name)
+            result = work()
+        except _REFUSALS as refusal:
+            if name == names[0]:
+                raise
+            refused[name] = str(refusal).splitlines()[0][:200] if str(refusal) else type(refusal).__name__
+            continue
+        if mine is None:
+            mine = result.detach()
+        else:
+            errors[name] = _difference(cell, mine, result.detach())
+        ways[OURS if name == names[0] else name] = work
+    times = measure(ways, rounds, device)
+    ratios = {
+        name: {
+            clock: spread([a / b for a, b in zip(times[name][clock], times[OURS][clock], strict=True)])
+            for clock in ("wall", "process")
+        }
+        for name in ways
+        if name != OURS
+    }
+    best = min(ratios, key=lambda name: ratios[name]["wall"]["median"], default=None)
+    return {
+        "title": cell.title,
+        "level": cell.level,
+        "target": cell.target,
+        "floor": cell.floor,
+        "times": {
+            name: {clock: spread(values) for clock, values in clocks.items()}
+            for name, clocks in times.items()
+        },
+        "ratios": ratios,
+        "best": best,
+        "ratio_best": None if best is None else ratios[best],
+        "difference": errors,
+        "peak_bytes": {name: peak_bytes(work, device)[0] for name, work in ways.items()} if memory else {},
+        "refused": refused,
+    }
+
+
+def _difference(cell: Cell, mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference on rows that are no padding, relative to the largest value."""
+    mine, theirs = mine.float(), theirs.float()
+    if cell.padding is not None and mine.ndim > 1 and mine.shape[1] == cell.keys > 1:
+        keep = torch.zeros(cell.batch, cell.q_len, dtype=torch.bool, device=mine.device)
+        for row, length in enumerate(cell.lengths):
+            keep[row, cell.q_len - length if cell.padding == "left" else 0 :][:length] = True
+        mine, theirs = mine[keep], theirs[keep]
+    return float((mine - theirs).abs().max() / theirs.abs().max())
+
+
+def _line(found: dict[str, Any]) -> str:
+    ours = found["times"][OURS]["wall"]["median"] * 1e3
+    others = ", ".join(f"{name} {entry['wall']['median']:.2f}x" for name, entry in found["ratios"].items())
+    reached = verdict(found)
+    return f"{found['title']}: {ours:.3g} ms; {others}" + (
+        f" (target {found['target']:g} {reached})" if reached else ""
+    )
+
+
+if __name__ == "__main__":
+    typer.run(bench)

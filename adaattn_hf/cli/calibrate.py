@@ -1,0 +1,180 @@
+"""`adaattn calibrate`: a loss budget in, a verified plan beside the weights out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .interrupt import terminate_like_interrupt
+from .options import kinds, known_prices, share, texts, tokens, use_threads, writable
+
+
+def calibrate(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Hub id or directory of a causal or masked LM. Default: the packaged LLaMA."),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text: .txt, .jsonl with a field text, or directories of them; several sources count alike. "
+            "Default, for the packaged model: the packaged pages."
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Rise of the perplexity (0.1%) or nats/token (1e-3). Default: the preset's, or 0.1%."
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="A preset whose budget is taken: balanced, fast, long_context.")
+    ] = None,
+    verify_data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Held-out text of another source. Default: other parts of --data."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the plan goes. Default: MODEL, if it is a directory; adaattn-plan for the packaged model."
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Length bins in tokens, rising (4096 or 4k); longer sequences are exact. "
+            "Default: 4096, or what the model and the text can fill."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
+    sequences: Annotated[int, typer.Option(help="Sequences per length that risks are measured on.")] = 4,
+    rows: Annotated[int, typer.Option(help="Query rows sampled per sequence.")] = 256,
+    labels: Annotated[int, typer.Option(help="Label draws per sequence, one backward pass each.")] = 2,
+    direct: Annotated[
+        int, typer.Option(help="Pairs of head and choice whose loss forward passes of their own measure.")
+    ] = 0,
+    joint: Annotated[int, typer.Option(help="Sequences per length that re-scale the risks.")] = 3,
+    held_out: Annotated[
+        int, typer.Option(help="Held-out sequences per length at the first look at a plan.")
+    ] = 12,
+    most_held_out: Annotated[
+        int,
+        typer.Option(help="Held-out sequences per length at the last look, where the first do not decide."),
+    ] = 36,
+    tries: Annotated[int, typer.Option(help="Plans that may fail before the answer is exact.")] = 3,
+    bolder: Annotated[int, typer.Option(help="Bolder plans that may follow one that passed with room.")] = 2,
+    top1: Annotated[
+        str | None,
+        typer.Option(help="Least agreement on the likeliest token (99%). Default: as the budget."),
+    ] = None,
+    kl_p999: Annotated[
+        float | None,
+        typer.Option(help="Largest 99.9th percentile of the KL of a token, nats. Default: no such gate."),
+    ] = None,
+    needles: Annotated[
+        str | None,
+        typer.Option(help="Share of the needles that may be lost (2%). Default: 2% beyond chance."),
+    ] = None,
+    mask_share: Annotated[
+        float, typer.Option(help="Share of the tokens that a masked LM is asked for at a time.")
+    ] = 0.15,
+    maskings: Annotated[
+        int, typer.Option(help="Times that each sequence is masked anew, for a masked LM.")
+    ] = 4,
+    families: Annotated[
+        str, typer.Option(help="Kinds of choices: window,blocks,rank,bf16,int8.")
+    ] = "window,bf16,int8,rank",
+    decode_tokens: Annotated[int, typer.Option(help="Decode steps per prefill, for the prices.")] = 64,
+    prices: Annotated[
+        Path | None, typer.Option(help="Prices measured before: the plan is then the same byte for byte.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")
+    ] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda. Default: cuda where there is one.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Turn a loss budget into a plan per layer and head, prove it on held-out text, and store it with the model.
+
+    Without MODEL a small LLaMA and the pages that come with the package are used, offline and in about a minute.
+
+    Exit codes: 0 a plan passed; 2 wrong arguments; 4 the budget cannot be met and the plan is exact; 130 interrupted.
+    Under `accelerate launch` or `torchrun` the processes share the sequences and make the same plan.
+    """
+    # what loads Transformers is imported when the command runs, not when its help is asked for
+    from ..calibration.settings import CalibrationSettings
+    from ..calibration.team import join, leave
+    from .calibration_job import Job, fitted, named_or_packaged, run
+    from .loading import load
+
+    console, errors = Console(), Console(stderr=True)
+    target = out if out is not None else Path(model or "adaattn-plan")
+    try:
+        if out is None and model is not None and not target.is_dir():
+            raise ValueError(
+                f"out is absent and {model!r} is no directory; say where the plan goes with --out DIRECTORY"
+            )
+        use_threads(threads)
+        material = named_or_packaged(model, data, verify_data, budget, preset)
+        settings = CalibrationSettings(
+            budget=material.budget,
+            lengths=tokens(lengths or "4096"),
+            seed=seed,
+            sequences=sequences,
+            rows=rows,
+            labels=labels,
+            direct=direct,
+            joint=joint,
+            held_out=held_out,
+            most_held_out=max(held_out, most_held_out),
+            tries=tries,
+            bolder=bolder,
+            top1=share(top1, "top1") or 0.0,
+            kl_p999=kl_p999,
+            needles_lost=share(needles, "needles"),
+            families=kinds(families),
+            decode_tokens=decode_tokens,
+        )
+        job = Job(
+            target=target,
+            data=material.data,
+            verify_data=material.verify_data,
+            settings=settings,
+            prices=known_prices(prices),
+            device=device,
+            resume=resume,
+            quiet=quiet,
+        )
+        texts([*job.data, *(job.verify_data or ())])
+        writable(target, "out")
+        with terminate_like_interrupt():
+            team, rank = join()
+            if lengths is None:
+                job = fitted(job, material.model, gguf_file, console if team.leads and not quiet else None)
+            loaded = load(
+                material.model, dtype=dtype, gguf_file=gguf_file, mask_share=mask_share, maskings=maskings
+            )
+            code = run(job, loaded, console, team, rank)
+    except KeyboardInterrupt:
+        errors.print(
+            f"interrupted: finished work is kept in {target}; the same command with --resume goes on",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(130) from None
+    except (ValueError, FileNotFoundError) as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    leave()
+    if code:
+        raise typer.Exit(code)

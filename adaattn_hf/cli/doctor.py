@@ -1,0 +1,165 @@
+"""`adaattn doctor`: what this machine has for AdaAttn, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = {
+    "datasets": "hub datasets in `adaattn eval`",
+    "evaluate": "the metric",
+    "lm_eval": "lm-evaluation-harness",
+    "gguf": "GGUF files",
+    "accelerate": "Trainer, GGUF files, device maps",
+    "peft": "LoRA",
+    "matplotlib": "`adaattn plan show --png`",
+    "sentence_transformers": "embeddings",
+    "trl": "SFT and preference training",
+}
+"""Optional package -> what it is for."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        about: `versions`, `cpu`, `gpu`, `backends` or `packages`.
+        name: What was looked at.
+        state: What was found; empty where it is missing.
+        remedy: How to get what is missing; empty where nothing is.
+    """
+
+    about: str
+    name: str
+    state: str
+    remedy: str = ""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show versions, compiler, CPU, GPU, backends and packages; what is missing, and how to get it.
+
+    Exit codes: 0 AdaAttn can run here; 1 something that it cannot do without is missing.
+    """
+    findings = [*versions(), *processor(), *devices(), *backends(), *packages()]
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        show(findings, Console())
+    raise typer.Exit(int(any(finding.about == "versions" and finding.remedy for finding in findings)))
+
+
+def show(findings: list[Finding], console: Console) -> None:
+    """Print one table per subject."""
+    for about in dict.fromkeys(finding.about for finding in findings):
+        table = Table(title=about, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for finding in findings:
+            if finding.about == about:
+                missing = f"[yellow]missing[/] {finding.remedy}" if finding.remedy else ""
+                table.add_row(finding.name, f"{finding.state} {missing}".strip())
+        console.print(table)
+        console.print()
+
+
+def versions() -> Iterator[Finding]:
+    """This package, Python, and the packages that it cannot do without, against the bounds of its metadata."""
+    from packaging.requirements import Requirement
+
+    yield Finding("versions", "adaattn-hf", importlib.metadata.version("adaattn-hf"))
+    yield Finding("versions", "Python", f"{platform.python_version()} ({sys.executable})")
+    for line in importlib.metadata.requires("adaattn-hf") or ():
+        requirement = Requirement(line)
+        if requirement.marker is not None:
+            continue  # of an extra
+        version = installed(requirement.name)
+        fits = bool(version) and requirement.specifier.contains(version, prereleases=True)
+        yield Finding("versions", requirement.name, version, "" if fits else f"pip install '{requirement}'")
+
+
+def installed(name: str) -> str:
+    """Version of a distribution; empty if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def processor() -> Iterator[Finding]:
+    """The CPU, its threads, the compiler and the native kernels."""
+    import torch
+
+    from adaattn_hf.backends.native.build import compiler
+    from adaattn_hf.backends.native.library import level_names, library, missing
+
+    yield Finding("cpu", "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    yield Finding("cpu", "instruction set", f"torch sees {torch.backends.cpu.get_cpu_capability()}")
+    yield Finding("cpu", "threads", f"{torch.get_num_threads()} (torch.set_num_threads, OMP_NUM_THREADS)")
+    found = compiler()
+    yield Finding(
+        "cpu",
+        "C++ compiler",
+        " ".join(found or ()),
+        "" if found else "apt install g++, or conda install cxx-compiler",
+    )
+    kernels = library()
+    if kernels is None:
+        yield Finding("cpu", "native kernels", "; ".join(missing()), "python -m adaattn_hf.backends.native")
+    else:
+        state = (
+            f"{kernels.level_name} of {', '.join(level_names())}; {kernels.threads or 'all threads of torch'}"
+        )
+        yield Finding("cpu", "native kernels", state)
+
+
+def devices() -> Iterator[Finding]:
+    """The GPUs that torch sees."""
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        yield Finding(
+            "gpu", "none", f"torch {torch.__version__} is built {f'for {built}' if built else 'without CUDA'}"
+        )
+    for index in range(torch.cuda.device_count()):
+        facts: Any = torch.cuda.get_device_properties(index)
+        memory = f"{facts.total_memory / 2**30:.0f} GiB"
+        yield Finding(
+            "gpu", f"cuda:{index}", f"{facts.name}, {memory}, compute capability {facts.major}.{facts.minor}"
+        )
+
+
+def backends() -> Iterator[Finding]:
+    """Every backend, and all that this installation lacks for it."""
+    from adaattn_hf.backends.select import BACKENDS
+
+    for name, backend in BACKENDS.items():
+        lacking = backend.missing()
+        yield Finding("backends", name, f"not here: {'; '.join(lacking)}" if lacking else "installed")
+
+
+def packages() -> Iterator[Finding]:
+    """Optional packages."""
+    for module, use in PACKAGES.items():
+        name = module.replace("_", "-")
+        there = importlib.util.find_spec(module) is not None
+        yield Finding(
+            "packages",
+            name,
+            f"{installed(name)}, {use}" if there else use,
+            "" if there else f"pip install {name}",
+        )

@@ -1,0 +1,83 @@
+"""Lengths and folds that a text can fill: counted with the tokenizer alone, before a model loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..calibration.corpus import read_documents
+from ..calibration.settings import CalibrationSettings
+
+LENGTHS = (4096, 2048, 1024, 512, 256, 128)
+"""Lengths that are tried where none is asked for, longest first."""
+FEWEST = 6
+"""Held-out sequences that a first look makes do with where the text is short."""
+
+Encode = Callable[[str], Sequence[int]]
+
+
+def count_tokens(paths: Sequence[Path], encode: Encode, enough: int) -> int:
+    """Returns the tokens of a text, counted no further than `enough`."""
+    total = 0
+    for _, pieces in read_documents(paths):
+        for piece in pieces:
+            total += len(encode(piece))
+            if total >= enough:
+                return total
+    return total
+
+
+def fit_to_text(
+    settings: CalibrationSettings,
+    encode: Encode,
+    data: Sequence[Path],
+    verify_data: Sequence[Path] | None,
+    positions: int | None,
+) -> tuple[CalibrationSettings, str]:
+    """Returns settings whose length and folds the text can fill, and a sentence that says which.
+
+    The longest length is taken at which the text proves two plans, then one, then with fewer held-out sequences.
+
+    Args:
+        settings: What would be asked for of long text.
+        encode: Text to token ids.
+        data: Calibration text.
+        verify_data: Held-out text of another source.
+        positions: Most tokens that the model reads, `None` where it does not say.
+
+    Raises:
+        ValueError: If the text is too short for the shortest length.
+    """
+    lengths = [length for length in LENGTHS if positions is None or length <= positions] or [positions or 0]
+    if positions is not None and lengths[0] < min(positions, LENGTHS[0]):
+        lengths.insert(0, positions)
+    own = settings.sequences + settings.joint
+    enough = lengths[0] * (own + 2 * settings.held_out)
+    tokens = count_tokens(data, encode, enough)
+    held = count_tokens(verify_data, encode, enough) if verify_data else 0
+    for plans, first in ((2, settings.held_out), (1, settings.held_out), (1, FEWEST)):
+        first = min(first, settings.held_out)
+        for length in lengths:
+            room = tokens // length - own if not verify_data else held // length
+            if room >= plans * first and tokens // length >= own:
+                fitted = replace(
+                    settings,
+                    lengths=(length,),
+                    held_out=first,
+                    most_held_out=max(first, settings.most_held_out),
+                )
+                words = f"{tokens:,}{'+' if tokens >= enough else ''} tokens of text" + (
+                    f", {held:,}{'+' if held >= enough else ''} held out" if verify_data else ""
+                )
+                more = "+" if max(tokens, held) >= enough else ""
+                return fitted, (
+                    f"{words}: sequences of {length} tokens, {own} to choose by, "
+                    f"{first} to {fitted.most_held_out} of {room}{more} to prove a plan by"
+                )
+    needed = lengths[-1] * (own + (0 if verify_data else FEWEST))
+    also = f" and {lengths[-1] * FEWEST} held out" if verify_data else ""
+    raise ValueError(
+        f"data: {tokens} tokens of text{f' and {held} held out' if verify_data else ''}, expected at least "
+        f"{needed}{also} for sequences of {lengths[-1]}; give more text"
+    )

@@ -1,0 +1,33 @@
+"""How a command ends early: asked to stop, or by an error."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from ..errors import EvalError
+
+
+@contextmanager
+def terminate_like_interrupt() -> Iterator[None]:
+    """Let a polite kill end a run as Ctrl-C does: with what is finished kept and the way on printed."""
+    try:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    except ValueError:  # not the main thread: whoever started it keeps its signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def leave(error: EvalError) -> NoReturn:
+    """Says what is wrong on stderr and ends a command with the error's exit code."""
+    import typer
+    from rich.console import Console
+
+    Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(error.exit_code) from error

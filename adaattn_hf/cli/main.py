@@ -1,0 +1,131 @@
+"""The command `adaattn`: a table of subcommands, each imported when it is called.
+
+A new command is a line in `COMMANDS`: its name, and `adaattn_hf.cli.MODULE:function` of a function that typer can read
+(typed parameters, `typer.Option`, a docstring whose first line is the summary). A module with an `app` of its own is a
+group.
+
+Nothing of the package is imported here, so that help, version and completion do not wait for torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+COMMANDS: dict[str, str] = {
+    "eval": "adaattn_hf.cli.eval:evaluate",
+    "profile": "adaattn_hf.cli.profile:profile",
+    "explain": "adaattn_hf.cli.explain:explain",
+    "calibrate": "adaattn_hf.cli.calibrate:calibrate",
+    "plan": "adaattn_hf.cli.plan:plan",
+    "ablate": "adaattn_hf.cli.ablate:ablate",
+    "bench": "adaattn_hf.cli.bench:bench",
+    "doctor": "adaattn_hf.cli.doctor:doctor",
+    "run": "adaattn_hf.cli.run:run",
+}
+"""Subcommand to the function that it calls."""
+
+
+def load_command(name: str) -> Any:
+    """The subcommand of a name, its module imported.
+
+    Raises:
+        KeyError: There is no such subcommand.
+    """
+    module_name, _, function = COMMANDS[name].partition(":")
+    module = importlib.import_module(module_name)
+    group = getattr(module, "app", None)
+    if group is None:
+        group = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+        settings = getattr(module, "CONTEXT_SETTINGS", None)
+        group.command(name, context_settings=settings)(getattr(module, function))
+    command = typer.main.get_command(group)
+    command.name = name
+    return command
+
+
+def summary(name: str) -> str:
+    """The first line of a subcommand's docstring, read from its file without importing it."""
+    module_name, _, function = COMMANDS[name].partition(":")
+    source = Path(__file__).with_name(f"{module_name.rpartition('.')[2]}.py").read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    raise LookupError(f"{COMMANDS[name]} is not a function of {module_name}")
+
+
+class Deferred(TyperCommand):
+    """A subcommand of which only the summary is known until it is called."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Import the command, and let it read its arguments."""
+        try:
+            command = load_command(str(self.name))
+            if not sys.stderr.isatty():
+                from transformers.utils import logging
+
+                logging.disable_progress_bar()  # a bar that nobody sees grow is a line of noise
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted before anything was begun", err=True)
+            raise typer.Exit(130) from error
+        return command.make_context(info_name, args, parent, **extra)
+
+
+class LazyCommands(TyperGroup):
+    """A group whose subcommands are imported on demand."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of the subcommands, in the table's order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The subcommand of a name, None where there is none."""
+        if cmd_name not in COMMANDS:
+            return None
+        return Deferred(cmd_name, help=summary(cmd_name), rich_markup_mode="rich")
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Like typer's; an unknown name finds its nearest among the table's."""
+        self.commands: Any = dict.fromkeys(COMMANDS)  # what typer draws its suggestions from
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=LazyCommands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"adaattn-hf {importlib.metadata.version('adaattn-hf')}")
+        raise typer.Exit
+
+
+@app.callback()
+def adaattn(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Attention for Transformers models that is exact by default, and the evidence that it is."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; exits the process with the command's code."""
+    app(args=None if argv is None else list(argv), prog_name="adaattn")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""`adaattn profile`: what the attention of a model looks like on a text, as a table, JSON, a picture and a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .._files import write_atomically
+from ..errors import DataUnavailable, EvalError, UsageError
+from .interrupt import leave
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["profile"]
+
+
+def profile(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Hub id or directory. Default: the small LLaMA-class model of the package."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What `adaattn eval` reads. Default: wikitext, or the package's text for its model."
+        ),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a sequence. Default: 2048, or the model's maximum.")
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences that are read.")] = 2,
+    decode: Annotated[int, typer.Option(min=0, help="Tokens generated behind the first sequence.")] = 8,
+    padded: Annotated[bool, typer.Option("--padded", help="Read a batch of two lengths, too.")] = False,
+    rows: Annotated[int, typer.Option(min=1, help="Query rows sampled per call.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of that sample.")] = 0,
+    maps: Annotated[
+        list[str] | None,
+        typer.Option("--map", help="layer.head whose attention map is drawn. Several times."),
+    ] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="File or directory of a plan to run; none: without one.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for profile.json and atlas.html. Default: only the table.")
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="Picture to draw (.png, .svg, .pdf); needs matplotlib.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, where it is not the model's own.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+) -> None:
+    """Measure entropy, attention sinks, distances, block density, score ranks and rounding per layer and head.
+
+    Rows are sampled and no attention matrix is made, so that 8k tokens and more fit. The page of --out needs
+    no network.
+
+    Exit codes: 0 done; 2 usage; 3 data unavailable; 4 model unavailable.
+    """
+    from adaattn_hf.eval.demo import demo_model_path
+    from adaattn_hf.eval.settings import Loading
+
+    from .options import use_threads, writable
+
+    loading = Loading(dtype, device, tokenizer, revision, gguf_file)
+    try:
+        use_threads(threads)
+        for directory, name in ((out, "out"), (figure and figure.parent, "figure")):
+            if directory is not None:
+                writable(directory, name)
+        wanted = tuple(_layer_and_head(text) for text in maps or ())
+        source = str(demo_model_path("llama")) if model is None else model
+        _run(
+            source,
+            data or (),
+            loading,
+            length,
+            sequences,
+            decode,
+            padded,
+            rows,
+            seed,
+            wanted,
+            plan,
+            out,
+            figure,
+        )
+    except EvalError as error:
+        leave(error)
+    except ValueError as error:
+        leave(UsageError(str(error)))
+    except OSError as error:
+        leave(DataUnavailable(f"file: {error.filename or out}: {error.strerror or error}"))
+
+
+def _layer_and_head(text: str) -> tuple[int, int]:
+    """Layer and head of `3.7`.
+
+    Raises:
+        UsageError: It is not that.
+    """
+    layer, _, head = text.partition(".")
+    if not (layer.isdecimal() and head.isdecimal()):
+        raise UsageError(f"map: got {text!r}, expected layer.head such as 3.7")
+    return int(layer), int(head)
+
+
+def _run(
+    model: str,
+    data: Any,
+    loading: Any,
+    length: int | None,
+    sequences: int,
+    decode: int,
+    padded: bool,
+    rows: int,
+    seed: int,
+    maps: tuple[tuple[int, int], ...],
+    plan: str | None,
+    out: Path | None,
+    figure: Path | None,
+) -> None:
+    import torch
+    from rich.console import Console
+
+    from adaattn_hf.eval import atlas, runner
+    from adaattn_hf.eval.provenance import provenance
+    from adaattn_hf.patches.checkpoint import give_plan, load
+    from adaattn_hf.patches.record import record
+
+    checkpoint = load(model, implementation="adaattn", **loading.keywords())
+    give_plan(checkpoint.model, plan)
+    longest = checkpoint.max_length or 2048
+    size = min(2048, longest) if length is None else length
+    if size > longest:
+        raise UsageError(
+            f"length: got {size}, expected at most the {longest} tokens that the model has positions for"
+        )
+    name, ids = _tokens(checkpoint, data, size * sequences)
+    ids = ids[: len(ids) // size * size].view(-1, size) if len(ids) >= size else ids[None]
+    network, generates = checkpoint.model, checkpoint.model.can_generate()
+    keywords = {"use_cache": False} if generates else {}
+    with record(network, rows=rows, seed=seed, maps=maps) as seen, torch.inference_mode():
+        for row in ids:
+            network(input_ids=row[None].to(checkpoint.device), **keywords)
+        if decode and generates:
+            _generate(network, ids[:1].to(checkpoint.device), decode, longest)
+        if padded:
+            _padded(network, ids, checkpoint.pad_token(), keywords)
+    lacking = [f"{layer}.{head}" for (layer, head), image in seen.maps.items() if image is None]
+    if lacking:
+        raise UsageError(f"map: got {', '.join(lacking)}, expected layer.head of this model, see the table")
+    console = Console()
+    console.print(str(seen), markup=False, highlight=False, soft_wrap=True)
+    recorded = {
+        "model": checkpoint.name,
+        "text": name,
+        "tokens": ids.numel(),
+        "plan": plan,
+        "provenance": provenance(checkpoint.device),
+        **seen.to_dict(),
+    }
+    if out is not None:
+        runner.write_json(out / "profile.json", recorded)
+        about = (
+            f"{len(ids)} x {ids.shape[1]} tokens of {name}, {rows} rows sampled per call, {checkpoint.dtype}"
+        )
+        write_atomically(
+            out / "atlas.html", atlas.page(seen.to_dict(), f"Attention of {checkpoint.name}", about)
+        )
+        console.print(f"profile: {out / 'profile.json'}, {out / 'atlas.html'}", markup=False, soft_wrap=True)
+    if figure is not None:
+        seen.figure().savefig(figure)
+        console.print(f"figure: {figure}", markup=False, soft_wrap=True)
+
+
+def _generate(network: Any, prompt: Tensor, count: int, longest: int) -> None:
+    """Decode steps behind a prompt that leaves room for them."""
+    prompt = prompt[:, : max(1, longest - count)]
+    network.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+
+
+def _padded(network: Any, ids: Tensor, pad_token: int, keywords: dict[str, Any]) -> None:
+    """A batch of a whole and a half sequence, padded on the left."""
+    import torch
+
+    half = ids.shape[1] // 2
+    mask = torch.ones(2, ids.shape[1], dtype=torch.long)
+    mask[1, :half] = 0
+    rows = torch.stack([ids[0], ids[0].masked_fill(mask[1] == 0, pad_token)])
+    device = network.device
+    network(input_ids=rows.to(device), attention_mask=mask.to(device), **keywords)
+
+
+def _tokens(checkpoint: Any, specs: Any, count: int) -> tuple[str, Tensor]:
+    """Name of the text and its first tokens.
+
+    Raises:
+        DataUnavailable: There is no text.
+    """
+    import torch
+
+    from adaattn_hf.eval import corpora
+    from adaattn_hf.eval.demo import heldout_pages
+
+    if not specs and checkpoint.name.startswith("model-"):
+        name, texts = "the package's held-out pages", heldout_pages()
+    else:
+        corpus = [corpora.load(spec) for spec in specs or ("wikitext",)]
+        name, texts = ", ".join(c.name for c in corpus), [d.text for c in corpus for d in c.documents]
+    found: list[int] = []
+    for text in texts:
+        found += checkpoint.tokenizer.encode(text, verbose=False)
+        if len(found) >= count:
+            break
+    if len(found) < 2:
+        raise DataUnavailable(f"data: {name} holds {len(found)} tokens, expected text")
+    return name, torch.tensor(found[:count])

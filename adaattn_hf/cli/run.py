@@ -1,0 +1,47 @@
+"""`adaattn run`: another program with AdaAttn's names registered, for tools that take `--attn_implementation`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import UsageError
+from .interrupt import leave
+
+CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+STARTUP = Path(__file__).with_name("startup")
+"""Directory that goes in front of the program's path; holds one `sitecustomize`."""
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(help="A program and its arguments, after `--`.")],
+) -> None:
+    """Run a program in which `adaattn` is a known attention implementation; nothing else changes.
+
+    `adaattn run -- trl sft --attn_implementation adaattn …`. The names are registered when the program imports
+    Transformers, in the Python processes that it starts as well. A Python that ignores its environment (`-E`, `-I`)
+    is not reached.
+
+    Exit codes: those of the program; 2 where there is none of that name.
+    """
+    program = shutil.which(command[0])
+    if program is None:
+        leave(
+            UsageError(
+                f"command: got {command[0]!r}, which is not on the PATH; give a program and its arguments after --"
+            )
+        )
+    # running what the user gave is what the command is for
+    done = subprocess.run([program, *command[1:]], env=environment(), check=False)  # noqa: S603
+    raise typer.Exit(done.returncode)
+
+
+def environment() -> dict[str, str]:
+    """The environment of the program: ours, with the startup directory in front of `PYTHONPATH`."""
+    kept = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [kept])])}

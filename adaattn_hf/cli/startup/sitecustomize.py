@@ -1,0 +1,59 @@
+"""Run by Python at its start under `adaattn run`: registers AdaAttn's names once Transformers has been imported.
+
+Python imports the first `sitecustomize` on its path. This one hands on to the next, so that an environment keeps its
+own.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = str(Path(__file__).resolve().parent)
+
+
+class _Registering:
+    """A loader that imports `adaattn_hf` when Transformers is there."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute Transformers' module, then register."""
+        self._loader.exec_module(module)
+        importlib.import_module("adaattn_hf")
+
+
+class _Finder:
+    """Finds Transformers as everybody else does, once, and puts the loader above around its own."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
+        """The specification of Transformers; None for every other module."""
+        if name != "transformers":
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Registering(spec.loader)  # type: ignore[assignment]
+        return spec
+
+
+def _hand_on() -> None:
+    """Run the next `sitecustomize` of the path, if there is one."""
+    others = [entry for entry in sys.path if str(Path(entry or ".").resolve()) != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+sys.path[:] = [entry for entry in sys.path if str(Path(entry or ".").resolve()) != HERE]
+sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+_hand_on()

@@ -1,0 +1,206 @@
+"""What a head may compute instead of exact attention: a choice is made of parts, at most one of each aspect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from ...attention.request import AttentionRequest, AttentionResult
+from ...backends import select
+from ...errors import unknown
+from ..record import PlanError, checked_keys
+from ..tensors import LayerTensors
+from .part import Colour, Keys, Operands, Part, all_keys, all_operands
+
+__all__ = ["EXACT", "Choice"]
+
+_FORMAT_1 = {"kind": "exact", "window": 0, "sinks": 0, "mass": 0.0, "rank": 0, "precision": "model"}
+"""A choice as format 1 of plans writes the exact one; what these keys do not name is written beside them."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one key/value head (and the query heads that share it) computes.
+
+    Attributes:
+        keys: Which keys it reads; None for all that the mask allows.
+        operands: How queries, keys and values are changed, in this order.
+    """
+
+    keys: Keys | None = None
+    operands: tuple[Operands, ...] = ()
+
+    @classmethod
+    def of(cls, *parts: Part) -> Choice:
+        """Returns the choice of these parts.
+
+        Raises:
+            PlanError: If two are of one aspect.
+        """
+        aspects = [part.aspect for part in parts]
+        if len(set(aspects)) < len(aspects):
+            raise PlanError(
+                f"choice: got parts {[part.label for part in parts]}, expected at most one of each aspect"
+            )
+        operands = [part for part in parts if isinstance(part, Operands)]
+        keys = next((part for part in parts if isinstance(part, Keys)), None)
+        return cls(keys, tuple(sorted(operands, key=lambda part: part.order)))
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts."""
+        return self.operands if self.keys is None else (self.keys, *self.operands)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the choice computes the stock function in the model's dtype."""
+        return not self.parts
+
+    @property
+    def kind(self) -> str:
+        """Name of the part that takes keys away, `exact` where none does."""
+        return "exact" if self.keys is None else self.keys.name
+
+    @cached_property
+    def label(self) -> str:
+        """A short name, for tables and prices: `exact`, `w1024+16 bf16`, `p0.95 r32`."""
+        return " ".join(part.label for part in self.parts) or "exact"
+
+    @property
+    def colour(self) -> Colour:
+        """The colour of a head that takes the choice: grey exact, each part tints it."""
+        colour: Colour = (70, 70, 70)
+        for part in self.parts:
+            colour = part.tinted(colour)
+        return colour
+
+    @property
+    def columns(self) -> int:
+        """Columns of the score bases that it needs."""
+        return max((part.columns for part in self.operands), default=0)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether gradients flow through all parts."""
+        return all(part.has_gradient for part in self.operands)
+
+    def head_rule(self, few: bool) -> dict[str, Any] | None:
+        """What the choice asks of a head in `HeadRules`, None where they cannot say it; see `Part.head_rule`."""
+        asked: dict[str, Any] = {}
+        for part in self.parts:
+            rule = part.head_rule(few)
+            if rule is None:
+                return None
+            asked.update(rule)
+        return asked
+
+    def rows_with_fewer_keys(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
+        """How many rows at positions from `first` to `stop` see (or may see) fewer keys than exact attention.
+
+        Args:
+            first: Position of the first row.
+            stop: Position behind the last one.
+            kv_len: Keys of the sequence.
+            causal: Whether attention is causal.
+        """
+        return 0 if self.keys is None else self.keys.rows_with_fewer_keys(first, stop, kv_len, causal)
+
+    def changed_rows(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
+        """How many of these rows are computed otherwise than by exact attention."""
+        if self.operands:
+            return max(stop - first, 0)
+        return self.rows_with_fewer_keys(first, stop, kv_len, causal)
+
+    def beside_window(self, window: int | None) -> Choice:
+        """The choice without what changes nothing in layers that have such a window of their own."""
+        if window is None or self.keys is None or not self.keys.idle_beside(window):
+            return self
+        return Choice(None, self.operands)
+
+    def over_stored(self) -> Choice | None:
+        """The choice over the codes that a cache stores, None where a part of it needs the keys as numbers."""
+        if any(part.over_stored == "refused" for part in self.parts):
+            return None
+        return Choice.of(*(part for part in self.parts if part.over_stored == "kept"))
+
+    # ------------------------------------------------------------------ what it computes
+    def running(
+        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
+    ) -> AttentionRequest:
+        """The request of these key/value heads with operands as they are computed with."""
+        for part in self.operands:
+            request, layer = part.running(request, heads, layer), part.left(layer)
+        return request
+
+    def defined(
+        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
+    ) -> AttentionRequest:
+        """Returns the request whose exact attention is what the choice computes for these key/value heads.
+
+        It may hold a dense mask, and serves tests, `output_attentions` and calibration.
+
+        Args:
+            request: The request of these heads alone; see `attention.heads.some_heads`.
+            heads: Their indices in the layer, for `layer`.
+            layer: Bases and means of the layer.
+        """
+        changed = request
+        for part in self.operands:
+            changed, layer = part.defined(changed, heads, layer), part.left(layer)
+        return changed if self.keys is None else replace(changed, structure=self.keys.structure(request))
+
+    def attend(
+        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors, backend: str | None
+    ) -> AttentionResult:
+        """What the choice computes for these key/value heads, in the query's dtype, by a request of its own."""
+        changed = self.running(request, heads, layer)
+        keys = self.keys
+        result = select.attend(changed, backend) if keys is None else keys.attend(changed, request, backend)
+        return AttentionResult(result.out.to(request.query.dtype), result.lse)
+
+    # ------------------------------------------------------------------ as data
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the choice as JSON data of format 1."""
+        data = dict(_FORMAT_1)
+        if self.keys is not None:
+            data.update(kind=self.keys.name, **asdict(self.keys))  # type: ignore[call-overload]
+        for part in self.operands:
+            data[part.name] = next(iter(asdict(part).values()))  # type: ignore[call-overload]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str = "choice") -> Choice:
+        """Returns the choice written by `to_dict`.
+
+        Raises:
+            PlanError: If a kind or key is unknown, or a value is out of range.
+        """
+        if not isinstance(data, Mapping):
+            raise PlanError(f"{where} is {type(data).__name__}, expected a mapping of Choice fields")
+        kinds = {kind.name: kind for kind in all_keys()}
+        name = data.get("kind", "exact")
+        if name != "exact" and (not isinstance(name, str) or name not in kinds):
+            raise PlanError(unknown("kind", str(name), ["exact", *kinds]))
+        names = [] if name == "exact" else [field.name for field in fields(kinds[name])]  # type: ignore[arg-type]
+        operands = all_operands()
+        known = {*_FORMAT_1, *names, *(kind.name for kind in operands)}
+        blank = {**_FORMAT_1, **{kind.name: kind.blank for kind in operands}}
+        optional = known - set(_FORMAT_1) - set(names)
+        values = checked_keys(known, {**{key: blank[key] for key in optional}, **data}, where)
+        for key in {"window", "sinks", "mass"} - set(names):
+            if values[key] != blank[key] or isinstance(values[key], bool):
+                raise PlanError(
+                    f"{key} is {values[key]!r} with kind {name!r}, which has none; expected {blank[key]!r}"
+                )
+        keys: Any = None if name == "exact" else kinds[name](**{key: values[key] for key in names})
+        chosen = tuple(
+            kind(values[kind.name])  # type: ignore[call-arg]
+            for kind in operands
+            if values[kind.name] != kind.blank or type(values[kind.name]) is not type(kind.blank)
+        )
+        return cls(keys, chosen)
+
+
+EXACT = Choice()

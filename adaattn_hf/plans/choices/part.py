@@ -1,0 +1,224 @@
+"""A part of a choice is an object: a window, kept blocks, a rank, a precision.
+
+A part says itself what it means (the definition that execution is tested against), how it runs, which rows it changes,
+which candidates there are of it, and how it is written down and shown. Calibration, execution, monitor and picture ask
+it; nothing outside this directory branches on what kind of part it is. A new idea is one file with one class, made
+known by `register`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.structure import CallStructure
+from ...backends import select
+from ..tensors import LayerTensors
+
+__all__ = [
+    "KINDS",
+    "PRECISE_ROWS",
+    "Colour",
+    "Keys",
+    "Operands",
+    "Part",
+    "Setting",
+    "all_keys",
+    "all_operands",
+    "register",
+]
+
+Colour = tuple[int, int, int]
+
+PRECISE_ROWS = 16
+"""Fewer query rows than this are computed in the model's precision: a decode step reads the cache once, and rounding it
+anew would cost more than it saves. It is never less exact."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What candidates are made for.
+
+    Attributes:
+        length: Longest sequence in tokens.
+        head_dim: Smallest head size of the layers.
+        dtype: Name of the weights' dtype.
+        families: Names of the families that are asked for.
+        windows: Windows to consider.
+        masses: Shares of pooled attention to consider.
+        causal: Whether attention is causal.
+    """
+
+    length: int
+    head_dim: int
+    dtype: str
+    families: tuple[str, ...]
+    windows: tuple[int, ...]
+    masses: tuple[float, ...]
+    causal: bool
+
+
+class Part(ABC):
+    """One thing that a choice changes; a frozen dataclass whose fields are its parameters.
+
+    Attributes:
+        name: `kind` in a plan's JSON (of keys), or the name of its field there (of operands).
+        aspect: What it saves: `sparsity`, `rank` or `precision`; a choice has at most one part of an aspect.
+        families: Names by which users ask for its candidates.
+        by_default: Whether its families are considered when none are named.
+        over_stored: What becomes of it over the codes that a cache stores: `kept`, `dropped` (they are rounded
+            already), or `refused` where it needs the keys as numbers.
+    """
+
+    name: ClassVar[str]
+    aspect: ClassVar[str]
+    families: ClassVar[tuple[str, ...]]
+    by_default: ClassVar[bool] = False
+    over_stored: ClassVar[str] = "refused"
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """A short name, for tables."""
+
+    @abstractmethod
+    def tinted(self, colour: Colour) -> Colour:
+        """The colour of a head that takes this part, from the colour of one that does not."""
+
+    def head_rule(self, few: bool) -> Mapping[str, Any] | None:
+        """What the part asks of a head in a request's `HeadRules`: any of `window`, `sinks`, `mass`, `precision`.
+
+        Args:
+            few: Whether the call has fewer than `PRECISE_ROWS` query rows.
+
+        Returns:
+            None where `HeadRules` cannot say it; such heads get a request of their own.
+        """
+        return None
+
+    def tensors(self, layer: LayerTensors, head: int) -> Mapping[str, Tensor]:
+        """The calibrated tensors that a head reads, by their names in the plan's file."""
+        return {}
+
+    def misfit(self, layer: LayerTensors, head: int, kv_heads: int, head_dim: int | None) -> str | None:
+        """What is wrong with the calibrated tensors that a head reads, None where they fit the layer.
+
+        Args:
+            layer: What was loaded.
+            head: Key/value head that takes the part.
+            kv_heads: Key/value heads of the layer.
+            head_dim: Its head size, None where it is not known.
+        """
+        return None
+
+    @classmethod
+    @abstractmethod
+    def candidates(cls, setting: Setting) -> Sequence[Part]:
+        """The parts that make sense in a setting, in the order in which tables show them."""
+
+
+class Keys(Part):
+    """A part that says which keys a row reads. Its fields are written beside `kind` in a plan's JSON."""
+
+    aspect = "sparsity"
+
+    @abstractmethod
+    def structure(self, request: AttentionRequest) -> CallStructure:
+        """The definition: the structure of the call with the keys that are left. May build a dense mask."""
+
+    def visible_rows(self, request: AttentionRequest, rows: Tensor) -> Tensor:
+        """Boolean `[heads or 1, len(rows), kv_len]`: the keys that a few query rows still see.
+
+        Args:
+            request: A call with a batch of one.
+            rows: `[rows]` indices of query rows.
+        """
+        return self.structure(request).visible_rows(rows, request.query.device)[0]
+
+    @abstractmethod
+    def rows_with_fewer_keys(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
+        """How many rows at positions from `first` to `stop` see (or may see) fewer keys than exact attention."""
+
+    def idle_beside(self, window: int) -> bool:
+        """Whether the part changes nothing in layers that have such a window of their own."""
+        return False
+
+    def attend(
+        self, operands: AttentionRequest, original: AttentionRequest, backend: str | None
+    ) -> AttentionResult:
+        """Attention over the keys that are left.
+
+        Args:
+            operands: The request with projected or rounded operands, which are what is computed with.
+            original: The request as it came, which is what keys are selected by.
+            backend: Name of the backend, or None to choose one.
+        """
+        return select.attend(replace(operands, structure=self.structure(original)), backend)
+
+
+class Operands(Part):
+    """A part that changes queries, keys or values. Its one field is written under its name in a plan's JSON.
+
+    Attributes:
+        blank: What is written where a choice has no such part.
+        order: Place among the operands' changes; a projection comes before rounding.
+        crosses: Whether candidates combine it with the parts of other aspects.
+    """
+
+    blank: ClassVar[Any]
+    order: ClassVar[int] = 0
+    crosses: ClassVar[bool] = True
+
+    @abstractmethod
+    def defined(
+        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
+    ) -> AttentionRequest:
+        """The definition: the request of these key/value heads with other operands in their own dtype."""
+
+    def running(
+        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
+    ) -> AttentionRequest:
+        """The same as it runs, in the dtype that it is computed in."""
+        return self.defined(request, heads, layer)
+
+    def left(self, layer: LayerTensors) -> LayerTensors:
+        """The calibrated tensors that still fit the operands behind this part."""
+        return layer
+
+    @property
+    def columns(self) -> int:
+        """Columns of the score bases that it needs."""
+        return 0
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether gradients flow through it."""
+        return True
+
+
+KINDS: dict[str, type[Part]] = {}
+"""Every kind of part by its name."""
+
+Registered = TypeVar("Registered", bound=type[Part])
+
+
+def register(kind: Registered) -> Registered:
+    """Makes a kind of part known to plans, candidates and pictures."""
+    KINDS[kind.name] = kind
+    return kind
+
+
+def all_keys() -> list[type[Keys]]:
+    """Every kind of part that says which keys are read, as they were registered."""
+    return [kind for kind in KINDS.values() if issubclass(kind, Keys)]
+
+
+def all_operands() -> list[type[Operands]]:
+    """Every kind of part that changes operands, in the order in which they do."""
+    kinds = [kind for kind in KINDS.values() if issubclass(kind, Operands)]
+    return sorted(kinds, key=lambda kind: kind.order)

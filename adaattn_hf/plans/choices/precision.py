@@ -1,0 +1,127 @@
+"""A precision: products in bfloat16 or int8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.request import AttentionRequest
+from ...attention.rounding import through_dtype, through_int8
+from ...errors import unknown
+from ..record import PlanError
+from ..tensors import LayerTensors
+from .base import Choice
+from .part import PRECISE_ROWS, Colour, Operands, Setting, register
+
+__all__ = ["Precision", "precision_of"]
+
+_NAMES = ("bf16", "int8")
+
+
+@register
+@dataclass(frozen=True)
+class Precision(Operands):
+    """Products in fewer bits, in calls of at least `PRECISE_ROWS` query rows.
+
+    Attributes:
+        precision: `bf16` rounds queries, keys, weights and values to bfloat16; `int8` quantises queries, smoothed
+            keys and values per token.
+    """
+
+    precision: str
+
+    name = "precision"
+    aspect = "precision"
+    families = _NAMES
+    by_default = True
+    over_stored = "dropped"
+    blank = "model"
+    order = 1
+
+    def __post_init__(self) -> None:
+        """Refuse precisions that there are none of."""
+        if self.precision not in _NAMES:
+            raise PlanError(unknown("precision", str(self.precision), ("model", *_NAMES)))
+
+    @property
+    def label(self) -> str:
+        """`bf16` or `int8`."""
+        return self.precision
+
+    def tinted(self, colour: Colour) -> Colour:
+        """Greener, the more so in fewer bits."""
+        return colour[0], min(255, colour[1] + (60 if self.precision == "bf16" else 110)), colour[2]
+
+    def head_rule(self, few: bool) -> Mapping[str, Any]:
+        """The precision; a few rows are computed in the model's."""
+        return {} if few else {"precision": self.precision}
+
+    @property
+    def has_gradient(self) -> bool:
+        """Rounding to int8 has none."""
+        return self.precision != "int8"
+
+    def tensors(self, layer: LayerTensors, head: int) -> Mapping[str, Tensor]:
+        """The layer's mean keys, where keys are smoothed."""
+        if self.precision != "int8" or layer.key_mean is None:
+            return {}
+        return {"key_mean": layer.key_mean}
+
+    def misfit(self, layer: LayerTensors, head: int, kv_heads: int, head_dim: int | None) -> str | None:
+        """Mean keys `[num_kv_heads, head_dim]`, where there are any."""
+        mean = layer.key_mean
+        if mean is None:
+            return None
+        shape = tuple(mean.shape)
+        fits = mean.is_floating_point() and len(shape) == 2 and shape[0] == kv_heads
+        if fits and head_dim in (None, shape[1]):
+            return None
+        return f"key_mean is {mean.dtype} {shape}, expected floating-point [{kv_heads}, {head_dim or 'head_dim'}]"
+
+    def defined(
+        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
+    ) -> AttentionRequest:
+        """Queries, keys and values rounded, in their own dtype."""
+        query, key, value = request.query, request.key, request.value
+        if query.shape[2] < PRECISE_ROWS:
+            return request
+        if self.precision == "bf16":
+            query, key, value = (through_dtype(tensor, torch.bfloat16) for tensor in (query, key, value))
+            return replace(request, query=query, key=key, value=value)
+        smooth = through_int8(key)
+        if layer.key_mean is not None:
+            mean = layer.key_mean[list(heads)].to(key)[None, :, None]
+            # Adding the mean back keeps softcapped scores and learned sinks right, which a shift of all scores
+            # would move.
+            smooth = through_int8(key - mean) + mean
+        return replace(request, query=through_int8(query), key=smooth, value=through_int8(value))
+
+    def running(
+        self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
+    ) -> AttentionRequest:
+        """Cast where torch computes in it, rounded where it does not."""
+        if self.precision != "bf16" or request.query.shape[2] < PRECISE_ROWS:
+            return self.defined(request, heads, layer)
+        low = torch.bfloat16
+        return replace(
+            request,
+            query=request.query.to(low),
+            key=request.key.to(low),
+            value=request.value.to(low),
+            bias=None if request.bias is None else request.bias.to(low),
+        )
+
+    @classmethod
+    def candidates(cls, setting: Setting) -> Sequence[Precision]:
+        """Bfloat16 for float32 models alone, int8 for all."""
+        useful = ("bf16", "int8") if setting.dtype == "float32" else ("int8",)
+        return [cls(name) for name in useful if name in setting.families]
+
+
+def precision_of(choice: Choice) -> str:
+    """Returns the precision of a choice, `model` where it computes in the dtype at hand."""
+    return next((part.precision for part in choice.operands if isinstance(part, Precision)), "model")

@@ -1,0 +1,104 @@
+"""A window: each row keeps the last keys before it and the first of its sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.request import AttentionRequest
+from ...attention.structure import CallStructure
+from ..record import whole
+from .part import Colour, Keys, Setting, register
+
+__all__ = ["SINKS", "WINDOWS", "WINDOWS_BOTH_WAYS", "Window"]
+
+WINDOWS = (256, 512, 1024, 2048, 4096)
+WINDOWS_BOTH_WAYS = (32, 64, 128, 256, 512, 1024, 2048)
+"""Of bidirectional attention: a window of W sees 2 W - 1 keys."""
+SINKS = 16
+"""First keys that candidates keep."""
+
+
+@register
+@dataclass(frozen=True)
+class Window(Keys):
+    """The first `sinks` keys of the sequence and the last `window`.
+
+    Attributes:
+        window: Keys kept before a query, the query itself counted, and as many behind it where attention looks both
+            ways.
+        sinks: First keys kept beside the window; of layers with a window of their own, theirs are kept instead.
+    """
+
+    window: int
+    sinks: int = 0
+
+    name = "window"
+    families = ("window",)
+    by_default = True
+    over_stored = "kept"
+
+    def __post_init__(self) -> None:
+        """Refuse extents out of bounds."""
+        whole(self.window, "window", least=1)
+        whole(self.sinks, "sinks")
+
+    @property
+    def label(self) -> str:
+        """`w1024+16`: a window of 1,024 keys and 16 sinks."""
+        return f"w{self.window}+{self.sinks}"
+
+    def tinted(self, colour: Colour) -> Colour:
+        """Blue, darker for wider windows."""
+        return 30, 110, max(120, 250 - self.window // 20)
+
+    def head_rule(self, few: bool) -> Mapping[str, Any]:
+        """A window with sinks."""
+        return {"window": self.window, "sinks": self.sinks}
+
+    def structure(self, request: AttentionRequest) -> CallStructure:
+        """The call's structure with this window, never wider than the model's own."""
+        structure = request.structure
+        if structure.window is None:
+            return structure.with_changes(window=self.window, sinks=self.sinks)
+        return structure if self.idle_beside(structure.window) else structure.with_changes(window=self.window)
+
+    def visible_rows(self, request: AttentionRequest, rows: Tensor) -> Tensor:
+        """Rows of plain structures without a loop over them."""
+        structure, device = request.structure, request.query.device
+        if not structure.plain:
+            return super().visible_rows(request, rows)
+        visible = structure.visible_rows(rows, device)[0]
+        if structure.window is not None and self.idle_beside(structure.window):
+            return visible
+        keys = torch.arange(structure.kv_len, device=device)
+        positions = rows.to(device)[:, None] + structure.offset()
+        sinks = self.sinks if structure.window is None else structure.sinks
+        return visible & (((positions - keys).abs() < self.window) | (keys < sinks))
+
+    def rows_with_fewer_keys(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
+        """Rows beyond the window and its sinks; both ways, those too whose window ends before the sequence does."""
+        left = max(stop - max(first, self.window + self.sinks), 0)
+        if causal:
+            return left
+        right = max(min(stop, kv_len - self.window) - first, 0)
+        both = max(min(stop, kv_len - self.window) - max(first, self.window + self.sinks), 0)
+        return left + right - both
+
+    def idle_beside(self, window: int) -> bool:
+        """A window that is not narrower than the layer's own changes nothing."""
+        return self.window >= window
+
+    @classmethod
+    def candidates(cls, setting: Setting) -> Sequence[Window]:
+        """Windows that leave out at least a quarter of the scores, less of which saves nothing worth a launch.
+
+        A causal window of half the sequence, one that looks both ways of three eighths.
+        """
+        length = setting.length
+        widest = length // 2 - SINKS if setting.causal else (3 * length // 4 - SINKS) // 2
+        return [cls(window, SINKS) for window in setting.windows if window <= widest]

@@ -1,0 +1,335 @@
+"""Running a layer's plan: heads of one choice share a launch, and a launch is a request to a backend.
+
+Every choice is true to the mask of the call (padding, documents, windows, chunked prefill), to softcap and to
+learned sinks, in prefill and in decode. Rows beyond the calibrated length are exact, row by row: neither a
+longer neighbour in the batch nor a longer prompt changes what an earlier row computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention.heads import HeadRules, joined_heads, some_heads
+from ..attention.legible import legible
+from ..attention.request import AttentionRequest, AttentionResult, CallSpec
+from ..attention.structure import CallStructure
+from ..backends import select
+from ..backends.eager import attention_weights
+from .choices import PRECISE_ROWS, Choice
+from .program import PROGRAMS, Program
+
+
+def launch_names(
+    choices: Sequence[Choice], request: AttentionRequest, backend: str | None = None
+) -> dict[str, str]:
+    """Returns the name of the launch that serves each choice, by the choice's label; choices of one name share it.
+
+    A choice that no backend serves beside others has a launch, and a name, of its own.
+
+    Args:
+        choices: The choices.
+        request: A call.
+        backend: Name of the backend that every launch must use.
+    """
+    spec = CallSpec.of(request, look=backend is not None)
+    found = {}
+    for choice in choices:
+        rule, name = choice.head_rule(few=False), None
+        if rule is not None:
+            rules = HeadRules(
+                (rule.get("window", 0),), (rule.get("sinks", 0),), (rule.get("mass", 0.0),),
+                (rule.get("precision", "model"),),
+            )  # fmt: skip
+            asked = spec._replace(
+                # an exact head rides along where others of its layer have rules
+                head_windows=rules.windowed or not rule,
+                head_blocks=rules.kept_block,
+                head_precision=rules.precision,
+            )
+            serving = select.serving(asked, backend)
+            name = None if serving is None else f"{serving.name}: {serving.head_launches(rules)[0]}"
+        found[choice.label] = choice.label if name is None else name
+    return found
+
+
+def attend(program: Program, request: AttentionRequest, backend: str | None = None) -> AttentionResult:
+    """Returns what the plan computes, `[batch, q_len, heads, head_dim_v]`, in the query's dtype.
+
+    Args:
+        program: The layer's plan and tensors.
+        request: The call.
+        backend: Name of the backend that every launch must use; chosen per launch when absent.
+
+    Raises:
+        ValueError: If the plan is for another number of key/value heads.
+    """
+    kv_heads = request.key.shape[1]
+    if kv_heads != len(program.plan.choices):
+        raise ValueError(
+            f"plan of layer {program.plan.layer}: made for {len(program.plan.choices)} key/value heads, got keys with "
+            f"{kv_heads}; calibrate the model in the form in which it runs (tensor parallelism splits heads)"
+        )
+    if torch.compiler.is_compiling():
+        return AttentionResult(_traced(program, request, backend))
+    if request.stored is not None:
+        program = program.over_stored
+    if request.structure.mask is not None or request.bias is not None:
+        request = _read_mask(program, request)
+    within = rows_within(request.structure, program.max_length, request.query.device)
+    if within is False:
+        return select.attend(request, backend)
+    few = request.query.shape[2] < PRECISE_ROWS
+    if not (few or program.has_gradient) and CallSpec.of(request).needs_grad:
+        return _one_way(program, request, backend)
+    result = _planned(program, request, backend)
+    if within is True:
+        return result
+    exact = select.attend(request, backend)
+    out = torch.where(within[:, :, None, None], result.out, exact.out)
+    if result.lse is None or exact.lse is None:
+        return AttentionResult(out)
+    return AttentionResult(out, torch.where(within[:, None], result.lse, exact.lse))
+
+
+def _read_mask(program: Program, request: AttentionRequest) -> AttentionRequest:
+    """The request with rules in place of a dense mask, from which positions in a sequence can be counted.
+
+    Raises:
+        ValueError: If the mask follows no rules, and a choice counts keys.
+    """
+    read = legible(request)
+    counting = [choice.label for choice, _ in program.launches if choice.keys is not None]
+    if read is None and counting:
+        raise ValueError(
+            f"attention_mask: got a dense one that is neither causal, padded, windowed nor made of documents, and the "
+            f"plan of layer {program.plan.layer} ({', '.join(counting)}) counts keys from a sequence's first; pass "
+            "a mask [batch, kv_len], or remove the plan with adaattn_hf.remove_plan(model)"
+        )
+    return request if read is None else read
+
+
+def weights(program: Program, request: AttentionRequest) -> Tensor:
+    """Returns the attention weights `[batch, heads, q_len, kv_len]` of the function that the plan computes.
+
+    Raises:
+        ValueError: While a graph is traced.
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            f"output_attentions: got True in a traced graph, and the plan of layer {program.plan.layer} decides by the "
+            "data; leave it out, or run the model without torch.compile"
+        )
+    if request.structure.mask is not None or request.bias is not None:
+        request = _read_mask(program, request)
+    within = rows_within(request.structure, program.max_length, request.query.device)
+    if within is False:
+        return attention_weights(request)
+    parts = [
+        attention_weights(choice.defined(some_heads(request, heads), heads, program.tensors))
+        for choice, heads in program.launches
+    ]
+    order = [head for _, heads in program.launches for head in heads]
+    planned = joined_heads(parts, order, request.query.shape[1] // request.key.shape[1], dim=1)
+    if within is True:
+        return planned
+    return torch.where(within[:, None, :, None], planned, attention_weights(request))
+
+
+def rows_within(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
+    """Returns which rows a plan for sequences up to `limit` speaks for: all, none, or `[batch or 1, q_len]`.
+
+    Causal: rows at a position below `limit` of their sequence, since no later key changes them. Bidirectional:
+    all rows of sequences of up to `limit` tokens. Reads no data: a structure whose keys all fit answers at once,
+    whatever its padding.
+    """
+    if structure.kv_len <= limit:
+        return True
+    if not structure.causal:
+        return _rows_of_short(structure, limit, device)
+    if structure.plain and isinstance(structure.q_offset, int):
+        if structure.q_offset + structure.q_len <= limit:
+            return True
+        if structure.q_offset >= limit:
+            return False
+    place = torch.arange(structure.q_len, device=device) + structure.q_offset
+    start = structure._sequence_start(device)
+    at = start.gather(1, place.clamp(0, structure.kv_len - 1)[None].expand(start.shape[0], -1))
+    return place[None] - at < limit
+
+
+def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
+    """Rows of bidirectional sequences of up to `limit` real tokens."""
+    real = structure.key_padding
+    if structure.k_segments is None:
+        if real is None:
+            return False
+        return (real.to(device).sum(1, keepdim=True) <= limit).expand(-1, structure.q_len)
+    keys = structure.k_segments.to(device)
+    queries = keys if structure.q_segments is None else structure.q_segments.to(device)
+    if real is not None:
+        keys = torch.where(real.to(device), keys, torch.iinfo(keys.dtype).min)  # no document's number
+    ordered = keys.sort(dim=1).values
+    queries = queries.expand(ordered.shape[0], -1).contiguous()
+    return torch.searchsorted(ordered, queries, right=True) - torch.searchsorted(ordered, queries) <= limit
+
+
+def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
+    """All heads of a layer: one request for those whose rules a backend serves together, else one per choice."""
+    asked = program.requests(request.query.shape[2] < PRECISE_ROWS)
+    parts: list[tuple[Sequence[int], AttentionResult]] = []
+    if asked.heads:
+        together = _together(request, asked.heads, asked.rules, backend)
+        if together is not None:
+            parts.append((asked.heads, together))
+        else:
+            parts += [
+                (heads, _one_choice(program, request, choice, heads, backend))
+                for choice, heads in program.launches
+                if heads[0] in asked.heads
+            ]
+    parts += [
+        (heads, choice.attend(some_heads(request, heads), heads, program.tensors, backend))
+        for choice, heads in asked.apart
+    ]
+    order = [head for heads, _ in parts for head in heads]
+    groups = request.query.shape[1] // request.key.shape[1]
+    out = joined_heads([result.out for _, result in parts], order, groups, dim=2)
+    if not request.need_lse:
+        return AttentionResult(out)
+    lse = [result.lse for _, result in parts if result.lse is not None]
+    return AttentionResult(out, joined_heads(lse, order, groups, dim=1))
+
+
+def _together(
+    request: AttentionRequest, heads: Sequence[int], rules: HeadRules | None, backend: str | None
+) -> AttentionResult | None:
+    """Attention of heads with rules of their own in one request, None where no backend serves it."""
+    whole = some_heads(request, heads)
+    if rules is None:
+        return select.attend(whole, backend)
+    whole = replace(whole, per_head=rules)
+    serving = select.serving(CallSpec.of(whole, look=backend is not None), backend)
+    return None if serving is None else serving.attend(whole)
+
+
+def _one_choice(
+    program: Program, request: AttentionRequest, choice: Choice, heads: Sequence[int], backend: str | None
+) -> AttentionResult:
+    """The heads of one choice, as rules of a request where a backend serves those."""
+    part = some_heads(request, heads)
+    rules = program.requests(request.query.shape[2] < PRECISE_ROWS).each.get(choice)
+    served = None if rules is None else _together(part, range(len(heads)), rules, backend)
+    return choice.attend(part, heads, program.tensors, backend) if served is None else served
+
+
+class _OneWay(torch.autograd.Function):
+    """Passes an output on, and refuses to pass gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, message: str, *inputs: Tensor | None) -> Tensor:
+        """The output as it is; `inputs` are what gradients would be asked for."""
+        ctx.message = message
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
+        """Raises.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(ctx.message)
+
+
+def _one_way(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
+    """What a plan without gradient computes, for callers that keep gradients on and may never ask for one."""
+    tensors = [request.query, request.key, request.value, request.bias, request.sink_logits]
+    query, key, value, bias, sinks = (None if t is None else t.detach() for t in tensors)
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    bare = replace(request, query=query, key=key, value=value, bias=bias, sink_logits=sinks)
+    with torch.no_grad():
+        result = attend(program, bare, backend)
+    lost = ", ".join(choice.label for choice, _ in program.launches if not choice.has_gradient)
+    message = (
+        f"plan of layer {program.plan.layer}: {lost} rounds to int8, which has no gradient; train with "
+        "adaattn_hf.remove_plan(model), or calibrate without int8 (--families window,bf16)"
+    )
+    return AttentionResult(_OneWay.apply(result.out, message, *tensors), result.lse)  # type: ignore[no-untyped-call]
+
+
+# ---------------------------------------------------------------------- in traced graphs
+_NAMESPACE = __name__.partition(".")[0]
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::planned", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def planned_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    sink_logits: Tensor | None,
+    program: int,
+    backend: str | None,
+    scaling: float,
+    softcap: float | None,
+    causal: bool,
+    q_offset: int,
+    window: int | None,
+    sinks: int,
+    chunk: int | None,
+    pads_queries: bool,
+    offset: Tensor | None,
+    chunk_start: Tensor | None,
+    key_padding: Tensor | None,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
+    spans: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:
+    """A layer's plan as one node of a traced graph: when the graph runs, it does what it does without one."""
+    structure = CallStructure.of_operands(
+        query, key, causal, q_offset, window, sinks, chunk, pads_queries,
+        offset, chunk_start, key_padding, q_segments, k_segments, spans, mask,
+    ).settled()  # fmt: skip
+    found = PROGRAMS.get(program)
+    if found is None:
+        raise RuntimeError(
+            "the plan that this graph was compiled with is gone; compile the model again after a plan is loaded"
+        )
+    request = AttentionRequest(
+        query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias
+    )
+    with torch.no_grad():
+        return attend(found, request, backend).out.contiguous()
+
+
+@planned_op.register_fake
+def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    batch, heads, q_len, _d = query.shape
+    return query.new_empty((batch, q_len, heads, value.shape[3]))
+
+
+def _traced(program: Program, request: AttentionRequest, backend: str | None) -> Tensor:
+    """The request as one node of the graph that is being traced."""
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            f"plan of layer {program.plan.layer}: a plan belongs to this process and cannot be exported; export the "
+            "model after adaattn_hf.remove_plan(model)"
+        )
+    if CallSpec.of(request).needs_grad:
+        raise ValueError(
+            f"plan of layer {program.plan.layer}: a compiled plan has no gradient; run the model under "
+            "torch.no_grad(), train without torch.compile, or without a plan after adaattn_hf.remove_plan(model)"
+        )
+    out: Tensor = planned_op(
+        request.query, request.key, request.value, request.bias, request.sink_logits,
+        program.handle, backend, request.scaling, request.softcap, *request.structure.operands(),
+    )  # fmt: skip
+    return out

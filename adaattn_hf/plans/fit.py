@@ -1,0 +1,268 @@
+"""Whether a plan belongs to an attention module, and what it says about it.
+
+Each module resolves its own part of the plan at its first call and checks it: the hash of its weights, its dtype, its
+model type, the major version of Transformers. Whatever does not fit is refused with the reason. Needs torch alone:
+who reads a plan's calibrated tensors is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .plan import LayerPlan, Plan, PlanError
+from .program import Program
+from .tensors import LayerTensors
+
+CONFIG_KEY = "plan"
+"""Where a plan lies in the settings of a configuration."""
+PROGRAM_SLOT = "_adaattn_program"
+"""Where an attention module keeps `(settings, program)` once its plan was read."""
+OWN_NUMBERS = "layers_by_weights"
+"""Set in the protocol of a plan whose layers had no number of their own; it holds them all, exact ones too."""
+UNVERIFIED = "unverified"
+"""Set in the settings of a configuration whose plan may run though no held-out text has shown it good."""
+_SAMPLES = 65536
+_WHOLE = "model:"
+"""Begins the hash of a plan that is bound to all weights of its model, not those of attention alone."""
+_CHECKED = "_adaattn_checked"
+"""Where a model keeps the settings whose plan its weights were checked for."""
+
+TensorsOf = Callable[[Plan, int, "str | None"], LayerTensors]
+"""Maps a plan, the index of a layer and where the model came from to the layer's calibrated tensors."""
+
+
+def weight_hash(module: nn.Module) -> str:
+    """Returns a hash of a module's own weights: name, shape, dtype and up to 65,536 spread entries of each."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(module.state_dict().items()):
+        flat = parameter.detach().reshape(-1)
+        step = max(1, flat.numel() // _SAMPLES)
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def module_dtype(module: nn.Module) -> str:
+    """Returns the name of the dtype of a module's first floating-point parameter."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            return str(parameter.dtype).removeprefix("torch.")
+    raise PlanError(f"{type(module).__name__} has no floating-point weights; a plan needs a model that has")
+
+
+def model_hash(model: nn.Module) -> str:
+    """Returns a hash of all weights of a model but its head and pooler, which differ between the classes of a model."""
+    prefix = getattr(model, "base_model_prefix", "")
+    base = getattr(model, prefix, model) if prefix else model
+    digest = hashlib.sha256()
+    for name, parameter in sorted(base.named_parameters()):
+        if name.startswith("pooler."):
+            continue
+        digest.update(name.encode())
+        digest.update(_sampled(parameter))
+    return f"{_WHOLE}{digest.hexdigest()}"
+
+
+def _sampled(parameter: torch.Tensor) -> bytes:
+    """Up to 65,536 spread entries of a tensor, behind its shape and dtype."""
+    flat = parameter.detach().reshape(-1)
+    step = max(1, flat.numel() // _SAMPLES)
+    entries = flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{tuple(parameter.shape)} {parameter.dtype}".encode() + entries
+
+
+class Weights(NamedTuple):
+    """What is compared in every call, to notice that a module's weights are no longer those that were checked.
+
+    Attributes:
+        parameters: Its parameters.
+        versions: How often each was changed in place.
+        pointers: Where each lies in memory.
+        holders: The dictionary of children of each of its modules, with the children.
+    """
+
+    parameters: tuple[torch.Tensor, ...]
+    versions: list[int]
+    pointers: list[int]
+    holders: tuple[tuple[Mapping[str, nn.Module | None], list[nn.Module | None]], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Weights:
+        """Takes note of a module's weights as they are."""
+        parameters = tuple(module.parameters())
+        held = tuple(
+            (part._modules, list(part._modules.values())) for part in module.modules() if part._modules
+        )
+        versions, pointers = [p._version for p in parameters], [p.data_ptr() for p in parameters]
+        return cls(parameters, versions, pointers, held)
+
+    def same(self) -> bool:
+        """Whether they still are: no weight changed in place, replaced, cast or wrapped."""
+        return (
+            [p._version for p in self.parameters] == self.versions
+            and [p.data_ptr() for p in self.parameters] == self.pointers
+            and all(list(children.values()) == known for children, known in self.holders)
+        )
+
+
+def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -> Program | None:
+    """Returns what the plan says about an attention module, `None` where it is exact.
+
+    Args:
+        module: An attention module, which keeps the answer.
+        tensors: Finds the layer's calibrated tensors where the plan has any.
+        compiling: Whether a graph is being traced: nothing is read then.
+
+    Raises:
+        PlanError: If the plan does not belong to the module.
+    """
+    raw = getattr(getattr(module, "config", None), "adaattn", None)
+    if raw is None:
+        return None
+    known = module.__dict__.get(PROGRAM_SLOT)
+    if known is not None and known[0] is raw and (compiling or known[1] is None or known[2].same()):
+        program: Program | None = known[1]
+        return program
+    if compiling:
+        raise PlanError(
+            "the plan was not read before compiling; call the model once, or adaattn_hf.load_plan(model), "
+            "before torch.compile"
+        )
+    program = resolve(module, raw, tensors)
+    check_model(module, raw)
+    module.__dict__[PROGRAM_SLOT] = (raw, program, Weights.of(module))
+    return program
+
+
+def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
+    """Returns what the plan in a module's settings says about it, checked; `None` where it is exact.
+
+    Raises:
+        PlanError: If the plan does not belong to the module.
+    """
+    data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
+    if data is None:
+        return None
+    plan = Plan.from_dict(data)
+    index = getattr(module, "layer_idx", None)
+    layer = plan.layer(index)
+    config: Any = module.config
+    if plan.model_type != config.model_type:
+        raise PlanError(
+            f"the plan was made for model type {plan.model_type!r}, this is {config.model_type!r}"
+        )
+    check_versions(plan)
+    if index is None and plan.protocol.get(OWN_NUMBERS):
+        layer = _layer_by_weights(module, plan)
+        index = layer.layer
+    depth = getattr(config, "num_hidden_layers", None)
+    if isinstance(depth, int) and plan.layers and plan.layers[-1].layer >= depth:
+        raise PlanError(
+            f"the plan has a layer {plan.layers[-1].layer}, the model has {depth}; calibrate this model"
+        )
+    if layer is None or index is None or layer.is_exact:
+        return None
+    if not (plan.verified is not None and plan.verified.passed) and raw.get(UNVERIFIED) is not True:
+        why = "was never verified on held-out text" if plan.verified is None else "failed on held-out text"
+        raise PlanError(
+            f"the plan {why}, so it runs only where you say so: adaattn_hf.load_plan(model, unverified=True), or "
+            f"config.adaattn[{UNVERIFIED!r}] = True; or calibrate again, or remove it with "
+            "adaattn_hf.remove_plan(model)"
+        )
+    if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+        raise PlanError(
+            f"the weights of layer {index} are spread over devices (tensor parallelism), which splits the heads that "
+            "the plan names; load the model without tp_plan, or remove the plan with adaattn_hf.remove_plan(model)"
+        )
+    dtype = module_dtype(module)
+    if dtype != plan.dtype:
+        raise PlanError(
+            f"the plan was calibrated in {plan.dtype}, the model is loaded in {dtype}; load it with "
+            f"dtype=torch.{plan.dtype}, or calibrate it in {dtype}"
+        )
+    if weight_hash(module) != layer.weights:
+        raise PlanError(
+            f"the weights of layer {index} are not those that the plan was calibrated on (fine-tuned, another model); "
+            "calibrate again, or remove it with adaattn_hf.remove_plan(model)"
+        )
+    found = tensors(plan, index, getattr(config, "_name_or_path", None)) if plan.tensors else LayerTensors()
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and isinstance(getattr(config, "hidden_size", None), int):
+        head_dim = config.hidden_size // config.num_attention_heads
+    for head, choice in enumerate(layer.choices):
+        for part in choice.parts:
+            wrong = part.misfit(found, head, len(layer.choices), head_dim)
+            if wrong is not None:
+                raise PlanError(f"plan of layer {index}: {wrong}; calibrate again")
+    return Program(layer, found, plan.max_length)
+
+
+def check_model(module: nn.Module, raw: Any) -> None:
+    """Checks the weights of the whole model that a module belongs to, once.
+
+    The model is the outermost one whose forward pass is running, as the first call of an attention module sees it.
+
+    Raises:
+        PlanError: If they are not those that the plan was calibrated on.
+    """
+    data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
+    if data is None or not str(data.get("weight_hash")).startswith(_WHOLE):
+        return
+    models = [model for model in _around(module) if hasattr(model, "base_model_prefix")]
+    if not models or models[-1].__dict__.get(_CHECKED) is raw:
+        return
+    found = model_hash(models[-1])
+    if found != data["weight_hash"]:
+        raise PlanError(
+            "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, another "
+            "checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
+        )
+    models[-1].__dict__[_CHECKED] = raw
+
+
+def _around(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules whose forward pass called this one, the innermost first."""
+    frame, inner = sys._getframe(1), module
+    while frame is not None:
+        outer = frame.f_locals.get("self")
+        if isinstance(outer, nn.Module) and outer is not inner and any(m is inner for m in outer.modules()):
+            inner = outer
+            yield inner
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _layer_by_weights(module: nn.Module, plan: Plan) -> LayerPlan:
+    """The layer of a module without a number; plans of such models hold all layers, exact ones too.
+
+    Raises:
+        PlanError: If no layer of the plan has the module's weights.
+    """
+    own = weight_hash(module)
+    for layer in plan.layers:
+        if layer.weights == own:
+            return layer
+    raise PlanError(
+        f"the weights of this {type(module).__name__} are not those of any layer that the plan was calibrated on "
+        "(fine-tuned, another model or dtype); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
+    )
+
+
+def check_versions(plan: Plan) -> None:
+    """Refuses a plan of another major version of Transformers.
+
+    Raises:
+        PlanError: If the major versions differ.
+    """
+    here = importlib.metadata.version("transformers")
+    if here.split(".")[0] != plan.transformers.split(".")[0]:
+        raise PlanError(
+            f"the plan was made with transformers {plan.transformers}, this is {here}: another major version may "
+            "compute another function; calibrate again"
+        )

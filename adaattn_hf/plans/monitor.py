@@ -1,0 +1,297 @@
+"""Watching a planned model while it runs: counters, and sampled exact rows that say what the plan leaves out.
+
+Counters say how often each layer ran, and what share of (token, query head) pairs the plan changed. The
+monitor, asked for by `config.adaattn["monitor"]` or for a while by `monitoring`, computes a few rows exactly
+(one of 1,024 in prefill, one decode step of 256), compares log-sum-exps (dropped mass = 1 - exp(lse_kept -
+lse_all)), turns them into a predicted KL by the ratio learned in calibration, and makes a unit exact for the
+rest of the session when it drops more than three times its calibrated 95th percentile. It warns once. Rows
+of padded or packed batches are counted and not sampled; so are those of training steps, which must compute
+the same function when they are repeated for their gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.heads import some_heads
+from ..attention.request import AttentionRequest, CallSpec
+from ..attention.tap import tapping
+from ..backends import select
+from . import execute, store
+from .choices import EXACT, Choice
+from .plan import Plan, UnitRecord
+from .program import Program
+
+logger = logging.getLogger("adaattn_hf")
+
+ROW_SHARE = 1024
+"""One row of this many is computed exactly: below 0.1 % of exact attention's work."""
+STEP_SHARE = 256
+"""One call of this many is sampled in decode, where a row is a whole step."""
+PREFILL = 64
+"""Query rows from which a call counts as prefill."""
+LEAST_ROWS = 8
+"""Rows seen before a unit may be judged."""
+
+
+@dataclass
+class LayerStatistics:
+    """Counters of one layer.
+
+    Attributes:
+        layer: Layer index.
+        calls: Attention calls.
+        pairs: (token, query head) pairs computed.
+        changed: Pairs that the plan computed otherwise than stock.
+        fewer_keys: Pairs that saw fewer keys than stock.
+        rows: Rows that the monitor computed exactly, per key/value head.
+        dropped_mass: Mean dropped mass on these rows, per key/value head.
+        predicted_kl: Predicted KL of the layer from these rows, nats/token.
+        tightened: Key/value heads that the monitor made exact.
+        seconds: Time that watching took.
+    """
+
+    layer: int
+    calls: int = 0
+    pairs: int = 0
+    changed: int = 0
+    fewer_keys: int = 0
+    rows: int = 0
+    dropped_mass: list[float] = field(default_factory=list)
+    predicted_kl: float = 0.0
+    tightened: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def activation(self) -> float:
+        """Share of pairs that the plan computed otherwise than stock."""
+        return self.changed / self.pairs if self.pairs else 0.0
+
+
+class Monitor:
+    """Counts what a plan does, samples what it leaves out, and tightens it; see `monitoring`.
+
+    Attributes:
+        layers: Counters by layer index.
+    """
+
+    def __init__(self, plan: Plan, *, sample_rows: bool = True, factor: float = 3.0) -> None:
+        self.layers: dict[int, LayerStatistics] = {}
+        self._sample, self._factor = sample_rows, factor
+        self._units: Mapping[tuple[int, int], UnitRecord] = {
+            (unit.layer, unit.head): unit for unit in plan.units
+        }
+        self._sums: dict[int, Tensor] = {}
+        self._squares: dict[int, Tensor] = {}
+        self._choices: dict[int, tuple[Choice, ...]] = {}
+        self._warned = False
+
+    def watch(self, index: int, program: Program | None, request: AttentionRequest) -> Program | None:
+        """Takes note of one call of a layer; returns the program to run, tightened where the samples said so."""
+        start = time.perf_counter()
+        counters = self.layers.get(index) or self.layers.setdefault(index, LayerStatistics(index))
+        counters.calls += 1
+        batch, heads, q_len, _ = request.query.shape
+        counters.pairs += batch * heads * q_len
+        if program is None:
+            return None
+        program = self._tightened(index, program)
+        self._count(counters, program, request)
+        due = q_len >= PREFILL or counters.calls % STEP_SHARE == 0
+        if self._sample and due and request.structure.plain and not CallSpec.of(request).needs_grad:
+            self._look(counters, program, request)
+            program = self._tightened(index, program)
+        counters.seconds += time.perf_counter() - start
+        return program
+
+    def _tightened(self, index: int, program: Program) -> Program:
+        choices = self._choices.get(index)
+        return program if choices is None else replace(program, plan=replace(program.plan, choices=choices))
+
+    def _count(self, counters: LayerStatistics, program: Program, request: AttentionRequest) -> None:
+        batch, heads, q_len, _ = request.query.shape
+        group = batch * heads // request.key.shape[1]
+        structure = request.structure
+        first = (
+            structure.q_offset if isinstance(structure.q_offset, int) else max(structure.kv_len - q_len, 0)
+        )
+        stop = min(first + q_len, program.max_length)
+        if not structure.causal:
+            stop = first + q_len if structure.kv_len <= program.max_length else first
+        for choice in program.plan.choices:
+            span = (first, stop, structure.kv_len, structure.causal)
+            counters.fewer_keys += group * choice.rows_with_fewer_keys(*span)
+            counters.changed += group * choice.changed_rows(*span)
+
+    def _look(self, counters: LayerStatistics, program: Program, request: AttentionRequest) -> None:
+        """Compares a few rows with exact attention, the sequences of a batch in turn."""
+        batch, _, q_len, _ = request.query.shape
+        if batch > 1:
+            turn = slice(counters.calls % batch, counters.calls % batch + 1)
+            request = replace(
+                request,
+                query=request.query[turn],
+                key=request.key[turn],
+                value=request.value[turn],
+                structure=request.structure.with_changes(batch=1),
+            )
+        count = max(1, q_len // ROW_SHARE)
+        rows = torch.linspace(q_len // (2 * count), q_len - 1, count).long()
+        dropped = dropped_mass(program, request, rows)
+        mass, square = dropped.sum(-1), dropped.square().sum(-1)
+        index = counters.layer
+        self._sums[index] = self._sums[index] + mass if index in self._sums else mass
+        self._squares[index] = self._squares[index] + square if index in self._squares else square
+        counters.rows += count
+        mean = (self._sums[index] / counters.rows).tolist()
+        second = (self._squares[index] / counters.rows).tolist()
+        counters.dropped_mass = mean
+        units = [self._units.get((index, head)) for head in range(len(mean))]
+        counters.predicted_kl = sum(
+            unit.risk * value / unit.dropped_square
+            for unit, value in zip(units, second, strict=True)
+            if unit is not None and unit.dropped_square > 0
+        )
+        if counters.rows < LEAST_ROWS:
+            return
+        loud = [
+            head
+            for head, unit in enumerate(units)
+            if unit is not None
+            and program.plan.choices[head].keys is not None
+            and mean[head] > self._factor * max(unit.dropped_mass_p95, 1e-4)
+        ]
+        if not loud:
+            return
+        counters.tightened = sorted({*counters.tightened, *loud})
+        choices = tuple(EXACT if head in loud else c for head, c in enumerate(program.plan.choices))
+        self._choices[index] = choices
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "adaattn: layer %d head %d drops %.3g of its attention here, above %g times what calibration saw; "
+                "it is exact from here on (and so is every other that does). Calibrate on text like this one.",
+                index, loud[0], mean[loud[0]], self._factor,
+            )  # fmt: skip
+
+
+@torch.no_grad()
+def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
+    """Returns the attention weight that the plan leaves out on a few rows, `[num_kv_heads, rows]`, the worst head.
+
+    Args:
+        program: The layer's plan.
+        request: A call with a batch of one and a plain structure.
+        rows: `[rows]` query rows.
+    """
+    device = request.query.device
+    structure = request.structure
+    kv_heads, kv_len = request.key.shape[1], request.key.shape[2]
+    group = request.query.shape[1] // kv_heads
+    rows = rows.to(device)
+    visible = structure.visible_rows(rows, device)[0, 0]
+    found = torch.zeros(kv_heads, len(rows))
+    for choice, heads in program.launches:
+        if choice.keys is None:
+            continue
+        part = some_heads(request, heads)
+        query = part.query[0].view(len(heads), group, -1, part.query.shape[-1])[:, :, rows]
+        kept = choice.keys.visible_rows(part, rows)
+        if len(kept) > 1:
+            kept = kept.view(len(heads), group, *kept.shape[1:])
+        # the heads of a group read the keys once: no copy of them, and no values at all
+        scores = (query.flatten(1, 2) @ part.key[0].mT).float().view(
+            *query.shape[:3], kv_len
+        ) * request.scaling
+        if request.softcap is not None:
+            scores = request.softcap * torch.tanh(scores / request.softcap)
+        if part.bias is not None:
+            bias = part.bias[0, :, rows].float()
+            scores = scores + (bias.view(len(heads), group, len(rows), kv_len) if len(bias) > 1 else bias)
+        full = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
+        less = scores.masked_fill(~kept, float("-inf")).logsumexp(-1)
+        if part.sink_logits is not None:
+            sinks = part.sink_logits.float().view(len(heads), group, 1)
+            full, less = torch.logaddexp(full, sinks), torch.logaddexp(less, sinks)
+        ratio = torch.where(torch.isfinite(full), less - full, torch.zeros_like(full)).clamp(max=0.0)
+        found[list(heads)] = (-torch.expm1(ratio)).amax(1).cpu()
+    within = execute.rows_within(structure, program.max_length, device)
+    if isinstance(within, Tensor):
+        return found * within[0, rows].cpu()
+    return found if within else torch.zeros_like(found)
+
+
+_SLOT = "_adaattn_monitor"
+_shared: WeakValueDictionary[int, Monitor] = WeakValueDictionary()
+
+
+def watched(module: nn.Module, program: Program, request: AttentionRequest) -> Program:
+    """Takes note of a call of a layer whose configuration asks to be watched; returns the program to run.
+
+    The layers of a model share one monitor. It lives as long as their settings stay the same object.
+    """
+    config: Any = module.config
+    raw = config.adaattn
+    known = module.__dict__.get(_SLOT)
+    if known is None or known[0] is not raw:
+        monitor = _shared.get(id(raw))
+        if monitor is None:
+            monitor = Monitor(Plan.from_dict(raw[store.CONFIG_KEY]))
+            _shared[id(raw)] = monitor
+        known = module.__dict__[_SLOT] = (raw, monitor)
+    running = known[1].watch(program.plan.layer, program, request)
+    assert running is not None
+    return running
+
+
+@contextmanager
+def monitoring(model: nn.Module, *, sample_rows: bool = True, factor: float = 3.0) -> Iterator[Monitor]:
+    """Watches a planned model inside the `with` block, and keeps its counters for `statistics`.
+
+    Args:
+        model: A model that carries a plan.
+        sample_rows: Compare sampled rows with exact attention and tighten; otherwise count only.
+        factor: A unit is made exact when it drops more than this many times its calibrated 95th percentile.
+
+    Raises:
+        ValueError: If the model carries no plan.
+    """
+    plan = store.plan_of(model)
+    if plan is None:
+        raise ValueError(
+            "the model carries no plan, so there is nothing to watch; make one with `adaattn calibrate`"
+        )
+    monitor = Monitor(plan, sample_rows=sample_rows, factor=factor)
+    modules = {id(module) for _, module in store.attention_modules(model, plan.model_type)}
+
+    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
+        if id(module) not in modules:
+            return select.attend(request).out
+        program = monitor.watch(int(module.layer_idx), store.program_of(module), request)  # type: ignore[arg-type]
+        return (select.attend(request) if program is None else execute.attend(program, request)).out
+
+    model.__dict__[_SLOT] = (None, monitor)
+    with tapping(tap):
+        yield monitor
+
+
+def statistics(model: nn.Module) -> list[dict[str, Any]]:
+    """Returns the counters of each layer, activation rate included: of the last `monitoring` block, or of the
+    monitor that `config.adaattn["monitor"]` asks for; empty where nothing was watched."""
+    found = (module.__dict__[_SLOT][1] for module in model.modules() if _SLOT in module.__dict__)
+    monitor: Monitor | None = next(found, None)
+    if monitor is None:
+        return []
+    return [
+        {**asdict(counters), "activation": counters.activation}
+        for _, counters in sorted(monitor.layers.items())
+    ]

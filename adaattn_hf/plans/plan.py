@@ -1,0 +1,317 @@
+"""The plan: what attention computes per layer and key/value head. Data, decided once, stored with a checkpoint.
+
+A plan never depends on the values of a call. Whatever it changes is a function of one head's query and of the
+keys that its mask lets it see, so that it neither leaks the future into the past nor couples the examples of a
+batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from .choices import EXACT, Choice
+from .record import PlanError, read_list, read_record, real, text, whole
+
+__all__ = [
+    "EXACT",
+    "PLAN_FORMAT",
+    "TENSORS_FILE",
+    "Choice",
+    "LayerPlan",
+    "Plan",
+    "PlanError",
+    "UnitRecord",
+    "Verified",
+]
+
+PLAN_FORMAT = 1
+TENSORS_FILE = "adaattn_plan.safetensors"
+MOST_LAYERS, MOST_HEADS, MOST_LENGTHS = 1 << 12, 1 << 12, 1 << 10
+"""More layers, key/value heads and length bins than any model has."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The choices of one attention layer, one per key/value head.
+
+    Attributes:
+        layer: Index of the layer, as the attention module's `layer_idx`.
+        weights: Hash of the attention module's weights; see `attach.weight_hash`.
+        choices: One choice per key/value head.
+    """
+
+    layer: int
+    weights: str
+    choices: tuple[Choice, ...]
+
+    def __post_init__(self) -> None:
+        whole(self.layer, "layer", most=MOST_LAYERS)
+        text(self.weights, f"weights of layer {self.layer}")
+        if not self.choices:
+            raise PlanError(f"layer {self.layer} has no choices, expected one per key/value head")
+        if len(self.choices) > MOST_HEADS:
+            raise PlanError(
+                f"layer {self.layer} has {len(self.choices)} choices, expected one per key/value head, "
+                f"at most {MOST_HEADS}"
+            )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no head of the layer is approximated."""
+        return all(choice.is_exact for choice in self.choices)
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str = "layer") -> LayerPlan:
+        """Returns the layer plan written by `asdict`."""
+        kwargs = read_record(cls, data, where)
+        kwargs["choices"] = tuple(
+            Choice.from_dict(item, f"{where}.choices[{index}]")
+            for index, item in enumerate(read_list(kwargs["choices"], f"{where}.choices"))
+        )
+        return cls(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the layer plan as JSON data."""
+        choices = [choice.to_dict() for choice in self.choices]
+        return {"layer": self.layer, "weights": self.weights, "choices": choices}
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """Why a unit got its choice.
+
+    Attributes:
+        layer: Layer index.
+        head: Key/value head.
+        risk: Predicted loss in nats/token of the choice, at the length bin where it is largest.
+        price: Measured seconds of the choice over a prefill of every length with its decode steps; heads of a
+            launch share its fixed cost.
+        exact_price: The same of the exact choice.
+        dropped_mass: Mean attention weight that the choice leaves out, on calibration rows.
+        dropped_mass_p95: Its 95th percentile; the run-time monitor tightens beyond three times this.
+        dropped_square: Mean square of it: risk / dropped_square turns a dropped mass seen at run time into a
+            KL.
+    """
+
+    layer: int
+    head: int
+    risk: float
+    price: float
+    exact_price: float
+    dropped_mass: float
+    dropped_mass_p95: float
+    dropped_square: float
+
+    def __post_init__(self) -> None:
+        """Refuse values that are no numbers."""
+        whole(self.layer, "units: layer", most=MOST_LAYERS)
+        whole(self.head, "units: head", most=MOST_HEADS)
+        for field in fields(self)[2:]:
+            if real(getattr(self, field.name), f"units: {field.name}") < 0.0:
+                raise PlanError(f"units: {field.name} is {getattr(self, field.name)!r}, expected at least 0")
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What held-out text said about the plan.
+
+    Attributes:
+        passed: Whether every gate was passed.
+        delta_nll: Mean paired difference plan - stock, nats/token.
+        upper: One-sided upper confidence bound of it, clustered by document.
+        confidence: Its level, after division by the number of tries.
+        tries: How many plans had been verified, this one counted.
+        documents: Held-out documents.
+        tokens: Scored tokens.
+        kl: Mean KL(stock || plan), nats/token.
+        kl_p999: Its 99.9th percentile.
+        top1: Share of tokens where both agree on the likeliest token.
+        retrieval_stock: Share of needles that stock attention retrieves; `None` where none were asked for, as of
+            models that generate nothing.
+        retrieval_plan: Share of needles that the plan retrieves.
+        activation: Share of (token, query head) pairs that the plan computes otherwise than stock.
+        activation_keys: Share of them that see fewer keys: what perplexity on short text cannot test.
+        predicted_kl: The sum of the risks, re-scaled.
+        sentence: The verdict in words.
+    """
+
+    passed: bool
+    delta_nll: float
+    upper: float
+    confidence: float
+    tries: int
+    documents: int
+    tokens: int
+    kl: float
+    kl_p999: float
+    top1: float
+    retrieval_stock: float | None
+    retrieval_plan: float | None
+    activation: float
+    activation_keys: float
+    predicted_kl: float
+    sentence: str
+
+    def __post_init__(self) -> None:
+        """Refuse values of another type."""
+        if not isinstance(self.passed, bool):
+            raise PlanError(f"verified.passed is {self.passed!r}, expected true or false")
+        text(self.sentence, "verified.sentence")
+        for name in ("tries", "documents", "tokens"):
+            whole(getattr(self, name), f"verified.{name}", most=1 << 53)
+        for name in (
+            "delta_nll",
+            "upper",
+            "confidence",
+            "kl",
+            "kl_p999",
+            "top1",
+            "activation",
+            "activation_keys",
+        ):
+            real(getattr(self, name), f"verified.{name}")
+        real(self.predicted_kl, "verified.predicted_kl")
+        for name in ("retrieval_stock", "retrieval_plan"):
+            if getattr(self, name) is not None:
+                real(getattr(self, name), f"verified.{name}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided for one model, and what it was decided from.
+
+    Attributes:
+        format: Version of this record.
+        model_type: `config.model_type` of the calibrated model.
+        weight_hash: `model:` and the hash of all weights of the model without its head (`fit.model_hash`); plans of
+            earlier versions hold the hash of the hashes of their attention modules.
+        dtype: Dtype of the weights, `float32` and so on.
+        adaattn: Version of this package.
+        torch: Version of torch.
+        transformers: Version of transformers.
+        budget: Allowed loss, nats/token.
+        seed: Seed of every random choice.
+        data_fingerprint: Hash of the calibration and verification text.
+        protocol: Words and numbers that say how it was measured.
+        lengths: Length bins in tokens, rising; beyond the last one every layer is exact.
+        layers: One plan per layer that is not exact throughout; absent layers are exact.
+        units: Risk and price of each unit of the layers above.
+        verified: The verdict on held-out text, or `None` for a plan that was not verified.
+        tensors: Hash of the safetensors file of bases and means, empty without one.
+    """
+
+    format: int
+    model_type: str
+    weight_hash: str
+    dtype: str
+    adaattn: str
+    torch: str
+    transformers: str
+    budget: float
+    seed: int
+    data_fingerprint: str
+    protocol: dict[str, Any]
+    lengths: tuple[int, ...]
+    layers: tuple[LayerPlan, ...]
+    units: tuple[UnitRecord, ...]
+    verified: Verified | None
+    tensors: str
+
+    def __post_init__(self) -> None:
+        if self.format != PLAN_FORMAT:
+            raise PlanError(
+                f"plan format is {self.format!r}, this version reads {PLAN_FORMAT}; calibrate again"
+            )
+        for name in ("model_type", "weight_hash", "dtype", "adaattn", "torch", "transformers"):
+            text(getattr(self, name), name)
+        text(self.data_fingerprint, "data_fingerprint")
+        text(self.tensors, "tensors")
+        real(self.budget, "budget")
+        whole(self.seed, "seed", least=-(1 << 63), most=1 << 64)
+        if not isinstance(self.protocol, Mapping):
+            raise PlanError(f"protocol is {type(self.protocol).__name__}, expected a mapping")
+        if len(self.lengths) > MOST_LENGTHS or len(self.layers) > MOST_LAYERS:
+            raise PlanError(
+                f"plan: got {len(self.lengths)} lengths and {len(self.layers)} layers, expected at most "
+                f"{MOST_LENGTHS} and {MOST_LAYERS}"
+            )
+        for length in self.lengths:
+            whole(length, "lengths", least=1)
+        if list(self.lengths) != sorted(set(self.lengths)):
+            raise PlanError(f"lengths are {list(self.lengths)}, expected rising positive numbers")
+        indices = [layer.layer for layer in self.layers]
+        if indices != sorted(set(indices)):
+            raise PlanError(f"layers are {indices}, expected rising indices, each once")
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that the plan speaks for; 0 when it speaks for none."""
+        return self.lengths[-1] if self.lengths else 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the plan changes nothing."""
+        return all(layer.is_exact for layer in self.layers)
+
+    def layer(self, index: int | None) -> LayerPlan | None:
+        """Returns the plan of a layer, `None` where it is exact."""
+        for plan in self.layers:
+            if plan.layer == index:
+                return None if plan.is_exact else plan
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain JSON data, lists for tuples."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        data["layers"] = [layer.to_dict() for layer in self.layers]
+        data["units"] = [asdict(unit) for unit in self.units]
+        data["verified"] = None if self.verified is None else asdict(self.verified)
+        plain: dict[str, Any] = json.loads(json.dumps(data))
+        return plain
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """Returns the plan written by `to_dict`.
+
+        Raises:
+            PlanError: If a key is unknown or missing, the format is another, or a value is out of range.
+        """
+        if isinstance(data, Mapping) and data.get("format") != PLAN_FORMAT:
+            raise PlanError(
+                f"plan format is {data.get('format')!r}, this version reads {PLAN_FORMAT}; calibrate again"
+            )
+        kwargs = read_record(cls, data, "plan")
+        kwargs["lengths"] = tuple(read_list(kwargs["lengths"], "lengths"))
+        kwargs["layers"] = tuple(
+            LayerPlan.from_dict(item, f"layers[{index}]")
+            for index, item in enumerate(read_list(kwargs["layers"], "layers"))
+        )
+        kwargs["units"] = tuple(
+            UnitRecord(**read_record(UnitRecord, item, f"units[{index}]"))
+            for index, item in enumerate(read_list(kwargs["units"], "units"))
+        )
+        if kwargs["verified"] is not None:
+            kwargs["verified"] = Verified(**read_record(Verified, kwargs["verified"], "verified"))
+        return cls(**kwargs)
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON, byte for byte the same for equal plans."""
+        return json.dumps(self.to_dict(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Returns the plan written by `to_json`.
+
+        Raises:
+            PlanError: If the text is not JSON, or not a plan.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:  # no JSON, or a number of thousands of digits
+            raise PlanError(f"the plan is not JSON: {error}") from error
+        except RecursionError as error:
+            raise PlanError("the plan is nested too deeply to be one") from error
+        return cls.from_dict(data)

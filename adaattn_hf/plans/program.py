@@ -1,0 +1,122 @@
+"""A layer's plan with its calibrated tensors, ready to run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from weakref import WeakValueDictionary
+
+from ..attention.heads import HeadRules
+from .choices import EXACT, Choice
+from .plan import LayerPlan
+from .tensors import LayerTensors
+
+__all__ = ["Program", "Requests"]
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """As how few requests a layer's choices can be asked for.
+
+    Attributes:
+        heads: Key/value heads of the request that asks each head apart.
+        rules: What that request asks of them; None where all of them are exact.
+        each: The rules of the heads of one choice, where no backend serves all of them together.
+        apart: Choices that need a request of their own, with their heads.
+    """
+
+    heads: tuple[int, ...]
+    rules: HeadRules | None
+    each: Mapping[Choice, HeadRules]
+    apart: tuple[tuple[Choice, tuple[int, ...]], ...]
+
+
+PROGRAMS: WeakValueDictionary[int, Program] = WeakValueDictionary()
+"""The programs of this process by their handles."""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A layer's plan with its tensors, ready to run.
+
+    Attributes:
+        plan: The choices.
+        tensors: Bases and means.
+        max_length: Rows at this position of their sequence or later are exact; bidirectional, all rows of a
+            longer sequence.
+        handle: Number of the program in this process.
+    """
+
+    plan: LayerPlan
+    tensors: LayerTensors
+    max_length: int
+    handle: int = field(default_factory=itertools.count().__next__, init=False, repr=False)
+    _requests: dict[bool, Requests] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Traced graphs name a program by its handle."""
+        PROGRAMS[self.handle] = self
+
+    @cached_property
+    def launches(self) -> tuple[tuple[Choice, tuple[int, ...]], ...]:
+        """The choices of the layer with the key/value heads that take each, in order of first appearance."""
+        groups: dict[Choice, list[int]] = {}
+        for head, choice in enumerate(self.plan.choices):
+            groups.setdefault(choice, []).append(head)
+        return tuple((choice, tuple(heads)) for choice, heads in groups.items())
+
+    @cached_property
+    def over_stored(self) -> Program:
+        """The program over the codes that a cache stores: windows stay, products are in the model's precision.
+
+        Raises:
+            ValueError: If a choice needs the keys as numbers.
+        """
+        lost = [choice.label for choice, _ in self.launches if choice.over_stored() is None]
+        if lost:
+            raise ValueError(
+                f"plan of layer {self.plan.layer}: {', '.join(lost)} looks at the keys themselves, and the cache "
+                'stores them quantised; use a cache of numbers (cache="model") or calibrate with --families window'
+            )
+        choices = tuple(choice.over_stored() or EXACT for choice in self.plan.choices)
+        return Program(replace(self.plan, choices=choices), self.tensors, self.max_length)
+
+    @cached_property
+    def has_gradient(self) -> bool:
+        """Whether gradients flow through every choice."""
+        return all(choice.has_gradient for choice, _ in self.launches)
+
+    def requests(self, few: bool) -> Requests:
+        """The requests that the layer's choices become; made once, so that what follows from them can be remembered.
+
+        Args:
+            few: Whether a call has so few query rows that they are computed in the model's precision.
+        """
+        known = self._requests.get(few)
+        if known is None:
+            known = self._requests[few] = self._find_requests(few)
+        return known
+
+    def _find_requests(self, few: bool) -> Requests:
+        asked = {choice: choice.head_rule(few) for choice, _ in self.launches}
+        heads = [head for head, choice in enumerate(self.plan.choices) if asked[choice] is not None]
+        rules = [asked[self.plan.choices[head]] or {} for head in heads]
+        apart = tuple((choice, heads) for choice, heads in self.launches if asked[choice] is None)
+        if not any(rules):
+            return Requests(tuple(heads), None, {}, apart)
+        mean = self.tensors.key_mean if any(rule.get("precision") == "int8" for rule in rules) else None
+        found = HeadRules(
+            tuple(rule.get("window", 0) for rule in rules),
+            tuple(rule.get("sinks", 0) for rule in rules),
+            tuple(rule.get("mass", 0.0) for rule in rules),
+            tuple(rule.get("precision", "model") for rule in rules),
+            key_mean=None if mean is None else mean[heads],
+        )
+        each = {
+            choice: found.some([heads.index(head) for head in own])
+            for choice, own in self.launches
+            if asked[choice]
+        }
+        return Requests(tuple(heads), found, each, apart)

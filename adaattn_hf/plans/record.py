@@ -1,0 +1,95 @@
+"""Reading records of JSON that anybody may have written: known keys, right types, values in bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from ..errors import unknown
+
+__all__ = ["LARGEST", "PlanError", "checked_keys", "read_list", "read_record", "real", "text", "whole"]
+
+LARGEST = 2**31 - 1
+"""Largest whole number in a plan: lengths, windows and indices fit the kernels' integers with room to add."""
+
+Record = TypeVar("Record")
+
+
+class PlanError(ValueError):
+    """A plan that is not well formed, or that does not belong to the model at hand."""
+
+
+def read_record(cls: type[Record], data: Any, where: str) -> dict[str, Any]:
+    """Returns `data` as keyword arguments for the dataclass, refusing keys that it does not have.
+
+    Raises:
+        PlanError: If `data` is no mapping, or a key is unknown or missing.
+    """
+    if not isinstance(data, Mapping):
+        raise PlanError(f"{where} is {type(data).__name__}, expected a mapping of {cls.__name__} fields")
+    return checked_keys({field.name for field in fields(cls)}, data, where)  # type: ignore[arg-type]
+
+
+def checked_keys(known: set[str], data: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """Returns the mapping as a dictionary if it has exactly the known keys.
+
+    Raises:
+        PlanError: If a key is unknown or missing.
+    """
+    for name in data:
+        if name not in known:
+            raise PlanError(unknown(f"key of {where}", str(name), known))
+    missing = sorted(known - set(data))
+    if missing:
+        raise PlanError(f"{where} lacks the keys {missing}; write the plan again with `adaattn calibrate`")
+    return dict(data)
+
+
+def read_list(data: Any, where: str) -> list[Any]:
+    """Returns a JSON list.
+
+    Raises:
+        PlanError: If it is none.
+    """
+    if not isinstance(data, (list, tuple)):
+        raise PlanError(f"{where} is {type(data).__name__}, expected a list")
+    return list(data)
+
+
+def whole(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
+    """Returns a whole number in bounds.
+
+    Raises:
+        PlanError: If it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PlanError(f"{name} is {value!r}, expected an integer of at least {least}")
+    if value > most:
+        raise PlanError(f"{name} is {value!r}, expected an integer of at most {most}")
+    return value
+
+
+def real(value: Any, name: str) -> float:
+    """Returns a finite number.
+
+    Raises:
+        PlanError: If it is none.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise PlanError(f"{name} is {value!r}, expected a finite number")
+    return value
+
+
+def text(value: Any, name: str) -> str:
+    """Returns a string that can be written as UTF-8.
+
+    Raises:
+        PlanError: If it is none.
+    """
+    if not isinstance(value, str):
+        raise PlanError(f"{name} is {value!r}, expected a string")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise PlanError(f"{name} holds half of a character (a lone surrogate), expected text")
+    return value

@@ -1,0 +1,126 @@
+"""A plan as a picture of layers by heads: in the terminal, as HTML, as PNG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from itertools import zip_longest
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .._files import write_atomically
+from .choices import EXACT, Choice
+from .plan import Plan
+
+MOST_ROWS, MOST_COLUMNS = 256, 128
+"""Layers and key/value heads that a picture shows; a plan may name more."""
+
+
+def printable(text: str) -> str:
+    """Returns a text on one line without control or formatting characters, which a terminal would obey."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in text
+    )
+
+
+def grid(plan: Plan, layers: int | None = None, heads: int | None = None) -> list[list[Choice]]:
+    """Returns the choices `[layers][heads]`, exact where the plan is silent, as many as a picture shows."""
+    known = {layer.layer: layer.choices for layer in plan.layers}
+    width = min(heads or max((len(choices) for choices in known.values()), default=1), MOST_COLUMNS)
+    depth = min(layers or max(known, default=-1) + 1, MOST_ROWS)
+    return [list(known.get(index, (EXACT,) * width))[:width] for index in range(depth)]
+
+
+def summary(plan: Plan) -> list[str]:
+    """Returns what a plan is and what was proved of it, in lines."""
+    lines = [
+        f"{plan.model_type}, {plan.dtype}, budget {plan.budget:.3g} nats/token, lengths {list(plan.lengths)}",
+        f"made with adaattn {plan.adaattn}, torch {plan.torch}, transformers {plan.transformers}",
+    ]
+    scoring = plan.protocol.get("scoring")
+    if isinstance(scoring, Mapping):
+        named = {"predicts": "scored on", "retrieval": "retrieval:"}
+        lines += [f"{words} {scoring[key]}" for key, words in named.items() if key in scoring]
+    depth = max((layer.layer for layer in plan.layers), default=-1) + 1
+    width = max((len(layer.choices) for layer in plan.layers), default=0)
+    if depth > MOST_ROWS or width > MOST_COLUMNS:
+        lines.append(
+            f"{depth} layers of up to {width} key/value heads; shown are the first {MOST_ROWS} by {MOST_COLUMNS}"
+        )
+    risk = sum(unit.risk for unit in plan.units)
+    exact, price = sum(unit.exact_price for unit in plan.units), sum(unit.price for unit in plan.units)
+    if plan.units and price > 0.0:
+        lines.append(
+            f"predicted loss {risk:.2e} nats/token; attention of the planned layers {exact / price:.2f} times as "
+            "fast as exact, by the prices it was chosen by"
+        )
+    lines.append(
+        plan.verified.sentence
+        if plan.verified
+        else "not verified: the plan is exact"
+        if plan.is_exact
+        else "not verified"
+    )
+    return [printable(line) for line in lines]
+
+
+def heat_map(plan: Plan) -> Table:
+    """Returns a table for the terminal, one row per layer, one cell per key/value head."""
+    choices = grid(plan)
+    if not choices:
+        return Table(title="every layer is exact", min_width=24, show_header=False, box=None)
+    table = Table(title="layers by key/value heads", pad_edge=False, min_width=28)
+    table.add_column("layer", justify="right")
+    width = max((len(row) for row in choices), default=0)
+    for head in range(width):
+        table.add_column(str(head), justify="center")
+    for index, row in enumerate(choices):
+        cells = [Text(f" {c.label} ", style=f"white on rgb({','.join(map(str, c.colour))})") for c in row]
+        table.add_row(str(index), *cells)
+    return table
+
+
+def differences(left: Plan, right: Plan) -> list[tuple[int, int, Choice, Choice]]:
+    """Returns the units on which two plans differ: layer, head, choice of each."""
+    first, second = ({layer.layer: layer.choices for layer in plan.layers} for plan in (left, right))
+    found = []
+    for index in sorted({*first, *second}):
+        pairs = zip_longest(first.get(index, ()), second.get(index, ()), fillvalue=EXACT)
+        found += [(index, head, a, b) for head, (a, b) in enumerate(pairs) if a != b]
+    return found
+
+
+def save_html(plan: Plan, path: Path) -> None:
+    """Writes what the terminal shows as a page of its own."""
+    console = Console(record=True, file=io.StringIO(), width=200)
+    console.print(heat_map(plan))
+    for line in summary(plan):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    write_atomically(path, console.export_html(inline_styles=True))
+
+
+def save_png(plan: Plan, path: Path) -> None:
+    """Writes the picture as PNG; needs matplotlib."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    choices = grid(plan)
+    width = max((len(row) for row in choices), default=1)
+    figure = Figure(figsize=(2 + 0.5 * width, 1.5 + 0.22 * max(len(choices), 1)), layout="constrained")
+    axes = figure.subplots()
+    image = [[[value / 255 for value in choice.colour] for choice in row] for row in choices] or [
+        [[0.3, 0.3, 0.3]]
+    ]
+    axes.imshow(image, aspect="auto", interpolation="nearest")
+    axes.set_xlabel("key/value head")
+    axes.set_ylabel("layer")
+    axes.set_xticks(range(width))
+    kinds = sorted({choice for row in choices for choice in row}, key=lambda choice: choice.label)
+    handles = [Patch(color=f"#{bytes(choice.colour).hex()}", label=choice.label) for choice in kinds]
+    figure.legend(handles=handles, loc="outside right upper", fontsize="small")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=120)
+    write_atomically(path, drawn.getvalue())

@@ -1,0 +1,339 @@
+"""Where a plan lives: in `config.adaattn["plan"]`, with bases and means in a safetensors file beside the weights.
+
+Each attention module resolves its own part of the plan at its first call and checks it, see `fit`; `load_plan` does so
+for all of them at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from . import execute as execute  # its operators are registered before a graph is traced
+from . import fit
+from .fit import CONFIG_KEY as CONFIG_KEY
+from .fit import OWN_NUMBERS as OWN_NUMBERS
+from .fit import PROGRAM_SLOT as PROGRAM_SLOT
+from .fit import model_hash as model_hash
+from .fit import module_dtype as module_dtype
+from .fit import weight_hash as weight_hash
+from .plan import TENSORS_FILE, Plan, PlanError
+from .program import Program
+from .tensors import LayerTensors
+
+MOST_BYTES = 1 << 26
+"""A plan file of more bytes is none."""
+_NUMBERED = "_adaattn_numbered"
+_tensors: dict[str, dict[str, Tensor]] = {}
+
+
+def remember_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Keeps bases and means for `program_of`, and returns the hash that names them; empty for none."""
+    if not tensors:
+        return ""
+    name = hashlib.sha256(save(dict(tensors))).hexdigest()
+    _tensors[name] = dict(tensors)
+    return name
+
+
+def tensor_bytes(plan: Plan) -> bytes | None:
+    """Returns the safetensors file of a plan whose tensors are in memory, `None` for a plan without any."""
+    if not plan.tensors:
+        return None
+    return save(_found(plan, None))
+
+
+def read_tensors(plan: Plan, directory: str | Path | None) -> None:
+    """Reads the plan's safetensors file, checking its hash.
+
+    Raises:
+        PlanError: If the file is absent or is another than the plan names.
+    """
+    if plan.tensors and plan.tensors not in _tensors:
+        _found(plan, str(directory) if directory is not None else None)
+
+
+def _found(plan: Plan, source: str | None) -> dict[str, Tensor]:
+    if plan.tensors in _tensors:
+        return _tensors[plan.tensors]
+    path = _file(source)
+    if path is None:
+        raise PlanError(
+            f"the plan needs {TENSORS_FILE}, which is not in {source!r}; copy it beside the weights, or call "
+            "adaattn_hf.load_plan(model, directory) with the directory that holds it"
+        )
+    data = path.read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if found != plan.tensors:
+        raise PlanError(
+            f"{path} has hash {found[:12]}…, the plan names {plan.tensors[:12]}…; calibrate again"
+        )
+    _tensors[plan.tensors] = load(data)
+    return _tensors[plan.tensors]
+
+
+def _file(source: str | None) -> Path | None:
+    if not source:
+        return None
+    path = Path(source) / TENSORS_FILE
+    if path.is_file():
+        return path
+    # what is no name of a repository (`owner/name`) is a directory that is not there
+    if path.parent.is_dir() or source.count("/") != 1 or source.startswith((".", "/")):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(source, TENSORS_FILE)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
+    """Returns what the plan says about an attention module, `None` where it is exact.
+
+    Raises:
+        PlanError: If the plan does not belong to the module.
+    """
+    return fit.program_of(module, _layer_tensors, compiling)
+
+
+def _layer_tensors(plan: Plan, index: int, source: str | None) -> LayerTensors:
+    tensors = _found(plan, source)
+    prefix = f"layers.{index}."
+    bases: dict[str, dict[int, Tensor]] = {"query_basis": {}, "key_basis": {}}
+    for name, tensor in tensors.items():
+        if name.startswith(prefix):
+            kind, _, head = name.removeprefix(prefix).partition(".")
+            if kind in bases:
+                bases[kind][int(head)] = tensor
+    return LayerTensors(tensors.get(f"{prefix}key_mean"), bases["query_basis"], bases["key_basis"])
+
+
+def attach(
+    model: nn.Module, plan: Plan, directory: str | Path | None = None, *, unverified: bool = False
+) -> None:
+    """Gives a model a plan and checks it against every layer at once.
+
+    Args:
+        model: A model whose attention modules know their `layer_idx`.
+        plan: The plan.
+        directory: Where the plan's safetensors file lies, when its tensors are not in memory.
+        unverified: Run the plan though held-out text has not shown it good.
+
+    Raises:
+        PlanError: If the plan does not belong to the model, or names a layer that it does not have.
+    """
+    if directory is not None:
+        read_tensors(plan, directory)
+    modules = dict(attention_modules(model, plan.model_type))
+    missing = [layer.layer for layer in plan.layers if layer.layer not in modules]
+    if missing:
+        raise PlanError(f"the plan has layers {missing}, the model's attention layers are {sorted(modules)}")
+    if plan.weight_hash.startswith("model:") and plan.weight_hash != model_hash(model):
+        raise PlanError(
+            "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, another "
+            "checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
+        )
+    raw: dict[str, Any] = {CONFIG_KEY: plan.to_dict()}
+    if unverified:
+        raw[fit.UNVERIFIED] = True
+    for module in modules.values():
+        fit.resolve(module, raw, _layer_tensors)
+    owners: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
+    for config in owners.values():
+        present = getattr(config, "adaattn", None)
+        config.adaattn = {**(present if isinstance(present, Mapping) else {}), **raw}
+    for module in modules.values():
+        program_of(module)
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Returns the plan in a JSON file, or in the `adaattn_plan.json` or `config.json` of a model directory.
+
+    Raises:
+        PlanError: If there is none.
+    """
+    file = Path(path)
+    if file.is_dir():
+        own = file / "adaattn_plan.json"
+        file = own if own.is_file() else file / "config.json"
+    if not file.is_file():
+        raise PlanError(
+            f"{file} does not exist; expected a plan, or a directory that `adaattn calibrate` wrote"
+        )
+    if file.name != "config.json":
+        return Plan.from_json(_text_of(file))
+    data = _settings_of(file).get(CONFIG_KEY)
+    if data is None:
+        raise PlanError(f"{file} carries no plan; make one with `adaattn calibrate`")
+    return Plan.from_dict(data)
+
+
+def remove_plan(model: nn.Module) -> None:
+    """Takes the plan out of a model: every layer is exact again."""
+    for module in model.modules():
+        module.__dict__.pop(PROGRAM_SLOT, None)
+        config: Any = getattr(module, "config", None)
+        present = getattr(config, "adaattn", None)
+        if config is not None and isinstance(present, Mapping) and CONFIG_KEY in present:
+            rest = {key: value for key, value in present.items() if key not in (CONFIG_KEY, fit.UNVERIFIED)}
+            if rest:
+                config.adaattn = rest
+            else:
+                del config.adaattn
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """Returns the plan that a model carries, or `None`."""
+    for module in model.modules():
+        present = getattr(getattr(module, "config", None), "adaattn", None)
+        if isinstance(present, Mapping) and present.get(CONFIG_KEY) is not None:
+            return Plan.from_dict(present[CONFIG_KEY])
+    return None
+
+
+def load_plan(model: nn.Module, directory: str | Path | None = None, *, unverified: bool = False) -> Plan:
+    """Reads a model's plan and checks it against every layer at once.
+
+    The plan is the one in the directory; without a directory, or where that holds bases and means alone, the one in
+    the model's configuration.
+
+    Without it every layer reads its part in the first forward pass; a graph needs it before it is traced.
+
+    Args:
+        model: A model, as `from_pretrained` leaves it.
+        directory: Where `adaattn calibrate` wrote the plan, when that is not where the model was loaded from.
+
+        unverified: Run the plan though held-out text has not shown it good: it was never verified, or failed.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: The model has no plan, or one that does not belong to it, or runs another attention.
+    """
+    plan = plan_of(model)
+    if directory is not None and (plan is None or _holds_plan(Path(directory))):
+        plan = read_plan(directory)
+    if plan is None:
+        raise PlanError(
+            f"model: the configuration of this {type(model).__name__} holds no plan; make one with "
+            "`adaattn calibrate`"
+        )
+    names = _implementations(model)
+    if names and not any(name.startswith("adaattn") for name in names):
+        raise PlanError(
+            f"model: its attention implementation is {', '.join(sorted(names))}, which knows no plans; load it with "
+            'attn_implementation="adaattn" or call model.set_attn_implementation("adaattn") first'
+        )
+    attach(model, plan, directory, unverified=unverified or _allowed(model))
+    return plan
+
+
+def _allowed(model: nn.Module) -> bool:
+    """Whether a configuration of the model says that an unverified plan may run."""
+    for module in model.modules():
+        present = getattr(getattr(module, "config", None), "adaattn", None)
+        if isinstance(present, Mapping) and present.get(fit.UNVERIFIED) is True:
+            return True
+    return False
+
+
+def _holds_plan(path: Path) -> bool:
+    """Whether a file or directory holds a plan; one may hold a plan's bases and means alone."""
+    if path.is_file() or (path / "adaattn_plan.json").is_file():
+        return True
+    config = path / "config.json"
+    if not config.is_file():
+        return False
+    return CONFIG_KEY in _settings_of(config)
+
+
+def _text_of(file: Path) -> str:
+    """The text of a file that should hold a plan.
+
+    Raises:
+        PlanError: If it cannot be read, is larger than any plan, or is no text.
+    """
+    try:
+        size = file.stat().st_size
+        if size > MOST_BYTES:
+            raise PlanError(f"{file} has {size} bytes, expected a plan of at most {MOST_BYTES}")
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{file} cannot be read ({error.strerror}); give a plan that can") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{file} is no UTF-8 text: {error}; expected a plan as JSON") from error
+
+
+def _settings_of(config: Path) -> Mapping[str, Any]:
+    """The settings of this package in a model's `config.json`.
+
+    Raises:
+        PlanError: If the file is no configuration.
+    """
+    try:
+        data = json.loads(_text_of(config))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{config} is not JSON: {error}") from error
+    settings = data.get("adaattn") if isinstance(data, Mapping) else None
+    if not isinstance(data, Mapping) or not isinstance(settings, Mapping | None):
+        raise PlanError(f"{config} is no model configuration, expected an object whose adaattn is one, too")
+    return settings or {}
+
+
+def _implementations(model: nn.Module) -> set[str]:
+    """Names of the attention implementations of a model's towers."""
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
+    }
+    found = {getattr(config, "_attn_implementation", None) for config in configs.values()}
+    return {name for name in found if isinstance(name, str)}
+
+
+def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, nn.Module]]:
+    """Yields the innermost modules that know a `layer_idx` and hold weights, of the tower of that model type.
+
+    Raises:
+        PlanError: If two of them claim the same index: a plan could not tell them apart.
+    """
+    number_layers(model)
+    seen: dict[int, str] = {}
+    for name, module in model.named_modules():
+        index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
+        if not isinstance(index, int) or config is None or config.model_type != model_type:
+            continue
+        if not any(True for _ in module.parameters()) or not hasattr(module, "is_causal"):
+            continue
+        if index in seen:
+            raise PlanError(
+                f"{seen[index]} and {name} both are layer {index}; plans serve models of one attention per layer"
+            )
+        seen[index] = name
+        yield index, module
+
+
+def number_layers(model: nn.Module) -> bool:
+    """Gives the attention modules of a model without any `layer_idx` (DistilBERT) theirs, in the order of the model.
+
+    Returns:
+        Whether the numbers are this package's.
+    """
+    modules = [
+        module
+        for module in model.modules()
+        if hasattr(module, "is_causal")
+        and hasattr(module, "config")
+        and any(True for _ in module.parameters())
+    ]
+    numbered = [module for module in modules if isinstance(getattr(module, "layer_idx", None), int)]
+    if not numbered:
+        for index, module in enumerate(modules):
+            module.layer_idx = index  # type: ignore[assignment]
+            module.__dict__[_NUMBERED] = True
+    return any(_NUMBERED in module.__dict__ for module in modules)

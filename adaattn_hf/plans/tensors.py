@@ -1,0 +1,27 @@
+"""Calibrated tensors of a layer: mean keys and the bases of score ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+__all__ = ["LayerTensors"]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTensors:
+    """Calibrated tensors of one layer.
+
+    Attributes:
+        key_mean: `[num_kv_heads, head_dim]`, subtracted from keys before int8 rounding; zeros when absent.
+        query_basis: Per key/value head `[head_dim, rank]`; see `stats.spectrum.score_factors`.
+        key_basis: Per key/value head `[head_dim, rank]`.
+        folded: Whether the model's weights project onto the bases already: a rank is then its first columns.
+    """
+
+    key_mean: Tensor | None = None
+    query_basis: Mapping[int, Tensor] = field(default_factory=dict)
+    key_basis: Mapping[int, Tensor] = field(default_factory=dict)
+    folded: bool = False

@@ -1,0 +1,136 @@
+"""Paired comparison of two models on the same tokens: scores per token, and a clustered ratio estimator with bounds.
+
+Tokens of one document are not independent, so that documents (or stretches of text) are the unit of sampling
+(Miller 2024, "Adding Error Bars to Evals"). The estimator is the ratio of sums, sum(difference) / sum(weight),
+with Student's t on the residuals of the clusters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+
+Float = NDArray[np.float64]
+Flag = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Numbers per scored token; arm 0 is the stock arm.
+
+    Attributes:
+        nll: `[arms, tokens]`, -log p(target), nats.
+        kl: `[arms - 1, tokens]`, KL(stock || arm) over the full vocabulary, nats.
+        hit: `[arms, tokens]`, whether the arm's most probable token is the target.
+        agree: `[arms - 1, tokens]`, whether the arm's most probable token is the stock arm's.
+    """
+
+    nll: Float
+    kl: Float
+    hit: Flag
+    agree: Flag
+
+    @property
+    def delta(self) -> Float:
+        """`[arms - 1, tokens]`, nll(arm) - nll(stock), nats."""
+        return np.asarray(self.nll[1:] - self.nll[:1])
+
+
+def joined(parts: Sequence[TokenScores]) -> TokenScores:
+    """Returns the scores of several stretches of tokens as one."""
+    return TokenScores(
+        nll=np.concatenate([part.nll for part in parts], axis=1),
+        kl=np.concatenate([part.kl for part in parts], axis=1),
+        hit=np.concatenate([part.hit for part in parts], axis=1),
+        agree=np.concatenate([part.agree for part in parts], axis=1),
+    )
+
+
+def score_tokens(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> TokenScores:
+    """Returns the scores of tokens from the logits `[tokens, vocabulary]` of each arm, the stock arm first.
+
+    Log-probabilities are computed in float64 from the logits as they are, so that the comparison of two arms has
+    no rounding of its own: equal logits give a difference, and a divergence, of exactly 0.
+
+    Args:
+        logits: One tensor per arm.
+        targets: `[tokens]`, true tokens, on the device of the logits.
+    """
+    stock = torch.log_softmax(logits[0].double(), dim=-1)
+    probability, stock_top = stock.exp(), stock.argmax(dim=-1)
+    nll, hit = [-stock.gather(1, targets[:, None])[:, 0]], [stock_top == targets]
+    kl, agree = [], []
+    for other in logits[1:]:
+        log_p = torch.log_softmax(other.double(), dim=-1)
+        top = log_p.argmax(dim=-1)
+        nll.append(-log_p.gather(1, targets[:, None])[:, 0])
+        hit.append(top == targets)
+        agree.append(top == stock_top)
+        # A divergence is not negative; the sum's last bit may be. A probability of 0 weighs nothing.
+        terms = torch.where(probability > 0, probability * (stock - log_p), 0.0)
+        kl.append(terms.sum(dim=-1).clamp_min(0.0))
+    empty = torch.empty(0, len(targets))
+    return TokenScores(
+        nll=torch.stack(nll).cpu().numpy(),
+        kl=(torch.stack(kl) if kl else empty.double()).cpu().numpy(),
+        hit=torch.stack(hit).cpu().numpy(),
+        agree=(torch.stack(agree) if agree else empty.bool()).cpu().numpy(),
+    )
+
+
+@lru_cache(maxsize=4096)
+def student_quantile(confidence: float, freedom: int) -> float:
+    """Returns the quantile of Student's t."""
+    return float(stats.t.ppf(confidence, freedom))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of sums over clusters.
+
+    Attributes:
+        mean: sum(values) / sum(weights).
+        error: Standard error of it; `None` with a single cluster, which has no spread.
+        clusters: Number of clusters.
+        weight: Sum of the weights: tokens, for a mean per token.
+    """
+
+    mean: float
+    error: float | None
+    clusters: int
+    weight: float
+
+    def upper(self, confidence: float) -> float:
+        """Returns the one-sided upper confidence bound by Student's t, infinite with a single cluster."""
+        if self.error is None:
+            return math.inf
+        return self.mean + student_quantile(confidence, self.clusters - 1) * self.error
+
+    def lower(self, confidence: float) -> float:
+        """Returns the one-sided lower confidence bound by Student's t, -infinite with a single cluster."""
+        if self.error is None:
+            return -math.inf
+        return self.mean - student_quantile(confidence, self.clusters - 1) * self.error
+
+
+def clustered_ratio(values: Float, weights: NDArray[np.int64] | Float) -> Ratio:
+    """Returns the ratio of sums with its standard error over clusters.
+
+    Args:
+        values: `[clusters]`, sum of the paired differences of each cluster.
+        weights: `[clusters]`, the tokens of each cluster, or whatever the differences are counted per.
+    """
+    clusters, total = len(values), float(weights.sum())
+    mean = float(values.sum() / total)
+    if clusters < 2:
+        return Ratio(mean, None, clusters, total)
+    residual = values - mean * weights
+    error = math.sqrt(clusters / (clusters - 1) * float(residual @ residual)) / total
+    return Ratio(mean, error, clusters, total)

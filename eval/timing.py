@@ -1,0 +1,121 @@
+"""The stopwatch and the scales: seconds of a call, ratios of interleaved calls, bytes at a call's peak."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from adaattn_hf.backends.native import memory
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Elapsed:
+    """Seconds of one call: by the clock, and of the processor (all threads of this process)."""
+
+    wall: float
+    process: float
+
+
+def timed(call: Callable[[], T], device: torch.device, repeats: int = 1) -> tuple[T, Elapsed]:
+    """The (last) result and what a call took; on CUDA the device is waited for on both sides.
+
+    Args:
+        call: What is timed.
+        device: Where it computes.
+        repeats: Calls behind one another, where one is shorter than the clock is fine.
+    """
+    _wait(device)
+    wall, process = time.perf_counter(), time.process_time()
+    result = call()
+    for _ in range(repeats - 1):
+        result = call()
+    _wait(device)
+    wall, process = time.perf_counter() - wall, time.process_time() - process
+    return result, Elapsed(wall / repeats, process / repeats)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    if len(values) == 1:
+        return {"median": values[0], "quartile_25": values[0], "quartile_75": values[0]}
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": statistics.median(values), "quartile_25": low, "quartile_75": high}
+
+
+def turn(arms: int, batch: int) -> list[int]:
+    """The order of the arms in a batch: each goes first in its turn, so none always finds a warm cache."""
+    first = batch % arms
+    return [*range(first, arms), *range(first)]
+
+
+def ratio_summary(stock: Sequence[float], arm: Sequence[float]) -> dict[str, float | int]:
+    """How many times faster than stock: median over batches of stock / arm, quartiles, and of the totals."""
+    ratios = np.asarray(stock) / np.asarray(arm)
+    low, middle, high = np.percentile(ratios, [25, 50, 75])
+    return {
+        "median": float(middle),
+        "quartile_25": float(low),
+        "quartile_75": float(high),
+        "total": float(np.sum(stock) / np.sum(arm)),
+        "batches": len(ratios),
+    }
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, str]:
+    """Bytes at the peak of one call beyond what was there before it, and how they were counted.
+
+    On CUDA the allocator's high-water mark. On the CPU the profiler's record of torch's allocations, and beside it the
+    working memory of the native kernels, which have an allocator of their own: their peak is added to torch's, although
+    the two may not fall together.
+    """
+    if device.type == "cuda":
+        _wait(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        _wait(device)
+        return torch.cuda.max_memory_allocated(device) - before, "max_memory_allocated"
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    memory.reset_peak()
+    with _unheard():
+        profile.start()
+    try:
+        call()
+    finally:
+        with _unheard():
+            profile.stop()
+    recorded: Any = profile.profiler
+    events: list[Any] = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return int(peak) + memory.peak_bytes(), "torch's allocations and the native kernels' buffers"
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """The profiler's library reports its start and its stop on stderr, past Python and whatever its log level."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

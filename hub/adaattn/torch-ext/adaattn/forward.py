@@ -1,0 +1,116 @@
+"""The attention function that Transformers calls, once per layer and forward pass."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from .attention.request import AttentionRequest
+from .attention.structure import CallStructure
+from .backends import select
+from .config import settings_in
+from .mask import structure_of
+from .plans import execute
+from .plans.fit import program_of
+from .plans.plan import Plan, PlanError
+
+__all__ = ["flash_attn_forward"]
+
+
+def flash_attn_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention `[batch, q_len, heads, head_dim_v]`, and None for the weights.
+
+    Args:
+        module: The attention module; its configuration may carry settings and a plan.
+        query: `[batch, heads, q_len, head_dim]`.
+        key, value: `[batch, num_kv_heads, kv_len, head_dim]`, values of any head size.
+        attention_mask: `[batch, 1, q_len, kv_len]`, boolean (True = attend) or added to the scores; None for a call
+            that `is_causal` describes.
+        scaling: Factor on the scores, `head_dim ** -0.5` by default.
+        dropout: Probability of dropping a weight.
+        is_causal: Causality without a mask, the module's own by default.
+        sliding_window: Window of the layer, which the mask holds already.
+        softcap, s_aux, position_bias: Softcap, learned sinks and additive bias of the families that have them.
+        kwargs: What Transformers hands to every implementation.
+
+    Raises:
+        ValueError: Attention weights are asked for, or a plan meets a mask whose shape cannot be told.
+        PlanError: The plan does not belong to the module, or needs the file of its calibrated tensors.
+    """
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions: got True, expected False: this kernel returns no weights; load the model with "
+            "attn_implementation='eager'"
+        )
+    compiling = torch.compiler.is_compiling()
+    settings = settings_in(getattr(module, "config", None))
+    if settings.monitor:
+        raise ValueError(
+            "config.adaattn['monitor']: got True, expected False: monitoring needs the package adaattn-hf; install it "
+            "and load the model with attn_implementation='adaattn'"
+        )
+    out_dtype = query.dtype
+    wide = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    query, key, value = (t if t.dtype is wide else t.to(wide) for t in (query, key, value))
+    causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    bias = position_bias
+    batch, _, q_len, head_dim = query.shape
+    kv_len = key.shape[2]
+    if attention_mask is None:
+        # without a mask stock attention aligns causality to the first key and lets a single query see everything
+        structure = CallStructure(batch, q_len, kv_len, causal and q_len > 1)
+    elif attention_mask.dtype.is_floating_point:
+        structure = CallStructure(batch, q_len, kv_len)
+        mask = attention_mask[..., :kv_len]
+        bias = mask if bias is None else bias + mask
+    elif compiling:
+        structure = CallStructure(batch, q_len, kv_len, mask=attention_mask.bool()[..., :kv_len])
+    else:
+        structure = structure_of(attention_mask, batch, kv_len, causal, sliding_window)
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    request = AttentionRequest(
+        query, key, value, structure, scaling, dropout=dropout, softcap=softcap, sink_logits=s_aux, bias=bias
+    )
+    program = program_of(module, _no_tensors, compiling)
+    if program is None:
+        out = select.attend(request, settings.backend).out
+    else:
+        if structure.mask is not None or (
+            attention_mask is not None and attention_mask.dtype.is_floating_point
+        ):
+            raise ValueError(
+                "attention_mask: got a mask that is not made of padding, causality and the layer's window, beside a "
+                "plan in config.adaattn, which needs to know where sequences start; install adaattn-hf and load the "
+                "model with attn_implementation='adaattn', or remove the plan"
+            )
+        out = execute.attend(program, request, settings.backend).out
+    return out if out.dtype is out_dtype else out.to(out_dtype), None
+
+
+def _no_tensors(plan: Plan, index: int, source: str | None) -> NoReturn:
+    """A plan with bases or means keeps them in a safetensors file, which a kernel may not read.
+
+    Raises:
+        PlanError: Always.
+    """
+    raise PlanError(
+        f"the plan of layer {index} has calibrated tensors in a file beside the weights, which this kernel does not "
+        "read; install adaattn-hf and load the model with attn_implementation='adaattn', or calibrate without score "
+        "ranks and int8 (--families window,blocks,bf16)"
+    )

@@ -1,0 +1,268 @@
+"""Builds the kernel repositories of this directory: `python hub/build.py [NAME …] [--out DIRECTORY]`.
+
+A kernel repository holds a few files of its own (`hub/NAME`) and, in `build/VARIANT`, a Python package that stands
+alone: the kernel's own modules, and the modules of `adaattn_hf` that they import, copied as they are (relative imports
+make a module work in either place). Two variants are made: one for CPUs of this machine's kind with the native library,
+which is plain C behind `ctypes` and so serves every torch from the named one on; one for CUDA devices, in Triton.
+
+Needs a C++ compiler and the standard library. To publish, build where the system libraries are old enough for
+everybody (manylinux_2_28); `--portable` refuses a library that needs newer ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import base64
+import hashlib
+import json
+import platform
+import re
+import runpy
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "adaattn_hf"
+NAMES = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/build.toml")))
+NATIVE = "backends/native"
+LEAST_TORCH = "26"
+"""Major and minor version of the oldest torch that the variants are offered to."""
+ALLOWED = {*sys.stdlib_module_names, "torch", "triton"}
+WHERE_INSTALLED = {"backends/triton/": {"numpy"}, "backends/flash/": {"cutlass", "flash_attn"}}
+"""What modules of a directory may import besides: they are themselves imported at the first call of a CUDA device that
+needs them. numpy comes with Transformers; the flash-attn packages are looked for before."""
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+"""Newest versions of system symbols that a published library may need: those of manylinux_2_28."""
+
+
+class BuildError(RuntimeError):
+    """The kernel repository cannot be built as asked."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One directory below `build/`.
+
+    Attributes:
+        name: What the loader matches with the machine.
+        backend: `cpu` or `cuda`.
+        native: Whether it holds the native library.
+    """
+
+    name: str
+    backend: str
+    native: bool
+
+
+def variants() -> tuple[Variant, ...]:
+    """What is built on this machine."""
+    machine = {"arm64": "aarch64", "amd64": "x86_64"}.get(
+        platform.machine().lower(), platform.machine().lower()
+    )
+    system = platform.system().lower()
+    return (
+        Variant(f"torch-stable-abi{LEAST_TORCH}-cpu-{machine}-{system}", "cpu", True),
+        Variant("torch-cuda", "cuda", False),
+    )
+
+
+def own_modules(name: str) -> dict[str, Path]:
+    """The kernel's own modules by their path inside the built package."""
+    directory = Path(__file__).parent / name / "torch-ext" / name.replace("-", "_")
+    return {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*.py"))}
+
+
+def package_modules(name: str) -> dict[str, Path]:
+    """All modules of the built package: the kernel's own, and what they import of `adaattn_hf`, step by step.
+
+    Raises:
+        BuildError: An import that leads out of the package, torch, Triton and the standard library.
+    """
+    modules = own_modules(name)
+    waiting = list(modules)
+    while waiting:
+        at = waiting.pop()
+        for target in sorted(set(imports(at, modules[at]))):
+            if target in modules:
+                continue
+            path = PACKAGE / target
+            if not path.is_file():
+                raise BuildError(
+                    f"{modules[at]}: imports {target}, which neither hub/{name} nor adaattn_hf holds"
+                )
+            modules[target] = path
+            waiting.append(target)
+    return dict(sorted(modules.items()))
+
+
+def imports(at: str, path: Path) -> Iterator[str]:
+    """Yields the modules that a module imports relatively, with the packages above them, by path in the package.
+
+    Raises:
+        BuildError: An absolute import that a kernel may not make.
+    """
+    package = at.split("/")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                _allow(alias.name, at, path)
+        if isinstance(node, ast.JoinedStr) and ast.unparse(node).startswith("f'{__package__}."):
+            # a module imported by name at the first call
+            yield from _files(
+                [*package, *ast.literal_eval(ast.unparse(node.values[1])).strip(".").split(".")]
+            )
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if not node.level:
+            _allow(node.module or "", at, path)
+            continue
+        base = package[: len(package) - node.level + 1]
+        if node.level > len(package) + 1:
+            raise BuildError(f"{path}:{node.lineno}: imports from above the package")
+        parts = [*base, *(node.module.split(".") if node.module else [])]
+        yield from _files(parts)
+        for alias in node.names:
+            yield from _files([*parts, alias.name])
+
+
+def _files(parts: list[str]) -> Iterator[str]:
+    """Yields the file of a dotted name and the `__init__.py` of the packages above it, where they exist."""
+    for depth in range(1, len(parts) + 1):
+        stem = "/".join(parts[:depth])
+        for candidate in (f"{stem}/__init__.py", f"{stem}.py"):
+            if (PACKAGE / candidate).is_file():
+                yield candidate
+
+
+def _allow(name: str, at: str, path: Path) -> None:
+    top = name.partition(".")[0]
+    more = (names for directory, names in WHERE_INSTALLED.items() if at.startswith(directory))
+    if top not in ALLOWED.union(*more):
+        raise BuildError(
+            f"{path}: imports {name}; a kernel may import torch, triton and the standard library"
+        )
+
+
+def build(name: str, out: Path, *, library: Path | None = None, portable: bool = False) -> Path:
+    """Builds one kernel repository.
+
+    Args:
+        name: Directory below `hub/`.
+        out: Directory that gets a directory of that name; what lay there is replaced.
+        library: A native library of this source to take; compiled anew by default.
+        portable: Refuse a library that needs newer system libraries than manylinux_2_28 has.
+
+    Returns:
+        The repository.
+
+    Raises:
+        BuildError: There is no compiler, an import leads out of the package, or the library is not portable.
+    """
+    source, target = Path(__file__).parent / name, out / name
+    fresh = out / f".{name}.partial"
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("__pycache__"))
+    modules = package_modules(name)
+    for variant in variants():
+        directory = fresh / "build" / variant.name
+        for inside, path in modules.items():
+            copied = directory / inside
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copied)
+        if variant.native:
+            _add_library(directory / NATIVE, library, portable)
+        _write_metadata(name, variant, directory)
+    shutil.rmtree(target, ignore_errors=True)
+    fresh.rename(target)
+    return target
+
+
+def _add_library(directory: Path, library: Path | None, portable: bool) -> None:
+    native = runpy.run_path(str(PACKAGE / NATIVE / "build.py"))
+    target = directory / native["NAME"]
+    if library is not None:
+        shutil.copyfile(library, target)
+    else:
+        report = native["build"](directory)
+        (directory / native["REPORT"]).unlink()
+        if not report["built"]:
+            raise BuildError(f"native library: {report['reason']}")
+    too_new = newer_symbols(target.read_bytes()) if portable else []
+    if too_new:
+        raise BuildError(
+            f"native library: needs {', '.join(too_new)}, newer than manylinux_2_28; build in its container"
+        )
+
+
+def newer_symbols(library: bytes) -> list[str]:
+    """Versions of system symbols in a library that manylinux_2_28 does not have."""
+    found = {
+        (kind.decode(), tuple(map(int, number.split(b"."))))
+        for kind, number in re.findall(rb"(GLIBC|GLIBCXX|CXXABI)_(\d+(?:\.\d+)+)", library)
+    }
+    return [f"{kind}_{'.'.join(map(str, number))}" for kind, number in sorted(found) if number > NEWEST[kind]]
+
+
+def _write_metadata(name: str, variant: Variant, directory: Path) -> None:
+    """`metadata.json`, with the digest of every other file and a name that no other build has."""
+    digests = {
+        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).digest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+    whole = hashlib.sha256()
+    for file, digest in digests.items():
+        whole.update(file.encode() + b"\0" + digest)
+    metadata = {
+        "name": name,
+        "id": f"_{name.replace('-', '_')}_{variant.backend}_{whole.hexdigest()[:8]}",
+        "version": version_of(name),
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": variant.backend},
+        "digest": {
+            "algorithm": "sha256",
+            "files": {file: base64.b64encode(digest).decode() for file, digest in digests.items()},
+        },
+    }
+    (directory / "metadata.json").write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
+
+
+def version_of(name: str) -> int:
+    """Major version of a kernel, as its `build.toml` says; published as branch `v<version>`."""
+    text = (Path(__file__).parent / name / "build.toml").read_text(encoding="utf-8")
+    found = re.search(r"^version = (\d+)$", text, re.MULTILINE)
+    if found is None:
+        raise BuildError(f"hub/{name}/build.toml: no line `version = N`")
+    return int(found.group(1))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Builds what the command line names and prints where it lies."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help=f"kernels to build, of {', '.join(NAMES)}; all by default")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "hub", help="directory for the repositories"
+    )
+    parser.add_argument(
+        "--library", type=Path, help="a native library of this source to take instead of compiling"
+    )
+    parser.add_argument("--portable", action="store_true", help="refuse a library that is not manylinux_2_28")
+    asked = parser.parse_args(arguments)
+    unknown = sorted(set(asked.names) - set(NAMES))
+    if unknown:
+        parser.error(f"unknown kernel {unknown[0]!r}, expected one of {', '.join(NAMES)}")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    for name in asked.names or NAMES:
+        print(build(name, asked.out, library=asked.library, portable=asked.portable))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Packed attention in a traced graph, which cannot read lengths: one operator on CPUs, elsewhere a mask of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import Options
+from .attention.request import AttentionRequest, AttentionResult
+from .attention.structure import CallStructure
+from .backends import select
+from .backends.native import call
+from .backends.native.call import Rules
+from .backends.native.library import missing
+from .backends.native.rules import rules_of, with_extras
+from .backends.sinks import sink_gradient
+from .runs import packed_runs
+
+__all__ = ["traced_varlen"]
+
+# Kernels of several names or versions may be loaded beside one another: each registers under its own.
+_NAMESPACE = __name__.partition(".")[0]
+
+
+def _rules(
+    q: Tensor,
+    k: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    sinks: Tensor | None,
+    softcap: float,
+    causal: bool,
+    window: int | None,
+) -> Rules:
+    """The rules of packed sequences."""
+    sums = tuple(cu_q.tolist()), tuple(cu_k.tolist())
+    rules = rules_of(packed_runs(*sums, q.shape[0], k.shape[0], causal, window))
+    return with_extras(rules, None, sinks, softcap, k.shape[0])
+
+
+def _heads_first(t: Tensor) -> Tensor:
+    """`[tokens, heads, size]` as one batch row `[1, heads, tokens, size]`."""
+    return t.unsqueeze(0).transpose(1, 2)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::varlen", mutates_args=())
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    causal: bool,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Output `[q_tokens, heads, head_dim_v]` and log-sum-exp `[heads, q_tokens]` of packed sequences."""
+    rules = _rules(q, k, cu_q, cu_k, sinks, softcap, causal, window)
+    out, lse = call.forward(_heads_first(q), _heads_first(k), _heads_first(v), scaling, rules, need_lse=True)
+    assert out is not None
+    assert lse is not None
+    return out[0], lse[0]
+
+
+@varlen.register_fake
+def _varlen_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    tokens, heads, _size = q.shape
+    return q.new_empty((tokens, heads, v.shape[2])), q.new_empty((heads, tokens), dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::varlen_backward", mutates_args=())
+def varlen_backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    causal: bool,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    rules = _rules(q, k, cu_q, cu_k, sinks, softcap, causal, window)
+    query, key, value = _heads_first(q), _heads_first(k), _heads_first(v)
+    of = call.backward(grad[None], query, key, value, out[None], lse[None], scaling, rules)
+    dq, dk, dv = (t[0].transpose(0, 1).contiguous() for t in (of.q, of.k, of.v))
+    return dq, dk, dv
+
+
+@varlen_backward.register_fake
+def _backward_fake(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.numbers = inputs[6:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, cu_q, cu_k, sinks, out, lse = ctx.saved_tensors
+    dq, dk, dv = varlen_backward(grad.contiguous(), out, lse, q, k, v, cu_q, cu_k, sinks, *ctx.numbers)
+    dsinks = None
+    if sinks is not None and ctx.needs_input_grad[5]:
+        dsinks = sink_gradient(grad[None], out[None], lse[None], sinks)
+    return dq, dk, dv, None, None, dsinks, None, None, None, None
+
+
+varlen.register_autograd(_gradients, setup_context=_save)
+
+
+def traced_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, asked: Options, *, need_lse: bool
+) -> AttentionResult:
+    """Packed attention for a graph that is being traced, `[q_tokens, heads, head_dim_v]` and `[heads, q_tokens]`.
+
+    Raises:
+        ValueError: The log-sum-exp is asked for on another device than a CPU.
+    """
+    cap, sinks = asked.softcap, asked.sink_logits
+    if q.is_cpu and _native_is_here():
+        out, lse = varlen(q, k, v, cu_q, cu_k, sinks, asked.scaling, cap or 0.0, asked.causal, asked.window)
+        return AttentionResult(out, lse)
+    if need_lse:
+        raise ValueError(
+            "return_attn_probs: got True in a compiled graph without the native kernels; leave it out or do not compile"
+        )
+    mask = _mask(cu_q, cu_k, q.shape[0], k.shape[0], asked)
+    structure = CallStructure(1, q.shape[0], k.shape[0], mask=mask)
+    query, key, value = map(_heads_first, (q, k, v))
+    request = AttentionRequest(query, key, value, structure, asked.scaling, softcap=cap, sink_logits=sinks)
+    return AttentionResult(select.attend(request).out[0])
+
+
+@torch.compiler.assume_constant_result
+def _native_is_here() -> bool:
+    """A traced graph cannot look for a library, and need not."""
+    return not missing()
+
+
+def _mask(cu_q: Tensor, cu_k: Tensor, q_total: int, k_total: int, asked: Options) -> Tensor:
+    """Boolean `[1, 1, q_total, k_total]`, made of operations on tensors alone."""
+    i = torch.arange(q_total, device=cu_q.device)
+    j = torch.arange(k_total, device=cu_k.device)
+    last = cu_q.shape[0] - 1
+    of_i, of_j = torch.searchsorted(cu_q, i, right=True), torch.searchsorted(cu_k, j, right=True)
+    # where each query stands in the keys: the ends of its sequence lie on one another
+    end = of_i.clamp(max=last)
+    p = (i - cu_q[end] + cu_k[end])[:, None]
+    keep = (of_i[:, None] == of_j[None]) & (of_i <= last)[:, None]
+    if asked.causal:
+        keep = keep & (j[None] <= p)
+    if asked.window is not None:
+        keep = keep & ((j[None] > p - asked.window) if asked.causal else ((p - j[None]).abs() < asked.window))
+    return keep[None, None]

@@ -1,0 +1,1 @@
+"""Key/value caches for Transformers: storage that grows in place, and the cache layers on it."""

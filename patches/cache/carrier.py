@@ -1,0 +1,64 @@
+"""What a quantised cache hands to attention in the place of a tensor: the codes, and what turns them into numbers.
+
+Between a cache and the attention interface the families that are served only ask for a shape, a dtype or a device.
+Whoever computes with the keys themselves is told what to do instead: nothing is ever dequantised unseen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adaattn_hf.attention.stored import StoredKV
+
+__all__ = ["StoredTensor"]
+
+_REMEDY = (
+    'a quantised cache holds codes, not numbers. Load the model with attn_implementation="adaattn"; for a model that '
+    'computes with its cached keys itself use a cache of numbers (cache="model", GrowingCache or DynamicCache)'
+)
+
+
+class StoredTensor:
+    """Codes of keys or values with the surface of a tensor `[batch, num_kv_heads, length, head_dim]`."""
+
+    ndim = 4
+
+    def __init__(self, codes: Tensor, record: StoredKV, head_dim: int, dtype: torch.dtype) -> None:
+        """`codes` as in a request that has `record`; `dtype` is that of the model's own keys."""
+        self.codes = codes
+        self.record = record
+        self.dtype = dtype
+        self.device = codes.device
+        self.shape = torch.Size((*codes.shape[:3], head_dim))
+
+    def size(self, dim: int | None = None) -> Any:
+        """Like `Tensor.size`."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Four."""
+        return 4
+
+    def numel(self) -> int:
+        """Numbers that the codes stand for."""
+        return self.shape.numel()
+
+    def __getattr__(self, name: str) -> Any:
+        """Refused: whatever else a model does with keys it does with numbers."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        raise TypeError(f"cache: .{name} was asked of stored keys or values; {_REMEDY}")
+
+    def __getitem__(self, index: Any) -> Any:
+        """Refused."""
+        raise TypeError(f"cache: a slice was asked of stored keys or values; {_REMEDY}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refused."""
+        raise TypeError(
+            f"cache: {getattr(func, '__name__', func)} was called with stored keys or values; {_REMEDY}"
+        )

@@ -1,0 +1,105 @@
+"""A cache in a file: a long prompt is read once and gone on with later, by this process or another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from adaattn_hf._files import write_atomically
+
+from .stored import AdaAttnCache
+
+__all__ = ["load_cache", "save_cache"]
+
+_VERSION = 1
+_KEY = "adaattn_cache"
+
+
+def save_cache(cache: AdaAttnCache, path: str | Path) -> Path:
+    """Writes a cache as safetensors: its tokens as they are stored, spare room left out.
+
+    Args:
+        cache: Any `AdaAttnCache`.
+        path: The file, replaced as a whole.
+    """
+    tensors: dict[str, Tensor] = {}
+    layers: list[dict[str, Any]] = []
+    held: list[Any] = list(cache.layers)
+    for index, layer in enumerate(held):
+        layers.append(
+            {"length": layer.get_seq_length(), "window": getattr(layer, "sliding_window", None)}
+            if layer.is_initialized
+            else {}
+        )
+        for name, tensor in _held(cache, layer).items():
+            tensors[f"{index}.{name}"] = tensor.detach().cpu().contiguous()
+    about = {"version": _VERSION, "stored": cache.stored, "layers": layers}
+    write_atomically(Path(path), save(tensors, {_KEY: json.dumps(about)}))
+    return Path(path)
+
+
+def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttnCache:
+    """Reads a cache that `save_cache` wrote, onto the model's device.
+
+    Args:
+        path: The file.
+        model: The model whose keys and values they are.
+        room: `reserve`, `max_cache_len`, `growth` of `AdaAttnCache`.
+
+    Raises:
+        ValueError: The file holds no cache, or one of other layers than this model has.
+    """
+    with safe_open(str(path), framework="pt", device=str(model.device)) as file:
+        about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
+        if about.get("version") != _VERSION:
+            raise ValueError(
+                f"path: {path} holds no cache of this version, expected a file written by save_cache"
+            )
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    cache = AdaAttnCache(model, about["stored"], **room)
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
+    saved = [layer.get("window") for layer in about["layers"]]
+    if len(saved) > count or any(
+        own != old for own, old in zip(windows, saved, strict=False) if old is not None
+    ):
+        raise ValueError(
+            f"path: {path} holds {len(saved)} layers with windows {sorted({w for w in saved if w})}, expected those of "
+            f"{type(model).__name__}: {count} with windows {sorted({w for w in windows if w})}"
+        )
+    for index, layer_about in enumerate(about["layers"]):
+        if layer_about:
+            prefix = f"{index}."
+            held = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            _fill(cache, index, held, layer_about["length"], model.dtype)
+    return cache
+
+
+def _held(cache: AdaAttnCache, layer: Any) -> dict[str, Tensor]:
+    if not layer.is_initialized:
+        return {}
+    if cache.stored == "model":
+        return {"keys": layer.keys, "values": layer.values}
+    return layer.tokens.held()  # type: ignore[no-any-return]
+
+
+def _fill(cache: AdaAttnCache, index: int, held: dict[str, Tensor], length: int, dtype: torch.dtype) -> None:
+    """Puts tokens into an empty layer."""
+    while len(cache.layers) <= index:
+        made: Any = cache.layer_class_to_replicate
+        cache.layers.append(made())
+    layer: Any = cache.layers[index]
+    if cache.stored == "model":
+        with torch.no_grad():
+            layer.update(held["keys"], held["values"])
+    else:
+        layer.take(held, dtype)
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = length

@@ -1,0 +1,172 @@
+"""A tensor that is appended to along its second to last dimension without being copied each time.
+
+Appending by concatenation moves the whole past for every new token. Here tokens are written behind the past
+into spare room; only when the room is used up does the past move, into `growth` times the room, so that each
+token ever appended costs `1 / (growth - 1)` moved tokens on average, whatever the length.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["GROWTH", "GrowingTensor"]
+
+GROWTH = 1.25
+# Room is given out in whole blocks of tokens, so that short sequences do not move at every step.
+BLOCK = 64
+
+
+class GrowingTensor:
+    """`[batch, heads, length, head_dim]`, of which `length` changes in place.
+
+    `view()` is a window on the storage: its batch and head strides belong to the room, not to the length. A
+    window that was taken earlier stays right while tokens are appended; `crop`, `select` and `drop_front` may
+    write over it.
+    """
+
+    def __init__(self, like: Tensor, *, reserve: int = 0, growth: float = GROWTH) -> None:
+        """Empty, with room for `reserve` tokens.
+
+        Args:
+            like: `[batch, heads, any, head_dim]`; gives the other extents, the dtype and the device.
+            reserve: Tokens for which room is made at once.
+            growth: Factor on the length when room is made; larger than 1.
+
+        Raises:
+            ValueError: `growth` is not larger than 1, or `reserve` is negative.
+        """
+        if not growth > 1:
+            raise ValueError(f"growth: got {growth}, expected a factor larger than 1, such as 1.25")
+        if reserve < 0:
+            raise ValueError(f"reserve: got {reserve}, expected a number of tokens, 0 or more")
+        self.reserve = reserve
+        self.growth = growth
+        self._start = 0
+        self._stop = 0
+        self._room = _room(like, like.shape[0], reserve)
+
+    def __len__(self) -> int:
+        """Tokens held."""
+        return self._stop - self._start
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit in without moving."""
+        return self._room.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the storage lies."""
+        return self._room.device
+
+    def view(self, last: int | None = None) -> Tensor:
+        """`[batch, heads, length, head_dim]`: all tokens or the `last` ones; shares the storage."""
+        start = self._start if last is None else max(self._start, self._stop - last)
+        return self._room[:, :, start : self._stop]
+
+    def append(self, tokens: Tensor) -> None:
+        """Write `[batch, heads, n, head_dim]` behind what is there."""
+        self.extend(tokens.shape[2])[:] = tokens
+
+    def extend(self, count: int) -> Tensor:
+        """Room for `count` tokens behind what is there, `[batch, heads, count, head_dim]`, to be written at once."""
+        if self._stop + count > self.capacity or self._frozen():
+            self._make_room(count)
+        self._stop += count
+        return self._room[:, :, self._stop - count : self._stop]
+
+    def _frozen(self) -> bool:
+        """The room was made in inference mode and may not be written to outside of it."""
+        return self._room.is_inference() and not torch.is_inference_mode_enabled()
+
+    def _make_room(self, count: int) -> None:
+        """Move what is there to the front: of the same room if half of it is free, else of another one."""
+        length = len(self)
+        needed = length + count
+        past = self.view()
+        if 2 * needed <= self.capacity and length <= self._start and not self._frozen():
+            self._room[:, :, :length] = past
+        else:
+            size = max(self.reserve, BLOCK * math.ceil(needed * self.growth / BLOCK))
+            room = _room(self._room, self._room.shape[0], size)
+            room[:, :, :length] = past
+            self._room = room
+        self._start, self._stop = 0, length
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens; nothing moves."""
+        self._stop = max(self._start, self._stop - count)
+
+    def drop_front(self, keep: int) -> None:
+        """Forget all but the last `keep` tokens; nothing moves until room is needed."""
+        self._start = max(self._start, self._stop - keep)
+
+    def trim(self) -> None:
+        """Give room back that the tokens held will not need soon."""
+        size = max(self.reserve, BLOCK * math.ceil((len(self) + 1) * self.growth / BLOCK))
+        if self.capacity > 2 * size:
+            room = _room(self._room, self._room.shape[0], size)
+            room[:, :, : len(self)] = self.view()
+            self._room, self._start, self._stop = room, 0, len(self)
+
+    @property
+    def per_token(self) -> int:
+        """Bytes of a token of one batch row."""
+        return self._room.shape[1] * self._room.shape[3] * self._room.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the room."""
+        return self._room.nbytes
+
+    def select(self, rows: Tensor) -> None:
+        """Make batch row `i` what row `rows[i]` was (`rows` `[new batch]`, integers or a boolean choice).
+
+        With as many rows as before only those that change are copied.
+        """
+        rows = rows.to(self.device)
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero().flatten()
+        batch = self._room.shape[0]
+        if len(rows) == batch and not self._frozen():
+            moved = (rows != torch.arange(batch, device=self.device)).nonzero().flatten()
+            if len(moved) > 0:
+                past = self.view()
+                past[moved] = past[rows[moved]]
+            return
+        self._replace(self.view()[rows])
+
+    def repeat(self, times: int) -> None:
+        """Repeat each batch row `times` times, one behind the other."""
+        if times != 1:
+            self._replace(self.view().repeat_interleave(times, dim=0))
+
+    def _replace(self, past: Tensor) -> None:
+        room = _room(past, past.shape[0], max(self.capacity - self._start, past.shape[2]))
+        room[:, :, : past.shape[2]] = past
+        self._room, self._start, self._stop = room, 0, past.shape[2]
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the tokens to a device; spare room is not copied."""
+        if torch.device(device) == self.device:
+            return
+        past = self.view()
+        room = _room(past.new_empty((0,), device=device), past.shape[0], self.capacity - self._start, past)
+        room[:, :, : past.shape[2]].copy_(past, non_blocking=True)
+        self._room, self._start, self._stop = room, 0, past.shape[2]
+
+    def clear(self) -> None:
+        """Forget all tokens and keep the room."""
+        self._start = self._stop = 0
+
+
+def _room(like: Tensor, batch: int, tokens: int, extents: Tensor | None = None) -> Tensor:
+    """Uninitialised `[batch, heads, tokens, head_dim]`.
+
+    A dtype and device of `like`, heads and head_dim of `extents`.
+    """
+    shape = like.shape if extents is None else extents.shape
+    return torch.empty((batch, shape[1], tokens, shape[3]), dtype=like.dtype, device=like.device)

@@ -1,0 +1,71 @@
+"""What a cache takes: bytes per token and per sequence, told before a token is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.cache_utils import Cache
+
+__all__ = ["CacheMemory", "memory_of"]
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """Bytes of a cache.
+
+    Attributes:
+        stored: What it keeps, one of `CACHES`.
+        layers: Of each layer that keeps keys and values: bytes per token, the same in the model's dtype, and the
+            tokens that it keeps at most, None for all.
+        per_sequence: Bytes that belong to a sequence as a whole (means and first keys, in fp32).
+    """
+
+    stored: str
+    layers: tuple[tuple[int, int, int | None], ...]
+    per_sequence: int
+
+    @property
+    def per_token(self) -> int:
+        """Bytes of a token in all layers, before windows are passed."""
+        return sum(own for own, _, _ in self.layers)
+
+    @property
+    def smaller(self) -> float:
+        """How many times less that is than in the model's dtype."""
+        return sum(plain for _, plain, _ in self.layers) / self.per_token
+
+    def predict(self, batch: int, tokens: int) -> int:
+        """Bytes of so many sequences of so many tokens, without the spare room that growing layers make (a quarter)."""
+        held = sum(own * (tokens if most is None else min(tokens, most)) for own, _, most in self.layers)
+        return batch * (held + self.per_sequence)
+
+    def __str__(self) -> str:
+        """One line."""
+        kept = (
+            "in the model's dtype"
+            if self.stored == "model"
+            else f"as {self.stored}, {self.smaller:.2f} times less"
+        )
+        beside = f", {self.per_sequence:,} per sequence beside them" if self.per_sequence else ""
+        return f"{self.per_token:,} bytes per token {kept}{beside}"
+
+
+def memory_of(cache: Cache, stored: str) -> CacheMemory:
+    """The bytes of a cache that has seen a prompt, on whatever device (`meta`, too)."""
+    layers: list[tuple[int, int, int | None]] = []
+    per_sequence = 0
+    held: list[Any] = list(cache.layers)
+    for layer in held:
+        if getattr(layer, "keys", None) is None:
+            continue
+        plain = sum(t.shape[1] * t.shape[3] * layer.dtype.itemsize for t in (layer.keys, layer.values))
+        window = getattr(layer, "sliding_window", None)
+        most = None if window is None else window - 1
+        tokens = getattr(layer, "tokens", None)
+        if tokens is None:
+            layers.append((plain, plain, most))
+            continue
+        layers.append((tokens.per_token, plain, most))
+        per_sequence += 2 * 4 * layer.keys.shape[1] * layer.keys.shape[3]
+    return CacheMemory(stored, tuple(layers), per_sequence)

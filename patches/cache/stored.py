@@ -1,0 +1,310 @@
+"""A key/value cache of eight or four bits that attention reads as it is stored.
+
+    model.generate(**inputs, past_key_values=adaattn_hf.AdaAttnCache(model, "int8"))
+
+or once for a model, pipelines included: `adaattn_hf.prepare(model, cache="int8")`. Tokens are rounded when they are
+written and never dequantised as a whole. A prompt that is read at once is attended to in full precision; what follows
+reads the codes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from adaattn_hf.attention.stored import CHANNELS, FORMATS
+
+from .growing import GROWTH
+from .layers import grow_in_place, holds_tokens, negative
+from .tokens import StoredTokens
+
+__all__ = ["CACHES", "AdaAttnCache", "StoredLayer", "StoredSlidingLayer", "check_stored", "store_in_place"]
+
+CACHES = ("model", *FORMATS)
+"""What a cache can keep: numbers in the model's dtype, or one of the quantised formats."""
+
+
+class _Stored:
+    """What full and sliding layers share: `keys` and `values` carry codes."""
+
+    keys: Any
+    values: Any
+    is_initialized: bool
+    dtype: torch.dtype
+    device: torch.device
+    tokens: StoredTokens | None
+    stored: str
+    reserve: int = 0
+    limit: int | None = None
+    growth: float = GROWTH
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for tokens shaped like these."""
+        _check_channels(self.stored, value_states.shape[3])
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.tokens = StoredTokens(key_states, value_states, self.stored, self.reserve, self.growth)
+        self.is_initialized = True
+        self._look()
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise RuntimeError(
+                "cache: keys that are rounded have no gradient; call the model under torch.no_grad(), or train with "
+                "use_cache=False"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.tokens is not None
+        length = len(self.tokens) + key_states.shape[2]
+        if self.limit is not None and length > self.limit:
+            raise ValueError(
+                f"max_cache_len: got {self.limit}, expected at least {length}, the tokens to be kept; "
+                "make the cache longer, or leave max_cache_len out and it grows"
+            )
+        self.tokens.append(key_states, value_states)
+        self._look()
+
+    def take(self, held: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Fill an empty layer with what `StoredTokens.held` gave."""
+        keys, values = held["key_codes"], held["value_codes"]
+        head_dim_v = values.shape[3] * (2 if values.dtype is torch.uint8 else 1)
+        like = torch.empty((*values.shape[:2], 0, head_dim_v), dtype=dtype, device=values.device)
+        self.lazy_initialization(keys[:, :, :0].to(dtype), like)
+        assert self.tokens is not None
+        self.tokens.take(held)
+        self._look()
+
+    def _look(self) -> None:
+        if self.tokens is not None:
+            self.keys, self.values = self.tokens.carriers()
+
+    def offload(self) -> None:
+        """Move the tokens to the CPU."""
+        if self.tokens is not None:
+            self.tokens.to("cpu")
+            self._look()
+
+    def prefetch(self) -> None:
+        """Move the tokens back to the device of the layer."""
+        if self.tokens is not None:
+            self.tokens.to(self.device)
+            self._look()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.tokens = self.keys = self.values = None
+        self.is_initialized = False
+        super().reset()  # type: ignore[misc]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make each batch row what row `beam_idx` was (beam search); rows that stay are not copied."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch."""
+        if self.tokens is not None:
+            self.tokens.select(indices)
+            self._look()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
+        if self.tokens is not None:
+            self.tokens.repeat(repeats)
+            self._look()
+
+
+class StoredLayer(_Stored, DynamicLayer):
+    """A layer of full attention: keeps everything."""
+
+    def __init__(
+        self, stored: str, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None
+    ) -> None:
+        """`stored` is one of the quantised formats; the rest as in `AdaAttnCache`."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stored, self.growth, self.limit = stored, growth, max_cache_len
+        self.reserve = reserve if max_cache_len is None else max_cache_len
+        self.tokens = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append `[batch, heads, n, head_dim]`; returns all keys and values: as they came if they are the first."""
+        first = self.get_seq_length() == 0
+        self._append(key_states, value_states)
+        return (key_states, value_states) if first else (self.keys, self.values)
+
+    def get_max_length(self) -> int:
+        """`max_cache_len`, -1 where the layer grows."""
+        return -1 if self.limit is None else self.limit
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; the count is negative, as in Transformers."""
+        negative(tokens_to_remove)
+        if self.tokens is not None:
+            self.tokens.crop(-tokens_to_remove)
+            self._look()
+
+
+class StoredSlidingLayer(_Stored, DynamicSlidingWindowLayer):
+    """A layer of sliding or chunked attention: keeps the window."""
+
+    def __init__(self, stored: str, sliding_window: int, growth: float = GROWTH) -> None:
+        """Keeps the last `sliding_window - 1` tokens."""
+        super().__init__(sliding_window=sliding_window)
+        self.stored, self.growth, self.tokens = stored, growth, None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append `[batch, heads, n, head_dim]`; returns the keys and values that the queries can see."""
+        first = self.cumulative_length == 0
+        self._append(key_states, value_states)
+        self.cumulative_length += key_states.shape[2]
+        assert self.tokens is not None
+        keys, values = self.keys, self.values
+        if not self.record_past:
+            self.tokens.drop_front(self.sliding_window - 1)
+            self._look()
+        if first:
+            return key_states, value_states
+        visible = self.sliding_window - 1 + key_states.shape[2]
+        return (keys, values) if keys.shape[2] <= visible else self.tokens.carriers(visible)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, and those before the window.
+
+        Raises:
+            RuntimeError: The window has been passed and the past was not recorded.
+        """
+        negative(tokens_to_remove)
+        passed = self.cumulative_length >= self.sliding_window
+        if passed and not self.record_past:
+            raise RuntimeError(
+                f"crop: the window of {self.sliding_window} tokens is passed, what lies before is gone; "
+                "call activate_past_recording() before the tokens that may have to be taken back"
+            )
+        if self.tokens is None:
+            return
+        self.tokens.crop(-tokens_to_remove)
+        if passed:
+            self.tokens.drop_front(self.sliding_window - 1)
+            self.cumulative_length += tokens_to_remove
+        elif tokens_to_remove:
+            self.cumulative_length = len(self.tokens)
+        self._look()
+
+
+def _check_channels(stored: str, head_dim: int) -> None:
+    if stored == "k8v4" and head_dim % CHANNELS:
+        raise ValueError(
+            f"cache: 'k8v4' keeps values in groups of {CHANNELS} channels, this model's values have {head_dim}; "
+            "use cache='int8'"
+        )
+
+
+def check_stored(model: PreTrainedModel, stored: str) -> None:
+    """Whether a model can read a cache that is kept so.
+
+    Raises:
+        ValueError: Unknown format, a model of another attention implementation, or an encoder-decoder.
+    """
+    if stored not in CACHES:
+        raise ValueError(f"cache: got {stored!r}, expected one of {', '.join(CACHES)}")
+    if stored == "model":
+        return
+    config = model.config.get_text_config(decoder=True)
+    _check_channels(
+        stored, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    for layer in DynamicCache(config=config).layers:
+        _storing(layer, stored, 0, GROWTH, None)
+    implementation = str(config._attn_implementation)
+    if not implementation.startswith("adaattn"):
+        raise ValueError(
+            f"cache: got {stored!r} for {type(model).__name__} with attn_implementation={implementation!r}, which "
+            'cannot read codes; load the model with attn_implementation="adaattn"'
+        )
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"cache: got {stored!r} for the encoder-decoder {type(model).__name__}, expected a decoder; "
+            'use cache="model"'
+        )
+
+
+def store_in_place(
+    cache: Cache, stored: str, *, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None
+) -> Cache:
+    """Give a `DynamicCache` that is still empty layers that store keys and values as asked; returns the cache.
+
+    Raises:
+        ValueError: The cache holds tokens already, or has a layer that is neither of full nor of sliding attention.
+    """
+    if holds_tokens(cache):
+        raise ValueError(
+            f"cache: this {type(cache).__name__} holds tokens already; change its layers before the first update"
+        )
+    cache.layers = [_storing(layer, stored, reserve, growth, max_cache_len) for layer in cache.layers]
+    if cache.layer_class_to_replicate is DynamicLayer:
+        made = functools.partial(StoredLayer, stored, reserve, growth, max_cache_len)
+        cache.layer_class_to_replicate = cast(Any, made)
+    return cache
+
+
+def _storing(layer: Any, stored: str, reserve: int, growth: float, max_cache_len: int | None) -> Any:
+    if type(layer) is DynamicLayer:
+        return StoredLayer(stored, reserve, growth, max_cache_len)
+    if type(layer) is DynamicSlidingWindowLayer:
+        made = StoredSlidingLayer(stored, layer.sliding_window, growth)
+        made.record_past = layer.record_past
+        return made
+    raise ValueError(
+        f"cache: got {stored!r} for a model with a {type(layer).__name__}, expected layers of full or sliding "
+        'attention; use cache="model"'
+    )
+
+
+class AdaAttnCache(DynamicCache):
+    """A cache that keeps keys and values as asked, grows in place, and is read as it is stored."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stored: str = "int8",
+        *,
+        reserve: int = 0,
+        max_cache_len: int | None = None,
+        growth: float = GROWTH,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
+    ) -> None:
+        """An empty cache for a model.
+
+        Args:
+            model: Loaded with `attn_implementation="adaattn"`.
+            stored: `"model"` (numbers in the model's dtype), `"int8"` (one scale per token and head) or `"k8v4"` (int8
+                keys, values of four bits).
+            reserve: Tokens for which room is made at once in layers that keep everything.
+            max_cache_len: The same, and more is refused: memory is what it was at the first token.
+            growth: Factor on the length when room is made.
+            offloading: As in `DynamicCache`.
+            offload_only_non_sliding: As in `DynamicCache`.
+
+        Raises:
+            ValueError: The model cannot read such a cache, or `max_cache_len` is asked of numbers.
+        """
+        check_stored(model, stored)
+        config = model.config.get_text_config(decoder=True)
+        super().__init__(
+            config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
+        )
+        self.stored = stored
+        if stored != "model":
+            store_in_place(self, stored, reserve=reserve, growth=growth, max_cache_len=max_cache_len)
+            return
+        if max_cache_len is not None:
+            raise ValueError(
+                "max_cache_len: got a length for a cache of numbers, expected none; use reserve=, or Transformers' "
+                "StaticCache"
+            )
+        grow_in_place(self, reserve=reserve, growth=growth)

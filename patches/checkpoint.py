@@ -1,0 +1,319 @@
+"""Loading a checkpoint with its tokenizer, and one set of weights as several models that differ in their attention."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from adaattn_hf.errors import ModelUnavailable, UsageError, unknown
+from adaattn_hf.plans.plan import PlanError
+from adaattn_hf.plans.store import load_plan, remove_plan
+
+Objective = Literal["causal", "masked"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+_HASHED_BYTES = 1 << 20
+_LOADING = (OSError, ValueError, KeyError, ImportError)
+"""What Transformers raises where a checkpoint is absent, broken or needs a package that is not installed."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model with its tokenizer.
+
+    Attributes:
+        name: what the user called it, a directory reduced to its last part.
+        model: in evaluation mode, on its device.
+        tokenizer: Transformers' tokenizer.
+        objective: `causal` or `masked`.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    objective: Objective
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> str:
+        """The weights' dtype, as `float32`."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest input that the configuration speaks of, in tokens."""
+        config = self.model.config.get_text_config()
+        for name in ("n_positions", "max_position_embeddings", "n_ctx"):
+            value = getattr(config, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+        return None
+
+    def prefix_token(self) -> int:
+        """The token before a document: BOS, else EOS (as lm-evaluation-harness has it)."""
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        raise UsageError(
+            "windows: got 'rolling', which puts a prefix token before each document, but the tokenizer of "
+            f"{self.name} has neither BOS nor EOS; pass --prefix-token ID, --tokenizer with one that has, or "
+            "--windows strided"
+        )
+
+    def pad_token(self) -> int:
+        """A token for padding, which is masked: the tokenizer's, else EOS, else 0."""
+        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        return 0
+
+    def special_tokens(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before and after a text."""
+        whole = self.tokenizer.encode("a", verbose=False)
+        body = self.tokenizer.encode("a", add_special_tokens=False, verbose=False)
+        for at in range(len(whole) - len(body) + 1):
+            if whole[at : at + len(body)] == body:
+                return whole[:at], whole[at + len(body) :]
+        raise ModelUnavailable(f"tokenizer: {self.name}'s gives {whole} for 'a', expected {body} within it")
+
+    def fingerprint(self) -> str:
+        """sha256 over name, shape, dtype and the first MiB of every weight: another checkpoint shows, quickly."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            flat = tensor.detach().reshape(-1)[: _HASHED_BYTES // max(tensor.element_size(), 1)]
+            digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def resolve_dtype(name: str) -> torch.dtype | str:
+    """The dtype of a name; `auto` is the checkpoint's own."""
+    if name == "auto":
+        return "auto"
+    if name not in DTYPES:
+        raise UsageError(unknown("dtype", name, [*DTYPES, "auto"]))
+    return DTYPES[name]
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """The device of a name; by default CUDA where there is one, else the CPU."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"device: got {name!r}, expected cpu, cuda, cuda:1, …: {error}") from error
+    if device.type == "cuda" and (
+        not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()
+    ):
+        raise UsageError(
+            f"device: got {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; pass --device cpu"
+        )
+    return device
+
+
+def _objective(config: Any, asked: str, name: str) -> Objective:
+    if asked == "causal":
+        return "causal"
+    if asked == "masked":
+        return "masked"
+    if asked != "auto":
+        raise UsageError(unknown("objective", asked, ("auto", "causal", "masked")))
+    if is_masked(config):
+        return "masked"
+    architectures = config.architectures or []
+    if any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
+        return "causal"
+    raise ModelUnavailable(
+        f"model: got {name}, saved as {', '.join(architectures) or 'nothing that its config names'}, "
+        "expected a model with a language-model head (…ForCausalLM, …LMHeadModel, …ForMaskedLM): without one "
+        "there is no nll. Give a checkpoint that was saved with its head, or say --objective causal|masked if the "
+        "weights are there"
+    )
+
+
+def is_masked(config: Any) -> bool:
+    """Whether a configuration is of a masked-language model: as saved, or by its family for a bare encoder."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    saved = config.architectures or []
+    if any(name.endswith("ForMaskedLM") for name in saved):
+        return True
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in saved):
+        return False
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+
+
+def load(
+    model: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+    objective: str = "auto",
+    trust_remote_code: bool = False,
+    implementation: str | None = None,
+) -> Checkpoint:
+    """A checkpoint from the hub or a directory, in evaluation mode.
+
+    Args:
+        model: Hub id or directory.
+        dtype: A name of `DTYPES`, or `auto`, the checkpoint's own.
+        device: Where the weights go; see `resolve_device`.
+        tokenizer: Where it is not the model's own.
+        revision: Of a hub model.
+        gguf_file: GGUF file within `model`.
+        objective: `auto`, `causal` or `masked`.
+        trust_remote_code: Let the model bring code.
+        implementation: The attention implementation; None leaves it to Transformers.
+
+    Raises:
+        ModelUnavailable: there is no such model or tokenizer, or it has no language-model head.
+        UsageError: an unknown dtype, device or objective.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+    name = Path(model).resolve().name if Path(model).exists() else str(model)
+    torch_dtype, where = resolve_dtype(dtype), resolve_device(device)
+    common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    common = {key: value for key, value in common.items() if value}
+    source = {**common, "gguf_file": gguf_file} if gguf_file else common
+    try:
+        config = AutoConfig.from_pretrained(model, **source)
+    except _LOADING as error:
+        raise _not_loaded(model, error) from error
+    kind = _objective(config, objective, name)
+    auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
+    try:
+        attention = {} if implementation is None else {"attn_implementation": implementation}
+        result: Any = auto.from_pretrained(
+            model, dtype=torch_dtype, output_loading_info=True, **attention, **source
+        )
+    except _LOADING as error:
+        raise _not_loaded(model, error) from error
+    loaded, report = result
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ModelUnavailable(
+            f"model: got {name!r}, saved as {', '.join(config.architectures or ['nothing that its config names'])} "
+            f"without {len(missing)} weights of its language-model head ({missing[0]}, …), which would be random; "
+            "expected a checkpoint saved with its head (…ForMaskedLM, …ForCausalLM): without predictions there is no "
+            "loss. Take the checkpoint that this one was made from; a plan of its goes with "
+            "adaattn_hf.load_plan(model, directory)"
+        )
+    try:
+        tokens = AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))
+    except _LOADING as error:
+        raise ModelUnavailable(
+            f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; "
+            "pass --tokenizer NAME_OR_PATH"
+        ) from error
+    return Checkpoint(name, loaded.eval().to(where), tokens, kind)
+
+
+def _not_loaded(model: str | Path, error: Exception) -> ModelUnavailable:
+    return ModelUnavailable(
+        f"model: cannot load {str(model)!r}: {why_not(model, error)}. Expected a hub id that can be reached or is "
+        "cached, or a directory that save_pretrained wrote (a GGUF file needs --gguf-file)"
+    )
+
+
+def why_not(model: str | Path, error: Exception) -> str:
+    """Why a checkpoint was not loaded; Transformers takes a path that is not there for a bad id."""
+    name = str(model)
+    path = isinstance(model, Path) or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if path and not Path(model).expanduser().exists():
+        return "there is no such directory"
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def known_implementations() -> list[str]:
+    """Every attention implementation that Transformers knows by now, `eager` included."""
+    from transformers import AttentionInterface
+
+    registry: Any = AttentionInterface
+    return sorted({"eager", *registry().valid_keys()})
+
+
+NO_PLAN = "none"
+"""Stands for a plan: run without the plan that the model carries."""
+
+
+def arms(
+    checkpoint: Checkpoint, implementations: Sequence[str], plans: Sequence[str | None] | None = None
+) -> list[Any]:
+    """One model per implementation, all over the same weights in memory.
+
+    Each arm has its own modules, configuration and buffers, so that nothing that one attention keeps can
+    reach another; parameters are shared, so that the weights are the same by construction and held once.
+
+    Args:
+        checkpoint: The weights.
+        implementations: One name per arm.
+        plans: Per arm the file or directory of its plan, `NO_PLAN`, or None for what the model carries.
+
+    Raises:
+        ModelUnavailable: an implementation is unknown or the model refuses it, or a plan belongs to another model.
+    """
+    known = known_implementations()
+    models = []
+    for implementation, plan in zip(implementations, plans or [None] * len(implementations), strict=True):
+        if implementation not in known and "/" not in implementation:
+            raise ModelUnavailable(unknown("attention implementation", implementation, known))
+        shared = {id(p): p for p in checkpoint.model.parameters()}
+        arm = copy.deepcopy(checkpoint.model, shared)
+        try:
+            arm.set_attn_implementation(implementation)
+        except (ValueError, ImportError, NotImplementedError) as error:
+            raise ModelUnavailable(
+                f"attention implementation: {checkpoint.name} refuses {implementation!r}: {_first_line(error)}"
+            ) from error
+        give_plan(arm, plan)
+        models.append(arm.eval())
+    return models
+
+
+def give_plan(model: Any, plan: str | None) -> None:
+    """Gives a model the plan of a file or directory, takes its plan away (`NO_PLAN`), or leaves it as it is (None).
+
+    Raises:
+        ModelUnavailable: There is no plan there, or it belongs to another model.
+    """
+    if plan is None:
+        return
+    try:
+        if plan == NO_PLAN:
+            remove_plan(model)
+            return
+        if not Path(plan).exists():
+            raise ModelUnavailable(
+                f"plan: got {plan!r}, which does not exist; expected the directory (or adaattn_plan.json) that "
+                f"`adaattn calibrate --out` wrote, or {NO_PLAN!r}"
+            )
+        load_plan(model, plan)
+    except (PlanError, OSError) as error:
+        raise ModelUnavailable(f"plan: {plan!r}: {error}") from error

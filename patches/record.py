@@ -1,0 +1,307 @@
+"""Seeing attention while a model runs: per layer and head entropy, sinks, distances, block density, ranks and rounding.
+
+with adaattn_hf.record(model) as record:
+    model.generate(**inputs)
+print(record)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.backends.select import choose
+from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means, pooled_weights
+from adaattn_hf.stats.rows import stratified_rows
+from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
+
+__all__ = ["AttentionRecord", "record"]
+
+ENERGIES = (0.95, 0.99, 0.999)
+"""Shares of the scores' energy for which the smallest sufficient rank is given."""
+PHASES = ("prefill", "padded", "packed", "decode")
+_MAP_ROWS = 128
+
+
+@dataclass
+class _Sums:
+    """What is known of one layer in one phase: sums per head, and how many calls they are of."""
+
+    calls: int = 0
+    longest: int = 0
+    heads: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, sums: dict[str, Tensor]) -> None:
+        for name, values in sums.items():
+            self.heads[name] = self.heads[name] + values if name in self.heads else values
+
+
+@dataclass
+class _Layer:
+    """One attention module."""
+
+    name: str
+    phases: dict[str, _Sums] = field(default_factory=dict)
+    moments: Gram | None = None
+    backends: Counter[str] = field(default_factory=Counter)
+    structures: Counter[str] = field(default_factory=Counter)
+
+
+class AttentionRecord(Recorder):
+    """What `record` saw. Printed, it is a table of layers; `to_dict` and `figure` say the rest.
+
+    Attributes:
+        layers: By the number of the attention module in the model.
+        maps: Images of single heads that were asked for, by `(layer, head)`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: int,
+        seed: int,
+        spectrum: bool,
+        maps: dict[tuple[int, int], Tensor | None],
+    ) -> None:
+        super().__init__()
+        names = [(name, module) for name, module in model.named_modules() if hasattr(module, "is_causal")]
+        self.layers: dict[int, _Layer] = {}
+        self.maps = maps
+        self.rows, self.spectrum = rows, spectrum
+        self._generator = torch.Generator().manual_seed(seed)
+        self._names = {id(module): name for name, module in names}
+        self._numbers: dict[int, int] = {}
+
+    def record(self, module: nn.Module, spec: CallSpec, forced: str | None) -> None:
+        """Nothing before a call is computed."""
+
+    @torch.no_grad()
+    def answered(self, module: nn.Module, request: AttentionRequest, forced: str | None, out: Tensor) -> None:
+        """Measure sampled rows of a call of this model."""
+        if id(module) not in self._names:
+            return
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int):
+            index = self._numbers.setdefault(id(module), len(self._numbers))
+        layer = self.layers.setdefault(index, _Layer(self._names[id(module)]))
+        spec = CallSpec.of(request)
+        request = request.widened()  # what a cache stores as codes
+        layer.backends[choose(spec, forced).name] += 1
+        layer.structures[spec.kind] += 1
+        structure = request.structure
+        phase = "prefill"
+        if structure.q_len == 1 and structure.kv_len > 1:
+            phase = "decode"
+        elif structure.k_segments is not None:
+            phase = "packed"
+        elif structure.key_padding is not None and not bool(structure.key_padding.all()):
+            phase = "padded"
+        sums = layer.phases.setdefault(phase, _Sums())
+        sums.calls += 1
+        sums.longest = max(sums.longest, structure.kv_len)
+        batch, heads = request.query.shape[:2]
+        chosen = stratified_rows(structure.q_len, self.rows, self._generator).to(request.query.device)
+        seen = structure.visible_rows(chosen, request.query.device).expand(batch, -1, -1, -1)
+        bias = None if request.bias is None else request.bias[..., chosen, :].expand(batch, -1, -1, -1)
+        for row in range(batch):
+            sums.add(
+                head_sums(
+                    request.query[row][:, chosen],
+                    request.key[row],
+                    request.value[row],
+                    seen[row],
+                    chosen + structure.q_offset,
+                    scaling=request.scaling,
+                    softcap=request.softcap,
+                    bias=None if bias is None else bias[row].float(),
+                    sink_logits=request.sink_logits,
+                    answer=out[row].transpose(0, 1)[:, chosen],
+                )
+            )
+        if self.spectrum and phase != "decode" and structure.q_len == structure.kv_len:
+            self._moments(layer, request)
+        for (number, head), image in self.maps.items():
+            if number == index and image is None and head < heads and phase != "decode":
+                self.maps[number, head] = self._map(request, head)
+
+    def _moments(self, layer: _Layer, request: AttentionRequest) -> None:
+        """Add the second moments of the real tokens' queries and keys."""
+        padding = request.structure.key_padding
+        for row in range(request.query.shape[0]):
+            query, key = request.query[row : row + 1], request.key[row : row + 1]
+            if padding is not None:
+                real = padding[row].to(query.device)
+                query, key = query[:, :, real], key[:, :, real]
+            moments = gram(query, key)
+            layer.moments = moments if layer.moments is None else layer.moments + moments
+
+    def _map(self, request: AttentionRequest, head: int) -> Tensor:
+        """The pooled attention of one head of the first batch row."""
+        structure, q_len = request.structure, request.structure.q_len
+        group = head // (request.query.shape[1] // request.key.shape[1])
+
+        def masks() -> Iterator[Tensor]:
+            for start in range(0, q_len, _MAP_ROWS):
+                seen = structure.visible(start, min(start + _MAP_ROWS, q_len), device=request.query.device)
+                yield seen[0, head if seen.shape[1] > 1 else 0]
+
+        return pooled_weights(
+            request.query[0, head],
+            request.key[0, group],
+            masks(),
+            (_MAP_ROWS, _MAP_ROWS),
+            scaling=request.scaling,
+            softcap=request.softcap,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: per layer and phase the means of each query head, ranks per key/value head, counts of calls."""
+        return {
+            "format": 1,
+            "rows_per_call": self.rows,
+            "distance_edges": list(DISTANCES),
+            "sink_keys": SINK_KEYS,
+            "rank_energies": list(ENERGIES),
+            "layers": [self._layer(index) for index in sorted(self.layers)],
+            "maps": [
+                {"layer": layer, "head": head, "weights": _rounded(image)}
+                for (layer, head), image in self.maps.items()
+                if image is not None
+            ],
+        }
+
+    def _layer(self, index: int) -> dict[str, Any]:
+        layer = self.layers[index]
+        entry: dict[str, Any] = {
+            "layer": index,
+            "name": layer.name,
+            "backends": dict(layer.backends),
+            "structures": dict(layer.structures),
+            "phases": {
+                phase: {
+                    "calls": sums.calls,
+                    "longest": sums.longest,
+                    "rows": int(sums.heads["rows"][0]),
+                    "heads": {name: _rounded(values) for name, values in means(sums.heads).items()},
+                }
+                for phase, sums in layer.phases.items()
+            },
+        }
+        if layer.moments is not None:
+            spectrum = score_spectrum(layer.moments.centred())
+            entry["scores"] = {
+                "spectrum": _rounded(spectrum / spectrum[..., :1].clamp(min=1e-300)),
+                "rank": {str(energy): energy_rank(spectrum, energy).tolist() for energy in ENERGIES},
+                "effective_rank": _rounded(effective_rank(spectrum)),
+            }
+        return entry
+
+    def __str__(self) -> str:
+        """One line per layer and phase: means over heads."""
+        lines = ["layer phase    calls  entropy  support    sinks  95% blocks  SQNR int8  as run  backends"]
+        for index, layer in sorted(self.layers.items()):
+            backends = ", ".join(f"{name} x{count}" for name, count in sorted(layer.backends.items()))
+            for phase, sums in layer.phases.items():
+                mean = {name: float(values.mean()) for name, values in means(sums.heads).items()}
+                lines.append(
+                    f"{index:5} {phase:8} {sums.calls:5}  {mean['entropy']:7.3f}  {mean['support']:7.1f}  "
+                    f"{mean['sink_mass']:7.3f}  {mean['block_density_95']:10.3f}  {mean['sqnr_int8']:6.1f} dB  "
+                    f"{mean['sqnr_answer']:5.0f} dB  {backends}"
+                )
+        if not self.layers:
+            lines.append("no attention call of this model was seen (a compiled graph's calls cannot be)")
+        return "\n".join(lines)
+
+    def figure(self, phase: str = "prefill") -> Any:
+        """A matplotlib figure: entropy, sink mass, block density and int8 noise of every layer and head.
+
+        Raises:
+            ValueError: No call of that phase was seen.
+        """
+        from matplotlib.figure import Figure
+
+        layers = [self._layer(index) for index in sorted(self.layers)]
+        layers = [layer for layer in layers if phase in layer["phases"]]
+        if not layers:
+            seen = sorted({name for layer in self.layers.values() for name in layer.phases})
+            raise ValueError(
+                f"phase: got {phase!r}, expected one that was seen: {', '.join(seen) or 'none was'}"
+            )
+        shown = {
+            "entropy": "entropy (nats)",
+            "sink_mass": f"mass on the first {SINK_KEYS} keys",
+            "block_density_95": "blocks for 95 % of the mass",
+            "sqnr_int8": "int8 operands: SQNR (dB)",
+        }
+        figure = Figure(figsize=(10, 7), layout="constrained")
+        for axes, (name, label) in zip(figure.subplots(2, 2).flat, shown.items(), strict=True):
+            image = axes.imshow(
+                [layer["phases"][phase]["heads"][name] for layer in layers], aspect="auto", cmap="cividis"
+            )
+            axes.set(title=label, xlabel="head", ylabel="layer")
+            axes.set_yticks(range(len(layers)), [str(layer["layer"]) for layer in layers])
+            figure.colorbar(image, ax=axes)
+        return figure
+
+
+def _rounded(values: Tensor) -> Any:
+    """JSON values with six digits; infinite ratios are null."""
+    flat: Any = values.double().cpu().tolist()
+
+    def entry(value: Any) -> Any:
+        if isinstance(value, list):
+            return [entry(item) for item in value]
+        return float(f"{value:.6g}") if abs(value) < float("inf") else None
+
+    return entry(flat)
+
+
+@contextmanager
+def record(
+    model: nn.Module,
+    *,
+    rows: int = 64,
+    seed: int = 0,
+    spectrum: bool = True,
+    maps: tuple[tuple[int, int], ...] = (),
+) -> Iterator[AttentionRecord]:
+    """Measures the attention of a model while it runs in this thread: prefill, decode, padded and packed calls.
+
+    Nothing of the model is changed; what listens is gone behind the block, also after an exception. Calls of a compiled
+    graph are not seen.
+
+    Args:
+        model: A model whose attention implementation is one of ours, with or without a plan.
+        rows: Query rows sampled per call, one from each of as many equal parts.
+        seed: Seed of the sample.
+        spectrum: Measure the spectrum of the scores, too (one fp64 product per call and head).
+        maps: Pairs of layer and query head whose pooled attention map is kept, from the first prompt.
+
+    Yields:
+        The record, which may be read at any time.
+
+    Raises:
+        ValueError: The model runs another attention, or `rows` is not positive.
+    """
+    if rows < 1:
+        raise ValueError(f"rows: got {rows}, expected at least 1 sampled row per call")
+    names = {
+        str(getattr(module.config, "_attn_implementation", None))
+        for module in model.modules()
+        if hasattr(module, "config")
+    }
+    if not any(name.startswith("adaattn") for name in names):
+        raise ValueError(
+            f"model: its attention implementation is {', '.join(sorted(names)) or 'unknown'}, none of AdaAttn's; load "
+            'it with attn_implementation="adaattn" or call model.set_attn_implementation("adaattn")'
+        )
+    with recording(AttentionRecord(model, rows, seed, spectrum, dict.fromkeys(maps))) as listener:
+        yield listener  # type: ignore[misc]

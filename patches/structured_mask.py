@@ -1,0 +1,121 @@
+"""The object that travels through a model in the place of a dense mask.
+
+Transformers hands what the mask function returns to every layer, and here and there treats it as a tensor
+(generation makes it contiguous, accelerate moves it, a few models slice it). `StructuredMask` answers all of
+that, and becomes a dense boolean tensor only when someone computes with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from adaattn_hf.attention.structure import CallStructure
+
+from .fast_path import Ready
+from .support import UnsupportedModel, unsupported
+
+if TYPE_CHECKING:
+    from .packing import Packed
+
+__all__ = ["StructuredMask"]
+
+_ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
+_ADDED = unsupported("a model", "adds the attention mask to scores that it computes itself")
+
+
+class StructuredMask:
+    """A `CallStructure` with the surface of a boolean tensor `[batch, 1, q_len, kv_len]`."""
+
+    ndim = 4
+    dtype = torch.bool
+
+    def __init__(self, structure: CallStructure, device: torch.device) -> None:
+        """`device` is where a dense mask would lie."""
+        self.structure = structure
+        self.device = device
+        # what `cu_seq_lens_*` add and what a layer found out belong to one forward pass, as this object does
+        self.packed: Packed = {}
+        self.ready: Ready | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the mask that this stands for."""
+        return torch.Size((self.structure.batch, 1, self.structure.q_len, self.structure.kv_len))
+
+    def dim(self) -> int:
+        """Four."""
+        return 4
+
+    def size(self, index: int | None = None) -> Any:
+        """Like `Tensor.size`."""
+        return self.shape if index is None else self.shape[index]
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> StructuredMask:
+        """Itself."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> StructuredMask:
+        """Moved to a device if one is named; a dtype is ignored, the mask stays boolean."""
+        device = kwargs.get("device")
+        for argument in args:
+            if isinstance(argument, (str, int, torch.device)):
+                device = argument
+            elif isinstance(argument, Tensor):
+                device = argument.device
+        if device is None or torch.device(device) == self.device:
+            return self
+        moved = {
+            name: value.to(device)
+            for name, value in vars(self.structure).items()
+            if isinstance(value, Tensor)
+        }
+        return StructuredMask(self.structure.with_changes(**moved), torch.device(device))
+
+    def dense(self) -> Tensor:
+        """The boolean tensor that this stands for; rows of padding see the real keys, as in stock masks."""
+        structure = self.structure
+        if structure.pads_queries:
+            structure = structure.with_changes(pads_queries=False)
+        return structure.visible(device=self.device).expand(self.shape)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a model does with a mask is done with the dense one."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Slice of the dense mask."""
+        return self.dense()[index]
+
+    def __and__(self, other: Any) -> Tensor:
+        """Conjunction with a dense mask."""
+        both: Tensor = self.dense() & other
+        return both
+
+    def __invert__(self) -> Tensor:
+        """Hidden instead of visible."""
+        return ~self.dense()
+
+    def __add__(self, other: Any) -> Tensor:
+        """Refused: a boolean mask means nothing when it is added to scores."""
+        raise UnsupportedModel(_ADDED)
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Any torch function sees the dense mask."""
+
+        if getattr(func, "__name__", "") in _ADDITIONS:
+            raise UnsupportedModel(_ADDED)
+
+        def dense(value: Any) -> Any:
+            if isinstance(value, StructuredMask):
+                return value.dense()
+            return type(value)(dense(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+        return func(*dense(tuple(args)), **{name: dense(value) for name, value in (kwargs or {}).items()})

@@ -1,0 +1,117 @@
+"""A Trainer callback: what attention did and what the plan says, in every log."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from adaattn_hf.attention.request import CallSpec
+from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.backends.select import choose
+from adaattn_hf.plans.store import plan_of
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
+
+__all__ = ["AdaAttnCallback", "plan_statistics"]
+
+
+class _Tally(Recorder):
+    """Counts calls instead of keeping them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[tuple[CallSpec, str | None]] = Counter()
+
+    def record(self, module: nn.Module, spec: CallSpec, forced: str | None) -> None:
+        self.counts[spec, forced] += 1
+
+    def drained(self) -> dict[str, float]:
+        """Shares of backends and kinds of structure since the last time, and the number of calls."""
+        total = sum(self.counts.values())
+        if not total:
+            return {}
+        shares: Counter[str] = Counter()
+        for (spec, forced), count in self.counts.items():
+            shares[f"adaattn/backend/{choose(spec, forced).name}"] += count
+            shares[f"adaattn/structure/{spec.kind}"] += count
+        self.counts.clear()
+        return {
+            "adaattn/calls": float(total),
+            **{name: count / total for name, count in sorted(shares.items())},
+        }
+
+
+def plan_statistics(model: nn.Module) -> dict[str, float]:
+    """What the model's plan says, as numbers that a logger takes; empty for a model without one.
+
+    The numbers: key/value heads per kind of choice and in all, the predicted loss (the sum of the risks,
+    nats/token), the predicted share of the exact price, and the verified bound on the loss where there is
+    one.
+    """
+    plan = plan_of(model)
+    if plan is None:
+        return {}
+    kinds = Counter("exact" if c.is_exact else c.kind for layer in plan.layers for c in layer.choices)
+    exact = sum(unit.exact_price for unit in plan.units)
+    found = {
+        "adaattn/plan/heads": float(sum(kinds.values())),
+        "adaattn/plan/predicted_risk": sum(unit.risk for unit in plan.units),
+        **{f"adaattn/plan/{kind}": float(count) for kind, count in sorted(kinds.items())},
+    }
+    if exact > 0:
+        found["adaattn/plan/price"] = sum(unit.price for unit in plan.units) / exact
+    if plan.verified is not None:
+        found["adaattn/plan/verified_upper"] = plan.verified.upper
+    return found
+
+
+class AdaAttnCallback(TrainerCallback):
+    """Adds AdaAttn's numbers to the logs of a Trainer.
+
+    `Trainer(callbacks=[AdaAttnCallback()])` puts them into `state.log_history` and the printed lines.
+    `AdaAttnCallback().attach(trainer)` puts them before all other callbacks too, so that TensorBoard, W&B and
+    every other reporter gets them.
+    """
+
+    def __init__(self) -> None:
+        """Listens from the beginning of training to its end."""
+        self._tally = _Tally()
+        self._listening = ExitStack()
+        self._plan: dict[str, float] = {}
+
+    def attach(self, trainer: Trainer) -> AdaAttnCallback:
+        """Put this callback before all others of a Trainer."""
+        others = [c for c in trainer.callback_handler.callbacks if c is not self]
+        trainer.callback_handler.callbacks = [self, *others]
+        return self
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Read the plan and begin to count."""
+        self._listening.close()
+        self._tally = _Tally()
+        self._listening.enter_context(recording(self._tally))
+        self._plan = plan_statistics(kwargs["model"])
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Add the numbers to the log that is being written."""
+        numbers = {**self._tally.drained(), **self._plan}
+        logs: dict[str, float] | None = kwargs.get("logs")
+        if logs is not None:
+            logs.update(numbers)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(numbers)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop counting."""
+        self._listening.close()

@@ -1,0 +1,1 @@
+"""Training the demo models and drawing the text sample that travel in `eval/demo`."""

@@ -1,0 +1,155 @@
+"""Tables of gains for the front pages, from kept results: `python -m studies.headline README.md docs/index.md`.
+
+The figures come from `docs/results/`; nothing in the tables is typed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from adaattn_hf._files import write_atomically
+from adaattn_hf.errors import UsageError
+from adaattn_hf.eval.pages import loss, percent
+
+from .headline_picture import Bar, draw
+
+__all__ = ["BEGIN", "END", "PICTURE", "block", "budget_block", "figures", "picture", "rewrite"]
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+PICTURE = RESULTS.parent / "assets" / "speed.svg"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+# What a line says, the cell's title, and the results that hold it.
+_LINES = (
+    ("documents packed into one row", "packed 8 x 512 (float32)", "bench"),
+    ("prompts padded on the left", "left-padded prompts (float32)", "bench"),
+    ("window of 512 at 8k", "window 512 at 8k (bfloat16)", "bench"),
+    ("causal prefill, 4k", "causal 4k (float32)", "bench"),
+    ("causal prefill, 4k", "causal 4k (bfloat16)", "bench"),
+    ("decode, 32/8 heads, 4k", "GQA decode 4k (bfloat16)", "bench"),
+    ("BERT-base, a batch of 12 to 512 tokens, whole model", "BERT base batch 12-512, prepared (float32)", "bench"),
+    ("a decode step of 8 rows behind 4k, whole model", "decode step 8 x 4k, 16 heads, prepared (bfloat16)", "bench"),
+    ("GPT-2 on 32 tokens, whole model", "GPT-2 small 32 tokens (float32)", "bench"),
+    ("causal prefill, 16k", "causal 16k (bfloat16)", "gpu"),
+    ("prompts padded on the left, half of them real", "left-padded 8 x 4k, half real (bfloat16)", "gpu"),
+    ("16 documents of 1k packed into one row", "packed 16 x 1k (bfloat16)", "gpu"),
+    ("window of 1k at 16k", "window 1k at 16k (bfloat16)", "gpu"),
+    ("a padded batch of 512 to 12 tokens", "BERT batch 12-512 (float32)", "gpu_small"),
+    ("documents packed into one row, forward and backward", "packed training (float32)", "gpu_small"),
+    ("decode, 32/8 heads, 4k, 8 rows", "GQA decode 4k batch 8 (float32)", "gpu_small"),
+    ("GPT-2 on 32 tokens, whole model", "GPT-2 small 32 tokens (float32)", "gpu_small"),
+    ("decode, 32 padded rows behind 4k", "decode 32 x 4k, left-padded (bfloat16)", "gpu"),
+    ("decode from a static cache, a quarter in use", "static cache of 16k, 4k in use, batch 8 (bfloat16)", "gpu"),
+)  # fmt: skip
+
+
+def block(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table.
+
+    Args:
+        reports: Reports of `adaattn bench` by name: `bench`, `gpu`, `gpu_small`.
+
+    Raises:
+        UsageError: A cell was not measured.
+    """
+    rows = [
+        "| exact attention | dtype | on | best stock | times as fast |",
+        "|---|---|---|---|---|",
+    ]
+    for says, dtype, where, cell in _cells(reports):
+        ratio = cell["ratio_best"]["wall"]["median"]
+        rows.append(f"| {says} | {dtype} | {where} | {cell['best']} | {ratio:.2f} |")
+    return "\n".join(rows)
+
+
+def _cells(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+    """What a line says, its dtype, where it was measured, and the cell."""
+    for says, title, name in _LINES:
+        report = reports[name]
+        found = [cell for cell in report["cells"] if cell["title"] == title]
+        if not found or found[0]["best"] is None:
+            raise UsageError(f"{name}.json: no stock implementation was measured in the cell {title!r}")
+        made = report["provenance"]
+        where = f"{made['cpu']}, {made['threads']} threads" if made["device"] == "cpu" else made["device"]
+        yield says, title.rpartition(" (")[2][:-1], where, found[0]
+
+
+def picture(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """The same cells as bars, in SVG."""
+    bars = []
+    for says, dtype, where, cell in _cells(reports):
+        ratio = cell["ratio_best"]["wall"]
+        short = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+        spread = ratio["quartile_25"], ratio["quartile_75"]
+        bars.append(Bar(f"{says} ({short})", where, "threads" not in where, ratio["median"], *spread))
+    return draw(bars, "Exact attention: times as fast as the fastest stock implementation")
+
+
+def figures(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """Both tables."""
+    return f"{block(reports)}\n\n{budget_block(reports['budget'])}"
+
+
+def budget_block(study: Mapping[str, Any]) -> str:
+    """The table of what a loss budget buys, at the longest length that was timed."""
+    times = study["speed"]["attention"]
+    length = max(times, key=int)
+    seconds = {name: entry["seconds"] for name, entry in times[length].items()}
+    whole = max(study["speed"]["model"], key=int)
+    passes = {name: entry["seconds"] for name, entry in study["speed"]["model"][whole].items()}
+    model = study["speed"]["settings"]["model"].partition("-Instruct")[0]
+    rows = [
+        f"| loss budget, {model} at {length} tokens | seeds within budget (held-out source) "
+        "| largest bound of Δnll | attention: speed-up vs SDPA | attention: speed-up vs exact AdaAttn "
+        f"| whole prefill at {whole} tokens: speed-up vs exact AdaAttn |",
+        "|---|---|---|---|---|---|",
+    ]
+    for budget in sorted({record["budget"] for record in study["seeds"]}):
+        name = percent(budget)
+        own = [record for record in study["seeds"] if record["budget"] == budget]
+        met = [record for record in own if record["met"]]
+        upper = max(verdict["upper"] for record in met for verdict in record["report"]["verdicts"])
+        rows.append(
+            f"| {name} | {len(met)} of {len(own)} | {loss(upper)} of {loss(budget)} | "
+            f"{seconds['stock sdpa'] / seconds[name]:.2f} | {seconds['exact'] / seconds[name]:.2f} | "
+            f"{passes['exact'] / passes[name]:.2f} |"
+        )
+    return "\n".join(rows)
+
+
+def rewrite(page: str, table: str) -> str:
+    """The page with the table between its marks.
+
+    Raises:
+        UsageError: The page has no marks.
+    """
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise UsageError(f"got a page without {BEGIN} and {END}")
+    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+
+
+def kept_reports(results: Path = RESULTS) -> dict[str, Any]:
+    """The reports in a directory of results."""
+    return {
+        name: json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("bench", "gpu", "gpu_small", "budget")
+    }
+
+
+def main(*paths: str) -> None:
+    """Rewrites pages, and the picture that they show."""
+    reports = kept_reports()
+    table = figures(reports)
+    write_atomically(PICTURE, picture(reports).encode())
+    for page in map(Path, paths):
+        write_atomically(page, rewrite(page.read_text(encoding="utf-8"), table).encode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

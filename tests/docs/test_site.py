@@ -1,0 +1,115 @@
+"""The documentation site: it builds without a warning and a network, loads nothing from elsewhere, and is complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import adaattn_hf
+
+from ..support.source_tree import ROOT
+
+GENERATED = {"benchmarks.md", "changelog.md", "contributing.md", "reference/commands.md"}
+LOADED = re.compile(
+    r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//"""
+    r"""|<link\b[^>]*\brel=["']?(?:stylesheet|preload|preconnect)[^>]*//"""
+)
+"""What a page would load from elsewhere."""
+
+
+def navigation(entry: object) -> Iterator[str]:
+    """Pages that a part of the navigation names."""
+    if isinstance(entry, str):
+        yield entry
+    elif isinstance(entry, dict):
+        for value in entry.values():
+            yield from navigation(value)
+    elif isinstance(entry, list):
+        for value in entry:
+            yield from navigation(value)
+
+
+def settings() -> dict[str, object]:
+    """mkdocs.yml."""
+    read: dict[str, object] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    return read
+
+
+def test_every_page_is_in_the_navigation_and_exists() -> None:
+    named = list(navigation(settings()["nav"]))
+    assert len(named) == len(set(named))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert set(named) == (pages | GENERATED) - {"results/quality/README.md"}
+
+
+def test_every_public_name_has_a_place_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    described = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
+    assert set(adaattn_hf.__all__) - described - {"__version__"} == set()
+
+
+def test_the_glossary_is_in_order_and_says_each_word_once() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = [word.strip(" `").lower() for word in re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)][1:]
+    assert len(words) == len(set(words)) > 40
+    assert words == sorted(words)
+
+
+def test_what_is_loaded_from_elsewhere_is_found() -> None:
+    assert LOADED.search('<script src="https://unpkg.com/x.js"></script>')
+    assert LOADED.search("<script src=//cdn.example/x.js></script>")
+    assert LOADED.search('<link rel="stylesheet" href="https://fonts.example/css">')
+    assert not LOADED.search('<a href="https://example.org">there</a><script src="assets/x.js"></script>')
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_by_itself(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed")
+    pytest.importorskip("material", reason="mkdocs-material is not installed")
+    pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed")
+    python = [sys.executable, "-P", "-m"]
+    described = tmp_path / "described"
+    install = [
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(described),
+        str(ROOT),
+    ]
+    environment = {**os.environ, "CXX": "no-compiler", "NO_MKDOCS_2_WARNING": "1", "PIP_NO_INDEX": "1"}
+    subprocess.run([*python, *install], env=environment, check=True, capture_output=True, timeout=300)
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "paths: [build/described]" in config
+    (tmp_path / "mkdocs.yml").write_text(
+        config.replace("[build/described]", f"[{described}]")
+        .replace("docs_dir: docs", f"docs_dir: {ROOT / 'docs'}")
+        .replace("site_dir: build/site", f"site_dir: {tmp_path / 'site'}")
+        .replace("hooks: [docs/_hooks.py]", f"hooks: [{ROOT / 'docs' / '_hooks.py'}]")
+    )
+    done = subprocess.run(
+        [*python, "mkdocs", "build", "--strict", "-f", str(tmp_path / "mkdocs.yml")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    pages = sorted((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 40
+    assert [page.name for page in pages if LOADED.search(page.read_text(encoding="utf-8"))] == []
+    reference = (tmp_path / "site" / "reference" / "python.html").read_text(encoding="utf-8")
+    for name in ("prepare", "explain", "GrowingCache"):
+        assert f">{name}<" in reference or f".{name}" in reference
+    commands = (tmp_path / "site" / "reference" / "commands.html").read_text(encoding="utf-8")
+    assert "--verify-data" in commands

@@ -1,0 +1,104 @@
+"""`adaattn profile`: JSON, a picture, and a page that draws itself in a browser without a network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from adaattn_hf.cli.main import app
+from adaattn_hf.eval import atlas
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def profile(*words: object) -> Any:
+    return CliRunner().invoke(app, ["profile", *map(str, words)], terminal_width=200)
+
+
+@pytest.fixture(scope="module")
+def made(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("profile")
+    figure = out / "heads.png"
+    words = ("--data", texts / "plain.txt", "--out", out, "--map", "1.3", "--padded", "--figure", figure)
+    result = profile(llama, *words)
+    assert result.exit_code == 0, result.output
+    assert "decode" in result.output
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    return out
+
+
+def test_the_json_holds_every_layer_and_phase(made: Path) -> None:
+    recorded = json.loads((made / "profile.json").read_text(encoding="utf-8"))
+    assert recorded["provenance"]["versions"]["torch"]
+    assert [layer["layer"] for layer in recorded["layers"]] == [0, 1]
+    assert all(set(layer["phases"]) == {"prefill", "decode", "padded"} for layer in recorded["layers"])
+    (image,) = recorded["maps"]
+    assert (image["layer"], image["head"]) == (1, 3)
+    for layer in recorded["layers"]:
+        assert len(layer["scores"]["spectrum"]) == 2  # key/value heads
+        assert layer["scores"]["rank"]["0.95"][0] <= layer["scores"]["rank"]["0.999"][0]
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(made: Path) -> None:
+    page = (made / "atlas.html").read_text(encoding="utf-8")
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "</script><b>" not in atlas.page({"layers": [], "maps": []}, "</script><b>", "x")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+def test_a_browser_draws_the_page(made: Path, tmp_path: Path) -> None:
+    def drawn(extra: str) -> str:
+        page = tmp_path / "page.html"
+        text = (made / "atlas.html").read_text(encoding="utf-8")
+        page.write_text(text.replace("draw();\n</script>", f"draw();\n{extra}\n</script>"), encoding="utf-8")
+        words = [
+            str(BROWSER),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'home'}",
+        ]
+        done = subprocess.run(
+            [*words, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        )
+        return done.stdout
+
+    first = drawn("")
+    assert first.count('role="gridcell"') == 8  # two layers of four heads
+    assert "Layer 1, head 3" in first  # whose map was asked for
+    assert "<canvas" in first
+    press = "$('grid').dispatchEvent(new KeyboardEvent('keydown', {key: 'Home', bubbles: true}));"
+    press += (
+        "$('measure').value = 'rank'; $('measure').dispatchEvent(new Event('change')); $('theme').click();"
+    )
+    moved = drawn(press)
+    assert "Layer 1, head 0" in moved
+    assert "Rank for 99 % energy" in moved
+    assert "<canvas" not in moved
+    assert 'data-theme="' in moved
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("--map", "1"), 2, "layer.head"),
+        (("--map", "9.0"), 2, "layer.head of this model"),
+        (("--length", "65"), 2, "at most the 64"),
+        (("--plan", "nowhere"), 4, "does not exist"),
+        (("--threads", "0"), 2, "threads"),
+        (("--out", f"{__file__}/out"), 2, "cannot be made"),
+    ],
+)
+def test_wrong_words_are_refused(
+    llama: Path, texts: Path, words: tuple[str, ...], code: int, says: str
+) -> None:
+    result = profile(llama, "--data", texts / "plain.txt", *words)
+    assert result.exit_code == code, result.output
+    assert says in result.output

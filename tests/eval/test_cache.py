@@ -1,0 +1,47 @@
+"""Evaluation over a cache: windows are read in pieces, and the loss of what a cache stores is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaattn_hf.errors import UsageError
+from adaattn_hf.eval import corpora, runner
+from adaattn_hf.eval.settings import Settings
+from adaattn_hf.patches import checkpoint
+
+from .conftest import PAGES
+
+
+def divergence(llama: Path, cache: str | None, **more: Any) -> float:
+    loaded = checkpoint.load(llama, device="cpu")
+    corpus = corpora.wikitext_corpus(PAGES, "own pages")
+    report = runner.evaluate(loaded, corpus, Settings(cache=cache, cache_piece=7, **more))
+    return float(report["quality"]["comparisons"][0]["kl_mean"])
+
+
+def test_a_cache_of_numbers_costs_nothing_and_bytes_cost_little(llama: Path) -> None:
+    exact, eight = divergence(llama, "model"), divergence(llama, "int8")
+    assert exact < 1e-9
+    assert 1e-9 < eight < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"cache": "int4"}, "cache: got 'int4'"),
+        ({"cache": "int8", "padding": "left"}, "expected --padding none"),
+        ({"cache": "int8", "cache_piece": 0}, "cache_piece: got 0"),
+        ({"cache": "int8", "impl": "eager"}, "cannot read codes"),
+    ],
+)
+def test_what_cannot_be_measured_over_a_cache_is_said(llama: Path, given: dict[str, Any], words: str) -> None:
+    loaded = checkpoint.load(llama, device="cpu")
+
+    def measured() -> None:
+        runner.evaluate(loaded, corpora.wikitext_corpus(PAGES, "own pages"), Settings(**given))
+
+    with pytest.raises(UsageError, match=words):
+        measured()

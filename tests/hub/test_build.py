@@ -1,0 +1,121 @@
+"""What `hub/build.py` makes: the package's own files, nothing else, told apart from every other build."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import CPU, ROOT
+
+NAMES = [path.parent.name for path in sorted(ROOT.glob("hub/*/build.toml"))]
+
+
+def copies(builder: dict[str, Any], name: str, directory: Path) -> dict[str, bool]:
+    """Per module of a built package, whether it is the source's file byte for byte."""
+    modules: dict[str, Path] = builder["package_modules"](name)
+    return {
+        inside: (directory / inside).read_bytes() == path.read_bytes() for inside, path in modules.items()
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_module_is_a_file_of_the_source(builder: dict[str, Any], repositories: Path, name: str) -> None:
+    for directory in (repositories / name / "build").iterdir():
+        same = copies(builder, name, directory)
+        assert all(same.values())
+        assert "backends/native/call.py" in same
+        built = {path.relative_to(directory).as_posix() for path in directory.rglob("*.py")}
+        assert built == set(same)
+
+
+def test_a_changed_copy_is_seen(builder: dict[str, Any], repositories: Path, tmp_path: Path) -> None:
+    (directory,) = (repositories / "flash-adaattn" / "build").glob(CPU)
+    for path in directory.rglob("*.py"):
+        target = tmp_path / path.relative_to(directory)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    with (tmp_path / "backends" / "native" / "call.py").open("a") as file:
+        file.write("\n")
+    assert [inside for inside, same in copies(builder, "flash-adaattn", tmp_path).items() if not same] == [
+        "backends/native/call.py"
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ["import numpy", "from adaattn_hf.config import settings_in", "from .... import x"]
+)
+def test_an_import_that_leads_out_is_refused(builder: dict[str, Any], tmp_path: Path, line: str) -> None:
+    module = tmp_path / "call.py"
+    module.write_text(f"def later():\n    {line}\n")
+    with pytest.raises(builder["BuildError"], match="import"):
+        list(builder["imports"]("backends/native/call.py", module))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_process_with_the_kernel_holds_nothing_of_the_package_or_transformers(
+    repositories: Path, name: str
+) -> None:
+    (directory,) = (repositories / name / "build").glob(CPU)
+    code = (
+        "import importlib.util, sys\n"
+        "import torch\n"
+        f"spec = importlib.util.spec_from_file_location('_kernel', {str(directory / '__init__.py')!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['_kernel'] = module\n"
+        "spec.loader.exec_module(module)\n"
+        "tops = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(*sorted(tops & {'adaattn_hf', 'transformers', 'huggingface_hub', 'safetensors', 'flash_attn'}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_metadata_says_what_the_files_are(repositories: Path, name: str) -> None:
+    unique = set()
+    for directory in (repositories / name / "build").iterdir():
+        metadata = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
+        assert metadata["name"] == name
+        assert metadata["python-depends"] == []
+        assert metadata["backend"]["type"] == ("cuda" if directory.name == "torch-cuda" else "cpu")
+        assert metadata["id"].isidentifier()
+        unique.add(metadata["id"])
+        files = metadata["digest"]["files"]
+        found = {
+            path.relative_to(directory).as_posix(): base64.b64encode(
+                hashlib.sha256(path.read_bytes()).digest()
+            ).decode()
+            for path in directory.rglob("*")
+            if path.is_file() and path.name != "metadata.json" and "__pycache__" not in path.parts
+        }
+        assert files == found
+        assert any(file.endswith(".so") for file in files) == (directory.name != "torch-cuda")
+    assert len(unique) == 2
+
+
+def test_another_source_is_another_name(builder: dict[str, Any], repositories: Path, tmp_path: Path) -> None:
+    (directory,) = (repositories / "flash-adaattn" / "build").glob(CPU)
+    before = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))["id"]
+    (tmp_path / "__init__.py").write_text('"""Another one."""\n')
+    builder["_write_metadata"]("flash-adaattn", builder["variants"]()[0], tmp_path)
+    assert json.loads((tmp_path / "metadata.json").read_text(encoding="utf-8"))["id"] != before
+
+
+def test_a_library_for_new_systems_alone_is_seen(builder: dict[str, Any]) -> None:
+    assert builder["newer_symbols"](b"GLIBC_2.28\0GLIBCXX_3.4.24\0CXXABI_1.3") == []
+    assert builder["newer_symbols"](b"GLIBC_2.34\0GLIBCXX_3.4.9\0") == ["GLIBC_2.34"]
+
+
+def test_an_unknown_kernel_is_refused_by_the_command(
+    capsys: pytest.CaptureFixture[str], builder: dict[str, Any]
+) -> None:
+    with pytest.raises(SystemExit):
+        builder["main"](["flash-atention"])
+    assert "expected one of" in capsys.readouterr().err

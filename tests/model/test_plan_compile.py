@@ -1,0 +1,171 @@
+"""A compiled plan computes what the uncompiled one does, and a dense mask is read as the rules that made it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from adaattn_hf.attention.legible import legible
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.plans import store
+from adaattn_hf.plans.choices import Choice
+from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
+
+from ..support.choices import make_choice
+
+LENGTH = 200
+CHOICES = [
+    make_choice("window", 32, 4),
+    make_choice("blocks", mass=0.3, sinks=1),
+    make_choice(precision="int8"),
+    make_choice(precision="bf16"),
+]
+
+
+def planned(choice: Choice, family: str = "llama") -> Any:
+    """A small model with one choice in every head of its two layers."""
+    torch.manual_seed(0)
+    if family == "llama":
+        model: Any = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3,
+            )
+        )  # fmt: skip
+        heads = 2
+    else:
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=512, initializer_range=0.3)
+        )
+        heads = 2
+    model.eval().set_attn_implementation("adaattn")
+    modules = dict(store.attention_modules(model, model.config.model_type))
+    plan = Plan(
+        format=PLAN_FORMAT, model_type=model.config.model_type, weight_hash="", dtype="float32", adaattn="0", torch="0",
+        transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={}, lengths=(512,), verified=None,
+        layers=tuple(LayerPlan(i, store.weight_hash(m), (choice,) * heads) for i, m in modules.items()),
+        units=(), tensors="",
+    )  # fmt: skip
+    store.attach(model, plan, unverified=True)
+    return model
+
+
+def tokens(batch: int = 1, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_compiled_equals_uncompiled(choice: Choice, padding: str) -> None:
+    model = planned(choice)
+    ids = tokens(2)
+    mask = torch.ones_like(ids)
+    if padding == "left":
+        mask[1, :130] = 0
+    elif padding == "right":
+        mask[1, 70:] = 0
+    given: dict[str, Any] = {} if padding == "none" else {"attention_mask": mask}
+    plain = model(ids, use_cache=False, **given).logits
+    found = torch.compile(model, backend="aot_eager")(ids, use_cache=False, **given).logits
+    real = mask.bool()
+    torch.testing.assert_close(found[real], plain[real], atol=1e-5, rtol=1e-5)
+    store.remove_plan(model)
+    assert (model(ids, use_cache=False, **given).logits - plain)[real].abs().max() > 1e-3, (
+        "the plan does nothing"
+    )
+
+
+@torch.no_grad()
+def test_compiled_steps_in_a_static_cache_equal_uncompiled_ones() -> None:
+    model = planned(make_choice("window", 32, 4))
+    ids = tokens(1, 101)
+    logits = []
+    for forward in (model, torch.compile(model, backend="aot_eager")):
+        cache = StaticCache(config=model.config, max_cache_len=128)
+        forward(ids[:, :100], past_key_values=cache, use_cache=True)
+        logits.append(forward(ids[:, 100:], past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-5)
+    whole = model(ids, use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(logits[1], whole, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_dense_mask_counts_sinks_from_the_sequence(family: str) -> None:
+    model = planned(make_choice("window", 32, 4), family)
+    ids = tokens()
+    padded = torch.cat([torch.zeros(1, 130, dtype=ids.dtype), ids], 1)
+    length = padded.shape[1]
+    places = (torch.arange(length) - 130).clamp(min=0)[None]
+    mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None].clone()
+    mask[..., :130] = False
+    alone = model(ids, use_cache=False).logits
+    for given in (mask, torch.where(mask, 0.0, torch.finfo(torch.float32).min)):
+        found = model(padded, attention_mask=given, position_ids=places, use_cache=False).logits
+        torch.testing.assert_close(found[:, 130:], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_a_mask_without_rules_is_refused_where_a_plan_counts_keys() -> None:
+    model = planned(make_choice("window", 32, 4))
+    mask = torch.rand(1, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) > 0.5
+    with torch.no_grad(), pytest.raises(ValueError, match="counts keys from a sequence's first"):
+        model(tokens(), attention_mask=mask | torch.eye(LENGTH, dtype=torch.bool), use_cache=False)
+
+
+def test_a_compiled_plan_says_that_it_has_no_gradient() -> None:
+    model = planned(make_choice("window", 32, 4))
+    with pytest.raises(Exception, match="has no gradient"):
+        torch.compile(model, backend="eager", fullgraph=True)(tokens(), use_cache=False)
+
+
+def test_a_plan_is_not_exported() -> None:
+    model = planned(make_choice("window", 32, 4))
+    with torch.no_grad(), pytest.raises(Exception, match="cannot be exported"):
+        torch.export.export(model, (tokens(),), {"use_cache": False}, strict=False)
+
+
+STRUCTURES = {
+    "causal": CallStructure(2, 20, 20, causal=True),
+    "step": CallStructure(2, 1, 20, causal=True, q_offset=12),
+    "left": CallStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4),
+    "left, silent": CallStructure(
+        2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4, pads_queries=True
+    ),
+    "right": CallStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) < 14),
+    "encoder": CallStructure(2, 20, 20, key_padding=torch.arange(20)[None].expand(2, -1) < 14),
+    "window": CallStructure(2, 20, 20, causal=True, window=6),
+    "documents": CallStructure(
+        1, 20, 20, causal=True, q_segments=torch.arange(20)[None] // 7, k_segments=torch.arange(20)[None] // 7
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_rules_are_read_from_a_mask(name: str) -> None:
+    structure = STRUCTURES[name]
+    batch, q_len = structure.batch, structure.q_len
+    visible = structure.visible().expand(batch, 1, q_len, 20)
+    query, key = torch.zeros(batch, 2, q_len, 4), torch.zeros(batch, 2, 20, 4)
+    dense = CallStructure(batch, q_len, 20, mask=visible)
+    read = legible(AttentionRequest(query, key, key, dense, 1.0))
+    assert read is not None
+    assert read.structure.mask is None
+    assert torch.equal(read.structure.visible().expand_as(visible), visible)
+    assert read.structure.causal == structure.causal
+    bias = torch.where(visible, 0.0, float("-inf"))
+    told = legible(AttentionRequest(query, key, key, CallStructure(batch, q_len, 20), 1.0, bias=bias))
+    assert told is not None
+    assert told.bias is None
+    slopes = legible(AttentionRequest(query, key, key, CallStructure(batch, q_len, 20), 1.0, bias=bias + 0.5))
+    assert slopes is not None
+    assert slopes.bias is not None

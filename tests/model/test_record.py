@@ -1,0 +1,112 @@
+"""`record`: what it says of a model is what the attention weights say; nothing of it stays behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+
+import adaattn_hf
+from adaattn_hf.patches.record import record
+
+from ..support.choices import make_choice
+from ..support.models import fresh_pair, pair, tokens
+from ..support.plans import give
+
+
+@pytest.fixture(scope="module")
+def llama() -> tf.PreTrainedModel:
+    model: tf.PreTrainedModel = pair("llama").ours
+    return model
+
+
+def test_entropy_is_that_of_the_weights(llama: tf.PreTrainedModel) -> None:
+    ids = tokens(1, 24)
+    with record(llama, rows=24) as seen, torch.no_grad():
+        llama(ids, use_cache=False)
+    with torch.no_grad():
+        attentions = llama(ids, use_cache=False, output_attentions=True).attentions
+    found = seen.to_dict()["layers"]
+    assert [entry["layer"] for entry in found] == list(range(len(attentions)))
+    for entry, weights in zip(found, attentions, strict=True):
+        heads = entry["phases"]["prefill"]["heads"]
+        by_hand = -torch.xlogy(weights, weights).sum(-1).mean((0, 2))
+        assert heads["entropy"] == pytest.approx(by_hand.tolist(), abs=1e-4)
+        assert heads["sink_mass"] == pytest.approx(weights[..., :4].sum(-1).mean((0, 2)).tolist(), abs=1e-4)
+        assert min(heads["sqnr_answer"]) > 90
+
+
+def test_phases_are_told_apart(llama: tf.PreTrainedModel) -> None:
+    ids = tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    packed = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    with record(llama, rows=8) as seen, torch.no_grad():
+        llama(ids, use_cache=False)
+        llama(ids, attention_mask=mask, use_cache=False)
+        llama(ids[:1], position_ids=packed, use_cache=False)
+        llama.generate(  # type: ignore[operator]
+            ids[:1], max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0
+        )
+    phases = seen.to_dict()["layers"][0]["phases"]
+    assert {name: phases[name]["calls"] for name in phases} == {
+        "prefill": 2,
+        "padded": 1,
+        "packed": 1,
+        "decode": 2,
+    }
+    assert min(min(entry["heads"]["sqnr_answer"]) for entry in phases.values()) > 90
+    assert sum(seen.to_dict()["layers"][0]["backends"].values()) == 6
+    assert "decode" in str(seen)
+    assert seen.figure("padded").axes
+    with pytest.raises(ValueError, match="expected one that was seen"):
+        seen.figure("training")
+
+
+def test_a_plan_shows_in_what_ran(llama: tf.PreTrainedModel) -> None:
+    ids = tokens(1, 40)
+    planned = fresh_pair("llama").ours
+    give(planned, make_choice("window", 4))
+    with record(planned) as seen, torch.no_grad():
+        planned(ids, use_cache=False)
+    assert max(seen.to_dict()["layers"][0]["phases"]["prefill"]["heads"]["sqnr_answer"]) < 60
+
+
+def test_maps_are_kept_of_the_heads_that_were_asked_for(llama: tf.PreTrainedModel) -> None:
+    ids = tokens(1, 24)
+    with record(llama, maps=((1, 0), (9, 0))) as seen, torch.no_grad():
+        llama(ids, use_cache=False)
+        weights = llama(ids, use_cache=False, output_attentions=True).attentions[1][0, 0]
+    (image,) = seen.to_dict()["maps"]
+    torch.testing.assert_close(torch.tensor(image["weights"]), weights, rtol=1e-3, atol=1e-5)
+    assert seen.maps[9, 0] is None
+
+
+def hooks(model: tf.PreTrainedModel) -> int:
+    """Transformers itself leaves some where weights were asked for."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_nothing_stays_behind(llama: tf.PreTrainedModel) -> None:
+    ids, before = tokens(1, 8), hooks(llama)
+    with pytest.raises(ZeroDivisionError), record(llama) as seen:
+        _ = 1 / 0
+    with torch.no_grad():
+        llama(ids)
+    assert seen.to_dict()["layers"] == []
+    assert "no attention call" in str(seen)
+    assert hooks(llama) == before
+
+
+def test_another_model_in_the_block_is_not_recorded(llama: tf.PreTrainedModel) -> None:
+    other = fresh_pair("llama").ours
+    with record(llama) as seen, torch.no_grad():
+        other(tokens(1, 8))
+    assert seen.to_dict()["layers"] == []
+
+
+def test_stock_attention_and_no_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="none of AdaAttn's"), record(pair("llama").stock):
+        pass
+    with pytest.raises(ValueError, match="at least 1"), adaattn_hf.record(pair("llama").ours, rows=0):
+        pass

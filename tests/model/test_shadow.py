@@ -1,0 +1,128 @@
+"""Shadowing: kernels that answer wrong are found, in every backend and under plans; right ones are left in peace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import adaattn_hf
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult
+from adaattn_hf.backends import select
+from adaattn_hf.patches import shadow
+from adaattn_hf.plans import execute
+
+from ..support.choices import make_choice
+from ..support.models import fresh_pair, padding, tokens
+from ..support.plans import give
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    shadow.reset()
+    yield
+    shadow.reset()
+
+
+def run(model: Any, **keywords: Any) -> None:
+    with torch.no_grad():
+        model(input_ids=tokens(), **keywords)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, backend: str, factor: float = 1.01) -> None:
+    """Lets a backend answer one per cent too much."""
+    kind = type(select.BACKENDS[backend])
+    right = kind.attend
+
+    def wrong(self: Any, request: Any) -> AttentionResult:
+        result = right(self, request)
+        return AttentionResult(result.out * factor, result.lse)
+
+    monkeypatch.setattr(kind, "attend", wrong)
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    model = fresh_pair("llama").ours
+    adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(backend=backend, shadow=1))
+    run(model)
+    run(model, attention_mask=padding("left"))
+    shadow.reset()
+    spoil(monkeypatch, backend)
+    with pytest.raises(shadow.ShadowMismatch, match=rf"layer 0 .* on {backend} is off by 0\.01"):
+        run(model)
+    model.config.adaattn["mismatch"] = "warn"
+    shadow.reset()
+    with pytest.warns(RuntimeWarning, match="is off by"):
+        run(model)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [make_choice("window", 4), make_choice(precision="int8"), make_choice("window", 4, precision="bf16")],
+)
+def test_a_wrong_kernel_is_found_under_a_plan(monkeypatch: pytest.MonkeyPatch, choice: Any) -> None:
+    model = fresh_pair("llama").ours
+    give(model, choice)
+    model.config.adaattn["shadow"] = 1
+    run(model)  # the plan's own loss is no mismatch
+    shadow.reset()
+    right = execute.attend
+
+    def wrong(program: Any, request: Any, backend: str | None = None) -> AttentionResult:
+        result = right(program, request, backend)
+        return AttentionResult(result.out * (1.2 if backend is None else 1.0), result.lse)
+
+    monkeypatch.setattr(execute, "attend", wrong)
+    with pytest.raises(shadow.ShadowMismatch, match="planned"):
+        run(model)
+
+
+def test_only_the_first_calls_of_each_kind_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh_pair("llama").ours
+    compared: list[Any] = []
+    right = reference.attention
+
+    def counted(request: AttentionRequest) -> Any:
+        compared.append(request)
+        return right(request)
+
+    monkeypatch.setattr(reference, "attention", counted)
+    model.config.adaattn = {"shadow": 2}
+    for _ in range(3):
+        run(model)
+    assert len(compared) == 2 * 2  # two calls of each of two layers
+    run(model, attention_mask=padding("left"))
+    assert len(compared) == 6  # another kind
+    twin = fresh_pair("llama").ours
+    twin.config.adaattn = {"shadow": 1}
+    run(twin)
+    assert len(compared) == 8  # another model
+
+
+def test_a_nan_is_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh_pair("llama").ours
+    model.config.adaattn = {"shadow": 1, "backend": "sdpa"}
+    spoil(monkeypatch, "sdpa", float("nan"))
+    with pytest.raises(shadow.ShadowMismatch, match="off by nan"):
+        run(model)
+
+
+def test_settings_set_in_place_are_heard() -> None:
+    model = fresh_pair("llama").ours
+    model.config.adaattn = {"backend": "sdpa"}
+    run(model)
+    model.config.adaattn["backend"] = "nonsense"
+    with pytest.raises(ValueError, match="backend: got 'nonsense'"):
+        run(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"), [({"shadow": -1}, "how many calls"), ({"mismatch": "panic"}, "raise, warn")]
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(adaattn_hf.ConfigError, match=says):
+        adaattn_hf.AdaAttnConfig(**settings)

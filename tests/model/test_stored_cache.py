@@ -1,0 +1,444 @@
+"""The quantised cache in models: as near to the exact one as its rounding, in every way in which caches are used."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertModel,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    TextGenerationPipeline,
+)
+
+import adaattn_hf
+from adaattn_hf.attention.request import CallSpec
+from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.backends.select import refusals_of
+from adaattn_hf.patches.cache.carrier import StoredTensor
+from adaattn_hf.patches.cache.stored import AdaAttnCache, StoredLayer, StoredSlidingLayer
+from adaattn_hf.patches.cache.tokens import SMOOTHED, StoredTokens
+
+VOCAB = 61
+FORMATS = ("int8", "k8v4")
+# largest difference of logits, over their standard deviation; measured 0.012 and 0.19
+NEAR = {"int8": 0.03, "k8v4": 0.4}
+
+
+def llama(implementation: str = "adaattn") -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=implementation,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def gpt2(implementation: str = "adaattn") -> Any:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=128, n_layer=2, n_head=4, n_positions=256, attn_implementation=implementation
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+def mistral(implementation: str = "adaattn", window: int = 24) -> Any:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=window,
+        attn_implementation=implementation,
+    )
+    return MistralForCausalLM(config).eval()
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "mistral": mistral}
+
+
+def ids(batch: int, count: int, seed: int = 1) -> Tensor:
+    return torch.randint(VOCAB, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def distance(ours: Tensor, exact: Tensor) -> float:
+    return float((ours - exact).abs().max() / exact.std())
+
+
+def in_pieces(model: Any, tokens: Tensor, cache: Any, *lengths: int, **keywords: Any) -> Tensor:
+    parts, start = [], 0
+    with torch.no_grad():
+        for length in lengths:
+            parts.append(model(tokens[:, start : start + length], past_key_values=cache, **keywords).logits)
+            start += length
+    return torch.cat(parts, dim=1)
+
+
+# ---------------- what attention sees
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("family", MODELS)
+def test_prompt_pieces_and_single_tokens_come_near_the_exact_model(family: str, stored: str) -> None:
+    model, tokens = MODELS[family](), ids(2, 60)
+    with torch.no_grad():
+        exact = model(tokens, use_cache=False).logits
+    ours = in_pieces(model, tokens, AdaAttnCache(model, stored), 20, 13, 1, 1, 1, 24)
+    assert torch.equal(ours[:, :20], exact[:, :20]) or distance(ours[:, :20], exact[:, :20]) < 1e-5
+    assert 1e-5 < distance(ours, exact) < NEAR[stored]
+
+
+def test_a_prompt_of_single_tokens_is_smoothed_as_soon_as_there_are_tokens_enough() -> None:
+    model, tokens = llama(), ids(1, 40)
+    cache = AdaAttnCache(model, "int8")
+    with torch.no_grad():
+        exact = model(tokens, use_cache=False).logits
+    before = in_pieces(model, tokens, cache, *[1] * (SMOOTHED - 1))
+    layer: Any = cache.layers[0]
+    assert layer.tokens.mean is None
+    after = in_pieces(model, tokens[:, SMOOTHED - 1 :], cache, *[1] * (41 - SMOOTHED))
+    assert layer.tokens.mean is not None
+    assert distance(torch.cat([before, after], 1), exact) < NEAR["int8"]
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_left_padded_rows_come_near_their_unpadded_selves(stored: str) -> None:
+    model, tokens = llama(), ids(2, 40)
+    mask = torch.ones_like(tokens)
+    mask[0, :9] = 0
+    with torch.no_grad():
+        alone = model(tokens[:1, 9:], use_cache=False).logits
+        cache = AdaAttnCache(model, stored)
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        model(
+            tokens[:, :30], attention_mask=mask[:, :30], position_ids=positions[:, :30], past_key_values=cache
+        )
+        rest = [
+            model(
+                tokens[:, i : i + 1],
+                attention_mask=mask[:, : i + 1],
+                position_ids=positions[:, i : i + 1],
+                past_key_values=cache,
+            ).logits
+            for i in range(30, 40)
+        ]
+    assert distance(torch.cat(rest, 1)[:1], alone[:, -10:]) < NEAR[stored]
+
+
+def test_exact_cache_generates_the_tokens_of_a_dynamic_one() -> None:
+    """256 greedy tokens in fp32."""
+    model, tokens = llama(), ids(1, 12)
+    stock = model.generate(tokens, max_new_tokens=256, do_sample=False, past_key_values=DynamicCache())
+    ours = model.generate(
+        tokens, max_new_tokens=256, do_sample=False, past_key_values=AdaAttnCache(model, "model")
+    )
+    assert torch.equal(stock, ours)
+
+
+# ---------------- the ways of generation
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": False, "prompt_lookup_num_tokens": 3},
+        {"do_sample": False, "prefill_chunk_size": 8},
+    ],
+    ids=["greedy", "beams", "sequences", "prompt-lookup", "chunked-prefill"],
+)
+@pytest.mark.parametrize("family", MODELS)
+def test_generation_runs_over_stored_keys_alone(family: str, how: dict[str, Any]) -> None:
+    model = MODELS[family]()
+    batch = 1 if "prompt_lookup_num_tokens" in how else 2
+    tokens = ids(batch, 20)
+    seen = Recorder()
+    with recording(seen):
+        out = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=24,
+            pad_token_id=0,
+            eos_token_id=None,
+            past_key_values=AdaAttnCache(model, "int8"),
+            **how,
+        )
+    assert out.shape == (batch * how.get("num_return_sequences", 1), 44)
+    first, *rest = (spec for _, spec, _ in seen.calls)
+    assert first.stored is None
+    assert {spec.stored for spec in rest[1:]} == {"int8"}
+
+
+def test_a_crop_forgets_and_a_copy_is_another_cache() -> None:
+    model, tokens = llama(), ids(1, 40)
+    cache = AdaAttnCache(model, "int8")
+    in_pieces(model, tokens, cache, 20, 5)
+    prefix = copy.deepcopy(cache)
+    straight = in_pieces(model, tokens[:, 25:], cache, 5, 10)
+    cache.crop(-15)
+    assert cache.get_seq_length() == 25
+    assert torch.equal(in_pieces(model, tokens[:, 25:], cache, 5, 10), straight)
+    assert torch.equal(in_pieces(model, tokens[:, 25:], prefix, 5, 10), straight)
+
+
+def test_rows_are_selected_repeated_and_put_in_order_with_all_that_belongs_to_them() -> None:
+    model, tokens = llama(), ids(3, 30)
+    cache, other = AdaAttnCache(model, "int8"), AdaAttnCache(model, "int8")
+    in_pieces(model, tokens, cache, 20)
+    rows = torch.tensor([2, 0])
+    in_pieces(model, tokens[rows], other, 20)
+    cache.batch_select_indices(rows)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    more = tokens[rows, 20:]
+    doubled = in_pieces(model, more.repeat_interleave(2, 0), cache, 5, 5)
+    single = in_pieces(model, more, other, 5, 5)
+    torch.testing.assert_close(doubled[::2], single)
+    torch.testing.assert_close(doubled[1::2], single)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    model, tokens = llama(), ids(3, 30)
+    together = in_pieces(model, tokens, AdaAttnCache(model, "int8"), 20, 5, 5)
+    alone = in_pieces(model, tokens[1:2], AdaAttnCache(model, "int8"), 20, 5, 5)
+    torch.testing.assert_close(together[1:2], alone, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("stored", ["model", *FORMATS])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_saved_cache_goes_on_where_it_was(tmp_path: Path, family: str, stored: str) -> None:
+    model, tokens = MODELS[family](), ids(2, 60)
+    cache = AdaAttnCache(model, stored)
+    in_pieces(model, tokens, cache, 40)
+    path = adaattn_hf.save_cache(cache, tmp_path / "prompt.safetensors")
+    read = adaattn_hf.load_cache(path, model)
+    assert read.get_seq_length() == 40
+    assert torch.equal(
+        in_pieces(model, tokens[:, 40:], read, 10, 10), in_pieces(model, tokens[:, 40:], cache, 10, 10)
+    )
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = mistral()
+    cache = AdaAttnCache(model, "int8")
+    in_pieces(model, ids(1, 8), cache, 8)
+    path = adaattn_hf.save_cache(cache, tmp_path / "a")
+    with pytest.raises(ValueError, match="windows"):
+        adaattn_hf.load_cache(path, mistral(window=30))
+
+
+# ---------------- memory
+@pytest.mark.parametrize(("stored", "smaller"), [("int8", 1.95), ("k8v4", 2.6)])
+def test_a_token_takes_the_bytes_that_are_promised(stored: str, smaller: float) -> None:
+    """Heads of 64 channels against 16 bits."""
+    keys = torch.randn(1, 2, 1000, 64)
+    tokens = StoredTokens(keys, keys, stored, reserve=1000)
+    tokens.append(keys, keys)
+    assert 2 * 2 * 64 * 2 * 1000 / tokens.nbytes >= smaller * 0.999
+
+
+def test_ten_thousand_steps_do_not_outgrow_the_room() -> None:
+    layer = StoredLayer("int8")
+    token = torch.randn(1, 2, 1, 64)
+    with torch.no_grad():
+        for _ in range(10_000):
+            layer.update(token, token)
+    assert layer.tokens is not None
+    assert layer.tokens.nbytes <= 1.26 * 10_000 * 2 * 2 * 65 + 64 * 2 * 2 * 65
+
+
+def test_a_sliding_layer_keeps_its_window_and_gives_back_what_a_long_prompt_took() -> None:
+    layer = StoredSlidingLayer("int8", 33)
+    prompt, token = torch.randn(1, 2, 4000, 64), torch.randn(1, 2, 1, 64)
+    with torch.no_grad():
+        layer.update(prompt, prompt)
+        assert layer.tokens is not None
+        assert len(layer.tokens) == 32
+        assert layer.tokens.nbytes <= 2.6 * 128 * 2 * 2 * 65
+        for _ in range(500):
+            keys, _ = layer.update(token, token)
+            assert keys.shape[2] == 33
+    assert layer.tokens.nbytes <= 2.6 * 128 * 2 * 2 * 65
+
+
+def test_a_static_cache_takes_no_more_than_was_asked() -> None:
+    model, tokens = llama(), ids(1, 40)
+    cache = AdaAttnCache(model, "int8", max_cache_len=30)
+    in_pieces(model, tokens, cache, 20)
+    layer: Any = cache.layers[0]
+    before = layer.tokens.nbytes
+    in_pieces(model, tokens[:, 20:], cache, 10)
+    assert layer.tokens.nbytes == before
+    assert layer.get_max_length() == 30
+    with pytest.raises(ValueError, match="max_cache_len: got 30, expected at least 31"):
+        in_pieces(model, tokens[:, 30:], cache, 1)
+
+
+# ---------------- prepare
+@pytest.mark.parametrize("stored", FORMATS)
+def test_prepare_gives_generate_and_pipelines_the_cache(stored: str) -> None:
+    model, tokens = llama(), ids(2, 20)
+    adaattn_hf.prepare(model, cache=stored)
+    seen = Recorder()
+    with recording(seen):
+        model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
+    assert [spec.stored for _, spec, _ in seen.calls] == [None] * 2 + [stored] * 6
+    adaattn_hf.restore(model)
+    seen = Recorder()
+    with recording(seen):
+        model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
+    assert {spec.stored for _, spec, _ in seen.calls} == {None}
+
+
+# ---------------- refusals
+def test_what_cannot_be_served_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"cache: got 'int4', expected one of model, int8, k8v4"):
+        AdaAttnCache(llama(), "int4")
+    with pytest.raises(ValueError, match="attn_implementation='sdpa', which cannot read codes"):
+        AdaAttnCache(llama("sdpa"))
+    t5 = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCAB,
+            d_model=32,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            attn_implementation="adaattn",
+        )
+    )
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        AdaAttnCache(t5)
+    bert = BertModel(
+        BertConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            attn_implementation="adaattn",
+        )
+    )
+    with pytest.raises(adaattn_hf.PrepareError, match="keeps no keys and values"):
+        adaattn_hf.prepare(bert, cache="int8", unpad=False)
+
+
+def test_small_heads_are_refused_four_bits() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        attn_implementation="adaattn",
+    )
+    model: Any = LlamaForCausalLM(config).eval()
+    with pytest.raises(ValueError, match="groups of 32 channels, this model's values have 8"):
+        AdaAttnCache(model, "k8v4")
+    layer, head = StoredLayer("k8v4"), torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="groups of 32 channels"):
+        layer.update(head, head)
+
+
+def test_training_over_a_stored_cache_is_refused() -> None:
+    model = llama()
+    with pytest.raises(RuntimeError, match="have no gradient"):
+        model(ids(1, 4), past_key_values=AdaAttnCache(model))
+
+
+def test_whoever_computes_with_the_codes_is_told_what_to_do() -> None:
+    keys = torch.randn(1, 2, 3, 32)
+    tokens = StoredTokens(keys, keys, "int8")
+    tokens.append(keys, keys)
+    carrier: Any = tokens.carriers()[0]
+    assert isinstance(carrier, StoredTensor)
+    assert carrier.shape == keys.shape
+    for compute in (
+        lambda: torch.cat([carrier, keys]),
+        lambda: carrier.transpose(1, 2),
+        lambda: carrier[:, :1],
+    ):
+        with pytest.raises(TypeError, match="a quantised cache holds codes, not numbers"):
+            compute()
+
+
+@pytest.mark.parametrize("name", ["sdpa", "fa2", "triton"])
+def test_backends_that_cannot_read_codes_say_so(name: str) -> None:
+    seen = Recorder()
+    model, tokens = llama(), ids(1, 20)
+    with recording(seen):
+        in_pieces(model, tokens, AdaAttnCache(model), 10, 10)
+    spec: CallSpec = seen.calls[-1][1]
+    assert any("cannot read keys and values stored as int8" in reason for reason in refusals_of(name, spec))
+    assert "keys and values stored as int8" in spec.words()
+
+
+def test_the_eager_backend_reads_what_the_kernels_read() -> None:
+    model, tokens = llama(), ids(2, 40)
+    ours = in_pieces(model, tokens, AdaAttnCache(model), 20, 1, 19)
+    model.set_attn_implementation("adaattn_eager")
+    theirs = in_pieces(model, tokens, AdaAttnCache(model), 20, 1, 19)
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
+
+
+def test_a_pipeline_generates_over_the_cache() -> None:
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
+    generate = TextGenerationPipeline(adaattn_hf.prepare(llama(), cache="int8"), tokenizer)
+    seen = Recorder()
+    with recording(seen):
+        text = generate("w3 w4 w5", max_new_tokens=3, do_sample=False)[0]["generated_text"]
+    assert text.count("w") == 6
+    assert [spec.stored for _, spec, _ in seen.calls] == [None] * 2 + ["int8"] * 4
+
+
+def test_explain_says_what_reads_the_codes_and_what_they_take() -> None:
+    model, tokens = llama(), ids(2, 40)
+    explained = adaattn_hf.explain(model, cache="int8")
+    (decode,) = {
+        (choice.backend, choice.spec.stored) for choice in explained.layers if choice.phase == "decode"
+    }
+    assert decode[1] == "int8"
+    assert "bytes per token as int8, 3.88 times less" in str(
+        explained
+    )  # 32 channels in fp32 and one byte of scale
+    cache = AdaAttnCache(model, "int8", reserve=40)
+    in_pieces(model, tokens, cache, 20, 20)
+    measured = sum(layer.tokens.nbytes for layer in cache.layers)  # type: ignore[union-attr]
+    assert explained.cache is not None
+    assert measured == pytest.approx(explained.cache.predict(2, 40), rel=0.05)
+    plain = adaattn_hf.explain(model).cache
+    assert plain is not None
+    assert (plain.per_token, plain.smaller) == (2 * 2 * 2 * 32 * 4, 1.0)
+
+
+def test_explain_counts_a_window_once() -> None:
+    memory = adaattn_hf.explain(mistral(window=24), cache="int8").cache
+    assert memory is not None
+    assert memory.predict(1, 1000) == memory.predict(1, 23)

@@ -1,0 +1,165 @@
+"""A choice that only this file knows goes from candidates through calibration, storing and loading to running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import adaattn_hf
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings, calibrate, save_plan
+from adaattn_hf.plans import store
+from adaattn_hf.plans.choices import EXACT, KINDS, Choice, Colour, Keys, Precision, Setting, register
+from adaattn_hf.plans.plan import LayerPlan, PlanError
+from adaattn_hf.plans.render import differences, heat_map, save_html
+from adaattn_hf.plans.tensors import LayerTensors
+from adaattn_hf.policy.candidates import candidates, refuse_unknown
+from adaattn_hf.policy.prices import Price, PriceTable
+
+LENGTH = 192
+
+
+@dataclass(frozen=True)
+class EverySecond(Keys):
+    """The last `near` keys, and every second one before them."""
+
+    near: int
+
+    name = "every_second"
+    families = ("every_second",)
+
+    @property
+    def label(self) -> str:
+        return f"e{self.near}"
+
+    def tinted(self, colour: Colour) -> Colour:
+        return 200, 160, 30
+
+    def structure(self, request: AttentionRequest) -> CallStructure:
+        structure = request.structure
+        places = torch.arange(structure.q_len)[:, None] + structure.offset()
+        keys = torch.arange(structure.kv_len)
+        kept = ((places - keys) < self.near) | (keys % 2 == 0)
+        return structure.with_changes(mask=kept[None, None])
+
+    def rows_with_fewer_keys(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
+        return max(stop - max(first, self.near + 1), 0)
+
+    @classmethod
+    def candidates(cls, setting: Setting) -> Sequence[EverySecond]:
+        return [cls(near) for near in (128, 160) if near < setting.length]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _known() -> Iterator[None]:
+    register(EverySecond)
+    yield
+    del KINDS[EverySecond.name]
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.08,
+    )  # fmt: skip
+    config._attn_implementation = "adaattn"
+    return LlamaForCausalLM(config).eval()
+
+
+def encode(text: str) -> Sequence[int]:
+    return [ord(character) % 128 for character in text]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def result(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    random = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    words = ["".join(chr(97 + c) for c in random.integers(0, 26, random.integers(2, 8))) for _ in range(200)]
+    path.write_text("\n".join(" ".join(random.choice(words, 12)) for _ in range(120)), encoding="utf-8")
+    row = {label: Price(0.0, seconds) for label, seconds in (("exact", 1.0), ("e128", 0.5), ("e160", 0.6))}
+    row |= {f"{label} bf16": Price(0.0, 2.0) for label in ("e128", "e160")} | {"bf16": Price(0.0, 2.0)}
+    settings = CalibrationSettings(
+        budget=2e-2, lengths=(LENGTH,), sequences=2, rows=32, labels=1, held_out=4, tries=2, needles=2,
+        families=("every_second", "bf16"),
+    )  # fmt: skip
+    prices = PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
+    return calibrate(model, encode, [path], settings, prices=prices)
+
+
+def test_it_is_a_candidate_and_crosses_with_precisions() -> None:
+    found = candidates(LENGTH, 32, "float32", ("every_second", "bf16")).choices
+    assert [choice.label for choice in found] == ["exact", "bf16", "e128", "e128 bf16", "e160", "e160 bf16"]
+    refuse_unknown(("every_second",))
+    assert not any("e128" in choice.label for choice in candidates(LENGTH, 32, "float32").choices)
+
+
+def test_calibration_chooses_and_proves_it(result: Calibration) -> None:
+    assert result.met, result.sentence
+    chosen = {choice for layer in result.plan.layers for choice in layer.choices}
+    assert any(isinstance(choice.keys, EverySecond) for choice in chosen), chosen
+    assert any(unit.risk > 0 and unit.dropped_mass > 0 for unit in result.plan.units)
+    assert result.plan.verified is not None
+    assert result.plan.verified.activation_keys > 0
+
+
+def test_it_is_stored_loaded_and_run(model: Any, result: Calibration, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    save_plan(model, result, tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn").eval()
+    assert adaattn_hf.load_plan(again) == result.plan
+    tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    exact = make_model()
+    with torch.no_grad(), adaattn_hf.monitoring(again) as watching:
+        found = again(tokens).logits
+        assert (found - exact(tokens).logits).abs().max() > 1e-5
+    with torch.no_grad():
+        assert torch.equal(found, model(tokens).logits)
+    assert sum(layer.fewer_keys for layer in watching.layers.values()) > 0
+    store.remove_plan(again)
+    store.remove_plan(model)
+
+
+def test_what_runs_is_what_it_defines(result: Calibration) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 50, 8, generator=generator) for heads in (4, 2, 2))
+    request = AttentionRequest(query, key, value, CallStructure(1, 50, 50, causal=True), 8**-0.5)
+    toy = EverySecond(16)
+    visible = toy.visible_rows(request, torch.tensor([40]))[0, 0]
+    assert visible.nonzero()[:, 0].tolist() == [*range(0, 25, 2), *range(25, 41)]
+    out = Choice.of(toy).attend(request, [0, 1], LayerTensors(), None).out
+    weights = torch.softmax(
+        (query @ key.repeat_interleave(2, 1).mT * 8**-0.5)[:, :, 40].masked_fill(~visible, -torch.inf), -1
+    )
+    wanted = torch.einsum("bhk,bhkd->bhd", weights, value.repeat_interleave(2, 1))
+    torch.testing.assert_close(out[:, 40], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_it_is_written_shown_and_refused_where_it_is_unknown(
+    result: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = Choice.of(EverySecond(16), Precision("bf16"))
+    assert Choice.from_dict(choice.to_dict()) == choice
+    assert choice.colour != EXACT.colour
+    plan = result.plan
+    assert heat_map(plan).row_count > 0
+    other = replace(plan, layers=(LayerPlan(0, plan.layers[0].weights, (choice, choice)),))
+    assert differences(plan, other)
+    save_html(other, tmp_path / "plan.html")
+    assert "e16 bf16" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    monkeypatch.delitem(KINDS, EverySecond.name)
+    with pytest.raises(PlanError, match="every_second"):
+        type(plan).from_json(plan.to_json())

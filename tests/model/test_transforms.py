@@ -1,0 +1,100 @@
+"""What records or transforms a model's operations sees attention, too: tracers, forward mode, torch.func."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import AttentionInterface
+
+from adaattn_hf.backends.select import BackendRefusal
+
+from ..support.models import fresh_pair, tokens
+
+# torch's own tracers warn of themselves and of one another
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+
+
+class Layer(torch.nn.Module):
+    """What the attention function reads of a module."""
+
+    is_causal = True
+    config = None
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, name: str = "adaattn") -> Tensor:
+    out: Tensor = AttentionInterface._global_mapping[name](Layer(), query, key, value, None)[0]
+    return out
+
+
+def drawn(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(*shape, 4, 7, 8), torch.randn(*shape, 2, 7, 8), torch.randn(*shape, 2, 7, 8)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_a_traced_model_computes_attention_of_its_inputs(family: str) -> None:
+    _, ours = fresh_pair(family)
+    ours.requires_grad_(False)  # the tracer takes no leaf that needs a gradient for a constant
+    first, second = tokens(), tokens().flip(1)
+
+    def run(ids: Tensor) -> Tensor:
+        out: Tensor = ours(input_ids=ids, **({} if family == "bert" else {"use_cache": False}))[0]
+        return out
+
+    with torch.no_grad():
+        traced = torch.jit.trace(run, first, check_trace=False)
+        torch.testing.assert_close(traced(second), run(second), atol=1e-5, rtol=1e-5)
+
+
+def test_make_fx_records_every_operation() -> None:
+    first, second = drawn(2), drawn(2)
+    graph = make_fx(lambda q, k, v: attention(q, k, v))(*first)
+    torch.testing.assert_close(graph(*second), attention(*second), atol=1e-5, rtol=0)
+
+
+def test_forward_mode_has_a_tangent() -> None:
+    (query, key, value), tangent = drawn(2), torch.randn(2, 4, 7, 8)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query, tangent)
+        found = forward_ad.unpack_dual(attention(dual, key, value)).tangent
+    assert found is not None
+    step = 1e-3
+    slope = (
+        attention(query + step * tangent, key, value) - attention(query - step * tangent, key, value)
+    ) / (2 * step)
+    torch.testing.assert_close(found, slope, atol=2e-3, rtol=0)
+
+
+def test_functional_gradients_and_batches() -> None:
+    query, key, value = drawn(2)
+    leaf = query.clone().requires_grad_()
+    (right,) = torch.autograd.grad(attention(leaf, key, value).sum(), leaf)
+    found = torch.func.grad(lambda q: attention(q, key, value).sum())(query)
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+    many = drawn(3, 2)
+    apart = torch.stack([attention(*(t[i] for t in many)) for i in range(3)])
+    torch.testing.assert_close(torch.func.vmap(attention)(*many), apart, atol=1e-5, rtol=0)
+
+
+def test_native_kernels_asked_for_by_name_refuse() -> None:
+    query, key, value = drawn(2)
+    attention(query, key, value, "adaattn_native")
+    with pytest.raises(BackendRefusal, match=r"torch\.func .* sees nothing of what its kernels compute"):
+        torch.func.grad(lambda q: attention(q, key, value, "adaattn_native").sum())(query)
+
+
+def test_an_exported_model_keeps_the_operator() -> None:
+    _, ours = fresh_pair("llama")
+    ids = tokens()
+    options: dict[str, Any] = {"use_cache": False}
+    with torch.no_grad():
+        program = torch.export.export(ours, (ids,), options, strict=False)
+        right = ours(ids.flip(1), **options).logits
+        torch.testing.assert_close(
+            program.module()(ids.flip(1), **options).logits, right, atol=1e-5, rtol=1e-5
+        )
+    assert "native_attend" in str(program.graph)

@@ -1,0 +1,128 @@
+"""NaN and infinity come out where torch's attention lets them out: in every backend, precision and instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from adaattn_hf.attention.reference import attention
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends import select
+from adaattn_hf.backends.native import call
+from adaattn_hf.backends.native.call import Rules
+from adaattn_hf.backends.native.library import LEVELS, level_names, missing
+
+from ..support.requests import ON_CPU
+
+BACKENDS = [name for name in ON_CPU if name != "native" or not missing()]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [(1, 40), (3, 300), (40, 40), (130, 1100)]
+
+
+def poisoned(
+    where: str, what: float, q_len: int, kv_len: int, dtype: torch.dtype
+) -> tuple[list[Tensor], CallStructure]:
+    """Query, key and value with one bad number, and a causal structure in which half of the rows see its key."""
+    source = torch.Generator().manual_seed(3)
+    drawn = [
+        torch.randn(2, heads, length, 32, generator=source)
+        for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
+    ]
+    drawn[0][1, 2:, :, 5] = torch.tensor(
+        [[1.0], [-1.0]]
+    )  # whatever sign an infinite key has, one head sees it
+    position = q_len // 2 if where == "query" else kv_len - q_len // 2 - 1
+    drawn[("query", "key", "value").index(where)][1, 1, position, 5] = what
+    structure = CallStructure(2, q_len, kv_len, causal=True, q_offset=kv_len - q_len)
+    return [t.to(dtype) for t in drawn], structure
+
+
+def bad_rows(where: str, request: AttentionRequest) -> Tensor:
+    """`[batch, q_len, heads]`: rows that must not come out finite.
+
+    Hidden keys weigh 0, and 0 times NaN is NaN in fused kernels: of bad values only the rows that see them are judged.
+    """
+    q_len = request.query.shape[2]
+    if where != "value":
+        return ~torch.isfinite(attention(request).out).all(3)
+    rows = torch.zeros(request.query.shape[0], q_len, request.query.shape[1], dtype=torch.bool)
+    rows[1, q_len - q_len // 2 - 1 :, 2:] = True
+    return rows
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+@pytest.mark.parametrize("what", [float("nan"), float("inf"), float("-inf")], ids=str)
+def test_bad_numbers_come_out_as_in_plain_attention(
+    backend: str, dtype: torch.dtype, where: str, what: float
+) -> None:
+    if backend == "sdpa" and what == what and dtype is not torch.float32:
+        pytest.skip("torch's own kernel decides what an infinity in half precision becomes")
+    for q_len, kv_len in SIZES:
+        (query, key, value), structure = poisoned(where, what, q_len, kv_len, dtype)
+        asked = AttentionRequest(query, key, value, structure, 0.2)
+        out = select.attend(asked, backend).out
+        bad = bad_rows(where, asked)
+        assert bad.any(), "nothing bad was asked for"
+        assert not torch.isfinite(out).all(3)[bad].any(), (q_len, kv_len)
+        assert torch.isfinite(out[0]).all(), "a clean batch row came out bad"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_the_gradient_of_a_poisoned_row_is_bad_too(backend: str, where: str) -> None:
+    tensors, structure = poisoned(where, float("nan"), 40, 40, torch.float32)
+    gradients = []
+    for name in (backend, "eager"):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = select.attend(AttentionRequest(*leaves, structure, 0.2), name).out  # type: ignore[arg-type]
+        gradients.append(torch.autograd.grad(out.sum(), leaves))
+    for ours, plain in zip(*gradients, strict=True):
+        assert torch.isnan(ours).any() == torch.isnan(plain).any()
+        assert torch.isfinite(ours)[0].all()
+
+
+@pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
+@pytest.mark.parametrize("level", level_names())
+@pytest.mark.parametrize("compute", ["model", "bf16", "int8"])
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+@pytest.mark.parametrize("what", [float("nan"), float("inf")], ids=str)
+def test_every_instruction_set_and_product_lets_them_out(
+    level: str, compute: str, where: str, what: float
+) -> None:
+    if compute == "int8" and level != "avx512_bf16":
+        pytest.skip("int8 products need avx512_bf16")
+    for q_len, kv_len in SIZES:
+        (query, key, value), structure = poisoned(where, what, q_len, kv_len, torch.float32)
+        rules = Rules(causal=True, offset=kv_len - q_len, compute=compute)
+        out, lse = call.forward(query, key, value, 0.2, rules, need_lse=True, level=LEVELS.index(level))
+        assert out is not None
+        assert lse is not None
+        rows = bad_rows(where, AttentionRequest(query, key, value, structure, 0.2))
+        assert rows.any()
+        assert not torch.isfinite(out).all(3)[rows].any(), (q_len, kv_len)
+        assert torch.isfinite(out[0]).all()
+        if where != "value":
+            assert not torch.isfinite(lse.transpose(1, 2)[rows]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_huge_scores_in_half_precision_are_right(backend: str, dtype: torch.dtype) -> None:
+    """Products of 6e4 and more, which overflow in half precision before the factor brings them down."""
+    source = torch.Generator().manual_seed(5)
+    query, key = (torch.randn(1, heads, 33, 64, generator=source) * 60 for heads in (4, 2))
+    value = torch.randn(1, 2, 33, 64, generator=source)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    structure = CallStructure(1, 33, 33, causal=True)
+    raw = (query.double() @ key.double().repeat_interleave(2, 1).transpose(2, 3)).abs().max()
+    assert raw > 6.5e4
+    request = AttentionRequest(query, key, value, structure, 64**-0.5, need_lse=backend != "sdpa")
+    truth = attention(request)
+    out = select.attend(request, backend).out
+    assert torch.isfinite(out).all()
+    limit = 8e-3 if dtype is torch.float16 else 6e-2
+    assert (out.double() - truth.out).abs().max() < limit

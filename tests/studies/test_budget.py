@@ -1,0 +1,279 @@
+"""The study over seeds: losses and prices apart, a file per seed, nothing measured twice."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import adaattn_hf.calibration.calibrate as calibration
+from adaattn_hf.calibration.calibrate import CalibrationSettings
+from adaattn_hf.errors import UsageError
+from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
+from adaattn_hf.plans import store
+from adaattn_hf.policy.prices import Price, PriceTable
+from studies.budget import curve, peers, replay, speed, study
+from studies.budget.report import markdown
+
+LENGTH = 192
+LABELS = ("exact", "bf16", "w64+16", "w64+16 bf16")
+SETTINGS = CalibrationSettings(
+    lengths=(LENGTH,), sequences=1, rows=32, labels=1, joint=2, held_out=3, tries=2, haystacks=0, windows=(64,),
+    families=("window", "bf16"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    directory = tmp_path_factory.mktemp("text")
+    own, other = directory / "own.txt", directory / "other.txt"
+    own.write_text("\n\n".join(calibration_pages()[:12]), encoding="utf-8")
+    other.write_text("\n\n".join(heldout_pages()[:12]), encoding="utf-8")
+    return [own, other]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    row = {label: Price(0.0, 1.0 / (1 + place)) for place, label in enumerate(LABELS)}
+    path = tmp_path_factory.mktemp("prices") / "prices.json"
+    path.write_text(PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}}).to_json())
+    return path
+
+
+def test_a_seed_is_measured_once_for_all_budgets_and_never_again(
+    text: list[Path], table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    prices = PriceTable.from_json(table.read_text())
+    runs: list[Any] = []
+    real = calibration.measure_model
+
+    def counted(*args: Any, **more: Any) -> Any:
+        runs.append(args)
+        return real(*args, **more)
+
+    monkeypatch.setattr(calibration, "measure_model", counted)
+
+    def measured(settings: CalibrationSettings, *budgets: float) -> list[Path]:
+        return study.seed_study(model, encode, text[:1], text[1:], prices, settings, budgets, tmp_path)
+
+    paths = measured(SETTINGS, 1e-12, 0.5)
+    assert len(runs) == 1
+    none, much = (json.loads(path.read_text()) for path in paths)
+    assert not none["met"]
+    assert set(none["picks"]) == {"exact"}
+    assert much["met"]
+    assert set(much["picks"]) != {"exact"}
+    assert much["ratio"][str(LENGTH)] > 1.0 == none["ratio"][str(LENGTH)]
+    assert much["settings"]["data"] == ["own.txt"]
+    assert much["prices"] == prices.digest
+    assert measured(SETTINGS, 1e-12, 0.5) == paths
+    assert len(runs) == 1
+    paths[0].unlink()
+    measured(SETTINGS, 1e-12, 0.5)
+    assert len(runs) == 2
+    again = json.loads(paths[0].read_text())
+    assert again["report"] == none["report"]
+    with pytest.raises(UsageError, match="measured with other settings"):
+        measured(replace(SETTINGS, rows=16), 0.5)
+
+
+def test_commands_stop_at_the_limit_and_refuse_wrong_arguments(
+    text: list[Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [str(demo_model_path("llama")), "--data", str(text[0]), "--verify-data", str(text[1])]
+    common += ["--prices", str(table), "--lengths", str(LENGTH), "--families", "bf16"]
+    with pytest.raises(SystemExit) as stopped:
+        study.main(["seeds", *common, "--output", str(tmp_path), "--limit", "0"])
+    assert stopped.value.code == 3
+    assert "stopped before seed 0" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as refused:
+        study.main(["seeds", *common, "--output", str(tmp_path), "--seeds", "a-b"])
+    assert refused.value.code == 2
+    assert "got 'a-b'" in capsys.readouterr().err
+
+
+def test_seeds_are_numbers_and_ranges() -> None:
+    assert study.numbers("0-3,7") == [0, 1, 2, 3, 7]
+
+
+def test_prices_and_curve(text: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From nothing to a curve: prices of this machine, then plans that are measured and kept one by one."""
+    common = [str(demo_model_path("llama")), "--data", str(text[0]), "--lengths", str(LENGTH)]
+    with pytest.raises(SystemExit) as ended:
+        study.main(["prices", *common, "--families", "bf16", "--output", str(tmp_path / "prices.json")])
+    assert ended.value.code == 0
+    found = PriceTable.from_json((tmp_path / "prices.json").read_text())
+    assert found.launches("prefill") == {"exact", "bf16"}
+    assert found.price("prefill", LENGTH, "exact").seconds(1) > 0
+    target = tmp_path / "curve.json"
+    arguments = [
+        *common,
+        "--families",
+        "bf16",
+        "--prices",
+        str(tmp_path / "prices.json"),
+        "--output",
+        str(target),
+    ]
+    arguments += [
+        "--held-out",
+        "2",
+        "--sequences",
+        "1",
+        "--rows",
+        "16",
+        "--labels",
+        "1",
+        "--arms",
+        "combined",
+    ]
+    arguments += ["--state", str(tmp_path / "state"), "--direct", "2"]
+    for budgets, uniform in (("1e-9,1.0", "none"), ("1e-9,1.0,2.0", "all")):
+        with pytest.raises(SystemExit) as ended:
+            curve.main([*arguments, "--budgets", budgets, "--uniform", uniform])
+        assert ended.value.code == 0
+    record = json.loads(target.read_text())
+    assert [entry["budget"] for entry in record["curve"]] == [1e-9, 1.0, 2.0]
+    assert record["curve"][0]["test"][str(LENGTH)]["kl"] == 0.0
+    assert [entry["choice"] for entry in record["uniform"]] == ["bf16"]
+    assert record["uniform"][0]["test"][str(LENGTH)]["kl"] > 0.0
+    assert record["uniform"][0]["same_source"][str(LENGTH)] > 0.0
+    with pytest.raises(SystemExit) as ended:
+        curve.main([*arguments, "--budgets", "1e-6", "--arms", "direct"])
+    assert ended.value.code == 0
+    assert json.loads(target.read_text())["curve"][-1]["family"] == "direct"
+    for wrong, said in (
+        (["--arms", "all"], "got 'all', expected some of"),
+        (["--uniform", "p0.5"], "got 'p0.5', expected all, none, or some of bf16"),
+        (["--masses", "2"], "got '2', expected shares between 0 and 1"),
+    ):
+        with pytest.raises(SystemExit) as refused:
+            curve.main([*arguments, *wrong])
+        assert refused.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Path) -> None:
+    model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    prices = PriceTable.from_json(table.read_text())
+    seed = study.seed_study(model, encode, text[:1], text[1:], prices, SETTINGS, [0.5], tmp_path)[0]
+    target = tmp_path / "speed.json"
+    arguments = [
+        str(demo_model_path("llama")),
+        "--data",
+        str(text[1]),
+        "--output",
+        str(target),
+        "--rounds",
+        "1",
+    ]
+    arguments += ["--lengths", str(LENGTH), "--record", f"much={seed}", "--monitor", "much"]
+    for level in ("attention", "model"):
+        with pytest.raises(SystemExit) as ended:
+            speed.main([*arguments, "--level", level])
+        assert ended.value.code == 0
+    found = json.loads(target.read_text())
+    assert set(found["attention"][str(LENGTH)]) == {"stock sdpa", "exact", "much"}
+    cells = found["model"][str(LENGTH)]
+    assert set(cells) == {"stock sdpa", "exact", "much", "much, monitored"}
+    assert all(cell["seconds"] > 0 for cell in cells.values())
+    assert cells["much"]["kl"] > 0
+    assert 0 < cells["much, monitored"]["watching"] < cells["much, monitored"]["seconds"]
+    record = json.loads(seed.read_text())
+    plan = speed.plan_of_record(record, model)
+    assert [choice.label for layer in plan.layers for choice in layer.choices] == record["picks"]
+    with pytest.raises(UsageError, match="without bases"):
+        speed.plan_of_record({**record, "picks": ["r16"] * len(record["picks"])}, model)
+    with pytest.raises(UsageError, match="a multiple of the model's 4 layers"):
+        speed.plan_of_record({**record, "picks": ["bf16"] * 7}, model)
+
+
+def test_a_proof_is_repeated_on_the_sequences_that_made_it(
+    text: list[Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same machine and kernels find what the record says; an interrupted replay goes on."""
+    model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    prices = PriceTable.from_json(table.read_text())
+    none, much = study.seed_study(
+        model, encode, text[:1], text[1:], prices, SETTINGS, [1e-12, 0.5], tmp_path / "seeds"
+    )
+    target = tmp_path / "replay.json"
+    arguments = [str(demo_model_path("llama")), "--data", str(text[0]), "--verify-data", str(text[1])]
+    arguments += ["--output", str(target), "--length", str(LENGTH)]
+    shard = replay.shard_of(json.loads(much.read_text()), LENGTH)
+    for limit, code, done in (("0", 3, 0), ("inf", 0, shard.stop - shard.start)):
+        with pytest.raises(SystemExit) as ended:
+            replay.main([*arguments, "--record", f"much={much}", "--limit", limit])
+        assert ended.value.code == code
+        assert not target.exists() or len(json.loads(target.read_text())["sequences"]) == done
+    found = json.loads(target.read_text())
+    tokens = sum(one["much"]["tokens"] for one in found["sequences"])
+    assert tokens == found["recorded"]["much"]["tokens"]
+    for name in ("kl", "delta_nll", "top1"):
+        total = sum(one["much"][name] for one in found["sequences"])
+        assert total / tokens == pytest.approx(found["recorded"]["much"][name], rel=1e-3, abs=1e-7)
+    study_of_one = {"replay": found, "seeds": [json.loads(much.read_text())]}
+    assert "| much | 192 |" in markdown(study_of_one)
+    with pytest.raises(SystemExit) as refused:
+        replay.main([*arguments, "--record", f"none={none}"])
+    assert refused.value.code == 2
+    assert "expected one that met its budget" in capsys.readouterr().err
+
+
+def test_recorded_plans_have_the_mean_keys_that_int8_takes_off(text: list[Path]) -> None:
+    model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    settings = {"lengths": [128], "dtype": "float32", "families": ["int8"], "windows": [], "masses": []}
+    record = {"settings": settings, "picks": ["int8"] * 8, "budget": 1e-3, "seed": 0}
+    tokens = torch.tensor([list(encode(text[1].read_text())[:128])])
+    means = speed.mean_keys(model, tokens)
+    plan = speed.plan_of_record(record, model, means)
+    assert plan.tensors
+    store.attach(model, plan, unverified=True)
+    for index, module in store.attention_modules(model, "llama"):
+        program = store.program_of(module)
+        assert program is not None
+        wanted = means[index].key_mean
+        assert wanted is not None
+        assert program.tensors.key_mean is not None
+        torch.testing.assert_close(program.tensors.key_mean, wanted)
+    assert speed.plan_of_record(record, model).tensors == ""
+
+
+def test_peers_that_are_not_installed_are_rows_that_say_so(
+    tmp_path: Path, text: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock, a plan, and every peer: measured where it is there, named where it is not."""
+    model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
+    settings = {"lengths": [128], "dtype": "float32", "families": ["bf16"], "windows": [], "masses": []}
+    plan = speed.plan_of_record(
+        {"settings": settings, "picks": ["bf16"] * 8, "budget": 1e-3, "seed": 0}, model
+    )
+    monkeypatch.setitem(peers.PEERS, "absent_library", ("absent-library", peers.of_kvpress))
+    monkeypatch.delitem(peers.PEERS, "modelopt")
+    monkeypatch.delitem(peers.PEERS, "kvpress")
+    tokens = torch.tensor([list(encode(text[1].read_text())[:128])])
+    kept: list[list[dict[str, Any]]] = []
+    peers.compare(model, {"bf16": plan}, tokens, 32, lambda rows: kept.append([dict(row) for row in rows]))
+    assert [len(rows) for rows in kept] == [1, 2, 3]
+    stock, planned, absent = kept[-1]
+    again: list[int] = []
+    rest = {"tokens": tokens, "scored": 32, "keep": lambda rows: again.append(len(rows))}
+    peers.compare(model, {"bf16": plan}, earlier=kept[-1], **rest)
+    assert not again  # all of it is known
+    peers.compare(model, {"bf16": plan}, wanted=re.compile("absent"), earlier=kept[0], **rest)
+    assert again == [2]
+    assert stock["KL"] == 0.0
+    assert 0.0 < planned["KL"] < 1e-2
+    assert absent["what"] == "absent-library: not installed"
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(tokens).logits[0, -32:-1], tokens[0, -31:])
+        model.set_attn_implementation("adaattn")
+        store.attach(model, plan, unverified=True)
+        other = torch.nn.functional.cross_entropy(model(tokens).logits[0, -32:-1], tokens[0, -31:])
+    assert planned["Δnll"] == pytest.approx(float(other - loss), abs=2e-6)

@@ -1,0 +1,73 @@
+"""The figures of the front pages are those of the results that are kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from adaattn_hf.errors import UsageError
+from studies import headline
+
+from ..support.source_tree import ROOT
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_a_front_page_shows_what_the_results_hold(name: str) -> None:
+    page = (ROOT / name).read_text(encoding="utf-8")
+    assert headline.rewrite(page, headline.figures(headline.kept_reports())) == page
+
+
+def test_the_picture_shows_what_the_results_hold() -> None:
+    reports = headline.kept_reports()
+    shown = headline.PICTURE.read_text(encoding="utf-8")
+    assert headline.picture(reports) == shown
+    cell: dict[str, Any] = next(c for c in reports["gpu"]["cells"] if c["title"].startswith("packed 16"))
+    cell["ratio_best"]["wall"]["median"] += 1
+    assert headline.picture(reports) != shown
+
+
+def test_the_picture_is_well_formed_and_names_every_bar() -> None:
+    root = ElementTree.fromstring(headline.PICTURE.read_text(encoding="utf-8"))
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    table = headline.block(headline.kept_reports()).splitlines()[2:]
+    for row in table:
+        says, _, _, _, ratio = (part.strip() for part in row.strip("| ").split("|"))
+        assert any(text.startswith(f"{says} (") for text in texts), says
+        assert ratio in texts, ratio
+
+
+def test_another_figure_would_show() -> None:
+    reports = headline.kept_reports()
+    before = headline.block(reports)
+    cell: dict[str, Any] = next(c for c in reports["gpu"]["cells"] if c["title"].startswith("packed 16"))
+    cell["ratio_best"]["wall"]["median"] += 1
+    assert headline.block(reports) != before
+    before = headline.budget_block(reports["budget"])
+    reports["budget"]["seeds"][0]["met"] = not reports["budget"]["seeds"][0]["met"]
+    assert headline.budget_block(reports["budget"]) != before
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(UsageError, match="without"):
+        headline.rewrite("no marks", "table")
+    with pytest.raises(UsageError, match="packed 8 x 512"):
+        headline.block({"bench": {"cells": [], "provenance": {}}})
+
+
+def test_the_page_of_cuda_backends_is_that_of_its_json() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "bench_kernels", ROOT / "tests" / "gpu" / "bench_kernels.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    results = ROOT / "docs" / "results"
+    report = json.loads((results / "gpu_kernels.json").read_text(encoding="utf-8"))
+    assert (results / "gpu_kernels.md").read_text(encoding="utf-8") == script.table(report)
+    report["rows"][0]["triton"] += 1
+    assert (results / "gpu_kernels.md").read_text(encoding="utf-8") != script.table(report)

@@ -1,0 +1,25 @@
+"""Choices by the fields that a plan's JSON has."""
+
+from __future__ import annotations
+
+from adaattn_hf.plans.choices import Choice
+
+
+def make_choice(
+    kind: str = "exact",
+    window: int = 0,
+    sinks: int = 0,
+    mass: float = 0.0,
+    rank: int = 0,
+    precision: str = "model",
+) -> Choice:
+    """The choice that format 1 of plans writes with these fields."""
+    fields = {
+        "kind": kind,
+        "window": window,
+        "sinks": sinks,
+        "mass": mass,
+        "rank": rank,
+        "precision": precision,
+    }
+    return Choice.from_dict(fields)

@@ -1,0 +1,91 @@
+"""Code in pages of documentation: its blocks, what they need, and the commands that they name."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+from dataclasses import dataclass
+
+import torch
+
+from .source_tree import ROOT
+
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PACKAGES = frozenset(
+    {"datasets", "evaluate", "lm_eval", "peft", "sentence_transformers", "trl", "matplotlib"}
+)
+"""Optional packages that a block may say it needs."""
+BLOCK = re.compile(
+    r"^(?P<indent>[ ]*)(?:<!-- (?P<mark>needs: [^>]*|run) -->\n\s*)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^[ ]*```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block.
+
+    Attributes:
+        language: `python`, `bash`, …
+        code: Its text, without the indentation of the fence.
+        needs: What a comment `<!-- needs: cuda -->` above it names; empty if it runs anywhere.
+        run: A comment `<!-- run -->` stands above it: a shell block that the tests execute.
+    """
+
+    language: str
+    code: str
+    needs: str
+    run: bool
+
+
+def blocks(text: str) -> list[Block]:
+    """All fenced blocks of a page that name a language, in order."""
+    found = []
+    for match in BLOCK.finditer(text):
+        indent, mark = len(match["indent"]), match["mark"] or ""
+        code = "".join(
+            line[indent:] if line.strip() else "\n" for line in match["code"].splitlines(keepends=True)
+        )
+        needs = mark.partition(":")[2].strip() if mark.startswith("needs:") else ""
+        found.append(Block(match["language"], code, needs, mark == "run"))
+    return found
+
+
+def lacking(needs: str) -> str:
+    """Why a block cannot run here; empty if it can.
+
+    Raises:
+        ValueError: A need that nobody knows: a misspelt one would skip its block for ever.
+    """
+    for need in filter(None, (part.strip() for part in needs.split(","))):
+        if need == "cuda":
+            missing = "" if torch.cuda.is_available() else "no CUDA device"
+        elif need == "two cuda devices":
+            missing = "" if torch.cuda.device_count() > 1 else "fewer than two CUDA devices"
+        elif need == "network":
+            missing = "" if os.environ.get("HF_HUB_OFFLINE") != "1" else "no network (HF_HUB_OFFLINE=1)"
+        elif need in PACKAGES:
+            missing = "" if importlib.util.find_spec(need) else f"the package {need} is not installed"
+        else:
+            raise ValueError(
+                f"needs: got {need!r}, expected cuda, two cuda devices, network or one of {sorted(PACKAGES)}"
+            )
+        if missing:
+            return missing
+    return ""
+
+
+def command_lines(text: str, program: str) -> list[list[str]]:
+    """Words of every line of the shell blocks that calls a program; continued lines are one, comments are left out."""
+    found = []
+    for block in blocks(text):
+        if block.language in ("bash", "sh"):
+            for line in block.code.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                while words and re.fullmatch(r"\w+=\S*", words[0]):
+                    words = words[1:]
+                if words and words[0] == program:
+                    found.append(words)
+    return found

@@ -1,0 +1,43 @@
+"""Small plans for small models, without a calibration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaattn_hf.plans.choices import Choice
+from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
+from adaattn_hf.plans.store import attention_modules, weight_hash
+
+
+def plan_for(
+    model: Any, choice: Choice, layers: tuple[int, ...] = (0, 1), lengths: tuple[int, ...] = (64,)
+) -> Plan:
+    """The same choice for every key/value head of some layers."""
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    modules = dict(attention_modules(model, config.model_type))
+    return Plan(
+        format=PLAN_FORMAT,
+        model_type=config.model_type,
+        weight_hash="",
+        dtype="float32",
+        adaattn="0.1.0",
+        torch="2.13.0",
+        transformers="5.17.0",
+        budget=1e-3,
+        seed=0,
+        data_fingerprint="",
+        protocol={},
+        lengths=lengths,
+        layers=tuple(LayerPlan(i, weight_hash(modules[i]), (choice,) * heads) for i in layers),
+        units=(),
+        verified=None,
+        tensors="",
+    )
+
+
+def give(model: Any, choice: Choice, **where: Any) -> Plan:
+    """Writes such a plan into a model's configuration."""
+    plan = plan_for(model, choice, **where)
+    model.config.adaattn = {"plan": plan.to_dict(), "unverified": True}
+    return plan

@@ -1,0 +1,121 @@
+"""How often a whole campaign passes a plan that breaks the budget: thousands of them, on simulated held-out text.
+
+Everything that decides is the code that runs: the campaign, the looks, the law of the loss, the gates. What a model
+would say is drawn: sequences whose mean loss difference is c times the KL of the plan, with noise of heavy tails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adaattn_hf.calibration import campaign, verify
+from adaattn_hf.calibration.campaign import Campaign
+from adaattn_hf.calibration.corpus import TokenSequence
+from adaattn_hf.calibration.search import Found, Joint
+from adaattn_hf.calibration.settings import CalibrationSettings
+from adaattn_hf.calibration.team import Team
+from adaattn_hf.policy.aim import Observation
+from adaattn_hf.policy.knapsack import Allocation
+
+LENGTH = 4096
+SETTINGS = CalibrationSettings(budget=1e-3, lengths=(LENGTH,))
+SPREAD = 0.03
+POOL = SETTINGS.most_held_out * (SETTINGS.tries + SETTINGS.bolder)
+
+
+class World:
+    """A model that loses `per_kl` nats per nat of KL."""
+
+    def __init__(self, per_kl: float, seed: int) -> None:
+        self.per_kl, self.random = per_kl, np.random.default_rng(seed)
+
+    def deltas(self, kl: float, count: int) -> np.ndarray:
+        noise = self.random.standard_t(5, count) / np.sqrt(5 / 3)
+        return np.asarray(self.per_kl * kl + SPREAD * np.sqrt(kl) * noise)
+
+    def joint(self, kl: float) -> Joint:
+        observed = Observation(kl, self.deltas(kl, SETTINGS.joint), ("text",) * SETTINGS.joint)
+        return Joint(kl, 0.6 * np.sqrt(kl), 30 * kl, observed, {"text": kl})
+
+
+def simulate(
+    monkeypatch: pytest.MonkeyPatch, worlds: list[World], choose: Callable[[World, Any], float]
+) -> tuple[int, int, list[float]]:
+    """Runs a campaign in each world; returns plans met, plans met that break the budget, and the share used."""
+    sequence = TokenSequence("book", (1,))
+    readings = [SimpleNamespace(targets=range(LENGTH - 1))]
+    state: dict[str, Any] = {}
+
+    def seek(passes: Any, aim: Any, alpha: Any, demoted: Any, history: Any, taught: Any) -> Any:
+        world = state["world"]
+        state["kl"] = kl = choose(world, aim)
+        joint = world.joint(kl)
+        taught(aim, LENGTH, [joint])
+        allocation = Allocation(np.ones(1, dtype=np.int64), 1.0 / kl, np.array([kl]))
+        return Found(allocation, {LENGTH: joint}, {LENGTH: kl}, 1.0), alpha
+
+    def gather(arms: Any, programs: Any, shard: Any, *, before: Any, **_: Any) -> Any:
+        for delta in state["world"].deltas(state["kl"], len(shard)):
+            before.names.append(str(len(before.names)))
+            before.sources.append("text")
+            before.sums.append(delta * (LENGTH - 1))
+            before.tokens.append(LENGTH - 1)
+            before.kl.append(np.array([state["kl"]]))
+            before.agree += LENGTH - 1
+        return before
+
+    monkeypatch.setattr(campaign, "seek", seek)
+    monkeypatch.setattr(campaign, "stock_flips", lambda inputs: 0.0)
+    monkeypatch.setattr(campaign, "programs", lambda measurement, picks: {})
+    monkeypatch.setattr(campaign, "unit_losses", lambda measurement, picks, alpha: np.zeros(1))
+    monkeypatch.setattr(campaign, "finished_plan", lambda *_: (None, {}))
+    monkeypatch.setattr(campaign, "report", lambda *_: {})
+    monkeypatch.setattr(verify, "gather", gather)
+    monkeypatch.setattr(verify, "activation", lambda *_: (1.0, 1.0))
+    scoring = SimpleNamespace(generates=False, causal=True)
+    sample = SimpleNamespace(held_out=(sequence,) * POOL, joint=(sequence,))
+    inputs = SimpleNamespace(
+        settings=SETTINGS, samples={LENGTH: sample}, scoring=scoring, arms=None, other_source=False, team=Team(),
+        readings=lambda one: readings, progress=lambda *_: None, say=lambda _: None,
+    )  # fmt: skip
+    layers = SimpleNamespace(indices=(0,), kv_heads=1, seconds={LENGTH: 1.0}, units=[(0, 0)])
+    met, broken, used = 0, 0, []
+    for world in worlds:
+        state["world"] = world
+        one = Campaign(SimpleNamespace(inputs=inputs, layers=layers))  # type: ignore[arg-type]
+        monkeypatch.setattr(one, "finished", lambda found, proof: (found, proof))
+        monkeypatch.setattr(one, "exact", lambda sentence: None)
+        result: Any = one.run()
+        if result is not None:
+            found, evidence = result
+            met += 1
+            broken += world.per_kl * found.joint[LENGTH].kl > SETTINGS.budget
+            used.append(evidence.worst.upper / SETTINGS.budget)
+    return met, broken, used
+
+
+def test_plans_just_beyond_the_budget_hardly_ever_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hardest case: whatever was learned, every plan loses 1.001 times the budget."""
+    worlds = [World(2.0, seed) for seed in range(2000)]
+    met, broken, _ = simulate(monkeypatch, worlds, lambda world, aim: 1.001 * SETTINGS.budget / world.per_kl)
+    assert met == broken
+    assert broken / len(worlds) <= 0.05
+    assert broken > 0.005 * len(worlds), "a test that never passes would prove nothing here"
+
+
+def test_campaigns_spend_the_budget_and_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search as it aims, in worlds that lose half, twice and four times what the first guess says."""
+    worlds = [World((0.5, 1.0, 2.0, 4.0)[seed % 4], seed) for seed in range(2000)]
+
+    def aimed(world: World, aim: Any) -> float:
+        return float(aim.affordable(LENGTH, 0.0, 0.0) * np.exp(0.1 * world.random.standard_normal()))
+
+    met, broken, used = simulate(monkeypatch, worlds, aimed)
+    assert broken / len(worlds) <= 0.05
+    assert met / len(worlds) >= 0.95
+    assert float(np.median(used)) >= 0.6

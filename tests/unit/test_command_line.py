@@ -1,0 +1,237 @@
+"""The command line around its commands: quick help, version, completion, `doctor`, `run`, JSON."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import adaattn_command
+import adaattn_hf
+from adaattn_hf.cli import doctor, main
+from adaattn_hf.eval.demo import demo_model_path
+
+QUICK = "import adaattn_command, sys; sys.argv = ['adaattn', *{words!r}]; adaattn_command.main()"
+LOADED = """
+import adaattn_command, sys
+sys.argv = ["adaattn", *{words!r}]
+try:
+    adaattn_command.main()
+except SystemExit as end:
+    assert not end.code, end.code
+heavy = sorted(set(sys.modules) & {{"torch", "transformers", "numpy", "adaattn_hf"}})
+assert not heavy, heavy
+"""
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], []], ids=lambda words: " ".join(words) or "alone"
+)
+def test_what_needs_no_command_loads_nothing(words: list[str]) -> None:
+    done = python(
+        LOADED.format(words=words) if words else LOADED.format(words=words).replace("not end.code", "True")
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_heavy_import_would_show() -> None:
+    assert python("import torch\n" + LOADED.format(words=["--version"])).returncode != 0
+
+
+def test_help_takes_less_than_a_second() -> None:
+    """Of processor time, the best of three: the machine may be busy."""
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        assert python(QUICK.format(words=["--help"])).returncode == 0
+        after = os.times()
+        used = after.children_user + after.children_system - before.children_user - before.children_system
+        seconds.append(used)
+    assert min(seconds) < 1.0, seconds
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert python(QUICK.format(words=["--version"])).stdout == f"adaattn-hf {adaattn_hf.__version__}\n"
+
+
+def test_the_package_is_a_command_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "adaattn_hf", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"adaattn-hf {adaattn_hf.__version__}\n"
+
+
+def test_summaries_are_the_first_lines_of_the_docstrings() -> None:
+    for name, target in main.COMMANDS.items():
+        module, _, function = target.partition(":")
+        docstring = getattr(importlib.import_module(module), function).__doc__
+        assert main.summary(name) == docstring.strip().splitlines()[0].strip()
+        assert main.summary(name).endswith(".")
+
+
+def test_a_command_without_a_function_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(main.COMMANDS, "mend", "adaattn_hf.cli.plan:mend")
+    with pytest.raises(LookupError, match="mend"):
+        main.summary("mend")
+
+
+@pytest.mark.parametrize(("words", "offered"), [("adaattn pl", "plan"), ("adaattn explain --js", "--json")])
+def test_the_shell_completes(words: str, offered: str) -> None:
+    done = python(
+        QUICK.format(words=[]),
+        _ADAATTN_COMPLETE="complete_bash",
+        COMP_WORDS=words,
+        COMP_CWORD=str(words.count(" ")),
+    )
+    assert offered in done.stdout.split()
+
+
+def test_an_interrupted_import_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "load_command", interrupted)
+    result = CliRunner().invoke(main.app, ["eval"])
+    assert result.exit_code == 130
+    assert "interrupted" in result.output
+    assert "Traceback" not in result.output
+
+
+# --- run
+
+USES = """
+import sys
+import transformers
+assert "adaattn_hf" in sys.modules
+sizes = dict(vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)
+model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="adaattn")
+print(model.config._attn_implementation, *sys.argv[1:])
+sys.exit(7)
+"""
+
+
+def adaattn(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "adaattn_hf", *words],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def test_run_makes_the_name_known_and_hands_through_arguments_and_exit_code(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(USES)
+    done = adaattn("run", "--", sys.executable, str(program), "--attn_implementation", "adaattn", "--help")
+    assert done.returncode == 7, done.stderr[-2000:]
+    assert done.stdout.split() == ["adaattn", "--attn_implementation", "adaattn", "--help"]
+
+
+def test_without_run_the_same_program_fails(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(USES)
+    assert subprocess.run([sys.executable, program], capture_output=True, check=False).returncode == 1
+
+
+def test_run_keeps_the_environments_own_start_and_loads_nothing_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['OWN_START'] = 'ran'\n")
+    code = (
+        "import os, sys; print(os.environ['OWN_START'], 'torch' in sys.modules, 'adaattn_hf' in sys.modules)"
+    )
+    done = adaattn("run", "--", sys.executable, "-c", code, PYTHONPATH=str(tmp_path))
+    assert done.stdout.split() == ["ran", "False", "False"], done.stderr[-2000:]
+
+
+def test_run_refuses_what_is_no_program() -> None:
+    result = CliRunner().invoke(main.app, ["run", "--", "no-such-program", "--help"])
+    assert result.exit_code == 2
+    assert "no-such-program" in result.output
+
+
+# --- doctor
+
+
+def findings(
+    monkeypatch: pytest.MonkeyPatch, words: Sequence[str] = ("--json",)
+) -> tuple[int, list[dict[str, str]]]:
+    result = CliRunner().invoke(main.app, ["doctor", *words])
+    return result.exit_code, json.loads(result.output)
+
+
+def test_doctor_tells_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, found = findings(monkeypatch)
+    assert code == 0
+    by_name = {finding["name"]: finding for finding in found}
+    assert by_name["adaattn-hf"]["state"] == adaattn_hf.__version__
+    assert {"torch", "transformers", "native kernels", "C++ compiler", "sdpa", "datasets"} <= set(by_name)
+    assert not by_name["torch"]["remedy"]
+
+
+def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PACKAGES", {"absent_package": "nothing"})
+    monkeypatch.setattr(
+        doctor, "installed", lambda name: "" if name in ("torch", "absent-package") else "9999"
+    )
+    code, found = findings(monkeypatch)
+    by_name = {finding["name"]: finding for finding in found}
+    assert code == 1
+    assert by_name["torch"]["remedy"].startswith("pip install 'torch")
+    assert by_name["transformers"]["remedy"], "9999 is beyond the bound"
+    assert by_name["absent-package"]["remedy"] == "pip install absent-package"
+
+
+def test_doctor_draws_tables_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(main.app, ["doctor"])
+    assert result.exit_code == 0
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert "backends" in result.output
+
+
+# --- JSON
+
+
+def test_explain_prints_json() -> None:
+    words = ["explain", str(demo_model_path("llama")), "--device", "cpu", "--json"]
+    result = CliRunner().invoke(main.app, words)
+    read = json.loads(result.stdout)
+    assert read["implementation"] == "adaattn"
+    assert {layer["phase"] for layer in read["layers"]} == {"prefill", "padded", "decode"}
+    assert all(layer["backend"] in ("native", "sdpa", "eager") for layer in read["layers"])
+
+
+def test_the_command_says_where_the_package_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="reinstall"):
+        adaattn_command.command_line()
+
+
+def test_commands_are_typer_commands() -> None:
+    assert isinstance(typer.main.get_command(main.app), main.LazyCommands)
+    for name in main.COMMANDS:
+        assert main.load_command(name).name == name

@@ -1,0 +1,250 @@
+"""flash-attn 4's lists of blocks against the definition of a structure, and its masks run as plain torch."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends import capability as capability_module
+from adaattn_hf.backends.capability import of_sm
+from adaattn_hf.backends.flash import Flash4Backend, fa4_launch
+from adaattn_hf.backends.flash.fa4_lists import Blocks, lists
+
+from ..support.head_rules import rules
+
+N = 300
+LEFT = torch.ones(3, N, dtype=torch.bool)
+LEFT[0, :150] = False
+LEFT[1] = False
+DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([100, 40, 160]))[None]
+STRUCTURES = {
+    "causal": CallStructure(3, N, N, causal=True),
+    "full": CallStructure(2, N, N),
+    "suffix": CallStructure(2, 140, N, causal=True, q_offset=160),
+    "static cache": CallStructure(2, 20, N, causal=True, q_offset=torch.tensor(140)),
+    "few sinks": CallStructure(2, N, N, causal=True, window=90, sinks=3),
+    "left padding": CallStructure(3, N, N, causal=True, key_padding=LEFT, pads_queries=True),
+    "documents": CallStructure(1, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+    "documents both ways": CallStructure(1, N, N, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
+}
+RULES = {"every second head": rules((0, 70), (0, 5)), "all heads": rules((150, 260), (2, 200))}
+
+
+class Lane(Tensor):
+    """A row of numbers where the package has one number per lane."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self
+
+
+class Stand:
+    """`flash_attn.cute`, in plain torch: it walks the lists and asks the mask, as the kernels do."""
+
+    def __init__(self) -> None:
+        self.module = types.ModuleType("flash_attn.cute")
+        self.module.flash_attn_func = self.dense  # type: ignore[attr-defined]
+        self.module.flash_attn_varlen_func = self.varlen  # type: ignore[attr-defined]
+        self.tiles = 0
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> Any:
+        lists, mask = kw.pop("block_sparse_tensors", None), kw.pop("mask_mod", None)
+        heads, kv_heads = q.shape[2], k.shape[2]
+        batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
+        if lists is None:
+            left, right = kw["window_size"]
+            window = None if left is None else left + 1
+            assert right == (None if left is None else 0 if kw["causal"] else left)
+            shown = CallStructure(batch, q_len, kv_len, kw["causal"], kv_len - q_len, window)
+            visible = shown.visible().expand(batch, heads, q_len, kv_len)
+        else:
+            visible = torch.zeros(batch, heads, q_len, kv_len, dtype=torch.bool)
+            lengths = types.SimpleNamespace(seqlen_q=q_len, seqlen_k=kv_len)
+            some_n, some, every_n, every = (t.expand(batch, *t.shape[1:]) for t in lists[:4])
+            for b in range(batch):
+                for h in range(heads):
+                    for m in range(some.shape[2]):
+                        rows = torch.arange(128 * m, min(128 * m + 128, q_len))
+                        for n in every[b, h, m, : every_n[b, h, m]].tolist():
+                            visible[b, h, rows, 128 * n : 128 * n + 128] = True
+                        for n in some[b, h, m, : some_n[b, h, m]].tolist():
+                            self.tiles += 1
+                            keys = torch.arange(128 * n, min(128 * n + 128, kv_len))
+                            seen = mask(
+                                [b],
+                                [h],
+                                rows[:, None].as_subclass(Lane),
+                                keys[None],
+                                lengths,
+                                kw["aux_tensors"],
+                            )
+                            visible[b, h, rows[:, None], keys[None]] |= seen.as_subclass(Tensor)
+        structure = CallStructure(batch, q_len, kv_len, mask=visible)
+        made = reference.attention(
+            AttentionRequest(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                structure,
+                kw["softmax_scale"],
+                softcap=kw["softcap"] or None,
+                sink_logits=kw["learnable_sink"],
+            )
+        )
+        assert heads % kv_heads == 0
+        return made.out.to(q.dtype), made.lse.float() if kw["return_lse"] else None
+
+    def varlen(self, q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> Any:
+        cu_q, cu_k = kw.pop("cu_seqlens_q").tolist(), kw.pop("cu_seqlens_k").tolist()
+        assert kw.pop("max_seqlen_q") == max(b - a for a, b in itertools.pairwise(cu_q))
+        kw.pop("max_seqlen_k")
+        parts = [
+            self.dense(q[None, a:b], k[None, c:d], v[None, c:d], **kw)[0][0]
+            for (a, b), (c, d) in zip(itertools.pairwise(cu_q), itertools.pairwise(cu_k), strict=True)
+        ]
+        return torch.cat(parts), None
+
+
+def scalar(value: Any, kind: Any) -> Any:
+    return value
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
+    """The package and the compiler's names that the masks import."""
+    made = Stand()
+    cutlass, utils = types.ModuleType("cutlass"), types.ModuleType("flash_attn.cute.utils")
+    sparsity = types.ModuleType("flash_attn.cute.block_sparsity")
+    cutlass.cute = types.SimpleNamespace(jit=lambda f: f)  # type: ignore[attr-defined]
+    cutlass.Int32 = int  # type: ignore[attr-defined]
+    utils.scalar_to_ssa = scalar  # type: ignore[attr-defined]
+    sparsity.BlockSparseTensorsTorch = lambda *tables, block_size: tables  # type: ignore[attr-defined]
+    for module in (cutlass, utils, sparsity, made.module):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    yield made
+    sys.modules.pop("adaattn_hf.backends.flash.fa4_mask", None)
+
+
+def make(structure: CallStructure, **extra: Any) -> AttentionRequest:
+    g = torch.Generator().manual_seed(0)
+
+    def draw(length: int, heads: int) -> Tensor:
+        return torch.randn(structure.batch, length, heads, 16, generator=g).half().transpose(1, 2)
+
+    n, m = structure.q_len, structure.kv_len
+    return AttentionRequest(draw(n, 4), draw(m, 2), draw(m, 2), structure, scaling=0.3, **extra)
+
+
+def check(request: AttentionRequest) -> None:
+    result, truth = Flash4Backend().attend(request), reference.attention(request)
+    torch.testing.assert_close(result.out.double(), truth.out, atol=4e-3, rtol=0)
+    if request.need_lse:
+        assert result.lse is not None
+        torch.testing.assert_close(result.lse.double(), truth.lse, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("rule", [None, *RULES])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_equals_reference(stand: Stand, name: str, rule: str | None) -> None:
+    check(make(STRUCTURES[name], per_head=None if rule is None else RULES[rule]))
+
+
+def test_blocks_that_are_seen_whole_ask_no_mask(stand: Stand) -> None:
+    """Three blocks of queries, two heads: the diagonal, and what a window's border cuts."""
+    made = make(CallStructure(1, 384, 384, causal=True), per_head=rules((0, 256)))
+    check(made)
+    assert stand.tiles == 2 * 3 + 2 * (3 + 1)
+
+
+def test_lists_are_made_once_for_layers_of_equal_rules(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def counted(blocks: Blocks, groups: int) -> Any:
+        made.append(blocks)
+        return lists(blocks, groups)
+
+    monkeypatch.setattr(fa4_launch, "lists", counted)
+    request = make(CallStructure(1, N, N, causal=True), per_head=rules((0, 70)))
+    check(request)
+    request.per_head = rules((0, 70))
+    check(request)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"need_lse": True}],
+    ids=["softcap", "sinks", "lse"],
+)
+def test_other_mathematics(stand: Stand, extra: dict[str, Any]) -> None:
+    for name in ("causal", "few sinks"):
+        check(make(STRUCTURES[name], **extra))
+
+
+REFUSALS = {
+    "runs on CUDA": {"device": "cpu"},
+    "float16 or bfloat16": {"dtype": torch.float32},
+    "up to 128": {"head_dim": 192, "head_dim_v": 192, "head_windows": True},
+    "multiples of 8": {"head_dim": 20, "head_dim_v": 20},
+    "the keys of one query": {"decode": True, "head_windows": True},
+    "stored as int8": {"stored": "int8"},
+    "additive bias": {"bias": True},
+    "dense mask": {"kind": "irregular"},
+    "no dropout": {"dropout": True},
+    "through a softcap": {"softcap": True, "needs_grad": True},
+    "not put back": {"need_lse": True, "kind": "ragged"},
+    "traced": {"compiling": True},
+    "no int8 products": {"head_precision": "int8"},
+    "no kept blocks": {"head_blocks": 64},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    monkeypatch.setattr(capability_module, "capability", lambda: of_sm((9, 0)))
+    spec = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda")
+    backend = Flash4Backend()
+    assert backend.refusals(spec) == ()
+    assert any(reason in r for r in backend.refusals(spec._replace(**REFUSALS[reason])))
+
+
+@pytest.mark.parametrize(
+    ("sm", "served"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)]
+)
+def test_serves_devices_that_it_was_written_for(
+    monkeypatch: pytest.MonkeyPatch, sm: Any, served: bool
+) -> None:
+    monkeypatch.setattr(capability_module, "capability", lambda: of_sm(sm))
+    spec = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda")
+    assert (Flash4Backend().refusals(spec) == ()) is served
+
+
+def test_says_when_the_package_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "flash-attn-4 is not installed" in Flash4Backend().missing()[0]
+
+
+@pytest.mark.parametrize(
+    ("sm", "bf16", "fp8", "copies", "kib"),
+    [((7, 5), False, False, False, 64), ((8, 0), True, False, False, 163), ((8, 9), True, True, False, 99),
+     ((9, 0), True, True, True, 227), ((12, 0), True, True, True, 99), ((13, 0), True, True, True, 48)],
+)  # fmt: skip
+def test_what_devices_can_do(sm: tuple[int, int], bf16: bool, fp8: bool, copies: bool, kib: int) -> None:
+    record = of_sm(sm)
+    assert (record.bf16, record.fp8, record.copy_engine, record.shared_memory) == (
+        bf16,
+        fp8,
+        copies,
+        kib * 1024,
+    )

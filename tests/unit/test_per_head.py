@@ -1,0 +1,156 @@
+"""What a call asks of each key/value head apart: its definition, its facts, and who refuses it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import HeadRules, joined_heads, some_heads, spelled_out
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.rounding import through_int8
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.select import BACKENDS
+
+KV, GROUP, D, N = 3, 2, 16, 200
+
+
+def rules(**changes: Any) -> HeadRules:
+    plain = {"windows": (0,) * KV, "sinks": (0,) * KV, "masses": (0.0,) * KV, "precisions": ("model",) * KV}
+    return HeadRules(**{**plain, **changes})  # type: ignore[arg-type]
+
+
+def request_of(structure: CallStructure, per_head: HeadRules | None, **more: Any) -> AttentionRequest:
+    generator = torch.Generator().manual_seed(0)
+    batch = structure.batch
+    query = torch.randn(batch, KV * GROUP, structure.q_len, D, generator=generator) * 2
+    key = torch.randn(batch, KV, structure.kv_len, D, generator=generator) + 0.5
+    value = torch.randn(batch, KV, structure.kv_len, D, generator=generator)
+    return AttentionRequest(query, key, value, structure, D**-0.5, per_head=per_head, **more)
+
+
+def by_hand(request: AttentionRequest, visible: torch.Tensor) -> torch.Tensor:
+    """Softmax attention in fp64 with a mask `[batch, heads, q_len, kv_len]`."""
+    key, value = (t.double().repeat_interleave(GROUP, 1) for t in (request.key, request.value))
+    scores = (request.query.double() @ key.mT * request.scaling).masked_fill(~visible, -math.inf)
+    return (scores.softmax(-1).nan_to_num(0.0) @ value).transpose(1, 2)
+
+
+def test_each_head_has_its_window_and_sinks() -> None:
+    padding = torch.ones(2, N, dtype=torch.bool)
+    padding[1, :30] = False
+    structure = CallStructure(2, N, N, causal=True, key_padding=padding)
+    request = request_of(structure, rules(windows=(0, 20, 50), sinks=(0, 0, 4)))
+    i, j = torch.arange(N)[:, None], torch.arange(N)[None]
+    causal = (j <= i) & padding[:, None]
+    start = torch.tensor([0, 30])[:, None, None]
+    heads = [causal, causal & (j > i - 20), causal & ((j > i - 50) | (j - start < 4))]
+    visible = torch.stack([heads[h // GROUP] for h in range(KV * GROUP)], 1)
+    found = reference.attention(request).out
+    torch.testing.assert_close(found, by_hand(request, visible))
+    assert (found - reference.attention(request_of(structure, None)).out)[:, :, GROUP:].abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("own_sinks", [0, 3])
+def test_a_head_never_sees_more_than_the_structure(own_sinks: int) -> None:
+    structure = CallStructure(1, N, N, causal=True, window=40, sinks=own_sinks)
+    request = request_of(structure, rules(windows=(80, 20, 40), sinks=(8, 8, 8)))
+    visible = spelled_out(request).structure.visible()
+    own = structure.visible()
+    assert not (visible & ~own).any()
+    assert torch.equal(visible[:, :GROUP], own.expand(1, GROUP, N, N))
+    assert not torch.equal(visible[:, GROUP], own[:, 0])
+
+
+def test_kept_blocks_hold_their_share_of_the_pooled_attention() -> None:
+    long = 600
+    structure = CallStructure(1, long, long, causal=True)
+    request = request_of(structure, rules(masses=(0.0, 0.3, 0.9), sinks=(0, 4, 0)))
+    visible = spelled_out(request).structure.visible()
+    causal = structure.visible()
+    assert torch.equal(visible[:, 0], causal[:, 0])
+    assert visible[:, GROUP].sum() < visible[:, 2 * GROUP].sum() < causal.sum()
+    assert visible[0, GROUP, 64:, :64].all()  # the sinks' block stays
+    for row in (70, 150, 599):  # a row's own block and the one before it stay
+        assert visible[0, GROUP, row, (row // 64 - 1) * 64 : row + 1].all()
+    torch.testing.assert_close(reference.attention(request).out, by_hand(request, visible))
+    wider = spelled_out(request_of(structure, rules(masses=(0.3,) * KV, block=128))).structure.visible()
+    dropped = (causal & ~wider)[0, 0, :, :512].reshape(long, 4, 128)
+    assert dropped.any()
+    assert torch.equal(dropped.any(-1), dropped.all(-1))  # whole blocks of 128 go
+
+
+def test_each_head_has_its_precision() -> None:
+    mean = torch.full((KV, D), 0.5)
+    request = request_of(
+        CallStructure(1, N, N, causal=True), rules(precisions=("model", "bf16", "int8"), key_mean=mean)
+    )
+    changed = spelled_out(request)
+    assert torch.equal(changed.query[:, :GROUP], request.query[:, :GROUP])
+    assert torch.equal(changed.key[:, 1], request.key[:, 1].bfloat16().float())
+    assert torch.equal(changed.key[:, 2], through_int8(request.key[:, 2] - 0.5) + 0.5)
+    assert torch.equal(changed.value[:, 2], through_int8(request.value[:, 2]))
+
+
+def test_facts_name_what_heads_ask_for() -> None:
+    structure = CallStructure(1, N, N, causal=True)
+    assert not CallSpec.of(request_of(structure, None)).per_head
+    assert not CallSpec.of(request_of(structure, rules())).per_head
+    spec = CallSpec.of(request_of(structure, rules(windows=(5, 0, 0), precisions=("bf16", "model", "int8"))))
+    assert (spec.head_windows, spec.head_blocks, spec.head_precision) == (True, 0, "mixed")
+    spec = CallSpec.of(request_of(structure, rules(masses=(0.5, 0.0, 0.0), block=128)))
+    assert (spec.head_windows, spec.head_blocks, spec.head_precision) == (False, 128, "model")
+    assert "kept blocks of 128 keys" in spec.words()
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "fa2", "fa3"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"windows": (5, 0, 0)}, "no windows per head"),
+        ({"masses": (0.5, 0.0, 0.0)}, "no kept blocks per head"),
+        ({"precisions": ("int8",) * KV}, "no int8 products per head"),
+    ],
+)
+def test_who_computes_the_same_for_all_heads_refuses(name: str, changes: dict[str, Any], said: str) -> None:
+    structure = CallStructure(1, N, N, causal=True)
+    backend = BACKENDS[name]
+    assert any(
+        said in reason for reason in backend.refusals(CallSpec.of(request_of(structure, rules(**changes))))
+    )
+    plain = backend.refusals(CallSpec.of(request_of(structure, rules())))
+    assert not any("per head" in reason for reason in plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"windows": (1,)}, "entries of windows"),
+        ({"windows": (-1, 0, 0)}, "window -1"),
+        ({"masses": (1.0, 0.0, 0.0)}, "mass 1.0"),
+        ({"masses": (0.5, 0.0, 0.0), "windows": (5, 0, 0)}, "expected one of them"),
+        ({"precisions": ("fp8",) * KV}, "fp8"),
+        ({"block": 32}, "block"),
+        ({"key_mean": torch.zeros(1, D)}, "key_mean"),
+    ],
+)
+def test_rules_that_no_head_can_follow_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        rules(**changes)
+
+
+def test_rules_of_another_number_of_heads_are_refused() -> None:
+    short = HeadRules((0,), (0,), (0.0,), ("model",))
+    with pytest.raises(ValueError, match="rules for 1 heads"):
+        request_of(CallStructure(1, N, N, causal=True), short)
+
+
+def test_heads_come_apart_and_together_again() -> None:
+    request = request_of(CallStructure(1, N, N, causal=True), rules(windows=(0, 20, 50)))
+    order = [[2, 0], [1]]
+    parts = [reference.attention(some_heads(request, heads)).out for heads in order]
+    joined = joined_heads(parts, [head for heads in order for head in heads], GROUP, dim=2)
+    torch.testing.assert_close(joined, reference.attention(request).out)

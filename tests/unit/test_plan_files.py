@@ -1,0 +1,83 @@
+"""`adaattn plan show` answers on any file, without a traceback, and prints nothing that a terminal obeys."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from adaattn_hf.cli.main import app
+from adaattn_hf.plans.plan import LayerPlan
+
+from ..support.choices import make_choice
+from .test_plan import make_plan
+
+GOOD: dict[str, Any] = make_plan().to_dict()
+BAD: dict[str, bytes] = {
+    "no UTF-8": b"\xff\xfe{",
+    "nested": b"[" * 5000 + b"]" * 5000,
+    "a number of 9,000 digits": b'{"format": ' + b"9" * 9000 + b"}",
+    "a list": b"[]",
+    "empty": b"",
+    "protocol 5": json.dumps({**GOOD, "protocol": 5}).encode(),
+    "half a character": json.dumps({**GOOD, "model_type": "\ud800"}).encode(),
+    "layer 10**9": json.dumps({**GOOD, "layers": [{**GOOD["layers"][0], "layer": 10**9}]}).encode(),
+    "400,000 heads": json.dumps(
+        {**GOOD, "layers": [{**GOOD["layers"][0], "choices": GOOD["layers"][0]["choices"][1:] * 400_000}]}
+    ).encode(),
+}
+
+
+def show(path: Path) -> Any:
+    start = time.process_time()
+    result = CliRunner().invoke(app, ["plan", "show", str(path)])
+    assert time.process_time() - start < 10.0
+    return result
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(BAD[name])
+    result = show(path)
+    assert result.exit_code == 2, result.output
+    assert "error:" in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", '{"adaattn": 5}', '{"adaattn": {"plan": 5}}'])
+def test_bad_configurations_are_refused_in_a_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    result = show(tmp_path)
+    assert result.exit_code == 2, result.output
+    assert "error:" in result.output
+
+
+def test_large_plans_and_free_ones_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    far = make_plan(layers=(LayerPlan(4000, "", (make_choice("window", 8),) * 300),))
+    path.write_text(far.to_json(), encoding="utf-8")
+    result = show(path)
+    assert result.exit_code == 0, result.output
+    assert "4001 layers of up to 300" in result.output
+    unit = {**GOOD["units"][0], "price": 0.0, "exact_price": 0.0}
+    path.write_text(json.dumps({**GOOD, "units": [unit]}), encoding="utf-8")
+    assert show(path).exit_code == 0
+
+
+def test_control_sequences_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    nasty = "\x1b]0;owned\x07\x1b[31m\u202e"
+    changed = {**GOOD, "model_type": nasty, "verified": {**GOOD["verified"], "sentence": nasty}}
+    path.write_text(json.dumps(changed), encoding="utf-8")
+    result = show(path)
+    assert result.exit_code == 0, result.output
+    assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
+    path.write_text(json.dumps({**GOOD, nasty: 1}), encoding="utf-8")
+    result = show(path)
+    assert result.exit_code == 2
+    assert not set(result.output) & {"\x1b", "\x07", "\u202e"}

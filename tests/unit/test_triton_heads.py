@@ -1,0 +1,137 @@
+"""Windows and sinks per key/value head in the Triton kernels, under Triton's interpreter, against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.structure import CallStructure
+
+from ..support.head_rules import rules
+from .test_triton import STRUCTURES, interpreted, make
+
+LONG = CallStructure(1, 3000, 3000, causal=True)
+STEP = CallStructure(3, 1, 3000, causal=True, q_offset=2999)
+RULES = {
+    "every second head": rules((0, 8), (0, 3)),
+    "all heads": rules((5, 30), (2, 0)),
+    "a window as long as the call": rules((70, 9), (0, 40)),
+}
+
+
+def check(request: AttentionRequest, atol: float = 4e-3) -> None:
+    from adaattn_hf.backends.triton.launch import attend
+
+    result, truth = attend(request), reference.attention(request)
+    torch.testing.assert_close(result.out.double(), truth.out, atol=atol, rtol=0)
+    assert result.lse is not None
+    torch.testing.assert_close(result.lse.double(), truth.lse, atol=atol / 2, rtol=0)
+
+
+SERVED = [name for name, s in STRUCTURES.items() if s.window is None and s.sinks_at_runs]
+
+
+@interpreted
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("rule", RULES)
+def test_heads_of_other_windows_equal_the_reference(name: str, rule: str) -> None:
+    check(make(STRUCTURES[name], 4, 2, 32, 32, per_head=RULES[rule]))
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["window", "few sinks", "windowed decode", "window both ways"])
+def test_a_model_with_a_window_may_have_heads_with_less(name: str) -> None:
+    """A head without a rule keeps the model's own window and sinks."""
+    check(make(STRUCTURES[name], 6, 3, 32, 32, per_head=rules((0, 4, 70), (5, 5, 5))))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "extra",
+    [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}],
+    ids=["softcap", "sinks"],
+)
+@pytest.mark.parametrize("name", ["left padding", "padded decode", "documents"])
+def test_other_mathematics(name: str, extra: dict[str, Any]) -> None:
+    check(make(STRUCTURES[name], 4, 4, 24, 40, per_head=rules((0, 3, 12, 1), (0, 2, 0, 5)), **extra))
+
+
+@interpreted
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_tiles_by_the_copy_engine(width: int) -> None:
+    """Head sizes that are powers of two are read by descriptors; keys and values in caches of any order."""
+    request = make(
+        CallStructure(2, 300, 300, causal=True), 2, 2, width, width, per_head=rules((0, 150), (0, 4))
+    )
+    check(request)
+    turned = request.with_tensors(
+        request.query,
+        request.key.transpose(1, 2).contiguous().transpose(1, 2),
+        request.value.transpose(1, 2).contiguous().transpose(1, 2),
+    )
+    check(turned)
+
+
+@interpreted
+@pytest.mark.slow
+def test_three_thousand_tokens_and_a_window_of_three_hundred() -> None:
+    check(make(LONG, 2, 2, 32, 32, per_head=rules((300, 0), (7, 0))))
+
+
+@interpreted
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_steps_read_the_keys_of_their_head(kv_heads: int) -> None:
+    """Shares of a long head and of windowed ones, more than the merge holds at once, odd batch."""
+    windows = (0, 300, 1, 2000)[:kv_heads]
+    check(
+        make(STEP, 4, kv_heads, 16, 16, torch.float32, per_head=rules(windows, (0, 7, 4, 900)[:kv_heads])),
+        4e-6,
+    )
+
+
+@interpreted
+def test_a_step_in_a_static_cache_does_not_look_at_its_offset() -> None:
+    """An offset that raises when the host asks for it, as one does in a CUDA graph that is being captured."""
+
+    class Unread(torch.Tensor):
+        def __int__(self) -> int:
+            raise AssertionError("the host read the offset")
+
+    from adaattn_hf.backends.triton.launch import attend
+
+    for at in (40, 69):
+        structure = CallStructure(2, 1, 70, causal=True, q_offset=torch.tensor(at))
+        request = make(structure, 4, 2, 32, 32, per_head=rules((9, 0), (2, 0)))
+        expected = reference.attention(request).out
+        unread = structure.with_changes(q_offset=torch.tensor(at).as_subclass(Unread))
+        out = attend(request.with_tensors(request.query, request.key, request.value, unread)).out
+        torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=0)
+
+
+@interpreted
+def test_steps_over_padding_with_holes() -> None:
+    """One query reads the padding key by key: holes cost nothing."""
+    real = torch.rand(3, 70, generator=torch.Generator().manual_seed(2)) > 0.3
+    real[:, -1] = True
+    for pads in (False, True):
+        structure = CallStructure(3, 1, 70, causal=True, q_offset=69, key_padding=real, pads_queries=pads)
+        request = make(structure, 4, 2, 32, 32)
+        from adaattn_hf.backends.triton.launch import attend
+
+        torch.testing.assert_close(
+            attend(request).out.double(), reference.attention(request).out, atol=4e-3, rtol=0
+        )
+
+
+def test_what_a_call_asks_for_is_in_its_spec() -> None:
+    spec = CallSpec.of(make(STRUCTURES["causal"], 4, 2, 16, 16, per_head=rules((0, 8))))
+    assert (spec.head_windows, spec.head_blocks, spec.head_precision) == (True, 0, "model")
+    assert "with a window per head" in spec.words()
+    chunks = make(STRUCTURES["chunks"], 4, 2, 16, 16, per_head=rules((0, 8), (0, 4)))
+    assert (
+        CallSpec.of(chunks).kind == "irregular"
+    )  # sinks count from a sequence's first key, not from a chunk's

@@ -1,0 +1,95 @@
+"""The Triton kernels' gradients under Triton's interpreter, against the reference's by autograd in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+
+from ..support.head_rules import rules
+from .test_triton import STRUCTURES, interpreted, make
+
+LONG = CallStructure(3, 301, 301, causal=True)
+
+
+def gradients(request: AttentionRequest, compute: Any, with_lse: bool) -> list[Tensor]:
+    """Of queries, keys, values and learned sinks, for one random direction."""
+    leaves = [t.detach().clone().requires_grad_() for t in (request.query, request.key, request.value)]
+    sink = request.sink_logits
+    if sink is not None:
+        sink = sink.detach().clone().requires_grad_()
+        leaves.append(sink)
+    result = compute(replace(request, query=leaves[0], key=leaves[1], value=leaves[2], sink_logits=sink))
+    g = torch.Generator().manual_seed(3)
+    total = (result.out.double() * torch.randn(result.out.shape, generator=g)).sum()
+    if with_lse:
+        total = total + (result.lse.double() * torch.randn(result.lse.shape, generator=g)).sum()
+    return [grad.double() for grad in torch.autograd.grad(total, leaves)]
+
+
+def check(request: AttentionRequest, with_lse: bool = False) -> None:
+    from adaattn_hf.backends.triton.launch import attend
+
+    wide = replace(
+        request,
+        query=request.query.double(),
+        key=request.key.double(),
+        value=request.value.double(),
+    )
+    ours = gradients(request, attend, with_lse)
+    true = gradients(wide, reference.attention, with_lse)
+    for a, b in zip(ours, true, strict=True):
+        assert (a - b).norm() <= 2e-3 * b.norm()
+
+
+@interpreted
+@pytest.mark.parametrize("name", [name for name, s in STRUCTURES.items() if name != "nothing to see"])
+def test_gradients_equal_the_reference(name: str) -> None:
+    check(make(STRUCTURES[name], 4, 2, 32, 32, need_lse=False))
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["causal", "left padding", "few sinks"])
+@pytest.mark.parametrize(
+    "extra",
+    [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}],
+    ids=["softcap", "sinks"],
+)
+def test_gradients_of_other_mathematics(name: str, extra: dict[str, Any]) -> None:
+    check(make(STRUCTURES[name], 4, 4, 24, 40, need_lse=False, **extra))
+
+
+@interpreted
+def test_gradients_of_the_log_sum_exp() -> None:
+    check(make(STRUCTURES["causal"], 4, 2, 16, 16), with_lse=True)
+
+
+@interpreted
+def test_gradients_under_windows_per_head() -> None:
+    check(make(LONG, 4, 2, 32, 32, need_lse=False, per_head=rules((0, 100), (0, 7))))
+    check(make(STRUCTURES["documents"], 4, 2, 32, 32, need_lse=False, per_head=rules((5, 30), (2, 0))))
+
+
+@interpreted
+def test_nothing_to_see_has_no_gradient() -> None:
+    from adaattn_hf.backends.triton.launch import attend
+
+    for grad in gradients(make(STRUCTURES["nothing to see"], 4, 2, 16, 16, need_lse=False), attend, False):
+        assert not grad.any()
+
+
+@interpreted
+def test_a_scaling_of_nothing_is_an_error() -> None:
+    from adaattn_hf.backends.triton.launch import attend
+
+    request = replace(make(STRUCTURES["causal"], 4, 2, 16, 16), scaling=0.0)
+    request.query.requires_grad_()
+    with pytest.raises(ValueError, match="more than 0 with gradients"):
+        attend(request)
