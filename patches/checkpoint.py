@@ -130,6 +130,8 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def _objective(config: Any, asked: str, name: str) -> Objective:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     if asked == "causal":
         return "causal"
     if asked == "masked":
@@ -139,7 +141,9 @@ def _objective(config: Any, asked: str, name: str) -> Objective:
     if is_masked(config):
         return "masked"
     architectures = config.architectures or []
-    if any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
+    # a GGUF file names no class; weights of a head that are not there are refused once they are missed
+    unnamed = not architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if unnamed or any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
         return "causal"
     raise ModelUnavailable(
         f"model: got {name}, saved as {', '.join(architectures) or 'nothing that its config names'}, "
