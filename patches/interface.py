@@ -24,7 +24,7 @@ from adaattn_hf.backends.select import BackendRefusal, attend, choose
 from adaattn_hf.config import raw_settings, settings_in
 
 from . import fast_path
-from .families import loses_borders
+from .families import HARMLESS, loses_borders
 from .fast_path import Ready, flows
 from .structured_mask import StructuredMask
 
@@ -34,9 +34,13 @@ AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
 
 # Keywords of continuous batching: keys and values lie in a paged cache that only listed implementations are given.
 _UNSERVED = ("block_table", "cache")
-_CHANGING = frozenset((*_UNSERVED, "cu_seq_lens_q", "indices", "block_indices", "output_attentions"))
+_CHANGING = frozenset(
+    (*_UNSERVED, "cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices", "output_attentions")
+)
 _MEANT = _CHANGING | {"position_ids"}
-"""Keywords that change a call, positions in some families; models hand over many more."""
+"""Keywords that change a call, positions in some families."""
+_IDLE = HARMLESS | {"position_ids"}
+_KNOWN = HARMLESS | _MEANT
 
 
 def attention_function(backend: str | None = None) -> AttentionFunction:
@@ -66,7 +70,11 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         """Attention `[batch, q_len, heads, head_dim_v]` and, where asked for, weights `[batch, heads, q_len, kv_len]`.
 
         The keywords are those of Transformers' own implementations. `sliding_window` is not read: the mask carries
-        the window, and where no mask was made stock attention has none either.
+        the window.
+
+        Raises:
+            ValueError: A keyword that may change what is computed and is not served, by its name; or a window that
+                no mask carries, which some stock implementations apply and others do not.
         """
         compiling = torch.compiler.is_compiling()
         if not compiling and backend in (None, "native") and (transform := transform_at_work()) is not None:
@@ -91,6 +99,13 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             if _undisturbed(module, kwargs) and ready.fits(backend, own, query, key, value):
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
                 return ready.attend(query, key, value, factor), None
+        if not _KNOWN.issuperset(kwargs):
+            _refuse_unknown(module, kwargs)
+        if sliding_window is not None and attention_mask is None and sliding_window < key.shape[2]:
+            raise ValueError(
+                f"sliding_window: got {sliding_window} for {key.shape[2]} keys and no attention_mask, where stock "
+                f"implementations differ, in {type(module).__name__}; pass a mask that holds the window"
+            )
         out_dtype = query.dtype
         if stored is None:
             query, key, value = _one_dtype(module, query, key, value)
@@ -160,6 +175,21 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
     return adaattn
 
 
+def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuses keywords of which nobody here knows what they mean.
+
+    Raises:
+        ValueError: One has a value.
+    """
+    for name, value in kwargs.items():
+        if name not in _KNOWN and value is not None:
+            raise ValueError(
+                f"{name}: got {type(value).__name__} from {type(module).__name__}, a keyword that adaattn does not "
+                "know and that may change what is computed; leave it out of the model's inputs, or load the model with "
+                "attn_implementation='sdpa'"
+            )
+
+
 def _written_out(backend: str | None, transform: str) -> AttentionFunction:
     """Attention by torch's own operations, every one of which a transform sees.
 
@@ -212,7 +242,7 @@ def _by_plan(
 def _undisturbed(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Nothing but a call's tensors can make it differ from the pass's other calls: no cast, keyword or listener."""
     return (
-        _CHANGING.isdisjoint(kwargs)
+        _IDLE.issuperset(kwargs)
         and not torch._C._is_any_autocast_enabled()
         and not module.__dict__.get("reorder_and_upcast_attn")
         and active_tap() is None

@@ -1,0 +1,105 @@
+"""Keywords handed to the attention: served, harmless, or refused by name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.patches import interface
+from adaattn_hf.patches.families import HARMLESS
+
+from ..support.models import fresh_pair, tokens
+
+torch.manual_seed(0)
+QUERY, KEY, VALUE = torch.randn(3, 1, 2, 6, 8).unbind()
+CHANGING = ("alibi", "attention_bias", "head_mask", "logits_soft_cap", "window_size", "invented")
+
+
+def called(**keywords: Any) -> Tensor:
+    """The registered function, on six tokens without a mask."""
+    return interface.attention_function()(nn.Module(), QUERY, KEY, VALUE, None, **keywords)[0]
+
+
+def served() -> set[str]:
+    """What the function names, and what it reads of the rest."""
+    named = inspect.signature(interface.attention_function()).parameters
+    return {name for name, one in named.items() if one.kind is not one.VAR_KEYWORD} | interface._MEANT
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_keyword_that_nobody_knows_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: got Tensor from Module.*leave it out.*'sdpa'"):
+        called(**{name: torch.ones(2)})
+    assert torch.equal(called(**{name: None}), called())
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_a_harmless_keyword_changes_nothing(name: str) -> None:
+    assert name not in served()
+    assert torch.equal(called(**{name: torch.ones(2)}), called())
+
+
+@pytest.mark.parametrize(
+    ("keyword", "field", "value"),
+    [
+        ("softcap", "softcap", 0.5),
+        ("s_aux", "sink_logits", torch.tensor([0.5, 2.0])),
+        ("position_bias", "bias", torch.randn(1, 2, 6, 6)),
+    ],
+)
+def test_a_served_keyword_changes_what_is_computed(keyword: str, field: str, value: Any) -> None:
+    request = AttentionRequest(QUERY, KEY, VALUE, CallStructure(1, 6, 6), 8**-0.5, **{field: value})
+    found = called(**{keyword: value})
+    assert float((found - reference.attention(request).out).abs().max()) < 1e-5
+    assert float((found - called()).abs().max()) > 1e-2
+
+
+def test_a_window_that_no_mask_carries_is_refused() -> None:
+    with pytest.raises(ValueError, match="sliding_window: got 4 for 6 keys and no attention_mask"):
+        called(sliding_window=4)
+    assert torch.equal(called(sliding_window=6), called())
+
+
+def test_a_model_hands_them_on() -> None:
+    """Through a whole model, the second pass of which takes the short way."""
+    _, model = fresh_pair("llama")
+    ids = tokens()
+    with torch.no_grad():
+        plain = [model(ids).logits for _ in range(2)][1]
+        assert torch.equal(model(ids, token_type_ids=torch.zeros_like(ids)).logits, plain)
+        with pytest.raises(ValueError, match="alibi: got Tensor from LlamaAttention"):
+            model(ids, alibi=torch.ones(4))
+
+
+def unknown_in(source: str) -> set[str]:
+    """Keywords of a source's attention calls that are neither served nor harmless."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    asked = (
+        node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "attention_interface"
+    )
+    return {word.arg for node in asked for word in node.keywords if word.arg} - served() - HARMLESS
+
+
+def families() -> Iterable[Path]:
+    return (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+
+
+def test_every_keyword_of_every_family_is_known() -> None:
+    """All attention calls in the installed Transformers; what a model passes on of its own inputs is not seen here."""
+    sources = {path: path.read_text(encoding="utf-8") for path in families()}
+    routed = {path: text for path, text in sources.items() if "attention_interface(" in text}
+    assert len(routed) > 200
+    unknown = {path.name: names for path, text in routed.items() if (names := unknown_in(text))}
+    assert not unknown
+    assert unknown_in("attention_interface(self, q, k, v, mask, scaling=1.0, slopes=s)") == {"slopes"}
