@@ -1,0 +1,78 @@
+"""Checkpoints whose configuration names no class: a GGUF file, and a directory whose `architectures` are gone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
+
+from adaattn_hf.errors import ModelUnavailable
+from adaattn_hf.eval.demo import demo_model_path
+from adaattn_hf.patches.checkpoint import load
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+)
+ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
+
+
+def unnamed(directory: Path, model: Any) -> Path:
+    """The model as a directory whose configuration names no class."""
+    model.save_pretrained(directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    del config["architectures"]
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+def test_a_gguf_file_is_a_causal_model(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    torch.manual_seed(0)
+    blocks = {
+        f"blk.0.{name}.weight": torch.randn(64, 64) for name in (*ATTENTION, "ffn_gate", "ffn_up", "ffn_down")
+    }
+    norms = {
+        name: torch.ones(64)
+        for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight")
+    }
+    tables = {"token_embd.weight": torch.randn(96, 64), "output.weight": torch.randn(96, 64)}
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_vocab_size(96)
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    for name, tensor in {**blocks, **norms, **tables}.items():
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = load(tmp_path, gguf_file="tiny.gguf", tokenizer=str(demo_model_path("llama")))
+    assert found.objective == "causal"
+    assert isinstance(found.model, LlamaForCausalLM)
+    assert torch.equal(found.model.lm_head.weight, tables["output.weight"])
+
+
+def test_a_family_with_a_head_is_causal_and_one_without_is_refused(tmp_path: Path) -> None:
+    tokens = str(demo_model_path("llama"))
+    llama = unnamed(tmp_path / "llama", LlamaForCausalLM(LlamaConfig(**SIZES)))
+    assert load(llama, tokenizer=tokens).objective == "causal"
+    sizes = {**SIZES, "vocab_size": None, "image_size": 8, "patch_size": 4}
+    image = unnamed(tmp_path / "vit", ViTModel(ViTConfig(**sizes)))
+    with pytest.raises(ModelUnavailable, match="saved as nothing that its config names"):
+        load(image, tokenizer=tokens)
+
+
+def test_weights_of_a_head_that_are_not_there_are_missed(tmp_path: Path) -> None:
+    bare = unnamed(tmp_path / "bert", BertModel(BertConfig(**SIZES)))
+    with pytest.raises(ModelUnavailable, match="weights of its language-model head"):
+        load(bare, tokenizer=str(demo_model_path("bert")))
