@@ -137,6 +137,27 @@ def test_the_shortest_way_is_taken_on_cuda_alone(monkeypatch: pytest.MonkeyPatch
     assert bare_way(spec_of(REFUSED["window"]), REFUSED["window"]) is None
 
 
+@pytest.mark.parametrize(("dtype", "grouped"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_grouped_heads_are_repeated_where_the_fused_kernel_takes_none(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, grouped: bool
+) -> None:
+    asked: list[tuple[int, bool]] = []
+    operator = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query: Tensor, key: Tensor, *rest: object, **more: object) -> Tensor:
+        asked.append((key.shape[1], bool(more.get("enable_gqa"))))
+        return operator(query, key, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    structure = CallStructure(2, 9, 9, causal=True)
+    q, k, v = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    request = AttentionRequest(q, k, v, structure, scaling=0.3)
+    way = bare_way(CallSpec.of(request)._replace(device="cuda", dtype=dtype), structure)
+    assert way is not None
+    torch.testing.assert_close(way(q, k, v, 0.3), reference.attention(request).out.float())
+    assert asked == [(2, True) if grouped else (6, False)]
+
+
 def test_small_masks_are_for_inference() -> None:
     structure = GATHERED["right padding"]
     assert bare_way(spec_of(structure, kind="small"), structure) is not None

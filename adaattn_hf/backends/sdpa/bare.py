@@ -30,7 +30,10 @@ def bare_way(spec: CallSpec, structure: CallStructure) -> BareCall | None:
                 return None  # on processors the other single queries have ways of their own
             return _plain(False, spec.groups > 1, stop if stop < structure.kv_len else None)
         if spec.kind != "suffix":
-            return _plain(spec.kind == "causal", spec.groups > 1)
+            causal, grouped = spec.kind == "causal", spec.groups > 1
+            if grouped and spec.device == "cuda" and spec.dtype == torch.float32:
+                return _widened(causal)
+            return _plain(causal, grouped)
     if spec.device != "cuda" or not suits_efficient(spec.dtype, spec.head_dim, spec.head_dim_v):
         return None
     if spec.kind == "small":
@@ -48,6 +51,20 @@ def _plain(causal: bool, grouped: bool, stop: int | None = None) -> BareCall:
         if stop is not None:
             key, value = key[:, :, :stop], value[:, :, :stop]
         return operator(query, key, value, None, 0.0, causal, scale=scaling).transpose(1, 2)
+
+    return attend
+
+
+def _widened(causal: bool) -> BareCall:
+    """One call without a mask, with as many key/value heads as query heads, `[batch, heads, q_len, head_dim]`.
+
+    The fused CUDA kernel of float32 takes no grouped heads. Left grouped, they go to unfused operations, which write
+    the whole score matrix, and keep it for the backward: 2.25 GiB a layer for 9 heads and 8,192 tokens.
+    """
+    plain = _plain(causal, grouped=False)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        return plain(query, repeated(key, query), repeated(value, query), scaling)
 
     return attend
 
