@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .config import AdaAttnConfig, ConfigError
     from .plans.monitor import monitoring, statistics
     from .plans.plan import Plan, PlanError
+    from .plans.seats import use_plan
     from .plans.store import load_plan, plan_of, remove_plan
     from .presets import load_preset, preset_names
 
@@ -61,6 +62,7 @@ __all__ = [
     "statistics",
     "unpad_calls",
     "unregister",
+    "use_plan",
 ]
 
 __version__ = "0.1.0"
@@ -78,6 +80,7 @@ _LATE = {
     "adaattn_hf.patches.trainer": ("AdaAttnCallback",),
     "adaattn_hf.plans.monitor": ("monitoring", "statistics"),
     "adaattn_hf.plans.plan": ("Plan", "PlanError"),
+    "adaattn_hf.plans.seats": ("use_plan",),
     "adaattn_hf.plans.store": ("load_plan", "plan_of", "remove_plan"),
     "adaattn_hf.presets": ("load_preset", "preset_names"),
 }

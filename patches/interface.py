@@ -17,7 +17,14 @@ from adaattn_hf.attention.request import (
     in_one_batch,
 )
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import Tap, active_recorder, active_tap, transform_at_work
+from adaattn_hf.attention.tap import (
+    SEATED,
+    Tap,
+    active_recorder,
+    active_seats,
+    active_tap,
+    transform_at_work,
+)
 from adaattn_hf.backends.base import BareCall
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import BackendRefusal, attend, choose
@@ -77,6 +84,13 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 no mask carries, which some stock implementations apply and others do not.
         """
         compiling = torch.compiler.is_compiling()
+        if compiling and hasattr(module, SEATED):
+            from .uncompiled import use_plan_runs_outside_graphs
+
+            return use_plan_runs_outside_graphs(  # type: ignore[no-any-return]
+                adaattn, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
+                is_causal=is_causal, softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
+            )  # fmt: skip
         if not compiling and backend in (None, "native") and (transform := transform_at_work()) is not None:
             return _written_out(backend, transform)(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal,
@@ -132,6 +146,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         adapted = raw_settings(config) is not None
         if adapted and forced is None:
             forced = settings_in(config).backend
+        adapted = adapted or (not compiling and active_seats() is not None)
         wanted = (meant and bool(kwargs.get("output_attentions"))) or (not compiling and _collects_weights())
         if not (compiling or opaque or adapted or wanted or extras) and bias is None and stored is None:
             bare = _bare(structure, query, key, value, forced)
@@ -225,7 +240,7 @@ def _by_plan(
     elif program is None:
         out = attend(request, forced).out
     else:
-        if not compiling and settings_in(config).monitor:
+        if not compiling and settings_in(config).monitor and active_seats() is None:
             program = watched(module, program, request.widened())
         out = execute.attend(program, request, forced).out
     if not compiling and tap is None and (limit := settings_in(config).shadow):
@@ -246,6 +261,7 @@ def _undisturbed(module: nn.Module, kwargs: dict[str, Any]) -> bool:
         and not torch._C._is_any_autocast_enabled()
         and not module.__dict__.get("reorder_and_upcast_attn")
         and active_tap() is None
+        and active_seats() is None
         and active_recorder() is None
         and not _collects_weights()
     )

@@ -43,14 +43,23 @@ def paged_function(backend: str | None = None) -> Any:
 
         Raises:
             ValueError: The call is no step of continuous batching, or asks for a block table.
+            PlanError: Some thread runs the model by another plan (`use_plan`).
         """
+        from adaattn_hf.attention.tap import SEATED
         from adaattn_hf.plans import execute
+        from adaattn_hf.plans.record import PlanError
         from adaattn_hf.plans.store import program_of
 
         if cache is None or kwargs.get("block_table") is not None:
             raise ValueError(
                 "attn_implementation: 'paged|adaattn' serves steps of continuous batching without a block table; use "
                 "'adaattn' for everything else"
+            )
+        if hasattr(module, SEATED):
+            raise PlanError(
+                "use_plan: generate_batch() serves its requests in a thread of its own, which no block of another "
+                "thread reaches; use generate() inside the block, or give the model the plan "
+                "with adaattn_hf.load_plan(model)"
             )
         window = getattr(module, "sliding_window", None) or None
         if isinstance(cu_seq_lens_k, dict):

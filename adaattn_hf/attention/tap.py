@@ -3,14 +3,16 @@
 While a tap is open, every attention call of this thread is answered by it: the attention function hands over the module
 and the request, and returns what the tap returns. Calibration and monitoring listen here. A recorder notes each call's
 spec for `explain`, and what `record` measures of its answer. Nothing of a model is patched and nothing stays behind.
+Plans that stand in for those of a model's configuration (`adaattn_hf.use_plan`) are known here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,35 @@ def tapping(tap: Tap | None) -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
+
+
+@dataclass(frozen=True, eq=False)
+class Seat:
+    """What stands in for the settings of a module's configuration.
+
+    Attributes:
+        raw: Settings that hold a plan, or none.
+        slots: Where what was read from them is kept.
+    """
+
+    raw: Mapping[str, Any]
+    slots: dict[str, Any] = field(default_factory=dict)
+
+
+SEATED = "_adaattn_seated"
+"""What a module has while some thread runs it by another plan: a graph that is traced or run then is traced anew."""
+_seats: ContextVar[Mapping[nn.Module, Seat] | None] = ContextVar("adaattn_seats", default=None)
+active_seats = _seats.get
+
+
+@contextmanager
+def seating(seats: Mapping[nn.Module, Seat]) -> Iterator[None]:
+    """Lets modules run by other plans in this thread; modules that are not named keep what an outer block gave them."""
+    token = _seats.set({**(active_seats() or {}), **seats})
+    try:
+        yield
+    finally:
+        _seats.reset(token)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..attention.tap import active_seats
 from .plan import LayerPlan, Plan, PlanError
 from .program import Program
 from .tensors import LayerTensors
@@ -123,10 +124,19 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
     Raises:
         PlanError: If the plan does not belong to the module.
     """
-    raw = getattr(getattr(module, "config", None), "adaattn", None)
+    seats = None if compiling else active_seats()
+    seat = None if seats is None else seats.get(module)
+    raw = getattr(getattr(module, "config", None), "adaattn", None) if seat is None else seat.raw
     if raw is None:
         return None
-    known = module.__dict__.get(PROGRAM_SLOT)
+    if seat is not None and module.training:
+        # a checkpointed layer computes anew in the backward pass, in another thread or behind the block
+        raise PlanError(
+            "use_plan: the model is in training mode, whose passes may be repeated behind the block; call "
+            "model.eval(), or train with the plan that adaattn_hf.load_plan(model, directory) gives it"
+        )
+    slots = module.__dict__ if seat is None else seat.slots
+    known = slots.get(PROGRAM_SLOT)
     if known is not None and known[0] is raw and (compiling or known[1] is None or known[2].same()):
         program: Program | None = known[1]
         return program
@@ -137,7 +147,7 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
         )
     program = resolve(module, raw, tensors)
     check_model(module, raw)
-    module.__dict__[PROGRAM_SLOT] = (raw, program, Weights.of(module))
+    slots[PROGRAM_SLOT] = (raw, program, Weights.of(module))
     return program
 
 

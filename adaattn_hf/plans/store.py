@@ -128,6 +128,23 @@ def attach(
     Raises:
         PlanError: If the plan does not belong to the model, or names a layer that it does not have.
     """
+    modules, raw = settings_for(model, plan, directory, unverified=unverified)
+    owners: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
+    for config in owners.values():
+        present = getattr(config, "adaattn", None)
+        config.adaattn = {**(present if isinstance(present, Mapping) else {}), **raw}
+    for module in modules.values():
+        program_of(module)
+
+
+def settings_for(
+    model: nn.Module, plan: Plan, directory: str | Path | None, *, unverified: bool
+) -> tuple[dict[int, nn.Module], dict[str, Any]]:
+    """Returns a model's attention modules by layer, and the settings that give them a plan, checked against each.
+
+    Raises:
+        PlanError: As `attach` does.
+    """
     if directory is not None:
         read_tensors(plan, directory)
     modules = dict(attention_modules(model, plan.model_type))
@@ -144,12 +161,7 @@ def attach(
         raw[fit.UNVERIFIED] = True
     for module in modules.values():
         fit.resolve(module, raw, _layer_tensors)
-    owners: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
-    for config in owners.values():
-        present = getattr(config, "adaattn", None)
-        config.adaattn = {**(present if isinstance(present, Mapping) else {}), **raw}
-    for module in modules.values():
-        program_of(module)
+    return modules, raw
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -225,14 +237,23 @@ def load_plan(model: nn.Module, directory: str | Path | None = None, *, unverifi
             f"model: the configuration of this {type(model).__name__} holds no plan; make one with "
             "`adaattn calibrate`"
         )
+    refuse_stock_attention(model)
+    attach(model, plan, directory, unverified=unverified or _allowed(model))
+    return plan
+
+
+def refuse_stock_attention(model: nn.Module) -> None:
+    """Refuses a model whose attention knows no plans.
+
+    Raises:
+        PlanError: If none of its towers runs one of ours.
+    """
     names = _implementations(model)
     if names and not any(name.startswith("adaattn") for name in names):
         raise PlanError(
             f"model: its attention implementation is {', '.join(sorted(names))}, which knows no plans; load it with "
             'attn_implementation="adaattn" or call model.set_attn_implementation("adaattn") first'
         )
-    attach(model, plan, directory, unverified=unverified or _allowed(model))
-    return plan
 
 
 def _allowed(model: nn.Module) -> bool:

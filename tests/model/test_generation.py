@@ -13,6 +13,7 @@ import transformers as tf
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+import adaattn_hf
 from adaattn_hf.patches.registry import engine_takes_names
 
 from ..support.models import assert_same, fresh_pair, padding, pair, tokens
@@ -250,6 +251,11 @@ def test_continuous_batching_as_the_installed_engine_allows() -> None:
                 ours.generate_batch(**settings)
             return
         found = [[r.generated_tokens for r in m.generate_batch(**settings).values()] for m in (stock, ours)]
+        with (
+            pytest.raises(Exception, match=r"use_plan: generate_batch\(\)"),
+            adaattn_hf.use_plan(ours, None),
+        ):
+            ours.generate_batch(**settings)
     assert found[0] == found[1]
     assert ours.config._attn_implementation == "adaattn"
 

@@ -1,0 +1,90 @@
+"""Another plan for a while: for the calls of one thread or request, while the model's own plan stays where it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from ..attention.tap import SEATED, Seat, seating
+from . import store
+from .plan import Plan
+
+__all__ = ["use_plan"]
+
+MOST = 8
+"""Plans that are kept checked for a model, the newest."""
+_checked: WeakKeyDictionary[nn.Module, list[tuple[Plan, bool, dict[nn.Module, Seat]]]] = WeakKeyDictionary()
+_open: Counter[nn.Module] = Counter()
+_lock = Lock()
+
+
+@contextmanager
+def use_plan(model: nn.Module, plan: Plan | str | Path | None, *, unverified: bool = False) -> Iterator[None]:
+    """Runs a model by another plan inside the `with` block, or exactly; its own plan stays and is back behind it.
+
+    The block belongs to the thread, or the asyncio task, that opens it: two requests may run one model by two plans at
+    once. Blocks nest, the innermost holds, and an exception leaves nothing behind. Whatever calls the model inside
+    the block is served: `generate`, pipelines, a named backend, every cache. `config.adaattn["monitor"]` rests
+    meanwhile; `explain` and `plan_of` go on to speak of the model's own plan.
+
+    Not served, and refused by name: a model in training mode, whose layers may be computed again behind the block;
+    `generate_batch`, which has a thread of its own; and graphs of `torch.compile(fullgraph=True)` that are called while
+    a block is open for their model (without `fullgraph` its attention runs outside the graphs meanwhile).
+
+    Args:
+        model: A model whose attention implementation is one of ours.
+        plan: A plan, the file or directory that holds one, or None for exact attention in every layer. The same
+            object is checked once.
+        unverified: Run the plan though held-out text has not shown it good.
+
+    Raises:
+        PlanError: The plan does not belong to the model, or the model runs another attention.
+    """
+    store.refuse_stock_attention(model)
+    seats = _seats(model, plan, unverified)
+    with _marked(seats), seating(seats):
+        yield
+
+
+def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -> Mapping[nn.Module, Seat]:
+    """Seats of all modules of a model that may ask for a plan; without one where the plan does not speak of them."""
+    others = {m: Seat({}) for m in model.modules() if m is not model and hasattr(m, "config")}
+    if plan is None:
+        return others
+    if not isinstance(plan, Plan):
+        path, plan = Path(plan), store.read_plan(plan)
+        store.read_tensors(plan, path if path.is_dir() else path.parent)
+    known = _checked.setdefault(model, [])
+    for checked, allowed, seats in known:
+        if checked is plan and allowed is unverified:
+            return {**others, **seats}
+    modules, raw = store.settings_for(model, plan, None, unverified=unverified)
+    seats = {module: Seat(raw) for module in modules.values()}
+    known.append((plan, unverified, seats))
+    del known[:-MOST]
+    return {**others, **seats}
+
+
+@contextmanager
+def _marked(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Marks modules as seated in some thread, which graphs look for: the mark is gone with the last block."""
+    marked = list(modules)
+    with _lock:
+        _open.update(marked)
+        for module in marked:
+            module.__dict__[SEATED] = True
+    try:
+        yield
+    finally:
+        with _lock:
+            for module in marked:
+                _open[module] -= 1
+                if not _open[module]:
+                    del _open[module]
+                    module.__dict__.pop(SEATED, None)

@@ -1,0 +1,200 @@
+"""`use_plan`: another plan for a block, a thread or a request, and the model's own behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import adaattn_hf
+from adaattn_hf.attention.tap import SEATED, active_seats
+from adaattn_hf.plans.plan import Plan, PlanError
+
+from ..support.choices import make_choice
+from ..support.models import fresh_pair, tokens
+from ..support.plans import give, plan_for
+
+
+class Case:
+    """One model, what it computes exactly and by windows of two and five tokens, and these plans."""
+
+    def __init__(self) -> None:
+        _, self.model = fresh_pair("llama")
+        self.model.eval()
+        self.ids = tokens()
+        self.plans: dict[str, Plan | None] = {"exact": None}
+        self.expected = {"exact": self.logits()}
+        for name, window in (("narrow", 2), ("wide", 5)):
+            self.plans[name] = give(self.model, make_choice("window", window=window))
+            self.expected[name] = self.logits()
+            adaattn_hf.remove_plan(self.model)
+
+    @torch.no_grad()
+    def logits(self) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=self.ids).logits
+        return logits
+
+    def runs(self) -> str:
+        """The name of the plan that the model runs by."""
+        found = self.logits()
+        return next(name for name, logits in self.expected.items() if torch.equal(logits, found))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def case() -> Case:
+    return Case()
+
+
+def test_blocks_nest_and_leave_nothing_behind(case: Case) -> None:
+    model, plans = case.model, case.plans
+    own = give(model, make_choice("window", window=5))
+    assert case.runs() == "wide"
+    with adaattn_hf.use_plan(model, plans["narrow"], unverified=True):
+        assert case.runs() == "narrow"
+        with adaattn_hf.use_plan(model, None):
+            assert case.runs() == "exact"
+            with adaattn_hf.use_plan(model, plans["wide"], unverified=True):
+                assert case.runs() == "wide"
+        assert case.runs() == "narrow"
+        assert adaattn_hf.plan_of(model) == own
+    with pytest.raises(KeyError), adaattn_hf.use_plan(model, None):
+        raise KeyError
+    assert case.runs() == "wide"
+    assert active_seats() is None
+    assert not [module for module in model.modules() if SEATED in module.__dict__]
+
+
+def test_threads_and_tasks_have_their_own(case: Case) -> None:
+    model, gate, seen = case.model, threading.Barrier(3), {}
+
+    def request(name: str) -> None:
+        with adaattn_hf.use_plan(model, case.plans[name], unverified=True):
+            gate.wait()
+            seen[name] = case.runs()
+            gate.wait()
+
+    threads = [threading.Thread(target=request, args=(name,)) for name in ("narrow", "wide")]
+    for thread in threads:
+        thread.start()
+    gate.wait()
+    assert case.runs() == "exact"  # both blocks are open
+    gate.wait()
+    for thread in threads:
+        thread.join()
+    assert seen == {"narrow": "narrow", "wide": "wide"}
+
+    async def serve(name: str) -> str:
+        with adaattn_hf.use_plan(model, case.plans[name], unverified=True):
+            await asyncio.sleep(0)
+            return case.runs()
+
+    async def both() -> list[str]:
+        return await asyncio.gather(serve("narrow"), serve("exact"), serve("wide"))
+
+    assert asyncio.run(both()) == ["narrow", "exact", "wide"]
+
+
+@torch.no_grad()
+def test_generation_and_named_backends_follow(case: Case) -> None:
+    model, plan = case.model, case.plans["narrow"]
+    options: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "min_new_tokens": 6,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    exact = model.generate(case.ids, **options)
+    give(model, make_choice("window", window=2))
+    planned = model.generate(case.ids, **options)
+    assert not torch.equal(exact, planned)
+    assert torch.equal(exact, _within(model, None, case.ids, options))
+    adaattn_hf.remove_plan(model)
+    assert torch.equal(planned, _within(model, plan, case.ids, options))
+    for backend in ("adaattn_sdpa", "adaattn_eager"):
+        model.set_attn_implementation(backend)
+        with adaattn_hf.use_plan(model, plan, unverified=True):
+            torch.testing.assert_close(case.logits(), case.expected["narrow"], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(case.logits(), case.expected["exact"], rtol=1e-4, atol=1e-4)
+
+
+def _within(model: Any, plan: Plan | None, ids: torch.Tensor, options: dict[str, Any]) -> Any:
+    with adaattn_hf.use_plan(model, plan, unverified=True):
+        return model.generate(ids, **options)
+
+
+def test_a_plan_from_a_file_and_one_that_does_not_fit(case: Case, tmp_path: Path) -> None:
+    model, plan = case.model, case.plans["narrow"]
+    assert plan is not None
+    (tmp_path / "adaattn_plan.json").write_text(plan.to_json(), encoding="utf-8")
+    with adaattn_hf.use_plan(model, tmp_path, unverified=True):
+        assert case.runs() == "narrow"
+    with pytest.raises(PlanError, match="never verified"), adaattn_hf.use_plan(model, plan):
+        pass
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(1.5)
+    fresh = Plan.from_json(plan.to_json())
+    with (
+        pytest.raises(PlanError, match="weights of layer 1"),
+        adaattn_hf.use_plan(model, fresh, unverified=True),
+    ):
+        pass
+    with adaattn_hf.use_plan(model, plan_for(model, make_choice("window", window=2)), unverified=True):
+        with torch.no_grad():
+            model.model.layers[0].self_attn.q_proj.weight.mul_(2.0)
+        with pytest.raises(PlanError, match="weights of layer 0"):
+            case.logits()
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(PlanError, match="is sdpa, which knows no plans"), adaattn_hf.use_plan(model, None):
+        pass
+
+
+def test_training_is_refused(case: Case) -> None:
+    case.model.train()
+    with (
+        adaattn_hf.use_plan(case.model, None),
+        pytest.raises(PlanError, match=r"use_plan: the model is in training mode.*model.eval\(\)"),
+    ):
+        case.logits()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", ["graph", "block"])
+def test_a_graph_is_refused_while_a_block_is_open(case: Case, first: str) -> None:
+    model = case.model
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    if first == "graph":
+        torch.testing.assert_close(whole(input_ids=case.ids).logits, case.expected["exact"])
+    with (
+        adaattn_hf.use_plan(model, case.plans["narrow"], unverified=True),
+        pytest.raises(Exception, match="use_plan_runs_outside_graphs"),
+    ):
+        whole(input_ids=case.ids)
+    torch.testing.assert_close(whole(input_ids=case.ids).logits, case.expected["exact"])
+    if first == "graph":
+        return
+    torch._dynamo.reset()
+    parts = torch.compile(model, backend="eager")
+    for name in ("narrow", "exact", "narrow"):
+        with adaattn_hf.use_plan(model, case.plans[name], unverified=True):
+            torch.testing.assert_close(parts(input_ids=case.ids).logits, case.expected[name])
+
+
+def test_what_was_checked_dies_with_the_model() -> None:
+    case = Case()
+    with adaattn_hf.use_plan(case.model, case.plans["narrow"], unverified=True):
+        case.logits()
+    gone = weakref.ref(case.model)
+    del case
+    gc.collect()
+    assert gone() is None
