@@ -19,7 +19,6 @@ from adaattn_hf.attention.request import (
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import (
     SEATED,
-    Tap,
     active_recorder,
     active_seats,
     active_tap,
@@ -182,7 +181,9 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             out = attend(request, forced).out if tap is None else tap(module, request.widened())
             weights = attention_weights(request) if wanted else None
         else:
-            out, weights = _by_plan(module, request, forced, config, tap, wanted)
+            from .planned import by_plan  # calls without settings never load what plans need
+
+            out, weights = by_plan(module, request, forced, config, tap, wanted)
         if recorder is not None:
             recorder.answered(module, request, forced, out)
         return (out if out.dtype is out_dtype else _restored(out, out_dtype)), weights
@@ -217,41 +218,6 @@ def _written_out(backend: str | None, transform: str) -> AttentionFunction:
             "attn_implementation='adaattn', which then computes by torch's own operations, or torch.export."
         )
     return attention_function("eager")
-
-
-def _by_plan(
-    module: nn.Module,
-    request: AttentionRequest,
-    forced: str | None,
-    config: Any,
-    tap: Tap | None,
-    wanted: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Output and, where asked for, weights of a layer whose model has settings: by its plan, if it has one."""
-    # calls without settings never load what plans need
-    from adaattn_hf.plans import execute
-    from adaattn_hf.plans.monitor import watched
-    from adaattn_hf.plans.store import program_of
-
-    compiling = torch.compiler.is_compiling()
-    program = program_of(module, compiling)
-    if tap is not None:
-        out = tap(module, request.widened())
-    elif program is None:
-        out = attend(request, forced).out
-    else:
-        if not compiling and settings_in(config).monitor and active_seats() is None:
-            program = watched(module, program, request.widened())
-        out = execute.attend(program, request, forced).out
-    if not compiling and tap is None and (limit := settings_in(config).shadow):
-        from . import shadow
-
-        shadow.compare(
-            module, request, forced, program, out, limit=limit, action=settings_in(config).mismatch
-        )
-    if not wanted:
-        return out, None
-    return out, attention_weights(request) if program is None else execute.weights(program, request)
 
 
 def _undisturbed(module: nn.Module, kwargs: dict[str, Any]) -> bool:

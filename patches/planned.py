@@ -1,0 +1,49 @@
+"""A layer whose model has settings: its plan is read, watched, run and compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.tap import Tap, active_seats
+from adaattn_hf.backends.eager import attention_weights
+from adaattn_hf.backends.select import attend
+from adaattn_hf.config import settings_in
+from adaattn_hf.plans import execute
+from adaattn_hf.plans.monitor import watched
+from adaattn_hf.plans.store import program_of
+
+from . import shadow
+
+__all__ = ["by_plan"]
+
+
+def by_plan(
+    module: nn.Module,
+    request: AttentionRequest,
+    forced: str | None,
+    config: Any,
+    tap: Tap | None,
+    wanted: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Output and, where asked for, weights of a layer whose model has settings: by its plan, if it has one."""
+    compiling = torch.compiler.is_compiling()
+    program = program_of(module, compiling)
+    if tap is not None:
+        out = tap(module, request.widened())
+    elif program is None:
+        out = attend(request, forced).out
+    else:
+        if not compiling and settings_in(config).monitor and active_seats() is None:
+            program = watched(module, program, request.widened())
+        out = execute.attend(program, request, forced).out
+    if not compiling and tap is None and (limit := settings_in(config).shadow):
+        shadow.compare(
+            module, request, forced, program, out, limit=limit, action=settings_in(config).mismatch
+        )
+    if not wanted:
+        return out, None
+    return out, attention_weights(request) if program is None else execute.weights(program, request)
