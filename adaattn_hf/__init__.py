@@ -1,7 +1,6 @@
 """Faster attention for Transformers models by one string: `attn_implementation="adaattn"`.
 
-Importing the package registers names (with Transformers, and the CPU kernels' operators with torch) and does nothing
-else. The rest of the public API is imported when it is asked for.
+Importing it registers names with Transformers and operators with torch; the rest is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-
 _LATE = {
     "adaattn_hf.config": ("AdaAttnConfig", "ConfigError"),
     "adaattn_hf.patches.cache.disk": ("load_cache", "save_cache"),
@@ -91,8 +89,7 @@ def __getattr__(name: str) -> Any:
     """A public name, imported when it is first asked for."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
-    return value
+    return globals().setdefault(name, getattr(import_module(_MODULE_OF[name]), name))
 
 
 def __dir__() -> list[str]:
