@@ -79,7 +79,7 @@ class RowOutputs:
 
     Attributes:
         outputs: `[choices, heads, rows, head_dim_v]`.
-        dropped: `[choices, heads, rows]`, attention weight left out.
+        dropped: `[choices, heads, rows]`: attention weight left out, and the output's relative change by operands.
     """
 
     outputs: Tensor
@@ -90,7 +90,7 @@ class RowOutputs:
 def row_outputs(
     request: AttentionRequest, rows: Tensor, choices: Sequence[Choice], tensors: LayerTensors
 ) -> RowOutputs:
-    """Returns the outputs of each choice, all heads taking it, on rows of a batch of one."""
+    """Returns the outputs of each choice (the first is exact), all heads taking it, on rows of a batch of one."""
     device = request.query.device
     structure = request.structure
     kv_heads, kv_len = request.key.shape[1], request.key.shape[2]
@@ -108,7 +108,11 @@ def row_outputs(
         changed = choice.running(sampled, every, tensors)
         part = select.attend(replace(changed, structure=CallStructure(1, len(rows), kv_len, mask=mask)), None)
         outputs.append(part.out[0].transpose(0, 1).float())
-        dropped.append((weights * ~mask[0]).sum(-1).float())
+        lost = (weights * ~mask[0]).sum(-1).float()
+        if choice.operands:
+            size = outputs[0].norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+            lost = lost + (outputs[-1] - outputs[0]).norm(dim=-1) / size
+        dropped.append(lost)
     return RowOutputs(torch.stack(outputs), torch.stack(dropped))
 
 

@@ -191,7 +191,7 @@ def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int)
 
 
 def _dropped_mass(layers: Layers, recorder: fisher.FisherRecorder) -> Array:
-    """Mean, 95th percentile and mean square of the mass that a choice drops, the worst query head of a unit."""
+    """Mean, 95th percentile and mean square of what rows lose by a choice, the worst query head of a unit."""
     found = np.zeros((len(layers.units), len(layers.candidates.choices), 3))
     for place, index in enumerate(layers.indices):
         mass = recorder.dropped[index].double()
@@ -200,7 +200,7 @@ def _dropped_mass(layers: Layers, recorder: fisher.FisherRecorder) -> Array:
         stats = torch.stack(
             [grouped.mean(-1), torch.quantile(grouped, 0.95, dim=-1), grouped.square().mean(-1)], dim=-1
         )
-        # a combined choice drops what its sparse part drops: the precisions among the parts drop nothing
+        # a combined choice loses what its parts lose: the mass of the one, the rounding of the other
         mixed = torch.einsum("cb,bus->ucs", torch.from_numpy(layers.candidates.combine).to(stats), stats)
         found[place * layers.kv_heads : (place + 1) * layers.kv_heads] = mixed.cpu().numpy()
     return found

@@ -1,12 +1,13 @@
-"""Watching a planned model while it runs: counters, and sampled exact rows that say what the plan leaves out.
+"""Watching a planned model while it runs: counters, and sampled exact rows that say what the plan changes.
 
 Counters say how often each layer ran, and what share of (token, query head) pairs the plan changed. The
 monitor, asked for by `config.adaattn["monitor"]` or for a while by `monitoring`, computes a few rows exactly
-(one of 1,024 in prefill, one decode step of 256), compares log-sum-exps (dropped mass = 1 - exp(lse_kept -
-lse_all)), turns them into a predicted KL by the ratio learned in calibration, and makes a unit exact for the
-rest of the session when it drops more than three times its calibrated 95th percentile. It warns once. Rows
-of padded or packed batches are counted and not sampled; so are those of training steps, which must compute
-the same function when they are repeated for their gradients.
+(one of 1,024 in prefill, one decode step of 256; padded and packed batches one of their runs at a time). What a
+row loses is the mass of the keys that the plan drops (1 - exp(lse_kept - lse_all)) and the relative change of its
+output by rounded or projected operands. The ratio learned in calibration turns it into a predicted KL, and a unit
+that loses more than three times its calibrated 95th percentile is exact for the rest of the session. The monitor
+warns once. A model in training is sampled and warned of; nothing is made exact there, since a checkpointed
+backward pass must compute the same function again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from ..attention.heads import some_heads
 from ..attention.request import AttentionRequest, CallSpec
 from ..attention.tap import tapping
 from ..backends import select
@@ -30,6 +30,7 @@ from . import execute, store
 from .choices import EXACT, Choice
 from .plan import Plan, UnitRecord
 from .program import Program
+from .sampled import dropped_mass, one_run, relative_change
 
 logger = logging.getLogger("adaattn_hf")
 
@@ -54,9 +55,10 @@ class LayerStatistics:
         changed: Pairs that the plan computed otherwise than stock.
         fewer_keys: Pairs that saw fewer keys than stock.
         rows: Rows that the monitor computed exactly, per key/value head.
-        dropped_mass: Mean dropped mass on these rows, per key/value head.
+        lost: Mean loss of these rows, per key/value head: mass dropped, and relative change by operands.
         predicted_kl: Predicted KL of the layer from these rows, nats/token.
-        tightened: Key/value heads that the monitor made exact.
+        loud: Key/value heads that lose more than calibration allows.
+        tightened: Those of them that the monitor made exact.
         seconds: Time that watching took.
     """
 
@@ -66,8 +68,9 @@ class LayerStatistics:
     changed: int = 0
     fewer_keys: int = 0
     rows: int = 0
-    dropped_mass: list[float] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
     predicted_kl: float = 0.0
+    loud: list[int] = field(default_factory=list)
     tightened: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -95,9 +98,20 @@ class Monitor:
         self._choices: dict[int, tuple[Choice, ...]] = {}
         self._warned = False
 
-    def watch(self, index: int, program: Program | None, request: AttentionRequest) -> Program | None:
-        """Takes note of one call of a layer; returns the program to run, tightened where the samples said so."""
+    def watch(
+        self, index: int, program: Program | None, request: AttentionRequest, training: bool = False
+    ) -> Program | None:
+        """Takes note of one call of a layer; returns the program to run, tightened where the samples said so.
+
+        Args:
+            index: Layer index.
+            program: Its plan.
+            request: The call.
+            training: Whether the call may be repeated for its gradients, so that nothing may be made exact.
+        """
         start = time.perf_counter()
+        if torch._C._current_graph_task_id() != -1:  # a checkpointed backward pass repeats a call
+            return None if program is None else self._tightened(index, program)
         counters = self.layers.get(index) or self.layers.setdefault(index, LayerStatistics(index))
         counters.calls += 1
         batch, heads, q_len, _ = request.query.shape
@@ -106,10 +120,11 @@ class Monitor:
             return None
         program = self._tightened(index, program)
         self._count(counters, program, request)
-        due = q_len >= PREFILL or counters.calls % STEP_SHARE == 0
-        if self._sample and due and request.structure.plain and not CallSpec.of(request).needs_grad:
-            self._look(counters, program, request)
-            program = self._tightened(index, program)
+        if self._sample and (q_len >= PREFILL or counters.calls % STEP_SHARE == 0):
+            part = one_run(request, counters.calls)
+            if part is not None:
+                self._look(counters, program, part, training or CallSpec.of(request).needs_grad)
+                program = self._tightened(index, program)
         counters.seconds += time.perf_counter() - start
         return program
 
@@ -132,29 +147,22 @@ class Monitor:
             counters.fewer_keys += group * choice.rows_with_fewer_keys(*span)
             counters.changed += group * choice.changed_rows(*span)
 
-    def _look(self, counters: LayerStatistics, program: Program, request: AttentionRequest) -> None:
-        """Compares a few rows with exact attention, the sequences of a batch in turn."""
-        batch, _, q_len, _ = request.query.shape
-        if batch > 1:
-            turn = slice(counters.calls % batch, counters.calls % batch + 1)
-            request = replace(
-                request,
-                query=request.query[turn],
-                key=request.key[turn],
-                value=request.value[turn],
-                structure=request.structure.with_changes(batch=1),
-            )
+    def _look(
+        self, counters: LayerStatistics, program: Program, request: AttentionRequest, training: bool
+    ) -> None:
+        """Compares a few rows of one run with exact attention."""
+        q_len = request.query.shape[2]
         count = max(1, q_len // ROW_SHARE)
         rows = torch.linspace(q_len // (2 * count), q_len - 1, count).long()
-        dropped = dropped_mass(program, request, rows)
-        mass, square = dropped.sum(-1), dropped.square().sum(-1)
+        found = dropped_mass(program, request, rows) + relative_change(program, request, rows)
+        mass, square = found.sum(-1), found.square().sum(-1)
         index = counters.layer
         self._sums[index] = self._sums[index] + mass if index in self._sums else mass
         self._squares[index] = self._squares[index] + square if index in self._squares else square
         counters.rows += count
         mean = (self._sums[index] / counters.rows).tolist()
         second = (self._squares[index] / counters.rows).tolist()
-        counters.dropped_mass = mean
+        counters.lost = mean
         units = [self._units.get((index, head)) for head in range(len(mean))]
         counters.predicted_kl = sum(
             unit.risk * value / unit.dropped_square
@@ -163,71 +171,43 @@ class Monitor:
         )
         if counters.rows < LEAST_ROWS:
             return
-        loud = [
-            head
-            for head, unit in enumerate(units)
-            if unit is not None
-            and program.plan.choices[head].keys is not None
-            and mean[head] > self._factor * max(unit.dropped_mass_p95, 1e-4)
-        ]
+        counters.loud = sorted(
+            {*counters.tightened}
+            | {
+                head
+                for head, unit in enumerate(units)
+                if unit is not None
+                and not (choice := program.plan.choices[head]).is_exact
+                and (
+                    choice.keys is not None or unit.dropped_mass_p95 > 0
+                )  # else calibration saw nothing to compare
+                and mean[head] > self._factor * max(unit.dropped_mass_p95, 1e-4)
+            }
+        )
+        loud = [head for head in counters.loud if head not in counters.tightened]
         if not loud:
             return
-        counters.tightened = sorted({*counters.tightened, *loud})
+        self._warn(index, loud[0], mean[loud[0]], training)
+        if training:
+            return
+        counters.tightened = counters.loud
         choices = tuple(EXACT if head in loud else c for head, c in enumerate(program.plan.choices))
         self._choices[index] = choices
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "adaattn: layer %d head %d drops %.3g of its attention here, above %g times what calibration saw; "
-                "it is exact from here on (and so is every other that does). Calibrate on text like this one.",
-                index, loud[0], mean[loud[0]], self._factor,
-            )  # fmt: skip
 
-
-@torch.no_grad()
-def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
-    """Returns the attention weight that the plan leaves out on a few rows, `[num_kv_heads, rows]`, the worst head.
-
-    Args:
-        program: The layer's plan.
-        request: A call with a batch of one and a plain structure.
-        rows: `[rows]` query rows.
-    """
-    device = request.query.device
-    structure = request.structure
-    kv_heads, kv_len = request.key.shape[1], request.key.shape[2]
-    group = request.query.shape[1] // kv_heads
-    rows = rows.to(device)
-    visible = structure.visible_rows(rows, device)[0, 0]
-    found = torch.zeros(kv_heads, len(rows))
-    for choice, heads in program.launches:
-        if choice.keys is None:
-            continue
-        part = some_heads(request, heads)
-        query = part.query[0].view(len(heads), group, -1, part.query.shape[-1])[:, :, rows]
-        kept = choice.keys.visible_rows(part, rows)
-        if len(kept) > 1:
-            kept = kept.view(len(heads), group, *kept.shape[1:])
-        # the heads of a group read the keys once: no copy of them, and no values at all
-        scores = (query.flatten(1, 2) @ part.key[0].mT).float().view(
-            *query.shape[:3], kv_len
-        ) * request.scaling
-        if request.softcap is not None:
-            scores = request.softcap * torch.tanh(scores / request.softcap)
-        if part.bias is not None:
-            bias = part.bias[0, :, rows].float()
-            scores = scores + (bias.view(len(heads), group, len(rows), kv_len) if len(bias) > 1 else bias)
-        full = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
-        less = scores.masked_fill(~kept, float("-inf")).logsumexp(-1)
-        if part.sink_logits is not None:
-            sinks = part.sink_logits.float().view(len(heads), group, 1)
-            full, less = torch.logaddexp(full, sinks), torch.logaddexp(less, sinks)
-        ratio = torch.where(torch.isfinite(full), less - full, torch.zeros_like(full)).clamp(max=0.0)
-        found[list(heads)] = (-torch.expm1(ratio)).amax(1).cpu()
-    within = execute.rows_within(structure, program.max_length, device)
-    if isinstance(within, Tensor):
-        return found * within[0, rows].cpu()
-    return found if within else torch.zeros_like(found)
+    def _warn(self, layer: int, head: int, lost: float, training: bool) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        after = (
+            "training goes on with the plan as it is"
+            if training
+            else "it is exact from here on (and so is every other that does)"
+        )
+        logger.warning(
+            "adaattn: layer %d head %d loses %.3g of its attention here, above %g times what calibration saw; %s. "
+            "Calibrate on text like this one.",
+            layer, head, lost, self._factor, after,
+        )  # fmt: skip
 
 
 _SLOT = "_adaattn_monitor"
@@ -248,7 +228,7 @@ def watched(module: nn.Module, program: Program, request: AttentionRequest) -> P
             monitor = Monitor(Plan.from_dict(raw[store.CONFIG_KEY]))
             _shared[id(raw)] = monitor
         known = module.__dict__[_SLOT] = (raw, monitor)
-    running = known[1].watch(program.plan.layer, program, request)
+    running = known[1].watch(program.plan.layer, program, request, module.training)
     assert running is not None
     return running
 
@@ -276,7 +256,8 @@ def monitoring(model: nn.Module, *, sample_rows: bool = True, factor: float = 3.
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
         if id(module) not in modules:
             return select.attend(request).out
-        program = monitor.watch(int(module.layer_idx), store.program_of(module), request)  # type: ignore[arg-type]
+        index: int = module.layer_idx  # type: ignore[assignment]
+        program = monitor.watch(index, store.program_of(module), request, module.training)
         return (select.attend(request) if program is None else execute.attend(program, request)).out
 
     model.__dict__[_SLOT] = (None, monitor)

@@ -90,7 +90,8 @@ class UnitRecord:
         price: Measured seconds of the choice over a prefill of every length with its decode steps; heads of a
             launch share its fixed cost.
         exact_price: The same of the exact choice.
-        dropped_mass: Mean attention weight that the choice leaves out, on calibration rows.
+        dropped_mass: Mean loss of a calibration row: the attention weight that the choice leaves out, and the
+            relative change of the output by rounded or projected operands.
         dropped_mass_p95: Its 95th percentile; the run-time monitor tightens beyond three times this.
         dropped_square: Mean square of it: risk / dropped_square turns a dropped mass seen at run time into a
             KL.

@@ -33,8 +33,9 @@ from adaattn_hf.calibration.needles import build
 from adaattn_hf.calibration.search import JointPasses
 from adaattn_hf.calibration.state import FILE, CalibrationState
 from adaattn_hf.cli.options import nats
-from adaattn_hf.plans import execute, monitor, store
+from adaattn_hf.plans import execute, monitor, sampled, store
 from adaattn_hf.plans.plan import EXACT, TENSORS_FILE, Choice, Plan, PlanError
+from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.stats.paired import TokenScores
 
@@ -389,7 +390,7 @@ def test_the_monitor_counts_tightens_and_warns_once(
     assert len([record for record in caplog.records if "exact from here on" in record.message]) == 1
     with torch.no_grad(), tapping(exact_tap):
         torch.testing.assert_close(last, model(tokens).logits)
-    assert all(mass > 0 for mass in watch.layers[0].dropped_mass)
+    assert all(mass > 0 for mass in watch.layers[0].lost)
     store.remove_plan(model)
     with pytest.raises(ValueError, match="carries no plan"), monitor.monitoring(model):
         pass
@@ -410,12 +411,25 @@ def test_dropped_mass_of_the_monitor_against_the_weights(
     for choice in (make_choice("window", 32, 4), make_choice("blocks", mass=0.3)):
         program = next(iter(programs_of(_window_everywhere(model, result, choice), {}).values()))
         rows = torch.tensor([20, 100, 190])
-        found = monitor.dropped_mass(program, seen[0], rows)
+        found = sampled.dropped_mass(program, seen[0], rows)
         exact = attention_weights(seen[0])[0][:, rows]
         kept = execute.weights(program, seen[0])[0][:, rows] > 0
         wanted = (exact * ~kept).sum(-1).view(2, 2, 3).amax(1)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
         assert found[:, 2].min() > 0
+    # what the monitor compares with is measured in the same way
+    rows = torch.arange(20, 180, 8)
+    for choice in (
+        make_choice("window", 32, 4),
+        make_choice(precision="int8"),
+        make_choice(precision="bf16"),
+    ):
+        program = next(iter(programs_of(_window_everywhere(model, result, choice), {}).values()))
+        calibrated = fisher.row_outputs(seen[0], rows, [EXACT, choice], LayerTensors()).dropped[1]
+        wanted = calibrated.view(2, 2, len(rows)).amax(1)
+        found = sampled.dropped_mass(program, seen[0], rows) + sampled.relative_change(program, seen[0], rows)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
+        assert found[:, -1].min() > 0
 
 
 def test_comparing_an_arm_with_itself_gives_nothing(model: LlamaForCausalLM) -> None:

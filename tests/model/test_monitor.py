@@ -14,7 +14,8 @@ import adaattn_hf
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.eager import attention_weights
-from adaattn_hf.plans import monitor, store
+from adaattn_hf.plans import monitor, sampled, store
+from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, UnitRecord
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
@@ -36,13 +37,13 @@ def _model() -> LlamaForCausalLM:
     return model
 
 
-def _planned(p95: float, monitor: bool = True) -> LlamaForCausalLM:
+def _planned(p95: float, monitor: bool = True, choice: Choice = WINDOW) -> LlamaForCausalLM:
     model = _model()
     modules = dict(store.attention_modules(model, "llama"))
     plan = Plan(
         format=PLAN_FORMAT, model_type="llama", weight_hash="", dtype="float32", adaattn="0", torch="0",
         transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={}, lengths=(256,), verified=None,
-        layers=tuple(LayerPlan(i, store.weight_hash(m), (WINDOW, WINDOW)) for i, m in modules.items()),
+        layers=tuple(LayerPlan(i, store.weight_hash(m), (choice, choice)) for i, m in modules.items()),
         units=tuple(UnitRecord(i, h, 1e-4, 0.5, 1.0, p95 / 2, p95, p95**2) for i in modules for h in (0, 1)),
         tensors="",
     )  # fmt: skip
@@ -64,7 +65,7 @@ def test_a_quiet_plan_is_sampled_and_left_alone(caplog: pytest.LogCaptureFixture
     first, second = adaattn_hf.statistics(watched)
     assert (first["layer"], first["calls"], first["rows"]) == (0, 9, 9)
     assert first["tightened"] == second["tightened"] == []
-    assert all(0.0 < mass < 1.0 for mass in first["dropped_mass"])
+    assert all(0.0 < mass < 1.0 for mass in first["lost"])
     assert first["predicted_kl"] > 0.0
     assert not caplog.records
 
@@ -100,23 +101,117 @@ def test_decode_is_sampled_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @torch.no_grad()
-def test_padding_is_counted_and_not_sampled_batches_are_sampled_in_turn() -> None:
-    model = _planned(p95=0.9)
-    model(_tokens(batch=2))
-    assert adaattn_hf.statistics(model)[0]["rows"] == 1
-    mask = torch.ones(2, LENGTH, dtype=torch.long)
-    mask[1, :50] = 0
-    model(_tokens(batch=2), attention_mask=mask)
-    first = adaattn_hf.statistics(model)[0]
-    assert (first["calls"], first["rows"]) == (2, 1)
+@pytest.mark.parametrize("kind", ["batch", "padded left", "padded right", "packed", "padded decode"])
+def test_runs_of_batches_are_sampled_in_turn_as_if_they_were_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured of each run is what is measured of its tokens alone; padding and neighbours are not in it."""
+    monkeypatch.setattr(monitor, "STEP_SHARE", 1)
+    tokens = _tokens(batch=2)
+    runs = [tokens[:1], tokens[1:]]
+    inputs: dict[str, Any] = dict(input_ids=tokens)
+    if kind.startswith("padded"):
+        mask = torch.ones_like(tokens)
+        hidden = slice(None, 50) if kind != "padded right" else slice(-50, None)
+        mask[1, hidden] = 0
+        runs[1] = tokens[1:, 50:] if kind != "padded right" else tokens[1:, :-50]
+        inputs |= dict(attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    if kind == "packed":
+        positions = torch.cat([torch.arange(LENGTH), torch.arange(LENGTH)])[None]
+        inputs = dict(input_ids=tokens.reshape(1, -1), position_ids=positions, use_cache=False)
+    watched, alone = _planned(p95=0.9), _planned(p95=0.9)
+    for _ in range(2):
+        if kind == "padded decode":
+            cache = watched(**{k: v[:, :-1] for k, v in inputs.items()}).past_key_values
+            watched(tokens[:, -1:], attention_mask=inputs["attention_mask"], past_key_values=cache,
+                    position_ids=inputs["position_ids"][:, -1:])  # fmt: skip
+        else:
+            watched(**inputs)
+    for run in runs:
+        if kind == "padded decode":
+            cache = alone(run[:, :-1]).past_key_values
+            alone(run[:, -1:], past_key_values=cache)
+        else:
+            alone(run)
+    found, wanted = adaattn_hf.statistics(watched)[0], adaattn_hf.statistics(alone)[0]
+    assert found["rows"] == (4 if kind == "padded decode" else 2)
+    if kind == "padded decode":  # each way of a pass meets one of the runs
+        assert all(0.0 < mass < 1.0 for mass in found["lost"])
+    else:
+        torch.testing.assert_close(found["lost"], wanted["lost"], rtol=1e-4, atol=1e-6)
 
 
-def test_training_steps_are_counted_and_not_sampled() -> None:
-    model = _planned(p95=1e-4).train()
+@torch.no_grad()
+def test_holes_in_padding_are_counted_and_not_sampled() -> None:
+    model, mask = _planned(p95=1e-4), torch.ones(1, LENGTH, dtype=torch.long)
+    mask[0, 40:120:3] = 0
     for _ in range(monitor.LEAST_ROWS + 1):
-        model(_tokens(), labels=_tokens()).loss.backward()
+        model(_tokens(), attention_mask=mask)
     first = adaattn_hf.statistics(model)[0]
     assert (first["calls"], first["rows"], first["tightened"]) == (monitor.LEAST_ROWS + 1, 0, [])
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "repeated", "reentrant"])
+def test_training_steps_are_sampled_and_warned_of_and_keep_their_function(
+    checkpointing: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    loud, quiet = _planned(p95=1e-4).train(), _planned(p95=1e-4, monitor=False).train()
+    if checkpointing is not None:
+        for model in (loud, quiet):
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    steps = monitor.LEAST_ROWS + 1
+    for _ in range(steps):
+        for model in (loud, quiet):
+            model.zero_grad()
+            model(_tokens(), labels=_tokens(), use_cache=False).loss.backward()
+    first = adaattn_hf.statistics(loud)[0]
+    assert (first["calls"], first["rows"], first["loud"], first["tightened"]) == (steps, steps, [0, 1], [])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "training goes on" in caplog.text
+    for mine, its in zip(loud.parameters(), quiet.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad, its.grad, rtol=0, atol=0)
+    with torch.no_grad():
+        loud.eval()(_tokens())
+    assert adaattn_hf.statistics(loud)[0]["tightened"] == [0, 1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("p95", "tightened"), [(0.5, []), (1e-4, [0, 1]), (0.0, [])])
+def test_int8_is_watched_against_what_calibration_saw(p95: float, tightened: list[int]) -> None:
+    """Of a plan whose calibration saw no rounding (0) nothing can be said."""
+    model = _planned(p95=p95, choice=make_choice(precision="int8"))
+    for _ in range(monitor.LEAST_ROWS + 1):
+        last = model(_tokens()).logits
+    first = adaattn_hf.statistics(model)[0]
+    assert all(1e-4 < lost < 0.2 for lost in first["lost"])
+    assert first["tightened"] == tightened
+    assert torch.equal(last, _model()(_tokens()).logits) == bool(tightened)
+
+
+def test_outliers_change_int8_more_and_few_rows_not_at_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 96, 8, generator=generator) for heads in (4, 2, 2))
+    plan = LayerPlan(0, "", (make_choice(precision="int8"), make_choice("window", 32, 4)))
+    rows = torch.tensor([40, 63, 90])
+
+    def changed(key: torch.Tensor, start: int = 0, limit: int = 64) -> torch.Tensor:
+        program = Program(plan, LayerTensors(), limit)
+        structure = CallStructure(1, 96 - start, 96, causal=True, q_offset=start)
+        request = AttentionRequest(query[:, :, start:], key, value, structure, scaling=0.5)
+        return sampled.relative_change(program, request, torch.tensor([0]) if start else rows)
+
+    usual = changed(key)
+    assert 1e-4 < float(usual[0, :2].min()) < float(usual[0, :2].max()) < 0.05
+    assert float(usual[0, 2]) == 0.0  # beyond the plan's length
+    assert not usual[1].any()  # a window rounds nothing
+    outlier = key + torch.tensor([100.0, *[0.0] * 7])
+    assert bool((changed(outlier)[0, :2] > 3 * usual[0, :2]).all())
+    assert changed(outlier, start=80, limit=96)[0].all()
+    assert not changed(
+        outlier, start=81, limit=96
+    ).any()  # of few rows each is computed in the model's precision
 
 
 @torch.no_grad()
@@ -148,7 +243,7 @@ def test_dropped_mass_counts_what_the_call_counts(extra: str) -> None:
     request = AttentionRequest(query, key, value, structure, scaling=0.5, **extras[extra])
     program = adaattn_hf.plan_of(_planned(0.5)).layers[0]  # type: ignore[union-attr]
     rows = torch.tensor([3, 60, 95])
-    found = monitor.dropped_mass(Program(program, LayerTensors(), 256), request, rows)
+    found = sampled.dropped_mass(Program(program, LayerTensors(), 256), request, rows)
     weights = attention_weights(request)[0][:, rows]
     keys = torch.arange(96)
     far = (rows[:, None] - keys >= 32) & ((keys >= 4) | (extra == "window"))

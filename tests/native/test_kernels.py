@@ -18,7 +18,6 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.call import Rules
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
-from adaattn_hf.backends.native.monitor import dropped_mass
 from adaattn_hf.backends.native.rules import rules_of, with_extras
 from adaattn_hf.stats.noise import sqnr
 
@@ -226,11 +225,13 @@ def test_bfloat16_products_of_float32(level: str, q_len: int) -> None:
 
 @pytest.mark.parametrize("level", level_names())
 @pytest.mark.parametrize("q_len", [3, 130])
-def test_windows_per_head_and_dropped_mass(level: str, q_len: int) -> None:
+def test_windows_per_head_and_the_mass_that_log_sum_exps_tell(level: str, q_len: int) -> None:
     q = tensor(1, (1, 6, q_len, 32), torch.float32, 0)
     k, v = (tensor(i, (1, 3, 700, 32), torch.float32, 0) for i in (2, 3))
     windows, sinks = torch.tensor([50, -1, 9]), torch.tensor([4, 0, 0])
     base = Rules(causal=True, offset=700 - q_len)
+    _, all_lse = call.forward(q, k, v, 0.17, base, need_lse=True, need_out=False, level=LEVELS.index(level))
+    assert all_lse is not None
     rules = Rules(causal=True, offset=700 - q_len, head_windows=windows, head_sinks=sinks)
     out, lse = call.forward(q, k, v, 0.17, rules, need_lse=True, level=LEVELS.index(level))
     assert out is not None
@@ -253,7 +254,7 @@ def test_windows_per_head_and_dropped_mass(level: str, q_len: int) -> None:
         truth = reference.attention(asked)
         torch.testing.assert_close(out[:, :, part].double(), truth.out, atol=3e-6, rtol=0)
         kept = (full.weights[:, part] * structure.visible()).sum(-1)
-        lost = dropped_mass(q, k, lse, 0.17, base, level=LEVELS.index(level))[:, part]
+        lost = -torch.expm1(lse - all_lse)[:, part]
         torch.testing.assert_close(lost.double(), 1 - kept, atol=1e-5, rtol=0)
 
 

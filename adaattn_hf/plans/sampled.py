@@ -1,0 +1,133 @@
+"""What a plan costs a few rows of a call: the attention mass that it drops, and what operands change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..attention.heads import some_heads
+from ..attention.request import AttentionRequest
+from ..attention.segments import Segment
+from ..attention.structure import CallStructure
+from ..backends import select
+from . import execute
+from .choices import PRECISE_ROWS, Choice
+from .program import Program
+
+__all__ = ["dropped_mass", "one_run", "relative_change"]
+
+
+def one_run(request: AttentionRequest, turn: int) -> AttentionRequest | None:
+    """One run of queries and keys of a call, whole and plain, in turn; None where the mask is not made of runs."""
+    structure = request.structure
+    segments = None if structure.sinks and not structure.sinks_at_runs else structure.segments()
+    if not segments:
+        return None
+    run: Segment = segments[turn % len(segments)]
+    queries, keys = slice(run.q_start, run.q_start + run.q_len), slice(run.k_start, run.k_start + run.k_len)
+    row, bias = slice(run.row, run.row + 1), request.bias
+    if bias is not None:
+        bias = bias if bias.shape[0] == 1 else bias[row]
+        bias = bias if bias.shape[2] == 1 else bias[:, :, queries]
+        bias = bias if bias.shape[3] == 1 else bias[..., keys]
+    plain = CallStructure(
+        1, run.q_len, run.k_len, structure.causal, run.offset, structure.window, structure.sinks
+    )
+    return replace(
+        request,
+        query=request.query[row, :, queries],
+        key=request.key[row, :, keys],
+        value=request.value[row, :, keys],
+        structure=plain,
+        bias=bias,
+    )
+
+
+@torch.no_grad()
+def relative_change(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
+    """Returns how much rounded or projected operands change the output of a few rows, relative to its size.
+
+    Args:
+        program: The layer's plan.
+        request: A call with a batch of one and a plain structure.
+        rows: `[rows]` query rows.
+
+    Returns:
+        `[num_kv_heads, rows]`, the worst query head of each.
+    """
+    device, structure = request.query.device, request.structure
+    kv_heads, q_len, count = request.key.shape[1], request.query.shape[2], len(rows)
+    found = torch.zeros(kv_heads, count)
+    # a call of few rows is computed in the model's precision, and the sample of a long one must not pass for it
+    rows = rows.repeat(-(-PRECISE_ROWS // count)) if q_len >= PRECISE_ROWS > count else rows
+    visible = structure.visible_rows(rows, device)
+    for choice, heads in program.launches:
+        if not choice.operands:
+            continue
+        part = some_heads(request, heads)
+        bias = part.bias
+        part = replace(
+            part,
+            query=part.query[:, :, rows.to(device)],
+            structure=CallStructure(1, len(rows), structure.kv_len, mask=visible),
+            bias=bias if bias is None or bias.shape[2] == 1 else bias[:, :, rows.to(device)],
+        )
+        exact = select.attend(part).out[0].float()
+        changed = Choice(None, choice.operands).attend(part, heads, program.tensors, None).out[0].float()
+        ratio = (changed - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        worst = ratio[:count].T.view(len(heads), -1, count).amax(1)
+        found[list(heads)] = worst.cpu()
+    return found * _rows_of_plan(program, request, rows[:count])
+
+
+def _rows_of_plan(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
+    """One for each of these rows that the plan speaks for, zero for those beyond its lengths."""
+    within = execute.rows_within(request.structure, program.max_length, request.query.device)
+    if isinstance(within, Tensor):
+        return within[0, rows.to(within.device)].float().cpu()
+    return torch.full((len(rows),), float(within))
+
+
+@torch.no_grad()
+def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
+    """Returns the attention weight that the plan leaves out on a few rows, `[num_kv_heads, rows]`, the worst head.
+
+    Args:
+        program: The layer's plan.
+        request: A call with a batch of one and a plain structure.
+        rows: `[rows]` query rows.
+    """
+    device = request.query.device
+    structure = request.structure
+    kv_heads, kv_len = request.key.shape[1], request.key.shape[2]
+    group = request.query.shape[1] // kv_heads
+    rows = rows.to(device)
+    visible = structure.visible_rows(rows, device)[0, 0]
+    found = torch.zeros(kv_heads, len(rows))
+    for choice, heads in program.launches:
+        if choice.keys is None:
+            continue
+        part = some_heads(request, heads)
+        query = part.query[0].view(len(heads), group, -1, part.query.shape[-1])[:, :, rows]
+        kept = choice.keys.visible_rows(part, rows)
+        if len(kept) > 1:
+            kept = kept.view(len(heads), group, *kept.shape[1:])
+        # the heads of a group read the keys once: no copy of them, and no values at all
+        scores = (query.flatten(1, 2) @ part.key[0].mT).float().view(
+            *query.shape[:3], kv_len
+        ) * request.scaling
+        if request.softcap is not None:
+            scores = request.softcap * torch.tanh(scores / request.softcap)
+        if part.bias is not None:
+            bias = part.bias[0, :, rows].float()
+            scores = scores + (bias.view(len(heads), group, len(rows), kv_len) if len(bias) > 1 else bias)
+        full = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
+        less = scores.masked_fill(~kept, float("-inf")).logsumexp(-1)
+        if part.sink_logits is not None:
+            sinks = part.sink_logits.float().view(len(heads), group, 1)
+            full, less = torch.logaddexp(full, sinks), torch.logaddexp(less, sinks)
+        ratio = torch.where(torch.isfinite(full), less - full, torch.zeros_like(full)).clamp(max=0.0)
+        found[list(heads)] = (-torch.expm1(ratio)).amax(1).cpu()
+    return found * _rows_of_plan(program, request, rows)
