@@ -101,6 +101,7 @@ def explain(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     cache: str = "model",
+    streaming: bool = False,
     plan: Plan | None = None,
 ) -> Explanation:
     """What each attention layer of a model runs on and by what plan, found by a dry pass over a copy without weights.
@@ -111,6 +112,7 @@ def explain(
         device: Explain for this device type (`cpu`, `cuda`) instead of the model's own.
         dtype: Explain for this dtype instead of the model's own.
         cache: Explain for a cache that stores keys and values so; see `AdaAttnCache`.
+        streaming: Count the cache's bytes with the streaming heads of the plan; see `AdaAttnCache`.
         plan: Explain with this plan instead of the one that the model carries.
 
     Raises:
@@ -139,7 +141,12 @@ def explain(
     choices: list[LayerChoice] = []
     seen: set[tuple[str, str, CallSpec]] = set()
     kept: list[CacheMemory] = []
-    for phase, calls in _phases(ghost, inputs, cache, kept):
+    spans = None
+    if streaming:
+        from .cache.streaming import spans_of
+
+        spans = spans_of(model, plan)
+    for phase, calls in _phases(ghost, inputs, cache, kept, spans):
         for module, spec, forced in calls:
             spec = spec._replace(device=device)
             key = (layer_names.get(module, type(module).__name__), phase, spec)
@@ -169,7 +176,11 @@ def _in_words(layer: LayerPlan) -> str:
 
 
 def _phases(
-    ghost: PreTrainedModel, given: Mapping[str, torch.Tensor] | None, stored: str, kept: list[CacheMemory]
+    ghost: PreTrainedModel,
+    given: Mapping[str, torch.Tensor] | None,
+    stored: str,
+    kept: list[CacheMemory],
+    spans: Mapping[int, Any] | None,
 ) -> Iterator[tuple[str, list[tuple[nn.Module, CallSpec, str | None]]]]:
     """Calls of a prompt, of a padded batch and, for models that generate with a cache, of one decode step."""
     inputs = _inputs(ghost) if given is None else {name: value.to("meta") for name, value in given.items()}
@@ -190,7 +201,7 @@ def _phases(
         yield "padded", padded.calls
     if cached and getattr(out, "past_key_values", None) is not None:
         if isinstance(out.past_key_values, Cache):
-            kept.append(memory_of(out.past_key_values, stored))
+            kept.append(memory_of(out.past_key_values, stored, spans))
         step = Recorder(dry=True)
         with torch.no_grad(), recording(step):
             ghost(input_ids=inputs["input_ids"][:, :1], past_key_values=out.past_key_values, use_cache=True)

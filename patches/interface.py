@@ -95,16 +95,19 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal,
                 softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
             )  # fmt: skip
-        stored = None
-        if not isinstance(key, Tensor):  # `StoredTensor`, which a quantised cache hands on
+        stored = streams = None
+        if not isinstance(key, Tensor):  # `StoredTensor`, which caches hand on that keep no plain numbers
             carriers: tuple[Any, Any] = key, value
-            stored, key, value = carriers[0].record, carriers[0].codes, carriers[1].codes
+            stored, streams = carriers[0].record, carriers[0].streams
+            key, value = carriers[0].codes, carriers[1].codes
+        numbers = stored is None and streams is None
         extras = (
             dropout
             or softcap is not None
             or s_aux is not None
             or sinks is not None
             or position_bias is not None
+            or streams is not None
         )
         pass_mask = attention_mask if type(attention_mask) is StructuredMask else None
         if not (compiling or extras) and pass_mask is not None and (ready := pass_mask.ready) is not None:
@@ -120,7 +123,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 f"implementations differ, in {type(module).__name__}; pass a mask that holds the window"
             )
         out_dtype = query.dtype
-        if stored is None:
+        if numbers:
             query, key, value = _one_dtype(module, query, key, value)
         else:
             query, _, _ = _one_dtype(module, query, query, query)
@@ -147,7 +150,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             forced = settings_in(config).backend
         adapted = adapted or (not compiling and active_seats() is not None)
         wanted = (meant and bool(kwargs.get("output_attentions"))) or (not compiling and _collects_weights())
-        if not (compiling or opaque or adapted or wanted or extras) and bias is None and stored is None:
+        if not (compiling or opaque or adapted or wanted or extras) and bias is None and numbers:
             bare = _bare(structure, query, key, value, forced)
             if bare is not None:
                 if pass_mask is not None and _undisturbed(module, kwargs) and not loses_borders(config):
@@ -170,6 +173,11 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             bias,
             stored=stored,
         )
+        if streams is not None:
+            from .cache.streams import attend_streams  # loaded with the cache that needs it
+
+            out = attend_streams(module, request, streams, forced, wanted)
+            return (out if out.dtype is out_dtype else _restored(out, out_dtype)), None
         recorder = None if compiling else active_recorder()
         if recorder is not None:
             recorder.record(module, CallSpec.of(request), forced)

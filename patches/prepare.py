@@ -39,8 +39,8 @@ class PrepareError(ValueError):
 class _CacheHook:
     """Gives every call that starts an empty `DynamicCache` layers that grow in place and store as asked."""
 
-    def __init__(self, model: PreTrainedModel, stored: str) -> None:
-        self.stored = stored
+    def __init__(self, model: PreTrainedModel, stored: str, streaming: bool) -> None:
+        self.stored, self.streaming = stored, streaming
         self.signature = inspect.signature(type(model).forward)
         self.handle: RemovableHandle = model.register_forward_pre_hook(self, with_kwargs=True)
 
@@ -53,16 +53,20 @@ class _CacheHook:
             if module.config.is_encoder_decoder or not makes_cache(module, arguments, module.config):
                 return None
             config = module.config.get_text_config(decoder=True)
-            if self.stored == "model":
+            if self.stored == "model" and not self.streaming:
                 return (), {**arguments, "past_key_values": GrowingCache(config=config)}
-            return (), {**arguments, "past_key_values": self._converted(DynamicCache(config=config))}
+            return (), {**arguments, "past_key_values": self._converted(module, DynamicCache(config=config))}
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
         if type(cache) is DynamicCache and not holds_tokens(cache):
-            self._converted(cache)
+            self._converted(module, cache)
         return None
 
-    def _converted(self, cache: DynamicCache) -> Any:
+    def _converted(self, module: Any, cache: DynamicCache) -> Any:
+        if self.streaming:
+            from .cache.streaming import spans_of, stream
+
+            stream(cache, self.stored, spans_of(module))
         return grow_in_place(cache) if self.stored == "model" else store_in_place(cache, self.stored)
 
 
@@ -92,6 +96,7 @@ def prepare(
     unpad: bool = True,
     growing_cache: bool = True,
     cache: str = "model",
+    streaming: bool = False,
     on_padded: str = "run",
     fold_rank: bool = False,
 ) -> Model:
@@ -112,6 +117,7 @@ def prepare(
         growing_cache: Let caches grow in place.
         cache: What caches keep: `"model"` (numbers), or quantised, in place as well, `"int8"` or `"k8v4"`; see
             `AdaAttnCache`.
+        streaming: Heads to which the model's plan gives a window keep that in the cache; see `AdaAttnCache`.
         on_padded: `"run"` runs calls that need their padding with it; `"raise"` raises `PaddedCallError`.
         fold_rank: Fold the score ranks of the model's plan into its query and key projections, where no rotary
             embedding stands between (GPT-2, BERT). `restore` before saving: the weights are others meanwhile.
@@ -122,7 +128,8 @@ def prepare(
     Raises:
         PrepareError: `unpad` cannot be exact for this model, or its plan's ranks cannot be folded; says every
             reason. Nothing is changed then.
-        ValueError: Unknown `on_padded`, or a `cache` that this model cannot read.
+        ValueError: Unknown `on_padded`, a `cache` that this model cannot read, or `streaming` without a plan that has
+            windows.
     """
     if on_padded not in _ON_PADDED:
         raise ValueError(f"on_padded: got {on_padded!r}, expected one of {', '.join(_ON_PADDED)}")
@@ -138,13 +145,13 @@ def prepare(
             if fold_rank:
                 prepared.folding = _folded(one)
             caches = "past_key_values" in inspect.signature(type(one).forward).parameters
-            if cache != "model" and not (caches and has_cache(one.config)):
+            if (cache != "model" or streaming) and not (caches and has_cache(one.config)):
                 raise PrepareError(
                     f"cache: got {cache!r} for {type(one).__name__}, which keeps no keys and values"
                 )
-            check_stored(one, cache)
-            if caches and (growing_cache or cache != "model"):
-                prepared.growing = _CacheHook(one, cache)
+            check_stored(one, cache, streaming)
+            if caches and (growing_cache or cache != "model" or streaming):
+                prepared.growing = _CacheHook(one, cache, streaming)
             if unpad:
                 prepared.unpadding = _unpadded(one, on_padded)
                 if any(one is module for module in called_directly(model)):

@@ -54,6 +54,7 @@ class Program:
     max_length: int
     handle: int = field(default_factory=itertools.count().__next__, init=False, repr=False)
     _requests: dict[bool, Requests] = field(default_factory=dict, init=False, repr=False)
+    _parts: dict[tuple[tuple[int, ...], bool], Program] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Traced graphs name a program by its handle."""
@@ -82,6 +83,17 @@ class Program:
             )
         choices = tuple(choice.over_stored() or EXACT for choice in self.plan.choices)
         return Program(replace(self.plan, choices=choices), self.tensors, self.max_length)
+
+    def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> Program:
+        """The program of some key/value heads; with `all_keys` they read every key that they are given."""
+        known = self._parts.get((heads, all_keys))
+        if known is None:
+            choices = tuple(self.plan.choices[head] for head in heads)
+            if all_keys:
+                choices = tuple(Choice(None, choice.operands) for choice in choices)
+            plan, tensors = replace(self.plan, choices=choices), self.tensors.of_heads(heads)
+            known = self._parts[heads, all_keys] = Program(plan, tensors, self.max_length)
+        return known
 
     @cached_property
     def has_gradient(self) -> bool:

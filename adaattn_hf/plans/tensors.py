@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -25,3 +25,12 @@ class LayerTensors:
     query_basis: Mapping[int, Tensor] = field(default_factory=dict)
     key_basis: Mapping[int, Tensor] = field(default_factory=dict)
     folded: bool = False
+
+    def of_heads(self, heads: Sequence[int]) -> LayerTensors:
+        """The tensors of some key/value heads."""
+        return LayerTensors(
+            None if self.key_mean is None else self.key_mean[list(heads)],
+            {place: self.query_basis[head] for place, head in enumerate(heads) if head in self.query_basis},
+            {place: self.key_basis[head] for place, head in enumerate(heads) if head in self.key_basis},
+            self.folded,
+        )

@@ -26,7 +26,10 @@ class StoredTensor:
 
     ndim = 4
 
-    def __init__(self, codes: Tensor, record: StoredKV, head_dim: int, dtype: torch.dtype) -> None:
+    streams: Any = None
+    """The layer that holds the tokens by groups of heads, where they are not one tensor."""
+
+    def __init__(self, codes: Tensor, record: StoredKV | None, head_dim: int, dtype: torch.dtype) -> None:
         """`codes` as in a request that has `record`; `dtype` is that of the model's own keys."""
         self.codes = codes
         self.record = record

@@ -34,13 +34,17 @@ def save_cache(cache: AdaAttnCache, path: str | Path) -> Path:
     held: list[Any] = list(cache.layers)
     for index, layer in enumerate(held):
         layers.append(
-            {"length": layer.get_seq_length(), "window": getattr(layer, "sliding_window", None)}
+            {
+                "length": layer.get_seq_length(),
+                "window": getattr(layer, "sliding_window", None),
+                "spans": getattr(layer, "spans", None),
+            }
             if layer.is_initialized
             else {}
         )
         for name, tensor in _held(cache, layer).items():
             tensors[f"{index}.{name}"] = tensor.detach().cpu().contiguous()
-    about = {"version": _VERSION, "stored": cache.stored, "layers": layers}
+    about = {"version": _VERSION, "stored": cache.stored, "streaming": cache.streaming, "layers": layers}
     write_atomically(Path(path), save(tensors, {_KEY: json.dumps(about)}))
     return Path(path)
 
@@ -63,7 +67,7 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
                 f"path: {path} holds no cache of this version, expected a file written by save_cache"
             )
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    cache = AdaAttnCache(model, about["stored"], **room)
+    cache = AdaAttnCache(model, about["stored"], streaming=about.get("streaming", False), **room)
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
     saved = [layer.get("window") for layer in about["layers"]]
@@ -75,6 +79,12 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
             f"{type(model).__name__}: {count} with windows {sorted({w for w in windows if w})}"
         )
     for index, layer_about in enumerate(about["layers"]):
+        own: Any = getattr(cache.layers[index], "spans", None) if index < len(cache.layers) else None
+        if layer_about and json.loads(json.dumps(own)) != layer_about.get("spans"):
+            raise ValueError(
+                f"path: {path} was written under a plan with other windows in layer {index}, expected "
+                f"{own} for its heads; load the model with the plan that the cache was made with"
+            )
         if layer_about:
             prefix = f"{index}."
             held = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
@@ -85,9 +95,10 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
 def _held(cache: AdaAttnCache, layer: Any) -> dict[str, Tensor]:
     if not layer.is_initialized:
         return {}
-    if cache.stored == "model":
+    if cache.stored == "model" and not hasattr(layer, "spans"):
         return {"keys": layer.keys, "values": layer.values}
-    return layer.tokens.held()  # type: ignore[no-any-return]
+    held: dict[str, Tensor] = (layer if hasattr(layer, "spans") else layer.tokens).held()
+    return held
 
 
 def _fill(cache: AdaAttnCache, index: int, held: dict[str, Tensor], length: int, dtype: torch.dtype) -> None:
@@ -96,7 +107,9 @@ def _fill(cache: AdaAttnCache, index: int, held: dict[str, Tensor], length: int,
         made: Any = cache.layer_class_to_replicate
         cache.layers.append(made())
     layer: Any = cache.layers[index]
-    if cache.stored == "model":
+    if hasattr(layer, "spans"):
+        layer.take(held, length, dtype)
+    elif cache.stored == "model":
         with torch.no_grad():
             layer.update(held["keys"], held["values"])
     else:

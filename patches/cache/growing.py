@@ -27,13 +27,16 @@ class GrowingTensor:
     write over it.
     """
 
-    def __init__(self, like: Tensor, *, reserve: int = 0, growth: float = GROWTH) -> None:
+    def __init__(
+        self, like: Tensor, *, reserve: int = 0, growth: float = GROWTH, most: int | None = None
+    ) -> None:
         """Empty, with room for `reserve` tokens.
 
         Args:
             like: `[batch, heads, any, head_dim]`; gives the other extents, the dtype and the device.
             reserve: Tokens for which room is made at once.
             growth: Factor on the length when room is made; larger than 1.
+            most: Tokens that will ever be held; no more room is made.
 
         Raises:
             ValueError: `growth` is not larger than 1, or `reserve` is negative.
@@ -44,6 +47,7 @@ class GrowingTensor:
             raise ValueError(f"reserve: got {reserve}, expected a number of tokens, 0 or more")
         self.reserve = reserve
         self.growth = growth
+        self.most = most
         self._start = 0
         self._stop = 0
         self._room = _room(like, like.shape[0], reserve)
@@ -91,6 +95,7 @@ class GrowingTensor:
             self._room[:, :, :length] = past
         else:
             size = max(self.reserve, BLOCK * math.ceil(needed * self.growth / BLOCK))
+            size = size if self.most is None else min(size, max(self.most, needed))
             room = _room(self._room, self._room.shape[0], size)
             room[:, :, :length] = past
             self._room = room

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import Cache
+
+if TYPE_CHECKING:
+    from .streaming import Spans
 
 __all__ = ["CacheMemory", "memory_of"]
 
@@ -16,14 +20,16 @@ class CacheMemory:
 
     Attributes:
         stored: What it keeps, one of `CACHES`.
-        layers: Of each layer that keeps keys and values: bytes per token, the same in the model's dtype, and the
-            tokens that it keeps at most, None for all.
+        layers: Of each layer that keeps keys and values, or of its heads that keep as many tokens: bytes per token,
+            the same in the model's dtype, and the tokens kept at most, None for all.
         per_sequence: Bytes that belong to a sequence as a whole (means and first keys, in fp32).
     """
 
     stored: str
     layers: tuple[tuple[int, int, int | None], ...]
     per_sequence: int
+    streaming: tuple[int, int] = (0, 0)
+    """How many key/value heads keep a window by the model's plan, of how many."""
 
     @property
     def per_token(self) -> int:
@@ -48,24 +54,40 @@ class CacheMemory:
             else f"as {self.stored}, {self.smaller:.2f} times less"
         )
         beside = f", {self.per_sequence:,} per sequence beside them" if self.per_sequence else ""
-        return f"{self.per_token:,} bytes per token {kept}{beside}"
+        some, heads = self.streaming
+        streams = f"; {some} of {heads} key/value heads are streaming, and keep a window" if some else ""
+        return f"{self.per_token:,} bytes per token {kept}{beside}{streams}"
 
 
-def memory_of(cache: Cache, stored: str) -> CacheMemory:
-    """The bytes of a cache that has seen a prompt, on whatever device (`meta`, too)."""
+def memory_of(cache: Cache, stored: str, spans: Mapping[int, Spans] | None = None) -> CacheMemory:
+    """The bytes of a cache that has seen a prompt, on whatever device (`meta`, too).
+
+    Args:
+        cache: Keeps every head's tokens.
+        stored: How.
+        spans: Of layers whose heads shall stream, what each of them keeps.
+    """
+    streams = [span for own in (spans or {}).values() for span in own]
     layers: list[tuple[int, int, int | None]] = []
     per_sequence = 0
     held: list[Any] = list(cache.layers)
-    for layer in held:
+    for index, layer in enumerate(held):
         if getattr(layer, "keys", None) is None:
             continue
         plain = sum(t.shape[1] * t.shape[3] * layer.dtype.itemsize for t in (layer.keys, layer.values))
         window = getattr(layer, "sliding_window", None)
         most = None if window is None else window - 1
         tokens = getattr(layer, "tokens", None)
+        own = plain if tokens is None else tokens.per_token
+        kept = (spans or {}).get(index) if window is None else None
+        heads = layer.keys.shape[1]
+        layers += (
+            [(own, plain, most)]
+            if kept is None
+            else [(own // heads, plain // heads, None if span is None else sum(span)) for span in kept]
+        )
         if tokens is None:
-            layers.append((plain, plain, most))
             continue
-        layers.append((tokens.per_token, plain, most))
         per_sequence += 2 * 4 * layer.keys.shape[1] * layer.keys.shape[3]
-    return CacheMemory(stored, tuple(layers), per_sequence)
+    windowed = (sum(span is not None for span in streams), len(streams))
+    return CacheMemory(stored, tuple(layers), per_sequence, windowed)

@@ -203,15 +203,16 @@ def _check_channels(stored: str, head_dim: int) -> None:
         )
 
 
-def check_stored(model: PreTrainedModel, stored: str) -> None:
+def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -> None:
     """Whether a model can read a cache that is kept so.
 
     Raises:
-        ValueError: Unknown format, a model of another attention implementation, or an encoder-decoder.
+        ValueError: Unknown format, a model of another attention implementation, an encoder-decoder, or streaming heads
+            without a plan that has windows.
     """
     if stored not in CACHES:
         raise ValueError(f"cache: got {stored!r}, expected one of {', '.join(CACHES)}")
-    if stored == "model":
+    if stored == "model" and not streaming:
         return
     config = model.config.get_text_config(decoder=True)
     _check_channels(
@@ -230,6 +231,10 @@ def check_stored(model: PreTrainedModel, stored: str) -> None:
             f"cache: got {stored!r} for the encoder-decoder {type(model).__name__}, expected a decoder; "
             'use cache="model"'
         )
+    if streaming:
+        from .streaming import spans_of
+
+        spans_of(model)
 
 
 def store_in_place(
@@ -258,6 +263,8 @@ def _storing(layer: Any, stored: str, reserve: int, growth: float, max_cache_len
         made = StoredSlidingLayer(stored, layer.sliding_window, growth)
         made.record_past = layer.record_past
         return made
+    if getattr(layer, "spans", None) is not None:
+        return layer
     raise ValueError(
         f"cache: got {stored!r} for a model with a {type(layer).__name__}, expected layers of full or sliding "
         'attention; use cache="model"'
@@ -275,6 +282,7 @@ class AdaAttnCache(DynamicCache):
         reserve: int = 0,
         max_cache_len: int | None = None,
         growth: float = GROWTH,
+        streaming: bool = False,
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
     ) -> None:
@@ -287,18 +295,25 @@ class AdaAttnCache(DynamicCache):
             reserve: Tokens for which room is made at once in layers that keep everything.
             max_cache_len: The same, and more is refused: memory is what it was at the first token.
             growth: Factor on the length when room is made.
+            streaming: Heads to which the model's plan gives a window keep its first and last tokens alone, for
+                sequences up to the length that the plan speaks for.
             offloading: As in `DynamicCache`.
             offload_only_non_sliding: As in `DynamicCache`.
 
         Raises:
-            ValueError: The model cannot read such a cache, or `max_cache_len` is asked of numbers.
+            ValueError: The model cannot read such a cache, `max_cache_len` is asked of numbers, or `streaming` of a
+                model whose plan has no windows.
         """
-        check_stored(model, stored)
+        check_stored(model, stored, streaming)
         config = model.config.get_text_config(decoder=True)
         super().__init__(
             config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
         )
-        self.stored = stored
+        self.stored, self.streaming = stored, streaming
+        if streaming:
+            from .streaming import spans_of, stream
+
+            stream(self, stored, spans_of(model), reserve=reserve, growth=growth, max_cache_len=max_cache_len)
         if stored != "model":
             store_in_place(self, stored, reserve=reserve, growth=growth, max_cache_len=max_cache_len)
             return

@@ -1,6 +1,8 @@
-"""The tokens of one layer as a quantised cache keeps them: codes, scales, and what belongs to a sequence as a whole."""
+"""The tokens of some heads as a cache keeps them: numbers, or codes, their scales and what belongs to a sequence."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from adaattn_hf.backends.native.storing import write
 from .carrier import StoredTensor
 from .growing import GROWTH, GrowingTensor
 
-__all__ = ["SMOOTHED", "StoredTokens", "value_width"]
+__all__ = ["SMOOTHED", "StoredTokens", "Tokens", "value_width"]
 
 SMOOTHED = 16
 """Tokens of a sequence from which the mean of its keys is taken; before so many are there nothing is taken off."""
@@ -25,52 +27,148 @@ def value_width(stored: str, head_dim: int) -> tuple[torch.dtype, int]:
     return (torch.uint8, head_dim // 2) if stored == "k8v4" else (torch.int8, head_dim)
 
 
-class StoredTokens:
-    """Codes and scales `[batch, num_kv_heads, length, …]` that grow in place."""
+class Tokens:
+    """Keys and values `[batch, num_kv_heads, length, head_dim]` in the model's dtype that grow in place."""
+
+    names: tuple[str, ...] = ("keys", "values")
 
     def __init__(
-        self, keys: Tensor, values: Tensor, stored: str, reserve: int = 0, growth: float = GROWTH
+        self,
+        keys: Tensor,
+        values: Tensor,
+        reserve: int = 0,
+        growth: float = GROWTH,
+        most: int | None = None,
     ) -> None:
         """Empty, for tokens shaped like these `[batch, num_kv_heads, any, head_dim]`.
 
         Args:
             keys, values: Give extents, dtype and device.
-            stored: One of `adaattn_hf.attention.stored.FORMATS`.
-            reserve, growth: As in `GrowingTensor`.
+            reserve, growth, most: As in `GrowingTensor`.
         """
         batch, heads = keys.shape[:2]
-        width, self.dim_v = keys.shape[3], values.shape[3]
-        code, value_bytes = value_width(stored, self.dim_v)
-        extents = ((torch.int8, width), (torch.uint8, 1), (code, value_bytes), (torch.uint8, 1))
-        self.dtype = keys.dtype
+        self.dtype, self.dim_v = keys.dtype, values.shape[3]
         self.parts = tuple(
             GrowingTensor(
                 torch.empty((batch, heads, 0, size), dtype=dtype, device=keys.device),
                 reserve=reserve,
                 growth=growth,
+                most=most,
             )
-            for dtype, size in extents
+            for dtype, size in self._extents(keys, values)
         )
-        self.mean: Tensor | None = None
-        self.first: Tensor | None = None
+
+    def _extents(self, keys: Tensor, values: Tensor) -> tuple[tuple[torch.dtype, int], ...]:
+        """Dtype and elements per token of each part."""
+        return (keys.dtype, keys.shape[3]), (values.dtype, values.shape[3])
 
     def __len__(self) -> int:
         """Tokens held."""
         return len(self.parts[0])
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Round `[batch, num_kv_heads, n, head_dim]` and write them behind what is there."""
+    def append(self, keys: Tensor, values: Tensor, begun: bool = False) -> None:
+        """Write `[batch, num_kv_heads, n, head_dim]` behind what is there; `begun`: `begin` has seen them."""
+        if keys.shape[2]:
+            if not begun:
+                self.begin(keys)
+            self.write(keys, values, [part.extend(keys.shape[2]) for part in self.parts])
+
+    def begin(self, keys: Tensor) -> None:
+        """Take note of keys that come next, before they are written."""
+
+    def write(self, keys: Tensor, values: Tensor, room: Sequence[Tensor]) -> None:
+        """Write tokens into room for each part, `[batch, num_kv_heads, n, …]`."""
+        room[0].copy_(keys)
+        room[1].copy_(values)
+
+    def views(self) -> list[Tensor]:
+        """The parts of all tokens held, which share the storage."""
+        return [part.view() for part in self.parts]
+
+    def read(self, parts: Sequence[Tensor], first: bool = True) -> tuple[Tensor, Tensor, StoredKV | None]:
+        """Keys, values and what turns them into numbers; `first`: the sequence's first key is the first of them."""
+        return parts[0], parts[1], None
+
+    def renew_first(self, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
+        """Sequences `rows` have another first key now, parts `[rows, num_kv_heads, …]`; without any all lose theirs."""
+
+    def held(self) -> dict[str, Tensor]:
+        """Everything that the tokens are, by name; `take` of empty tokens is the way back."""
+        return dict(zip(self.names, self.views(), strict=True))
+
+    def take(self, held: dict[str, Tensor]) -> None:
+        """Become what `held` says."""
+        for name, part in zip(self.names, self.parts, strict=True):
+            part.append(held[name])
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens."""
+        for part in self.parts:
+            part.crop(count)
+
+    def select(self, rows: Tensor) -> None:
+        """Make batch row `i` what row `rows[i]` was."""
+        for part in self.parts:
+            part.select(rows)
+
+    def repeat(self, times: int) -> None:
+        """Repeat each batch row."""
+        for part in self.parts:
+            part.repeat(times)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to a device."""
+        for part in self.parts:
+            part.to(device)
+
+    @property
+    def per_token(self) -> int:
+        """Bytes of a token of one sequence."""
+        return sum(part.per_token for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the room, of tokens and of what belongs to the sequences."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class StoredTokens(Tokens):
+    """Codes and scales `[batch, num_kv_heads, length, …]` that grow in place."""
+
+    names = PARTS
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        stored: str,
+        reserve: int = 0,
+        growth: float = GROWTH,
+        most: int | None = None,
+    ) -> None:
+        """As `Tokens`; `stored` is one of `adaattn_hf.attention.stored.FORMATS`."""
+        self._stored = stored
+        super().__init__(keys, values, reserve, growth, most)
+        self.mean: Tensor | None = None
+        self.first: Tensor | None = None
+
+    def _extents(self, keys: Tensor, values: Tensor) -> tuple[tuple[torch.dtype, int], ...]:
+        code = value_width(self._stored, values.shape[3])
+        return (torch.int8, keys.shape[3]), (torch.uint8, 1), code, (torch.uint8, 1)
+
+    def begin(self, keys: Tensor) -> None:
+        """Keep a sequence's first key, and take the mean of its keys once there are enough."""
         length, count = len(self), keys.shape[2]
-        if not count:
-            return
         if not length:
             self.first = keys[:, :, 0].float().contiguous()
             self.mean = self._mean_of(keys.float()) if count >= SMOOTHED else None
         elif self.mean is None and length + count >= SMOOTHED:
             self._smooth(keys)
-        key_codes, key_scale, value_codes, value_scale = (part.extend(count) for part in self.parts)
-        write(keys, key_codes, key_scale[..., 0], mean=self.mean)
-        write(values, value_codes, value_scale[..., 0])
+
+    def write(self, keys: Tensor, values: Tensor, room: Sequence[Tensor]) -> None:
+        """Round tokens into room for each part."""
+        write(keys, room[0], room[1][..., 0], mean=self.mean)
+        write(values, room[2], room[3][..., 0])
 
     @staticmethod
     def _mean_of(keys: Tensor) -> Tensor:
@@ -79,38 +177,50 @@ class StoredTokens:
 
     def _smooth(self, more: Tensor) -> None:
         """Take the mean, now that there are keys enough, and round the few that were there anew."""
-        there = self.record().keys(self.parts[0].view(), torch.float32)
+        views = self.views()
+        there = self.record(views).keys(views[0], torch.float32)
         self.mean = self._mean_of(torch.cat([there, more.float()], dim=2))
-        write(there, self.parts[0].view(), self.parts[1].view()[..., 0], mean=self.mean)
+        write(there, views[0], views[1][..., 0], mean=self.mean)
 
-    def record(self, last: int | None = None) -> StoredKV:
-        """What turns the codes, or those of the `last` tokens, into numbers."""
-        first = self.first if last is None or last >= len(self) else None
-        return StoredKV(self.parts[1].view(last)[..., 0], self.parts[3].view(last)[..., 0], self.mean, first)
+    def record(self, parts: Sequence[Tensor], first: bool = True) -> StoredKV:
+        """What turns these parts into numbers."""
+        return StoredKV(parts[1][..., 0], parts[3][..., 0], self.mean, self.first if first else None)
+
+    def read(self, parts: Sequence[Tensor], first: bool = True) -> tuple[Tensor, Tensor, StoredKV | None]:
+        """Codes of keys and of values, and what turns them into numbers."""
+        return parts[0], parts[2], self.record(parts, first)
+
+    def renew_first(self, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
+        """What stands for the first key of sequences `rows` is what its codes say; without any there is none."""
+        if not parts:
+            self.first = None
+        elif self.first is not None and rows:
+            mean = None if self.mean is None else self.mean[list(rows)]
+            record = StoredKV(parts[1], parts[3], mean)
+            self.first = self.first.index_put(
+                (torch.tensor(rows, device=self.first.device),),
+                record.keys(parts[0][:, :, None], torch.float32)[:, :, 0],
+            )
 
     def carriers(self, last: int | None = None) -> tuple[StoredTensor, StoredTensor]:
         """All keys and all values, or the `last` ones, as attention reads them."""
-        record, keys = self.record(last), self.parts[0].view(last)
+        views = [part.view(last) for part in self.parts]
+        record = self.record(views, last is None or last >= len(self))
         return (
-            StoredTensor(keys, record, keys.shape[3], self.dtype),
-            StoredTensor(self.parts[2].view(last), record, self.dim_v, self.dtype),
+            StoredTensor(views[0], record, views[0].shape[3], self.dtype),
+            StoredTensor(views[2], record, self.dim_v, self.dtype),
         )
 
     def held(self) -> dict[str, Tensor]:
         """Everything that the tokens are, by name; `take` of empty tokens is the way back."""
-        named = dict(zip(PARTS, (part.view() for part in self.parts), strict=True))
-        return named | {k: t for k, t in (("mean", self.mean), ("first", self.first)) if t is not None}
+        return super().held() | {
+            k: t for k, t in (("mean", self.mean), ("first", self.first)) if t is not None
+        }
 
     def take(self, held: dict[str, Tensor]) -> None:
         """Become what `held` says."""
-        for name, part in zip(PARTS, self.parts, strict=True):
-            part.append(held[name])
+        super().take(held)
         self.mean, self.first = held.get("mean"), held.get("first")
-
-    def crop(self, count: int) -> None:
-        """Forget the last `count` tokens."""
-        for part in self.parts:
-            part.crop(count)
 
     def drop_front(self, keep: int) -> None:
         """Forget all but the last `keep` tokens, and give back room that a long prompt took."""
@@ -122,32 +232,22 @@ class StoredTokens:
 
     def select(self, rows: Tensor) -> None:
         """Make batch row `i` what row `rows[i]` was."""
-        for part in self.parts:
-            part.select(rows)
+        super().select(rows)
         self.mean, self.first = (None if t is None else t[rows.to(t.device)] for t in (self.mean, self.first))
 
     def repeat(self, times: int) -> None:
         """Repeat each batch row."""
-        for part in self.parts:
-            part.repeat(times)
+        super().repeat(times)
         self.mean, self.first = (
             None if t is None else t.repeat_interleave(times, dim=0) for t in (self.mean, self.first)
         )
 
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device."""
-        for part in self.parts:
-            part.to(device)
+        super().to(device)
         self.mean, self.first = (None if t is None else t.to(device) for t in (self.mean, self.first))
-
-    @property
-    def per_token(self) -> int:
-        """Bytes of a token of one sequence."""
-        return sum(part.per_token for part in self.parts)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the room, of tokens and of what belongs to the sequences."""
-        return sum(part.nbytes for part in self.parts) + sum(
-            t.nbytes for t in (self.mean, self.first) if t is not None
-        )
+        return super().nbytes + sum(t.nbytes for t in (self.mean, self.first) if t is not None)

@@ -113,6 +113,12 @@ class Choice:
             return max(stop - first, 0)
         return self.rows_with_fewer_keys(first, stop, kv_len, causal)
 
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """Window and sinks beyond which a causal head reads no key, None where it may read any."""
+        rule = self.head_rule(few=True) or {}
+        return (rule["window"], rule["sinks"]) if rule.get("window") else None
+
     def beside_window(self, window: int | None) -> Choice:
         """The choice without what changes nothing in layers that have such a window of their own."""
         if window is None or self.keys is None or not self.keys.idle_beside(window):

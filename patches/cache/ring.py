@@ -1,0 +1,181 @@
+"""Tokens of heads that see a window: the first of each sequence, and the last in a ring.
+
+A token at position `p` lies at slot `p` until `sinks + window` slots are taken, then at `sinks + (p - sinks) % window`.
+Rotary embeddings are applied before keys are stored, so that their order among the slots changes nothing. Sinks of a
+row that begins behind padding are saved to slots `p % sinks` when the ring is about to forget them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adaattn_hf.attention.stored import StoredKV
+from adaattn_hf.attention.structure import CallStructure
+
+from .tokens import Tokens
+
+__all__ = ["Read", "Ring", "starts_of", "structure_of"]
+
+Read = tuple[Tensor, Tensor, "StoredKV | None"]
+"""Keys, values and what turns them into numbers, as a call reads them."""
+
+
+class Ring:
+    """`sinks + window` slots for the key/value heads of a layer that have this window."""
+
+    def __init__(self, tokens: Tokens, window: int, sinks: int) -> None:
+        """Empty, as `tokens` is, which makes room for `sinks + window` tokens and no more."""
+        self.tokens, self.window, self.sinks = tokens, window, sinks
+        self.count = 0
+        """Tokens that came, those that are gone counted."""
+
+    @property
+    def whole(self) -> bool:
+        """Nothing is gone."""
+        return self.count <= self.sinks + self.window
+
+    def append(self, keys: Tensor, values: Tensor, starts: Sequence[int]) -> Read:
+        """Write `[batch, heads, n, head_dim]`; returns keys, values and record as the call of these tokens reads them.
+
+        One token reads all slots as they lie; more read the sinks, the ring from its oldest token on, and themselves.
+
+        Args:
+            keys, values: The tokens.
+            starts: Position of the first token of each sequence.
+        """
+        tokens, count, past = self.tokens, keys.shape[2], self.count
+        tokens.begin(keys)
+        self.count += count
+        if self.whole:
+            tokens.append(keys, values, begun=True)
+            return tokens.read(tokens.views())
+        sinks, window = self.sinks, self.window
+        if count == 1:
+            for part in tokens.parts:
+                part.extend(0)  # room that was made in inference mode is made anew outside of it
+            views = tokens.views()
+            at = sinks + (past - sinks) % window
+            self._save(views, range(past - window, past - window + 1), past - window - at, starts)
+            tokens.write(keys, values, [view[:, :, at : at + 1] for view in views])
+            return tokens.read(views, first=sinks > 0)
+        past_line = [view[:, :, _line(past, window, sinks, view.device)] for view in tokens.views()]
+        new = [part.new_empty((*part.shape[:2], count, part.shape[3])) for part in past_line]
+        tokens.write(keys, values, new)
+        line = [torch.cat(pair, dim=2) for pair in zip(past_line, new, strict=True)]
+        oldest = max(sinks, past - window)
+        for part in tokens.parts:
+            part.extend(sinks + window - len(part))
+        views = tokens.views()
+        kept = _slots(self.count, window, sinks, views[0].device)
+        kept[sinks:] -= oldest - sinks
+        for view, whole in zip(views, line, strict=True):
+            view.copy_(whole[:, :, kept])
+        read = tokens.read(
+            line, first=sinks > 0 or oldest == 0
+        )  # what is saved below is not in its slot here
+        self._save(views, range(oldest, self.count - window), oldest - sinks, starts, line)
+        return read
+
+    def _save(
+        self,
+        views: list[Tensor],
+        gone: range,
+        shift: int,
+        starts: Sequence[int],
+        source: list[Tensor] | None = None,
+    ) -> None:
+        """Copy the tokens at positions `gone`, at `position - shift` of the source, that are sinks of their row."""
+        if self.sinks == 0:
+            self.tokens.renew_first([], [])
+        found = [
+            (row, position)
+            for row, start in enumerate(starts)
+            if start
+            for position in range(max(start, gone.start), min(start + self.sinks, gone.stop))
+        ]
+        if not found:
+            return
+        rows, places = torch.tensor(found, device=views[0].device).unbind(1)
+        moved = [part[rows, :, places - shift] for part in source or views]
+        for view, part in zip(views, moved, strict=True):
+            view[rows, :, places % self.sinks] = part
+        head = (places % self.sinks == 0).nonzero().flatten()
+        self.tokens.renew_first(rows[head].tolist(), [part[head] for part in moved])
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens; see `whole`."""
+        self.tokens.crop(count)
+        self.count -= count
+
+
+def _slots(total: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
+    """Position of the token in each slot after `total` tokens."""
+    slots = torch.arange(min(total, sinks + window), device=device)
+    return torch.where(
+        slots < sinks, slots, slots + (total - 1 - slots).div(window, rounding_mode="floor") * window
+    )
+
+
+def _line(past: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
+    """Slots of the sinks and of the ring from its oldest token on."""
+    oldest = max(sinks, past - window)
+    ring = torch.arange(oldest, max(oldest, past), device=device)
+    return torch.cat([torch.arange(min(past, sinks), device=device), sinks + (ring - sinks) % window])
+
+
+def starts_of(structure: CallStructure) -> tuple[int, ...]:
+    """Position of the first real token of each row, `kv_len` where there is none yet."""
+
+    def find() -> tuple[int, ...]:
+        real = structure.padding_on_host()
+        if real is None:
+            return (0,) * structure.batch
+        first = torch.where(real.any(1), real.int().argmax(1), structure.kv_len)
+        return tuple(first.expand(structure.batch).tolist())
+
+    return structure.cached("ring starts", find)
+
+
+def structure_of(structure: CallStructure, window: int, sinks: int) -> CallStructure:
+    """What a call sees of the keys that `Ring.append` hands to it: those that a full cache's call sees in the window.
+
+    Args:
+        structure: Of the call over a full cache: causal, perhaps with padding.
+        window, sinks: Of the heads.
+    """
+    return structure.cached(("ring", window, sinks), lambda: _find_structure(structure, window, sinks))
+
+
+def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallStructure:
+    batch, count, total = structure.batch, structure.q_len, structure.kv_len
+    past = total - count
+    if total <= sinks + window:
+        return structure.with_changes(window=window, sinks=sinks) if count > 1 else structure
+    line = torch.arange(min(past, sinks) + min(max(past - sinks, 0), window) + count)
+    held = _slots(total, window, sinks, "cpu") if count == 1 else line
+    plain = CallStructure(batch, count, len(held), causal=True, q_offset=len(held) - count)
+    if count > 1:
+        plain = plain.with_changes(window=window, sinks=sinks)
+    real = structure.padding_on_host()
+    if real is None or structure.key_padding is None:
+        return plain
+    start = torch.tensor(starts_of(structure))[:, None]
+    oldest = total - window if count == 1 else max(sinks, past - window)
+    if count > 1:
+        held = torch.where(line < sinks, line, line + oldest - sinks)
+    at = held[None].expand(batch, -1)
+    if sinks:
+        sink = start + (held - start) % sinks
+        at = torch.where(held < sinks, torch.where(sink < oldest, sink, -1), at)
+    rows = torch.arange(past, total)[None, :, None]
+    there = (at >= 0) & real.expand(batch, -1).gather(1, at.clamp(0, total - 1))
+    if bool(there.all()):
+        return plain
+    near = (at[:, None] > rows - window) | (at - start < sinks)[:, None]
+    seen = there[:, None] & (at[:, None] <= rows) & near
+    if structure.pads_queries:
+        seen &= real.expand(batch, -1)[:, past:, None]
+    return CallStructure(batch, count, len(held), mask=seen[:, None].to(structure.key_padding.device))

@@ -1,0 +1,321 @@
+"""A cache layer whose heads keep what their plan has them read: some a window and the first tokens, the others all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from adaattn_hf.plans.plan import LayerPlan, Plan
+from adaattn_hf.plans.store import plan_of
+
+from .carrier import StoredTensor
+from .growing import GROWTH
+from .layers import negative
+from .ring import Read, Ring
+from .tokens import SMOOTHED, StoredTokens, Tokens
+
+__all__ = ["Spans", "StreamedTensor", "StreamingLayer", "some_heads", "spans_of", "stream"]
+
+Spans = tuple["tuple[int, int] | None", ...]
+"""Window and sinks of each key/value head of a layer, None where it keeps everything."""
+
+
+def spans_of(model: PreTrainedModel, plan: Plan | None = None) -> dict[int, Spans]:
+    """Of each layer with heads that need not keep everything, by its plan (or this one), what they keep.
+
+    Raises:
+        ValueError: The model has no plan, or none with windows.
+    """
+    plan = plan_of(model) if plan is None else plan
+    found: dict[int, Spans] = {}
+    for layer in () if plan is None else plan.layers:
+        spans = spans_in(layer)
+        if any(spans):
+            found[layer.layer] = spans
+    if not found:
+        raise ValueError(
+            f"streaming: got True for {type(model).__name__} {'without a plan' if plan is None else 'and its plan'}, "
+            "expected a plan with windows (adaattn calibrate MODEL --families window); heads without a window keep "
+            "everything, so leave streaming out"
+        )
+    return found
+
+
+def spans_in(layer: LayerPlan) -> Spans:
+    """What each head keeps by a layer's plan; windows of less than 16 tokens save nothing."""
+    spans = (choice.span for choice in layer.choices)
+    return tuple(span if span is not None and span[0] >= SMOOTHED else None for span in spans)
+
+
+class StreamedTensor(StoredTensor):
+    """Keys or values of a `StreamingLayer` with the surface of a tensor: heads of several lengths, not one tensor."""
+
+    def __init__(self, like: Tensor, length: int, layer: StreamingLayer | None = None) -> None:
+        """Of `length` tokens like these `[batch, num_kv_heads, any, head_dim]`; holds no memory.
+
+        `layer` is read by the attention that is handed this, and None in what the layer keeps, which is no circle then.
+        """
+        shape = (*like.shape[:2], length, like.shape[3])
+        super().__init__(like.new_empty(1).expand(shape), None, like.shape[3], like.dtype)
+        self.streams = layer
+
+
+class StreamingLayer(DynamicLayer):
+    """A layer of full attention whose tokens are kept by groups of heads that keep as many."""
+
+    keys: Any
+    values: Any
+
+    def __init__(
+        self,
+        stored: str,
+        spans: Spans,
+        reserve: int = 0,
+        growth: float = GROWTH,
+        max_cache_len: int | None = None,
+    ) -> None:
+        """`stored` is one of `CACHES`; `spans` says what each key/value head keeps; the rest as in `AdaAttnCache`."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stored, self.spans, self.growth, self.limit = stored, spans, growth, max_cache_len
+        self.reserve = reserve if max_cache_len is None else max_cache_len
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.groups: list[tuple[tuple[int, ...], Ring | Tokens]] = []
+        self.count = 0
+        self.starts: tuple[int, ...] | None = None
+        self.fresh: tuple[Tensor, Tensor] | None = None
+        self.program: int | None = None
+        self.keys = self.values = None
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for tokens shaped like these.
+
+        Raises:
+            ValueError: The plan is for another number of heads.
+        """
+        if key_states.shape[1] != len(self.spans):
+            raise ValueError(
+                f"cache: the plan is for {len(self.spans)} key/value heads, got keys with {key_states.shape[1]}; "
+                "calibrate the model in the form in which it runs"
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        heads: dict[tuple[int, int] | None, list[int]] = {}
+        for head, span in enumerate(self.spans):
+            heads.setdefault(span, []).append(head)
+        for span, own in heads.items():
+            like = some_heads(key_states, own)[:, :, :0], some_heads(value_states, own)[:, :, :0]
+            most = None if span is None else sum(span)
+            reserve = self.reserve if most is None else min(self.reserve, most)
+            tokens = (
+                Tokens(*like, reserve, self.growth, most)
+                if self.stored == "model"
+                else StoredTokens(*like, self.stored, reserve, self.growth, most)
+            )
+            self.groups.append((tuple(own), tokens if span is None else Ring(tokens, *span)))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Take `[batch, num_kv_heads, n, head_dim]`, which the attention of this call writes and reads.
+
+        Raises:
+            RuntimeError: A gradient is wanted, or no attention has read the tokens before these.
+            ValueError: `max_cache_len` is passed.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise RuntimeError(
+                "cache: keys that are dropped have no gradient; call the model under torch.no_grad(), or train with "
+                "use_cache=False"
+            )
+        if self.fresh is not None:
+            raise RuntimeError(
+                "cache: the tokens before these were never attended to; a cache with streaming=True serves models "
+                "whose every layer hands its keys to attention"
+            )
+        total = self.count + key_states.shape[2]
+        if self.limit is not None and total > self.limit:
+            raise ValueError(
+                f"max_cache_len: got {self.limit}, expected at least {total}, the tokens to be kept; "
+                "make the cache longer, or leave max_cache_len out and it grows"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.count, self.fresh = total, (key_states, value_states)
+        self._look(key_states, value_states)
+        return (
+            StreamedTensor(key_states, total, self),
+            StreamedTensor(value_states, total, self),
+        )
+
+    def read(self, starts: tuple[int, ...]) -> list[tuple[tuple[int, ...], Ring | Tokens, Read]]:
+        """Write what came with `update`; returns of each group its heads, its storage and what the call reads of it.
+
+        Args:
+            starts: Position of the first real token of each row, the number of tokens where there is none yet.
+
+        Raises:
+            ValueError: A row begins elsewhere than it did, and what its heads read is gone.
+        """
+        if self.fresh is None:
+            raise RuntimeError(
+                "cache: nothing new to attend to; layers that read the keys of others are not served"
+            )
+        keys, values = self.fresh
+        past = self.count - keys.shape[2]
+        gone = any(isinstance(store, Ring) and not store.whole for _, store in self.groups)
+        if gone and any(
+            old != new and min(old, new) < past for old, new in zip(self.starts or (), starts, strict=True)
+        ):
+            raise ValueError(
+                f"attention_mask: its rows begin at {starts}, expected {self.starts} as before, since streaming heads "
+                "keep the first tokens of each row; pass the mask of the whole sequence in every call"
+            )
+        self.starts, self.fresh = starts, None
+        read: list[tuple[tuple[int, ...], Ring | Tokens, Read]] = []
+        for heads, store in self.groups:
+            own = some_heads(keys, heads), some_heads(values, heads)
+            if isinstance(store, Ring):
+                read.append((heads, store, store.append(*own, starts)))
+            else:
+                store.append(*own)
+                read.append((heads, store, store.read(store.views())))
+        return read
+
+    def withdraw(self) -> None:
+        """Let what came with `update` be as if it had not, where its attention is refused."""
+        if self.fresh is not None:
+            self.count -= self.fresh[0].shape[2]
+            self._look(*self.fresh)
+            self.fresh = None
+
+    def fits(self, plan: LayerPlan) -> bool:
+        """Whether the heads keep what a plan has them read."""
+        return spans_in(plan) == self.spans
+
+    def _look(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = (StreamedTensor(like, self.count) for like in (keys, values))
+
+    def get_seq_length(self) -> int:
+        """Tokens that came."""
+        return self.count
+
+    def get_max_length(self) -> int:
+        """`max_cache_len`, -1 where the layer grows."""
+        return -1 if self.limit is None else self.limit
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the room of all groups."""
+        return sum(tokens.nbytes for tokens in self._tokens())
+
+    def _tokens(self) -> list[Tokens]:
+        return [store.tokens if isinstance(store, Ring) else store for _, store in self.groups]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; the count is negative, as in Transformers.
+
+        Raises:
+            RuntimeError: Heads have forgotten tokens that they would read then.
+        """
+        negative(tokens_to_remove)
+        if not tokens_to_remove or not self.groups:
+            return
+        for _, store in self.groups:
+            if isinstance(store, Ring) and not store.whole:
+                raise RuntimeError(
+                    f"crop: heads of this layer keep {store.sinks} first tokens and the last {store.window} of "
+                    f"{self.count}, what they would read after it is gone; use a cache with streaming=False for "
+                    "assisted decoding and prompt lookup"
+                )
+        for _, store in self.groups:
+            store.crop(-tokens_to_remove)
+        self.count += tokens_to_remove
+        self._look(self.keys.codes[:, :, :1], self.values.codes[:, :, :1])
+
+    def offload(self) -> None:
+        """Move the tokens to the CPU."""
+        for tokens in self._tokens():
+            tokens.to("cpu")
+
+    def prefetch(self) -> None:
+        """Move the tokens back to the device of the layer."""
+        for tokens in self._tokens():
+            tokens.to(self.device)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make each batch row what row `beam_idx` was (beam search); rows that stay are not copied."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch."""
+        if self.groups:
+            for tokens in self._tokens():
+                tokens.select(indices)
+            rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+            self._rows([int(row) for row in rows.tolist()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
+        if self.groups:
+            for tokens in self._tokens():
+                tokens.repeat(repeats)
+            self._rows([row for row in range(self.keys.shape[0]) for _ in range(repeats)])
+
+    def _rows(self, rows: Sequence[int]) -> None:
+        if self.starts is not None:
+            self.starts = tuple(self.starts[row] for row in rows)
+        self._look(*(t.codes[:1, :, :1].expand(len(rows), -1, -1, -1) for t in (self.keys, self.values)))
+
+    def held(self) -> dict[str, Tensor]:
+        """Everything that the tokens are, by group and name; `take` of an empty layer is the way back."""
+        found = {"starts": torch.tensor(self.starts)}
+        for group, tokens in enumerate(self._tokens()):
+            found |= {f"{group}.{name}": tensor for name, tensor in tokens.held().items()}
+        return found
+
+    def take(self, held: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> None:
+        """Become what `held` says, of `count` tokens that came."""
+        widths = [self.spans.count(span) for span in dict.fromkeys(self.spans)]
+        parts = [
+            {n.partition(".")[2]: t for n, t in held.items() if n.startswith(f"{g}.")}
+            for g in range(len(widths))
+        ]
+        first = parts[0]
+        keys = first["keys" if "keys" in first else "key_codes"]
+        values = first["values" if "values" in first else "value_codes"]
+        dim_v = values.shape[3] * (2 if values.dtype is torch.uint8 else 1)
+        like = [
+            torch.empty((keys.shape[0], len(self.spans), 1, size), dtype=dtype, device=keys.device)
+            for size in (keys.shape[3], dim_v)
+        ]
+        self.lazy_initialization(*like)
+        for part, (_, store) in zip(parts, self.groups, strict=True):
+            if isinstance(store, Ring):
+                store.count = count
+                store.tokens.take(part)
+            else:
+                store.take(part)
+        self.count, self.starts = count, tuple(held["starts"].tolist())
+        self._look(*like)
+
+
+def stream(cache: Cache, stored: str, spans: Mapping[int, Spans], **room: Any) -> Cache:
+    """Give layers of full attention that have spans the streaming layers for them; returns the cache."""
+    for index, own in spans.items():
+        if type(cache.layers[index]) is DynamicLayer:
+            cache.layers[index] = StreamingLayer(stored, own, **room)
+    return cache
+
+
+def some_heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:
+    """These heads `[batch, heads, n, head_dim]`, a view where they adjoin."""
+    if list(heads) == list(range(heads[0], heads[0] + len(heads))):
+        return tensor.narrow(1, heads[0], len(heads))
+    return tensor[:, list(heads)]

@@ -1,0 +1,279 @@
+"""Streaming heads: over a cache that forgets, the model computes what the same plan computes over a full one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import adaattn_hf
+from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
+from adaattn_hf.plans import store
+from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
+
+from ..support.choices import make_choice
+
+VOCAB, LIMIT = 61, 600
+EXACT = make_choice()
+# window and sinks of two extents, one without sinks, and heads that keep everything between them
+LAYERS = (
+    (make_choice("window", 32, 4), EXACT, make_choice("window", 20, 0)),
+    (EXACT, make_choice("window", 32, 4), make_choice("window", 32, 4)),
+)
+PER_TOKEN = {"model": 2 * 32 * 4, "int8": 2 * 33, "k8v4": 33 + 17}
+NEAR = 2e-5
+
+
+def llama(layers: Any = LAYERS, limit: int = LIMIT) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=96, intermediate_size=64, num_hidden_layers=len(layers or LAYERS), head_dim=32,
+        num_attention_heads=6, num_key_value_heads=3, initializer_range=0.15, max_position_embeddings=1024,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("adaattn")
+    if layers is not None:
+        give(model, layers, limit)
+    return model
+
+
+def give(model: Any, layers: Any, limit: int = LIMIT) -> None:
+    modules = dict(store.attention_modules(model, "llama"))
+    plan = Plan(
+        format=PLAN_FORMAT, model_type="llama", weight_hash="", dtype="float32", adaattn="0", torch="0",
+        transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={}, lengths=(limit,), verified=None,
+        layers=tuple(LayerPlan(i, store.weight_hash(m), layers[i]) for i, m in modules.items()), units=(), tensors="",
+    )  # fmt: skip
+    store.attach(model, plan, unverified=True)
+
+
+def model_for(stored: str) -> Any:
+    """Of one layer where keys are rounded: in a second one a last bit's difference may become a step of a code."""
+    return llama(LAYERS if stored == "model" else LAYERS[:1])
+
+
+def ids(batch: int, count: int) -> Tensor:
+    return torch.randint(VOCAB, (batch, count), generator=torch.Generator().manual_seed(1))
+
+
+def caches(model: Any, stored: str) -> tuple[Any, Any]:
+    return AdaAttnCache(model, stored, streaming=True), AdaAttnCache(model, stored)
+
+
+def run(model: Any, tokens: Tensor, cache: Any, *lengths: int, mask: Tensor | None = None) -> Tensor:
+    """Logits of the next tokens, in calls of these lengths."""
+    at = cache.get_seq_length()
+    parts = []
+    for length in lengths:
+        more: dict[str, Any] = {}
+        if mask is not None:
+            positions = (mask.cumsum(1) - 1).clamp_min(0)
+            more = {"attention_mask": mask[:, : at + length], "position_ids": positions[:, at : at + length]}
+        with torch.no_grad():
+            parts.append(model(tokens[:, at : at + length], past_key_values=cache, **more).logits)
+        at += length
+    return torch.cat(parts, dim=1)
+
+
+def held(cache: Any) -> int:
+    return sum(layer.nbytes for layer in cache.layers)
+
+
+@pytest.mark.parametrize("stored", CACHES)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (120, *[1] * 60),
+        (20, *[1] * 40),
+        (*[1] * 70,),
+        (100, 90, 1, 1, 50, 3, 1),
+        (2, 60, 1, 2, 100),
+        (33, 2, 2, 2, 2, 2),
+    ],
+    ids=["prompt", "short-prompt", "single", "chunks", "uneven", "at-the-brim"],
+)
+def test_decode_and_chunks_are_those_of_a_full_cache(lengths: tuple[int, ...], stored: str) -> None:
+    model, tokens = model_for(stored), ids(2, 300)
+    streaming, full = caches(model, stored)
+    ours, theirs = run(model, tokens, streaming, *lengths), run(model, tokens, full, *lengths)
+    torch.testing.assert_close(ours, theirs, atol=NEAR, rtol=0)
+
+
+def test_the_plan_is_at_work() -> None:
+    model, tokens = llama(), ids(1, 90)
+    ours = run(model, tokens, AdaAttnCache(model, "model", streaming=True), 80, 10)
+    store.remove_plan(model)
+    assert float((ours - run(model, tokens, AdaAttnCache(model, "model"), 80, 10)).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("stored", CACHES)
+@pytest.mark.parametrize(
+    "lengths", [(60, *[1] * 60), (30, 40, 1, 1, 20, *[1] * 30)], ids=["prompt", "chunks"]
+)
+def test_rows_behind_padding_keep_their_own_first_tokens(lengths: tuple[int, ...], stored: str) -> None:
+    """Padding shorter than the sinks, within the window, beyond it, and longer than the first chunk."""
+    model, tokens = model_for(stored), ids(5, 130)
+    mask = torch.ones_like(tokens)
+    for row, count in enumerate((0, 2, 23, 35, 55)):
+        mask[row, :count] = 0
+    streaming, full = caches(model, stored)
+    ours = run(model, tokens, streaming, *lengths, mask=mask)
+    theirs = run(model, tokens, full, *lengths, mask=mask)
+    real = mask[:, : sum(lengths)].bool()
+    torch.testing.assert_close(ours[real], theirs[real], atol=NEAR, rtol=0)
+
+
+@pytest.mark.parametrize("stored", CACHES)
+def test_rows_are_selected_repeated_and_put_in_order(stored: str) -> None:
+    model, tokens = model_for(stored), ids(3, 160)
+    mask = torch.ones_like(tokens)
+    mask[2, :40] = 0
+    results = []
+    for cache in caches(model, stored):
+        run(model, tokens, cache, 50, 20, mask=mask)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_repeat_interleave(2)
+        rows = torch.tensor([0, 0, 2, 2])
+        results.append(run(model, tokens[rows], cache, *[1] * 30, 20, mask=mask[rows]))
+    torch.testing.assert_close(*results, atol=NEAR, rtol=0)
+
+
+@pytest.mark.parametrize("stored", CACHES)
+def test_a_saved_cache_and_a_copy_go_on_where_they_were(tmp_path: Path, stored: str) -> None:
+    model, tokens = llama(), ids(2, 160)
+    mask = torch.ones_like(tokens)
+    mask[1, :30] = 0
+    cache = AdaAttnCache(model, stored, streaming=True)
+    run(model, tokens, cache, 70, 1, mask=mask)
+    twin = copy.deepcopy(cache)
+    read = adaattn_hf.load_cache(adaattn_hf.save_cache(cache, tmp_path / "prompt"), model)
+    expected = run(model, tokens, cache, 1, 20, *[1] * 30, mask=mask)
+    for other in (twin, read):
+        assert torch.equal(run(model, tokens, other, 1, 20, *[1] * 30, mask=mask), expected)
+    give(model, (LAYERS[1], LAYERS[0]))
+    with pytest.raises(ValueError, match="other windows"):
+        adaattn_hf.load_cache(tmp_path / "prompt", model)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 3}, {"prefill_chunk_size": 30}], ids=["greedy", "beams", "chunks"]
+)
+def test_300_tokens_are_those_over_a_full_cache(how: dict[str, Any]) -> None:
+    model, tokens = llama(), ids(2, 90)
+    mask = torch.ones_like(tokens)
+    mask[0, :21] = 0
+    settings = dict(
+        attention_mask=mask, max_new_tokens=300 if not how else 60, do_sample=False, pad_token_id=0
+    )
+    ours, theirs = (
+        model.generate(tokens, past_key_values=cache, eos_token_id=None, **settings, **how)
+        for cache in caches(model, "model")
+    )
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("stored", CACHES)
+def test_what_is_held_is_what_explain_counts(stored: str) -> None:
+    model, tokens = llama(), ids(2, 500)
+    cache = AdaAttnCache(model, stored, reserve=500, streaming=True)
+    run(model, tokens, cache, 450, *[1] * 50)
+    told = adaattn_hf.explain(model, cache=stored, streaming=True).cache
+    assert told is not None
+    assert held(cache) == pytest.approx(told.predict(2, 500), rel=0.05)
+    sums = 2 * 500 + 20 + 3 * 36  # tokens of all heads: of two that keep everything, and of four rings
+    assert told.predict(1, 500) - told.per_sequence == PER_TOKEN[stored] * sums
+    assert "streaming" in str(told)
+
+
+def test_a_long_run_holds_no_more_than_a_short_one() -> None:
+    model, tokens = llama((LAYERS[0][:1] * 3,) * 2), ids(1, 590)
+    cache = AdaAttnCache(model, "int8", streaming=True)
+    run(model, tokens, cache, 40)
+    before = held(cache)
+    run(model, tokens, cache, *[1] * 400, 150)
+    assert held(cache) == before
+
+
+def test_prepare_gives_generate_the_cache() -> None:
+    model, tokens = llama(), ids(1, 60)
+    expected = model.generate(
+        tokens, max_new_tokens=20, do_sample=False, past_key_values=AdaAttnCache(model, "int8")
+    )
+    adaattn_hf.prepare(model, cache="int8", streaming=True)
+    out = model.generate(tokens, max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, expected)
+    assert held(out.past_key_values) < held_in_full(out.past_key_values)
+
+
+def held_in_full(cache: Any) -> int:
+    return sum(len(layer.spans) * layer.count * PER_TOKEN["int8"] for layer in cache.layers)
+
+
+# ---------------- refusals
+def test_what_streaming_heads_cannot_do_is_refused_by_name() -> None:
+    model, tokens = llama(), ids(1, 60)
+    cache = AdaAttnCache(model, "model", streaming=True)
+    run(model, tokens, cache, 20)
+    cache.crop(-5)  # nothing is gone yet
+    full = AdaAttnCache(model, "model")
+    run(model, tokens, full, 15)
+    torch.testing.assert_close(run(model, tokens, cache, 40), run(model, tokens, full, 40), atol=NEAR, rtol=0)
+    with pytest.raises(
+        RuntimeError, match="crop: heads of this layer keep 4 first tokens and the last 32 of 55"
+    ):
+        cache.crop(-1)
+    mask = torch.ones(1, 56)
+    mask[:, :3] = 0
+    with pytest.raises(ValueError, match="attention_mask: its rows begin at"):
+        run(model, tokens, cache, 1, mask=mask)
+    with pytest.raises(ValueError, match="without a plan"):
+        AdaAttnCache(llama(None), "int8", streaming=True)
+    with pytest.raises(ValueError, match="output_attentions asks for all keys"), torch.no_grad():
+        model(tokens, past_key_values=AdaAttnCache(model, "model", streaming=True), output_attentions=True)
+
+
+def test_a_sequence_longer_than_the_plan_speaks_for_is_refused() -> None:
+    model, tokens = llama(limit=64), ids(1, 80)
+    cache = AdaAttnCache(model, "int8", streaming=True)
+    run(model, tokens, cache, 60, *[1] * 4)
+    with pytest.raises(ValueError, match="up to 64 tokens, got 65"):
+        run(model, tokens, cache, 1)
+
+
+def test_a_plan_that_was_changed_meanwhile_is_refused() -> None:
+    model, tokens = llama(), ids(1, 80)
+    cache = AdaAttnCache(model, "model", streaming=True)
+    run(model, tokens, cache, 50)
+    give(model, (LAYERS[1], LAYERS[0]))
+    with pytest.raises(ValueError, match="has another one now"):
+        run(model, tokens, cache, 1)
+    store.remove_plan(model)
+    with pytest.raises(ValueError, match="has none now"):
+        run(model, tokens, cache, 1)
+
+
+def test_masks_without_rules_and_gradients_are_refused() -> None:
+    model, tokens = llama(), ids(1, 40)
+    mask = torch.rand(1, 1, 40, 40, generator=torch.Generator().manual_seed(0)) > 0.5
+    with pytest.raises(ValueError, match="dense mask without rules"), torch.no_grad():
+        model(tokens, attention_mask=mask, past_key_values=AdaAttnCache(model, "model", streaming=True))
+    with pytest.raises(RuntimeError, match="have no gradient"):
+        model(tokens, past_key_values=AdaAttnCache(model, "model", streaming=True))
+
+
+@pytest.mark.parametrize("choice", [make_choice("blocks", mass=0.3, sinks=1)], ids=["blocks"])
+def test_choices_that_look_at_the_keys_are_refused_over_codes(choice: Any) -> None:
+    model, tokens = llama(((choice,) * 3, LAYERS[1])), ids(1, 200)
+    with pytest.raises(ValueError, match="looks at the keys themselves"):
+        run(model, tokens, AdaAttnCache(model, "int8"), 150, 40)
+    # over numbers they are served beside streaming heads
+    streaming, full = caches(model, "model")
+    torch.testing.assert_close(
+        run(model, tokens, streaming, 150, 40), run(model, tokens, full, 150, 40), atol=NEAR, rtol=0
+    )
