@@ -1,30 +1,50 @@
-"""The fast path of small calls: what one layer, or one forward pass, worked out is kept for those that look alike.
+"""The fast path of small calls: what one call worked out is kept for those that look like it.
 
-Where the device is quicker than Python, a layer costs what stands around its kernel. Two things are kept. `Ready` holds
-the routing decision of a pass's first layer, for the layers after it: all are handed the same mask object. Structures
-without tensors are kept between passes of like shape, and with each what was derived from it (the backend, the rules of
-the native kernels).
+Where the device is quicker than Python, a layer costs what stands around its kernel. A structure keeps the call that
+its last layer came to: the mask of a forward pass holds one structure for all layers, and structures without tensors
+serve later passes of like shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.utils import output_capturing
 
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import BareCall
+from adaattn_hf.attention.tap import active_recorder, active_seats, active_tap
+from adaattn_hf.backends.base import FastCall
+from adaattn_hf.backends.select import attend, choose
 
-__all__ = ["MOST", "Ready", "flows", "may_share", "recall", "remember"]
+from .families import HARMLESS, loses_borders
+from .structured_mask import StructuredMask
+
+__all__ = [
+    "MOST",
+    "Ready",
+    "attend_and_keep",
+    "collects_weights",
+    "maskless",
+    "may_share",
+    "recall",
+    "remember",
+    "structure_at_hand",
+    "undisturbed",
+]
+
+IDLE = HARMLESS | {"position_ids"}
+"""Keywords that change no call; positions do in some families, whose calls are not kept."""
 
 MOST = 64
 """Structures that are kept; a decode passes through a new one with every token."""
 
-_known: dict[Hashable, CallStructure] = {}
+_structures: dict[Hashable, CallStructure] = {}
 
-recall = _known.get
+recall = _structures.get
 
 
 def may_share() -> bool:
@@ -34,37 +54,40 @@ def may_share() -> bool:
 
 def remember(key: Hashable, structure: CallStructure) -> None:
     """Keeps a structure under everything that it was made from."""
-    if len(_known) >= MOST:
-        _known.clear()
-    _known[key] = structure
+    if len(_structures) >= MOST:
+        _structures.clear()
+    _structures[key] = structure
 
 
 class Ready(NamedTuple):
-    """The shortest way of a layer, and the facts under which it was taken.
+    """A call that a layer came to, and the facts under which it did.
 
     Attributes:
         backend: The one that was asked for by name, if any.
-        config: The configuration of the module that was asked; its settings say nothing.
+        config: The configuration of the module that asked.
+        fields: Those of the configuration; they held no settings of ours, and may since.
         device, dtype: Of query, key and value.
         shapes: Of query, key and value.
         gradient: Whether a gradient flows.
-        attend: The way.
+        attend: The call.
     """
 
     backend: str | None
     config: Any
+    fields: Mapping[str, Any]
     device: torch.device
     dtype: torch.dtype
     shapes: tuple[torch.Size, torch.Size, torch.Size]
     gradient: bool
-    attend: BareCall
+    attend: FastCall
 
     def fits(self, backend: str | None, config: Any, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether another layer's call looks the same. Autocast and listeners are the caller's to ask for."""
+        """Whether another call looks the same. Autocast, listeners and keywords are the caller's to ask for."""
         dtype = self.dtype
         return (
             config is self.config
             and backend is self.backend
+            and self.fields.get("adaattn") is None
             and query.dtype is dtype
             and key.dtype is dtype
             and value.dtype is dtype
@@ -77,3 +100,77 @@ class Ready(NamedTuple):
 def flows(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a gradient flows into one of them."""
     return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+
+
+def structure_at_hand(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Any,
+    is_causal: bool | None,
+    sliding_window: int | None,
+) -> CallStructure | None:
+    """The structure that `_read_mask` gives, where it need not be made; it may be one for other extents."""
+    if type(attention_mask) is StructuredMask:
+        return attention_mask.structure
+    if attention_mask is not None or sliding_window is not None:
+        return None
+    return recall(maskless(module, query.shape, key.shape, is_causal))
+
+
+def maskless(
+    module: nn.Module, q_shape: torch.Size, k_shape: torch.Size, is_causal: bool | None
+) -> tuple[int, int, int, bool]:
+    """Batch, both lengths and causality of a call without a mask.
+
+    Stock attention then aligns causality to the first key and lets a single query see everything.
+    """
+    batch, _, q_len, _ = q_shape
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
+    return batch, q_len, k_shape[2], bool(causal) and q_len > 1
+
+
+def undisturbed(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Nothing but a call's tensors can make it differ from the pass's other calls: no cast, keyword or listener."""
+    return (
+        IDLE.issuperset(kwargs)
+        and not torch._C._is_any_autocast_enabled()
+        and not module.__dict__.get("reorder_and_upcast_attn")
+        and active_tap() is None
+        and active_seats() is None
+        and active_recorder() is None
+        and not collects_weights()
+    )
+
+
+def attend_and_keep(
+    request: AttentionRequest,
+    forced: str | None,
+    backend: str | None,
+    module: nn.Module,
+    config: Any,
+    kwargs: dict[str, Any],
+    structure: CallStructure,
+) -> Tensor:
+    """Attention without extras; the structure that came keeps the way to it for calls that look the same."""
+    query, key, value = request.query, request.key, request.value
+    shapes, gradient = (query.shape, key.shape, value.shape), flows(query, key, value)
+
+    def find() -> FastCall | None:
+        spec = CallSpec.of(request, look=forced is not None)
+        return choose(spec, forced).fast_call(spec, request)
+
+    # other configurations may share the structure
+    call = request.structure.cached(("call", forced, gradient, query.dtype, query.device, shapes), find)
+    if call is None:
+        return attend(request, forced).out
+    if undisturbed(module, kwargs) and not loses_borders(config):
+        fields = {} if config is None else object.__getattribute__(config, "__dict__")
+        structure.ready = Ready(backend, config, fields, query.device, query.dtype, shapes, gradient, call)
+    return call(query, key, value, request.scaling)
+
+
+def collects_weights() -> bool:
+    """Whether a collector will pick the weights up: GPT-2 keeps the keyword that asks for them to itself."""
+    collector = output_capturing._active_collector.get()
+    return collector is not None and "attentions" in collector

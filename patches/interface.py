@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import output_capturing
 
 from adaattn_hf.attention.request import (
     AttentionRequest,
@@ -24,14 +23,13 @@ from adaattn_hf.attention.tap import (
     active_tap,
     transform_at_work,
 )
-from adaattn_hf.backends.base import BareCall
 from adaattn_hf.backends.eager import attention_weights
-from adaattn_hf.backends.select import BackendRefusal, attend, choose
+from adaattn_hf.backends.select import BackendRefusal, attend
 from adaattn_hf.config import raw_settings, settings_in
 
 from . import fast_path
 from .families import HARMLESS, loses_borders
-from .fast_path import Ready, flows
+from .fast_path import Ready
 from .structured_mask import StructuredMask
 
 __all__ = ["AttentionFunction", "attention_function"]
@@ -45,7 +43,6 @@ _CHANGING = frozenset(
 )
 _MEANT = _CHANGING | {"position_ids"}
 """Keywords that change a call, positions in some families."""
-_IDLE = HARMLESS | {"position_ids"}
 _KNOWN = HARMLESS | _MEANT
 
 
@@ -90,111 +87,34 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 adaattn, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
                 is_causal=is_causal, softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
             )  # fmt: skip
-        if not compiling and backend in (None, "native") and (transform := transform_at_work()) is not None:
+        if not compiling and (backend is None or backend == "native") and (transform := transform_at_work()):
             return _written_out(backend, transform)(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal,
                 softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
             )  # fmt: skip
-        stored = streams = None
-        if not isinstance(key, Tensor):  # `StoredTensor`, which caches hand on that keep no plain numbers
-            carriers: tuple[Any, Any] = key, value
-            stored, streams = carriers[0].record, carriers[0].streams
-            key, value = carriers[0].codes, carriers[1].codes
-        numbers = stored is None and streams is None
         extras = (
             dropout
             or softcap is not None
             or s_aux is not None
             or sinks is not None
             or position_bias is not None
-            or streams is not None
         )
-        pass_mask = attention_mask if type(attention_mask) is StructuredMask else None
-        if not (compiling or extras) and pass_mask is not None and (ready := pass_mask.ready) is not None:
-            own = module.__dict__.get("config")
-            if _undisturbed(module, kwargs) and ready.fits(backend, own, query, key, value):
+        if not (compiling or extras) and isinstance(key, Tensor):
+            structure = fast_path.structure_at_hand(
+                module, query, key, attention_mask, is_causal, sliding_window
+            )
+            ready: Ready | None = None if structure is None else structure.ready
+            if (
+                ready is not None
+                and ready.fits(backend, module.__dict__.get("config"), query, key, value)
+                and fast_path.undisturbed(module, kwargs)
+            ):
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
                 return ready.attend(query, key, value, factor), None
-        if not _KNOWN.issuperset(kwargs):
-            _refuse_unknown(module, kwargs)
-        if sliding_window is not None and attention_mask is None and sliding_window < key.shape[2]:
-            raise ValueError(
-                f"sliding_window: got {sliding_window} for {key.shape[2]} keys and no attention_mask, where stock "
-                f"implementations differ, in {type(module).__name__}; pass a mask that holds the window"
-            )
-        out_dtype = query.dtype
-        if numbers:
-            query, key, value = _one_dtype(module, query, key, value)
-        else:
-            query, _, _ = _one_dtype(module, query, query, query)
-        if not query.shape[0] == key.shape[0] == value.shape[0]:
-            query, key, value = in_one_batch(query, key, value)
-        q_shape, k_shape = query.shape, key.shape
-        opaque = not (compiling or type(query) is type(key) is type(value) is Tensor) and holds_no_memory(
-            query, key, value
-        )
-        structure, bias = _read_mask(module, q_shape, k_shape, attention_mask, is_causal)
-        meant = not _MEANT.isdisjoint(kwargs)
-        if meant:
-            structure = _with_keywords(module, structure, attention_mask, query, kwargs)
-        if not (compiling or opaque):
-            structure = structure.settled()
-        if position_bias is not None:
-            position_bias = position_bias[..., : structure.q_len, : structure.kv_len]
-            bias = position_bias if bias is None else bias + position_bias
-        scaling = q_shape[3] ** -0.5 if scaling is None else scaling
-        sinks = sinks if s_aux is None else s_aux
-        forced, config = backend, getattr(module, "config", None)
-        adapted = raw_settings(config) is not None
-        if adapted and forced is None:
-            forced = settings_in(config).backend
-        adapted = adapted or (not compiling and active_seats() is not None)
-        wanted = (meant and bool(kwargs.get("output_attentions"))) or (not compiling and _collects_weights())
-        if not (compiling or opaque or adapted or wanted or extras) and bias is None and numbers:
-            bare = _bare(structure, query, key, value, forced)
-            if bare is not None:
-                if pass_mask is not None and _undisturbed(module, kwargs) and not loses_borders(config):
-                    shapes = (q_shape, k_shape, value.shape)
-                    gradient = flows(query, key, value)
-                    pass_mask.ready = Ready(
-                        backend, config, query.device, query.dtype, shapes, gradient, bare
-                    )
-                out = bare(query, key, value, scaling)
-                return (out if out.dtype is out_dtype else _restored(out, out_dtype)), None
-        request = AttentionRequest(
-            query,
-            key,
-            value,
-            structure,
-            scaling,
-            dropout,
-            softcap,
-            sinks,
-            bias,
-            stored=stored,
-        )
-        if streams is not None:
-            from .cache.streams import attend_streams  # loaded with the cache that needs it
-
-            out = attend_streams(module, request, streams, forced, wanted)
-            return (out if out.dtype is out_dtype else _restored(out, out_dtype)), None
-        recorder = None if compiling else active_recorder()
-        if recorder is not None:
-            recorder.record(module, CallSpec.of(request), forced)
-            if recorder.dry:
-                shape = (query.shape[0], query.shape[2], query.shape[1], head_dim_of(value))
-                return query.new_empty(shape), None
-        tap = None if compiling else active_tap()
-        if not adapted:
-            out = attend(request, forced).out if tap is None else tap(module, request.widened())
-            weights = attention_weights(request) if wanted else None
-        else:
-            from .planned import by_plan  # calls without settings never load what plans need
-
-            out, weights = by_plan(module, request, forced, config, tap, wanted)
-        if recorder is not None:
-            recorder.answered(module, request, forced, out)
-        return (out if out.dtype is out_dtype else _restored(out, out_dtype)), weights
+        return _attend_anew(
+            backend, module, query, key, value, attention_mask, is_causal, sliding_window, scaling, dropout, softcap,
+            sinks if s_aux is None else s_aux, position_bias, kwargs, compiling,
+        )  # fmt: skip
 
     return adaattn
 
@@ -214,6 +134,105 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
+def _attend_anew(
+    backend: str | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    position_bias: Tensor | None,
+    kwargs: dict[str, Any],
+    compiling: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """A call of which nothing is known yet: what it asks for is read, and served."""
+    stored = streams = None
+    if not isinstance(key, Tensor):  # `StoredTensor`, which caches hand on that keep no plain numbers
+        carriers: tuple[Any, Any] = key, value
+        stored, streams = carriers[0].record, carriers[0].streams
+        key, value = carriers[0].codes, carriers[1].codes
+    if not _KNOWN.issuperset(kwargs):
+        _refuse_unknown(module, kwargs)
+    if sliding_window is not None and attention_mask is None and sliding_window < key.shape[2]:
+        raise ValueError(
+            f"sliding_window: got {sliding_window} for {key.shape[2]} keys and no attention_mask, where stock "
+            f"implementations differ, in {type(module).__name__}; pass a mask that holds the window"
+        )
+    out_dtype = query.dtype
+    if stored is None and streams is None:
+        query, key, value = _one_dtype(module, query, key, value)
+    else:
+        query, _, _ = _one_dtype(module, query, query, query)
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        query, key, value = in_one_batch(query, key, value)
+    opaque = not (compiling or type(query) is type(key) is type(value) is Tensor) and holds_no_memory(
+        query, key, value
+    )
+    structure, bias = _read_mask(module, query.shape, key.shape, attention_mask, is_causal)
+    kept_in = structure
+    meant = not _MEANT.isdisjoint(kwargs)
+    if meant:
+        structure = _with_keywords(module, structure, attention_mask, query, kwargs)
+    if not (compiling or opaque):
+        structure = structure.settled()
+    if position_bias is not None:
+        position_bias = position_bias[..., : structure.q_len, : structure.kv_len]
+        bias = position_bias if bias is None else bias + position_bias
+    config = getattr(module, "config", None)
+    adapted = raw_settings(config) is not None
+    forced = settings_in(config).backend if adapted and backend is None else backend
+    adapted = adapted or (not compiling and active_seats() is not None)
+    wanted = (meant and bool(kwargs.get("output_attentions"))) or (
+        not compiling and fast_path.collects_weights()
+    )
+    request = AttentionRequest(
+        query,
+        key,
+        value,
+        structure,
+        query.shape[3] ** -0.5 if scaling is None else scaling,
+        dropout,
+        softcap,
+        sink_logits,
+        bias,
+        stored=stored,
+    )
+    if streams is not None:
+        from .cache.streams import attend_streams  # loaded with the cache that needs it
+
+        out = attend_streams(module, request, streams, forced, wanted)
+        return (out if out.dtype is out_dtype else _restored(out, out_dtype)), None
+    recorder = None if compiling else active_recorder()
+    if recorder is not None:
+        recorder.record(module, CallSpec.of(request), forced)
+        if recorder.dry:
+            shape = (query.shape[0], query.shape[2], query.shape[1], head_dim_of(value))
+            return query.new_empty(shape), None
+    tap = None if compiling else active_tap()
+    weights = None
+    if adapted:
+        from .planned import by_plan  # calls without settings never load what plans need
+
+        out, weights = by_plan(module, request, forced, config, tap, wanted)
+    elif tap is not None:
+        out = tap(module, request.widened())
+    elif compiling or opaque or wanted or recorder is not None or _extended(request):
+        out = attend(request, forced).out
+    else:
+        out = fast_path.attend_and_keep(request, forced, backend, module, config, kwargs, kept_in)
+    if wanted and not adapted:
+        weights = attention_weights(request)
+    if recorder is not None:
+        recorder.answered(module, request, forced, out)
+    return (out if out.dtype is out_dtype else _restored(out, out_dtype)), weights
+
+
 def _written_out(backend: str | None, transform: str) -> AttentionFunction:
     """Attention by torch's own operations, every one of which a transform sees.
 
@@ -228,39 +247,15 @@ def _written_out(backend: str | None, transform: str) -> AttentionFunction:
     return attention_function("eager")
 
 
-def _undisturbed(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Nothing but a call's tensors can make it differ from the pass's other calls: no cast, keyword or listener."""
-    return (
-        _IDLE.issuperset(kwargs)
-        and not torch._C._is_any_autocast_enabled()
-        and not module.__dict__.get("reorder_and_upcast_attn")
-        and active_tap() is None
-        and active_seats() is None
-        and active_recorder() is None
-        and not _collects_weights()
+def _extended(request: AttentionRequest) -> bool:
+    """Whether a call asks for more than query, key, value and structure say."""
+    return bool(
+        request.dropout
+        or request.softcap is not None
+        or request.sink_logits is not None
+        or request.bias is not None
+        or request.stored is not None
     )
-
-
-def _bare(
-    structure: CallStructure, query: Tensor, key: Tensor, value: Tensor, forced: str | None
-) -> BareCall | None:
-    """The chosen backend's shortest way for a call without extras, None if it has none or somebody listens.
-
-    Passes of like shape share their structure, and with it what was chosen for the first of them.
-    """
-    if active_tap() is not None or active_recorder() is not None:
-        return None
-    _, heads, _, head_dim = query.shape
-    call = (
-        forced, flows(query, key, value), query.dtype, heads, head_dim, key.shape[1], value.shape[3], query.device
-    )  # fmt: skip
-    known: tuple[Any, BareCall | None] | None = structure._memo.get("bare")
-    if known is not None and known[0] == call:
-        return known[1]
-    spec = CallSpec.of(AttentionRequest(query, key, value, structure, 1.0), look=forced is not None)
-    bare = choose(spec, forced).bare(spec, structure)
-    structure._memo["bare"] = (call, bare)
-    return bare
 
 
 def _with_keywords(
@@ -343,12 +338,9 @@ def _read_mask(
             )
         return structure, None
     if attention_mask is None:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
-        # Without a mask stock attention aligns causality to the first key and lets a single query see everything.
-        causal = bool(causal) and q_len > 1
+        call = fast_path.maskless(module, q_shape, k_shape, is_causal)
         if not fast_path.may_share():
-            return CallStructure(batch, q_len, kv_len, causal), None
-        call = (batch, q_len, kv_len, causal)
+            return CallStructure(*call), None
         known = fast_path.recall(call)
         if known is None:
             known = CallStructure(*call)
@@ -382,9 +374,3 @@ def _read_mask(
     if mask.dtype.is_floating_point:
         return CallStructure(batch, q_len, kv_len), mask
     return CallStructure(batch, q_len, kv_len, mask=mask.bool()), None
-
-
-def _collects_weights() -> bool:
-    """Whether a collector will pick the weights up: GPT-2 keeps the keyword that asks for them to itself."""
-    collector = output_capturing._active_collector.get()
-    return collector is not None and "attentions" in collector

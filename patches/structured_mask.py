@@ -14,7 +14,6 @@ from torch import Tensor
 
 from adaattn_hf.attention.structure import CallStructure
 
-from .fast_path import Ready
 from .support import UnsupportedModel, unsupported
 
 if TYPE_CHECKING:
@@ -36,9 +35,8 @@ class StructuredMask:
         """`device` is where a dense mask would lie."""
         self.structure = structure
         self.device = device
-        # what `cu_seq_lens_*` add and what a layer found out belong to one forward pass, as this object does
+        # what `cu_seq_lens_*` add belongs to one forward pass, as this object does
         self.packed: Packed = {}
-        self.ready: Ready | None = None
 
     @property
     def shape(self) -> torch.Size:

@@ -42,6 +42,7 @@ class CallStructure:
         spans: `[batch, kv_len]`; tokens with the same number >= 0 see one another both ways (image tokens),
             whatever `causal` and `window` say.
         mask: Boolean, broadcastable to `[batch, heads, q_len, kv_len]`; a further condition.
+        ready: Where the caller keeps what its last call came to; no copy has it.
     """
 
     batch: int
@@ -59,6 +60,7 @@ class CallStructure:
     k_segments: Tensor | None = None
     spans: Tensor | None = None
     mask: Tensor | None = None
+    ready: Any = field(default=None, init=False, repr=False)
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     # ------------------------------------------------------------------ facts that need no data

@@ -101,17 +101,22 @@ def recording(recorder: Recorder) -> Iterator[Recorder]:
         _recorder.reset(token)
 
 
+_tracing = torch._C._get_tracing_state
+_transforms = torch._C._functorch.peek_interpreter_stack
+_modes = torch._C._len_torch_dispatch_stack
+
+
 def transform_at_work() -> str | None:
     """Name of the transform that is to see every operation of this thread, None where none is.
 
     Graphs of `torch.compile` and `torch.export` are not meant: for them the kernels are operators.
     """
-    if torch._C._get_tracing_state() is not None:
+    if _tracing() is None and forward_ad._current_level < 0 and _transforms() is None and not _modes():
+        return None  # asked in every layer: what it takes to say so is bound once
+    if _tracing() is not None:
         return "torch.jit.trace"
     if forward_ad._current_level >= 0:
         return "forward-mode automatic differentiation"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _transforms() is not None:
         return "torch.func (grad, vmap, jvp)"
-    if torch._C._len_torch_dispatch_stack() and get_proxy_mode() is not None:
-        return "make_fx"
-    return None
+    return "make_fx" if get_proxy_mode() is not None else None

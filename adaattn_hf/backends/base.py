@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec, head_dim_of
-from ..attention.structure import CallStructure
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
 
-__all__ = ["Backend", "BareCall", "head_refusals", "nothing_seen"]
+__all__ = ["Backend", "FastCall", "head_refusals", "nothing_seen"]
 
-BareCall = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Maps query, key, value and scaling to the output `[batch, q_len, heads, head_dim_v]`."""
+FastCall = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Maps query, key, value and scaling to the output `[batch, q_len, heads, head_dim_v]`; see `Backend.fast_call`."""
 
 
 class Backend(Protocol):
@@ -43,11 +42,12 @@ class Backend(Protocol):
         """Compute attention. Called only with requests whose spec is not refused."""
         ...
 
-    def bare(self, spec: CallSpec, structure: CallStructure) -> BareCall | None:
-        """The shortest way to what `attend` computes for a structure and tensors of a spec, None if there is none.
+    def fast_call(self, spec: CallSpec, request: AttentionRequest) -> FastCall | None:
+        """`attend` without a request around it, None if the backend has nothing quicker.
 
-        Asked once per structure for calls outside of traced graphs that have no dropout, bias, softcap or learned
-        sinks and need no log-sum-exp: in small models what stands around the kernel costs as much as the kernel.
+        Asked once for calls like this request: of its structure, shapes, dtypes and device, outside of traced graphs,
+        without dropout, bias, softcap or learned sinks, and whose log-sum-exp nobody needs. Whoever keeps the answer
+        compares all these; nothing else does before the kernels read memory. Keeps no tensor of the request.
         """
         return None
 

@@ -199,9 +199,9 @@ def test_the_shortest_way_is_the_way(name: str, request_: AttentionRequest) -> N
     )
     for structure in (drawn, plain):
         request = replace(request_, structure=structure)
-        bare = backend.bare(CallSpec.of(request), structure)
-        if bare is not None:
-            found = bare(request.query, request.key, request.value, request.scaling)
+        call = backend.fast_call(CallSpec.of(request), request)
+        if call is not None:
+            found = call(request.query, request.key, request.value, request.scaling)
             assert torch.equal(found, backend.attend(request).out)
 
 
@@ -211,9 +211,9 @@ def test_plain_calls_have_a_shortest_way(name: str) -> None:
         pytest.skip("; ".join(missing))
     query, key, value = (torch.randn(1, 2, 9, 16) for _ in range(3))
     for structure in (CallStructure(1, 9, 9, causal=True), CallStructure(1, 9, 9)):
-        spec = CallSpec.of(AttentionRequest(query, key, value, structure, 0.25))
-        assert ON_CPU[name].bare(spec, structure) is not None
-    assert ON_CPU["eager"].bare(spec, structure) is None
+        request = AttentionRequest(query, key, value, structure, 0.25)
+        assert ON_CPU[name].fast_call(CallSpec.of(request), request) is not None
+    assert ON_CPU["eager"].fast_call(CallSpec.of(request), request) is None
 
 
 def test_the_bound_notices_a_key_too_many() -> None:

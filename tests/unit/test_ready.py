@@ -16,6 +16,7 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import Recorder, recording, tapping
+from adaattn_hf.patches import fast_path
 from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.patches.masks import adaattn_mask
 from adaattn_hf.patches.structured_mask import StructuredMask
@@ -49,14 +50,15 @@ def warm() -> tuple[nn.Module, StructuredMask, list[int]]:
     mask = mask_for(module)
     with torch.no_grad():
         attend(module, *draw(), mask)
-    assert mask.ready is not None
-    way = mask.ready.attend
+    assert mask.structure.ready is not None
+    way = mask.structure.ready.attend
 
     def counted(*arguments: Any) -> Tensor:
         used[0] += 1
-        return way(*arguments)
+        out: Tensor = way(*arguments)
+        return out
 
-    mask.ready = mask.ready._replace(attend=counted)
+    mask.structure.ready = mask.structure.ready._replace(attend=counted)
     return module, mask, used
 
 
@@ -105,7 +107,7 @@ def test_other_settings_and_families_are_decided_anew(warm: Any) -> None:
     mask = mask_for(borderless)
     with torch.no_grad():
         attend(borderless, *draw(), mask)
-    assert mask.ready is None, "positions mean something in this family"
+    assert mask.structure.ready is None, "positions mean something in this family"
 
 
 def test_keywords_that_change_the_call(warm: Any) -> None:
@@ -114,7 +116,7 @@ def test_keywords_that_change_the_call(warm: Any) -> None:
     mask = StructuredMask(CallStructure(1, N, N, causal=True), torch.device("cpu"))
     with torch.no_grad():
         attend(module, q, k, v, mask)
-        assert mask.ready is not None
+        assert mask.structure.ready is not None
         borders = torch.tensor([0, 5, N], dtype=torch.int32)
         out, _ = attend(module, q, k, v, mask, cu_seq_lens_q=borders, cu_seq_lens_k=borders)
         capped, _ = attend(module, q, k, v, mask, softcap=0.5)
@@ -167,3 +169,53 @@ def test_autocast_still_decides_the_dtype(warm: Any) -> None:
     with torch.no_grad():
         attend(upcast, *draw(), mask)
     assert used == [0]
+
+
+def test_calls_without_a_mask_are_kept_too(warm: Any) -> None:
+    module, _, _ = warm
+    module.is_causal = True
+    q, k, v = draw()
+    with torch.no_grad():
+        first, _ = attend(module, q, k, v, None)
+        structure = fast_path.recall((2, N, N, True))
+        assert structure is not None
+        assert structure.ready is not None
+        again, _ = attend(module, q, k, v, None)
+        both_ways, _ = attend(module, q, k, v, None, is_causal=False)
+    assert torch.equal(first, again)
+    torch.testing.assert_close(first.double(), truth(q, k, v), atol=1e-5, rtol=0)
+    assert not torch.allclose(first, both_ways)
+
+
+def test_settings_that_come_later_are_heard() -> None:
+    module = layer()
+    mask = mask_for(module)
+    with torch.no_grad():
+        attend(module, *draw(), mask)
+        assert mask.structure.ready is not None
+        module.config.adaattn = {"backend": "no such backend"}
+        with pytest.raises(ValueError, match="no such backend"):
+            attend(module, *draw(), mask)
+
+
+@pytest.mark.parametrize("what", ["key dtype", "freed", "negated", "zeros"])
+def test_memory_that_cannot_be_read_as_it_is(warm: Any, what: str) -> None:
+    module, mask, _used = warm
+    q, k, v = draw()
+    with torch.no_grad():
+        if what == "key dtype":
+            out, _ = attend(module, q, k.to(torch.bfloat16), v, mask)
+            torch.testing.assert_close(
+                out.double(), truth(q, k.to(torch.bfloat16).float(), v), atol=1e-5, rtol=0
+            )
+        elif what == "freed":
+            whole = torch.randn(2, 2, N + 1, 16)
+            view = whole[:, :, 1:]
+            whole.untyped_storage().resize_(0)
+            with pytest.raises(ValueError, match="its storage was freed"):
+                attend(module, q, view, v, mask)
+        else:
+            other = torch._neg_view(k) if what == "negated" else torch._efficientzerotensor(k.shape)
+            out, _ = attend(module, q, other, v, mask)
+            expected = truth(q, -k if what == "negated" else torch.zeros_like(k), v)
+            torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)

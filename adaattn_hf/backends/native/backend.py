@@ -6,11 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ...attention.structure import CallStructure
-from ..base import Backend, BareCall, nothing_seen
+from ..base import Backend, FastCall, nothing_seen
 from .ops import traced
 
 if TYPE_CHECKING:
@@ -96,21 +94,14 @@ class NativeBackend(Backend):
 
         return launch_names(rules)
 
-    def bare(self, spec: CallSpec, structure: CallStructure) -> BareCall | None:
-        """One call of the library, with the rules of the structure at hand."""
+    def fast_call(self, spec: CallSpec, request: AttentionRequest) -> FastCall | None:
+        """One call of the library, with the rules and extents of the request at hand."""
         if spec.needs_grad:
             return None
-        from .call import forward
+        from .call import forward_like
         from .rules import rules_of
 
-        rules = rules_of(structure)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            out, _ = forward(query, key, value, scaling, rules)
-            assert out is not None  # the output is asked for
-            return out
-
-        return attend
+        return forward_like(request.query, request.key, request.value, rules_of(request.structure))
 
 
 def _refused_rules(spec: CallSpec) -> list[str]:

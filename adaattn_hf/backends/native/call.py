@@ -9,16 +9,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..base import FastCall
 from .guard import Form, check_extents, check_rule, readable
 from .library import BACKWARD, CALL, RULES, library, missing
 
-__all__ = ["NO_RULES", "Gradients", "Rules", "backward", "forward"]
+__all__ = ["NO_RULES", "Gradients", "Rules", "backward", "forward", "forward_like"]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 _SCALES = {torch.float32: 0, torch.uint8: 5}
 COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _CODES = frozenset((torch.int8, torch.uint8))
+_OFFSETS = 1 << 40
+"""An address up to which it may be but the offset of a view into a storage that was freed: that one begins at 0."""
 _MOST_EXTENTS = 64
 _NONE4 = (0, 0, 0, 0)
 _NONE3 = (0, 0, 0)
@@ -29,6 +32,21 @@ _ERRORS = {
     -2: "the native kernels ran out of memory",
     -3: "the native kernels have no code for the instruction set that was asked for",
 }
+_COVERS: dict[str, tuple[str, torch.dtype | None, Form]] = {
+    "segments": ("n6", torch.int64, "contiguous"),
+    "head_windows": ("g", torch.int64, "contiguous"),
+    "head_sinks": ("g", torch.int64, "contiguous"),
+    "sink_logits": ("h", torch.float32, "contiguous"),
+    "bias": ("bhqk", None, "broadcast"),
+    "mask": ("bhqk", torch.bool, "broadcast"),
+    "key_scale": ("bgk", torch.float32, "strided"),
+    "value_scale": ("bgk", torch.float32, "strided"),
+    "keep": ("bgqn", torch.bool, "broadcast"),
+    "key_mean": ("bgd", torch.float32, "contiguous"),
+    "first_key": ("bgd", torch.float32, "contiguous"),
+}
+"""Of each rule in a tensor its extents (batch, heads, key/value heads g, queries, keys, size d, any number n), dtype
+and form."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +92,9 @@ class Rules:
     rotated: int = 0
 
     @functools.cached_property
-    def _tensors(self) -> bool:
-        """Whether any rule lies in a tensor, whose extents the call must have."""
-        return any(isinstance(value, Tensor) for value in vars(self).values())
+    def _tensors(self) -> tuple[str, ...]:
+        """Names of the rules that lie in tensors, whose extents the call must have."""
+        return tuple([name for name, value in self.__dict__.items() if isinstance(value, Tensor)])
 
     @functools.cached_property
     def _checked(self) -> set[tuple[int, ...]]:
@@ -92,31 +110,16 @@ class Rules:
         call = (batch, heads, q_len, dim, kv_heads, kv_len)
         if not self._tensors or call in self._checked:
             return
-        scores = (batch, heads, q_len, kv_len)
-        scale = (
-            torch.uint8
-            if self.key_scale is not None and self.key_scale.dtype is torch.uint8
-            else torch.float32
-        )
-        means = 1 if self.key_mean is not None and self.key_mean.shape[:1] == (1,) else batch
-        asked: tuple[tuple[str, tuple[int, ...], torch.dtype | None, Form], ...] = (
-            ("segments", (-1, 6), torch.int64, "contiguous"),
-            ("head_windows", (kv_heads,), torch.int64, "contiguous"),
-            ("head_sinks", (kv_heads,), torch.int64, "contiguous"),
-            ("sink_logits", (heads,), torch.float32, "contiguous"),
-            ("bias", scores, None, "broadcast"),
-            ("mask", scores, torch.bool, "broadcast"),
-            ("key_scale", (batch, kv_heads, kv_len), scale, "strided"),
-            ("value_scale", (batch, kv_heads, kv_len), scale, "strided"),
-            ("keep", (batch, kv_heads, q_len, -1), torch.bool, "broadcast"),
-            ("key_mean", (means, kv_heads, dim), torch.float32, "contiguous"),
-            ("first_key", (batch, kv_heads, dim), torch.float32, "contiguous"),
-        )
-        for name, extents, dtype, form in asked:
-            tensor: Tensor | None = getattr(self, name)
-            if tensor is None:
-                continue
-            check_rule(name, tensor, extents, dtype, form)
+        sizes = {"b": batch, "h": heads, "q": q_len, "d": dim, "g": kv_heads, "k": kv_len, "n": -1, "6": 6}
+        for name in self._tensors:
+            tensor: Tensor = getattr(self, name)
+            extents, dtype, form = _COVERS[name]
+            if name.endswith("_scale") and self.key_scale is not None and self.key_scale.dtype is torch.uint8:
+                dtype = torch.uint8
+            asked = [sizes[letter] for letter in extents]
+            if name == "key_mean" and tensor.shape[:1] == (1,):
+                asked[0] = 1
+            check_rule(name, tensor, asked, dtype, form)
         if len(self._checked) >= _MOST_EXTENTS:
             self._checked.clear()
         self._checked.add(call)
@@ -148,6 +151,10 @@ def _pointer(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
+def _pointers(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
+    return q.data_ptr(), k.data_ptr(), v.data_ptr()
+
+
 def _broadcast(t: Tensor) -> tuple[int, ...]:
     """Strides of `t`, 0 along the extents that it repeats."""
     return tuple(0 if size == 1 else step for size, step in zip(t.shape, t.stride(), strict=True))
@@ -156,40 +163,55 @@ def _broadcast(t: Tensor) -> tuple[int, ...]:
 NO_RULES = Rules()
 
 
-def words(
+def extents_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """What the library is told of shapes and dtypes: those of query, key and value, batch, heads, lengths, sizes."""
+    batch, heads, q_len, dim = q.shape
+    _, kv_heads, kv_len, dim_v = v.shape
+    if v.dtype is torch.uint8:
+        dim_v *= 2
+    dtypes = _DTYPES[q.dtype], _DTYPES[k.dtype], _DTYPES[v.dtype]
+    return *dtypes, batch, heads, kv_heads, q_len, kv_len, dim, dim_v
+
+
+def arguments(
+    addresses: tuple[int, int, int],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor | None,
     lse: Tensor | None,
+    extents: tuple[int, ...],
     scaling: float,
-    rules: Rules,
     level: int,
-    tail: bytes = _FORWARD_TAIL,
+    tail: bytes,
 ) -> bytes:
     """The argument structure of a call; every tensor in it must outlive the call.
 
-    `out` is contiguous `[batch, q_len, heads, head_dim_v]`.
+    Args:
+        addresses: Of query, key and value.
+        q, k, v: Plain tensors that the rules in `tail` were checked for.
+        out: Contiguous `[batch, q_len, heads, head_dim_v]`, None where it is not computed.
+        lse: Contiguous `[batch, heads, q_len]`, None where it is not computed.
+        extents: Of the tensors, as `extents_of` says.
+        scaling: Factor on the scores.
+        level: Number of an instruction set.
+        tail: The packed rules, and what the backward adds.
     """
-    batch, heads, q_len, dim = q.shape
-    _, kv_heads, kv_len, dim_v = v.shape
-    if v.dtype is torch.uint8:
-        dim_v *= 2
-    rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
-    width = heads * dim_v
     if type(out if lse is None else lse) is not Tensor:
         raise RuntimeError(
             "the native kernels were given no memory to write to: a dispatch mode (FakeTensorMode, say) makes tensors "
             'without any; use attn_implementation="adaattn_sdpa" under it'
         )
-    head = CALL.pack(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(out), _pointer(lse),
-        _DTYPES[q.dtype], _DTYPES[k.dtype], _DTYPES[v.dtype],
-        batch, heads, kv_heads, q_len, kv_len, dim, dim_v,
-        *q.stride(), *k.stride(), *v.stride(), q_len * width, dim_v, width, 1,
-        scaling, torch.get_num_threads(), level,
+    dim_v = extents[9]
+    width = extents[4] * dim_v
+    return (
+        CALL.pack(
+            *addresses, 0 if out is None else out.data_ptr(), 0 if lse is None else lse.data_ptr(), *extents,
+            *q.stride(), *k.stride(), *v.stride(), extents[6] * width, dim_v, width, 1,
+            scaling, torch.get_num_threads(), level,
+        )
+        + tail
     )  # fmt: skip
-    return head + rules.packed + tail
 
 
 def forward(
@@ -222,52 +244,98 @@ def forward(
     native = library()
     if native is None:
         raise RuntimeError(f"native backend: {'; '.join(missing())}")
-    # small calls cost as much here as in the library: nothing is asked for twice
-    if not _plain(q, k, v):
-        q, k, v = readable(q, "query"), readable(k, "key"), readable(v, "value")
-        check_extents(q, k, v, _DTYPES)
+    q, k, v = _checked(q, k, v)
     if k.dtype is torch.int8 and (rules.key_scale is None or rules.value_scale is None):
         raise ValueError("key, value: got torch.int8 without scales; set key_scale and value_scale")
-    batch, heads, q_len, _ = q.shape
-    dim_v = 2 * v.shape[3] if v.dtype is torch.uint8 else v.shape[3]
-    out = torch.empty((batch, q_len, heads, dim_v), dtype=q.dtype) if need_out else None
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32) if need_lse else None
-    if not (q.numel() and k.numel() and v.numel()):
+    extents = extents_of(q, k, v)
+    _, _, _, batch, heads, kv_heads, q_len, kv_len, dim, dim_v = extents
+    out = q.new_empty(batch, q_len, heads, dim_v) if need_out else None
+    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32) if need_lse else None
+    if 0 in extents[3:]:
         return _nothing(out, lse, rules)
+    rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
     status = native.forward(
-        words(q, k, v, out, lse, scaling, rules, native.level if level is None else level)
-    )
+        arguments(
+            _pointers(q, k, v), q, k, v, out, lse, extents, scaling, native.level if level is None else level,
+            rules.packed + _FORWARD_TAIL,
+        )
+    )  # fmt: skip
     if status:
         raise RuntimeError(_ERRORS[status])
     return out, lse
 
 
+def forward_like(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> FastCall | None:
+    """`forward` without the log-sum-exp for calls with the shapes and dtypes of these tensors; None for empty ones.
+
+    A small call costs as much here as in the library. So what depends on neither memory nor strides is worked out once,
+    and a call asks no more than whether it may read what it is given.
+    """
+    native = library()
+    extents = extents_of(q, k, v)
+    _, _, _, batch, heads, kv_heads, q_len, kv_len, dim, dim_v = extents
+    if native is None or 0 in extents[3:]:
+        return None
+    _checked(q, k, v)
+    rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
+    run, level, tail = native.forward, native.level, rules.packed + _FORWARD_TAIL
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        addresses = _addresses(query, key, value)
+        if addresses is None:
+            out, _ = forward(query, key, value, scaling, rules)
+            assert out is not None  # it is asked for
+            return out
+        out = query.new_empty(batch, q_len, heads, dim_v)
+        status = run(arguments(addresses, query, key, value, out, None, extents, scaling, level, tail))
+        if status:
+            raise RuntimeError(_ERRORS[status])
+        return out
+
+    return attend
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value with their numbers in memory.
+
+    Raises:
+        ValueError: They cannot be read, or do not belong together.
+    """
+    if not _plain(q, k, v):
+        q, k, v = readable(q, "query"), readable(k, "key"), readable(v, "value")
+        check_extents(q, k, v, _DTYPES)
+    return q, k, v
+
+
+def _addresses(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int] | None:
+    """Where three tensors lie, if they can be read as they are; None asks for a closer look."""
+    try:
+        if type(q) is type(k) is type(v) is Tensor and q.is_cpu and k.is_cpu and v.is_cpu:
+            at = q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            if q_at > _OFFSETS and k_at > _OFFSETS and v_at > _OFFSETS:
+                return None if q.is_neg() or k.is_neg() or v.is_neg() else at
+    except (RuntimeError, NotImplementedError):
+        pass  # sparse tensors and the like have no storage to ask for
+    return None
+
+
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether three tensors can be read as they are and belong together; False asks for a closer look."""
-    try:
-        dtype = q.dtype
-        k_shape, v_shape = k.shape, v.shape
-        return bool(
-            type(q) is Tensor
-            and type(k) is Tensor
-            and type(v) is Tensor
-            and dtype in _FLOATS
-            and ((dtype is k.dtype and dtype is v.dtype) or (k.dtype is torch.int8 and v.dtype in _CODES))
-            and q.is_cpu
-            and k.is_cpu
-            and v.is_cpu
-            and len(k_shape) == 4
-            and k_shape[:3] == v_shape[:3]
-            and q.shape[::3] == k_shape[::3]
-            and not (q.is_neg() or k.is_neg() or v.is_neg())
-            and q.untyped_storage().data_ptr()
-            and k.untyped_storage().data_ptr()
-            and v.untyped_storage().data_ptr()
-            and v_shape[1] > 0
-            and q.shape[1] % v_shape[1] == 0
-        )
-    except (RuntimeError, NotImplementedError):
-        return False  # sparse tensors and the like have no storage to ask for
+    if _addresses(q, k, v) is None or not q.dim() == k.dim() == v.dim() == 4:
+        return False
+    batch, heads, _, dim = q.shape
+    k_batch, kv_heads, kv_len, k_dim = k.shape
+    v_batch, v_heads, v_len, _ = v.shape
+    dtype = q.dtype
+    return (
+        dtype in _FLOATS
+        and ((dtype is k.dtype and dtype is v.dtype) or (k.dtype is torch.int8 and v.dtype in _CODES))
+        and batch == k_batch == v_batch
+        and kv_heads == v_heads
+        and kv_len == v_len
+        and dim == k_dim
+        and heads % kv_heads == 0
+    )
 
 
 def _nothing(out: Tensor | None, lse: Tensor | None, rules: Rules) -> tuple[Tensor | None, Tensor | None]:
@@ -341,8 +409,22 @@ def backward(
         g.data_ptr(), *g.stride(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
         *dq.stride(), *dk.stride(), *dv.stride(), _pointer(dbias), *(_NONE4 if dbias is None else dbias.stride()),
     )  # fmt: skip
+    extents = extents_of(q, k, v)
+    _, _, _, batch, heads, kv_heads, q_len, kv_len, dim, _ = extents
+    rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
     status = native.handle.ada_backward(
-        words(q, k, v, out, lse, scaling, rules, native.level if level is None else level, tail)
+        arguments(
+            _pointers(q, k, v),
+            q,
+            k,
+            v,
+            out,
+            lse,
+            extents,
+            scaling,
+            native.level if level is None else level,
+            rules.packed + tail,
+        )
     )
     if status:
         raise RuntimeError(_ERRORS[status])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ...attention.structure import CallStructure
-from ..base import Backend, BareCall, head_refusals
+from ..base import Backend, FastCall, head_refusals
 
 __all__ = ["SdpaBackend"]
 
@@ -33,8 +32,8 @@ class SdpaBackend(Backend):
 
         return attend(request)
 
-    def bare(self, spec: CallSpec, structure: CallStructure) -> BareCall | None:
+    def fast_call(self, spec: CallSpec, request: AttentionRequest) -> FastCall | None:
         """The operator itself, one masked call, or one call over packed runs."""
         from .bare import bare_way
 
-        return bare_way(spec, structure)
+        return bare_way(spec, request.structure)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...attention.request import CallSpec
 from ...attention.structure import CallStructure
-from ..base import BareCall
+from ..base import FastCall
 from . import limits
 from .bands import constant
 from .kernels import aligned, repeated, suits_efficient
@@ -19,7 +19,7 @@ from .varlen import layout_for, packed_attention
 __all__ = ["bare_way"]
 
 
-def bare_way(spec: CallSpec, structure: CallStructure) -> BareCall | None:
+def bare_way(spec: CallSpec, structure: CallStructure) -> FastCall | None:
     """The operator itself where it says what the structure says, one masked call, or one call over packed runs."""
     if spec.kind in ("full", "causal", "suffix") and spec.head_dim == spec.head_dim_v:
         if spec.decode:
@@ -41,7 +41,7 @@ def bare_way(spec: CallSpec, structure: CallStructure) -> BareCall | None:
     return _packed(structure, spec.needs_grad) if spec.kind in ("ragged", "suffix") else None
 
 
-def _plain(causal: bool, grouped: bool, stop: int | None = None) -> BareCall:
+def _plain(causal: bool, grouped: bool, stop: int | None = None) -> FastCall:
     """One call without a mask; of the keys those before `stop`."""
     operator = F.scaled_dot_product_attention
     if grouped:
@@ -55,7 +55,7 @@ def _plain(causal: bool, grouped: bool, stop: int | None = None) -> BareCall:
     return attend
 
 
-def _widened(causal: bool) -> BareCall:
+def _widened(causal: bool) -> FastCall:
     """One call without a mask, with as many key/value heads as query heads, `[batch, heads, q_len, head_dim]`.
 
     The fused CUDA kernel of float32 takes no grouped heads. Left grouped, they go to unfused operations, which write
@@ -69,7 +69,7 @@ def _widened(causal: bool) -> BareCall:
     return attend
 
 
-def _masked(structure: CallStructure) -> BareCall:
+def _masked(structure: CallStructure) -> FastCall:
     """One call with a mask of numbers; torch makes one of a boolean mask in each layer."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -94,7 +94,7 @@ def numbers(structure: CallStructure, dtype: torch.dtype, device: torch.device) 
     return mask
 
 
-def _packed(structure: CallStructure, gradient: bool) -> BareCall | None:
+def _packed(structure: CallStructure, gradient: bool) -> FastCall | None:
     layout = layout_for(structure)
     if layout is None:
         return None

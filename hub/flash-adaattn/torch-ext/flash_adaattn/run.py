@@ -9,11 +9,9 @@ from .arguments import Options
 from .attention.request import AttentionRequest, AttentionResult, CallSpec
 from .attention.structure import CallStructure
 from .backends import select
-from .backends.base import BareCall
+from .backends.base import FastCall
 
 __all__ = ["attend", "lse_of"]
-
-_SHORTEST = "flash_adaattn"
 
 
 def attend(
@@ -51,16 +49,18 @@ def _attend_plainly(
         request = AttentionRequest(query, key, value, structure, scaling)
         return select.attend(request).out
     flows = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    facts = (flows, query.dtype, query.device, query.shape, key.shape, value.shape)
-    chosen: tuple[object, BareCall | None] | None = structure._memo.get(_SHORTEST)
-    if chosen is None or chosen[0] != facts:
-        spec = CallSpec.of(AttentionRequest(query, key, value, structure, scaling))
-        chosen = structure._memo[_SHORTEST] = (facts, select.choose(spec).bare(spec, structure))
-    shortest = chosen[1]
-    if shortest is not None:
-        return shortest(query, key, value, scaling)
-    request = AttentionRequest(query, key, value, structure, scaling)
-    return select.attend(request).out
+    facts = (
+        flows, query.dtype, key.dtype, value.dtype, query.device, query.shape, key.shape, value.shape
+    )  # fmt: skip
+    kept: tuple[object, FastCall | None] | None = structure.ready
+    if kept is None or kept[0] != facts:
+        request = AttentionRequest(query, key, value, structure, scaling)
+        spec = CallSpec.of(request)
+        kept = structure.ready = (facts, select.choose(spec).fast_call(spec, request))
+    call = kept[1]
+    if call is not None:
+        return call(query, key, value, scaling)
+    return select.attend(AttentionRequest(query, key, value, structure, scaling)).out
 
 
 def lse_of(result: AttentionResult) -> Tensor:
