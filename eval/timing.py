@@ -74,9 +74,8 @@ def ratio_summary(stock: Sequence[float], arm: Sequence[float]) -> dict[str, flo
 def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, str]:
     """Bytes at the peak of one call beyond what was there before it, and how they were counted.
 
-    On CUDA the allocator's high-water mark. On the CPU the profiler's record of torch's allocations, and beside it the
-    working memory of the native kernels, which have an allocator of their own: their peak is added to torch's, although
-    the two may not fall together.
+    On CUDA the allocator's high-water mark. On the CPU the peak of torch's allocations that the profiler recorded, plus
+    that of the native kernels, which have an allocator of their own; the two may not fall together.
     """
     if device.type == "cuda":
         _wait(device)

@@ -111,12 +111,10 @@ def transform_at_work() -> str | None:
 
     Graphs of `torch.compile` and `torch.export` are not meant: for them the kernels are operators.
     """
-    if _tracing() is None and forward_ad._current_level < 0 and _transforms() is None and not _modes():
-        return None  # asked in every layer: what it takes to say so is bound once
     if _tracing() is not None:
         return "torch.jit.trace"
     if forward_ad._current_level >= 0:
         return "forward-mode automatic differentiation"
     if _transforms() is not None:
         return "torch.func (grad, vmap, jvp)"
-    return "make_fx" if get_proxy_mode() is not None else None
+    return "make_fx" if _modes() and get_proxy_mode() is not None else None

@@ -28,8 +28,8 @@ from adaattn_hf.attention.rounding import quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.autograd import Differentiable
-from adaattn_hf.backends.native.call import Rules
 from adaattn_hf.backends.native.library import library, missing
+from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.backends.select import BACKENDS
 
 

@@ -16,9 +16,8 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.rounding import quantise, through_int8
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
-from adaattn_hf.backends.native.call import Rules
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
-from adaattn_hf.backends.native.rules import rules_of, with_extras
+from adaattn_hf.backends.native.rules import Rules, rules_of, with_extras
 from adaattn_hf.stats.noise import sqnr
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")

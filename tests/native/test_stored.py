@@ -13,8 +13,8 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, decode_scale, dequantise, encode_scale, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
-from adaattn_hf.backends.native.call import Rules
 from adaattn_hf.backends.native.library import LEVELS, level_names
+from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.backends.native.storing import store
 from adaattn_hf.stats.noise import sqnr
 

@@ -11,8 +11,8 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native import call
-from adaattn_hf.backends.native.call import Rules
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
+from adaattn_hf.backends.native.rules import Rules
 
 from ..support.requests import ON_CPU
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..sinks import sink_gradient
 from . import call
-from .call import Rules
+from .rules import Rules
 
 __all__ = ["Differentiable"]
 

@@ -13,8 +13,7 @@ from ...attention.heads import HeadRules, joined_heads, some_heads
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
 from . import call
-from .call import Rules
-from .rules import rules_of, with_extras
+from .rules import Rules, rules_of, with_extras
 
 __all__ = ["attend", "launch_names"]
 

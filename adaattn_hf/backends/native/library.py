@@ -26,6 +26,9 @@ BACKWARD = struct.Struct("=Q4q3Q12qQ4q")
 """The argument structure in three parts: tensors to level, the rules of a call, what the backward adds."""
 ARGS_SIZE = CALL.size + RULES.size + BACKWARD.size
 
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
+"""Dtypes by their number in the C interface."""
+
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "neon")
 """Instruction sets by their number in the C interface."""
 

@@ -1,21 +1,153 @@
-"""How a structure becomes the rules of a call."""
+"""What a call of the library asks for beyond its tensors, and how a structure becomes that."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ...attention.structure import CallStructure
-from .call import Rules
+from .guard import Form, check_rule
+from .library import DTYPES, RULES
 
-__all__ = ["rules_of", "with_extras"]
+__all__ = ["COMPUTE", "NO_RULES", "Rules", "rules_of", "with_extras"]
 
+_SCALES = {torch.float32: 0, torch.uint8: 5}
+COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
+_MOST_EXTENTS = 64
+_NONE4 = (0, 0, 0, 0)
+_NONE3 = (0, 0, 0)
 _FAR = 1 << 40  # further than any key: a window or sinks beyond it hide and exempt the same keys
+
+_COVERS: dict[str, tuple[str, torch.dtype | None, Form]] = {
+    "segments": ("n6", torch.int64, "contiguous"),
+    "head_windows": ("g", torch.int64, "contiguous"),
+    "head_sinks": ("g", torch.int64, "contiguous"),
+    "sink_logits": ("h", torch.float32, "contiguous"),
+    "bias": ("bhqk", None, "broadcast"),
+    "mask": ("bhqk", torch.bool, "broadcast"),
+    "key_scale": ("bgk", torch.float32, "strided"),
+    "value_scale": ("bgk", torch.float32, "strided"),
+    "keep": ("bgqn", torch.bool, "broadcast"),
+    "key_mean": ("bgd", torch.float32, "contiguous"),
+    "first_key": ("bgd", torch.float32, "contiguous"),
+}
+"""Of each rule in a tensor its extents (batch, heads, key/value heads g, queries, keys, size d, any number n), dtype
+and form."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rules:
+    """What a call asks for beyond its tensors; see `src/adaattn.h`.
+
+    Attributes:
+        causal, window, sinks, offset: As in `CallStructure`; a window below 0 is none.
+        segments: int64 `[n, 6]` of (row, q_start, q_len, k_start, k_len, offset), or None for one segment per row.
+        head_windows, head_sinks: int64 `[num_kv_heads]`, in place of `window` and `sinks`.
+        softcap: 0 for none.
+        sink_logits: fp32 `[heads]`.
+        bias: Float, `[batch or 1, heads or 1, q_len or 1, kv_len]`.
+        mask: Bool, `[batch or 1, heads or 1, q_len or 1, kv_len]`.
+        key_scale, value_scale: `[batch, num_kv_heads, kv_len]` of int8 keys and values (or values of four bits), both
+            fp32 or both in the eight bits of `StoredKV`.
+        keep: Bool, `[batch or 1, num_kv_heads or 1, q_len or 1, blocks]`, which blocks of 64 keys a row keeps, counted
+            from the first key of the row's segment; None for all.
+        compute: Precision of the products, a key of `COMPUTE`; int8 needs the level avx512_bf16.
+        key_mean: fp32 `[batch or 1, num_kv_heads, head_dim]`, contiguous, subtracted from keys before they are rounded
+            to int8, here or by whoever stored them.
+        first_key: fp32 `[batch, num_kv_heads, head_dim]`, contiguous; stands for the first of the stored keys.
+        rotated: 1 where stored keys, 2 where stored values are those of vectors turned by `hadamard`, 3 for both.
+    """
+
+    causal: bool = False
+    window: int = -1
+    sinks: int = 0
+    offset: int = 0
+    segments: Tensor | None = None
+    head_windows: Tensor | None = None
+    head_sinks: Tensor | None = None
+    softcap: float = 0.0
+    sink_logits: Tensor | None = None
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    keep: Tensor | None = None
+    compute: str = "model"
+    key_mean: Tensor | None = None
+    first_key: Tensor | None = None
+    rotated: int = 0
+
+    @functools.cached_property
+    def _tensors(self) -> tuple[str, ...]:
+        """Names of the rules that lie in tensors, whose extents the call must have."""
+        return tuple([name for name, value in self.__dict__.items() if isinstance(value, Tensor)])
+
+    @functools.cached_property
+    def _checked(self) -> set[tuple[int, ...]]:
+        """Extents of the calls for which the tensors were found to fit."""
+        return set()
+
+    def check(self, batch: int, heads: int, q_len: int, dim: int, kv_heads: int, kv_len: int) -> None:
+        """Refuse tensors that do not fit a call of these extents; looked at once for each.
+
+        Raises:
+            ValueError: Names the rule, what it has and what it should have.
+        """
+        call = (batch, heads, q_len, dim, kv_heads, kv_len)
+        if not self._tensors or call in self._checked:
+            return
+        sizes = {"b": batch, "h": heads, "q": q_len, "d": dim, "g": kv_heads, "k": kv_len, "n": -1, "6": 6}
+        for name in self._tensors:
+            tensor: Tensor = getattr(self, name)
+            extents, dtype, form = _COVERS[name]
+            if name.endswith("_scale") and self.key_scale is not None and self.key_scale.dtype is torch.uint8:
+                dtype = torch.uint8
+            asked = [sizes[letter] for letter in extents]
+            if name == "key_mean" and tensor.shape[:1] == (1,):
+                asked[0] = 1
+            check_rule(name, tensor, asked, dtype, form)
+        if len(self._checked) >= _MOST_EXTENTS:
+            self._checked.clear()
+        self._checked.add(call)
+
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """The rules' part of the argument structure; made once, because rules are shared by the layers of a model."""
+        bias, mask, keep = self.bias, self.mask, self.keep
+        return RULES.pack(
+            COMPUTE[self.compute],
+            _pointer(self.segments), 0 if self.segments is None else self.segments.shape[0], self.offset,
+            self.causal, self.window, self.sinks,
+            _pointer(self.head_windows), _pointer(self.head_sinks),
+            self.softcap,
+            _pointer(self.sink_logits),
+            _pointer(bias), *((0, *_NONE4) if bias is None else (DTYPES[bias.dtype], *_broadcast(bias))),
+            _pointer(mask), *(_NONE4 if mask is None else _broadcast(mask)),
+            _pointer(self.key_scale), _pointer(self.value_scale),
+            0 if self.key_scale is None else _SCALES[self.key_scale.dtype],
+            *(_NONE3 if self.key_scale is None else self.key_scale.stride()),
+            *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
+            _pointer(self.first_key), self.rotated,
+            _pointer(keep), *((*_NONE4, 0) if keep is None else (*_broadcast(keep), keep.shape[3])),
+            _pointer(self.key_mean), 0 if self.key_mean is None else _broadcast(self.key_mean)[0],
+        )  # fmt: skip
+
+
+def _pointer(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _broadcast(t: Tensor) -> tuple[int, ...]:
+    """Strides of `t`, 0 along the extents that it repeats."""
+    return tuple(0 if size == 1 else step for size, step in zip(t.shape, t.stride(), strict=True))
+
+
+NO_RULES = Rules()
+
 
 # Rules without tensors are the same for every forward pass of like shape; making and packing them costs microseconds.
 _plain = functools.lru_cache(maxsize=256)(Rules)
@@ -23,10 +155,7 @@ _plain = functools.lru_cache(maxsize=256)(Rules)
 
 def rules_of(structure: CallStructure) -> Rules:
     """The rules of a structure; remembered with it, so that the layers of a forward pass share them."""
-    rules: Rules | None = structure._memo.get("native")
-    if rules is None:
-        rules = structure._memo["native"] = _find_rules(structure)
-    return rules
+    return structure.cached("native", lambda: _find_rules(structure))
 
 
 def _find_rules(structure: CallStructure) -> Rules:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...attention.stored import quantise
-from .call import _DTYPES, _ERRORS
-from .library import library, missing
+from .call import _ERRORS
+from .library import DTYPES, library, missing
 
 __all__ = ["store", "write"]
 
@@ -63,7 +63,7 @@ def store(
     status = native.handle.ada_store(
         _ARGUMENTS.pack(
             x.data_ptr(), codes.data_ptr(), scale.data_ptr(), 0 if mean is None else mean.data_ptr(),
-            _DTYPES[x.dtype], _DTYPES[codes.dtype], rotated,
+            DTYPES[x.dtype], DTYPES[codes.dtype], rotated,
             *x.shape, *x.stride(), *codes.stride(), *scale.stride(),
             torch.get_num_threads(), native.level if level is None else level,
         )

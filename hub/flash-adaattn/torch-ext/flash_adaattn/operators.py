@@ -12,9 +12,8 @@ from .attention.request import AttentionRequest, AttentionResult
 from .attention.structure import CallStructure
 from .backends import select
 from .backends.native import call
-from .backends.native.call import Rules
 from .backends.native.library import missing
-from .backends.native.rules import rules_of, with_extras
+from .backends.native.rules import Rules, rules_of, with_extras
 from .backends.sinks import sink_gradient
 from .runs import packed_runs
 
