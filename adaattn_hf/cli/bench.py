@@ -15,9 +15,10 @@ from rich.console import Console
 
 from adaattn_hf.eval.bench.grid import Cell, Grid, read_grid
 from adaattn_hf.eval.bench.measure import measure
-from adaattn_hf.eval.bench.model import model_works
+from adaattn_hf.eval.bench.peers import PEERS, absent_peers, takes
 from adaattn_hf.eval.bench.report import markdown, verdict
-from adaattn_hf.eval.bench.work import Work, absent_peers, attention_works, missing
+from adaattn_hf.eval.bench.ways import KERNELS, error_of, is_stock, shape_of, trace, ways
+from adaattn_hf.eval.bench.work import Work, missing
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import peak_bytes, spread
 from adaattn_hf.patches.checkpoint import known_implementations, resolve_device
@@ -32,7 +33,7 @@ __all__ = ["bench", "run_cell"]
 
 OURS = "adaattn"
 # What an implementation raises that cannot do a cell; anything else is a fault of ours and stops the run.
-_REFUSALS = (NotImplementedError, ValueError, RuntimeError, ImportError)
+_REFUSALS = (NotImplementedError, ValueError, RuntimeError, ImportError, OSError)
 
 
 def bench(
@@ -41,7 +42,11 @@ def bench(
     threads: Annotated[int, typer.Option(min=0, help="Threads of torch; 0 leaves them as they are.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     implementations: Annotated[
-        str, typer.Option(help="Stock names, comma-separated; by default all of the grid that are here.")
+        str,
+        typer.Option(
+            help="Names, comma-separated: stock ones, sdpa:flash|efficient|cudnn|math, installed peers (xformers, …). "
+            "By default all stock ones of the grid and all peers that are here."
+        ),
     ] = "",
     ours: Annotated[str, typer.Option(help="Our name: adaattn, adaattn_sdpa, …")] = OURS,
     output: Annotated[Path | None, typer.Option(help="JSON to write; a `.md` is written beside it.")] = None,
@@ -50,6 +55,10 @@ def bench(
     ] = None,
     gate: Annotated[bool, typer.Option(help="Exit with 1 if a cell is below its floor, twice.")] = False,
     memory: Annotated[bool, typer.Option(help="Measure peak memory, too.")] = True,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Directory for a torch.profiler trace of each cell and implementation."),
+    ] = None,
     grid: Annotated[Path | None, typer.Option(help="Another grid than the one of the package.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -65,6 +74,8 @@ def bench(
         _known([ours, *(name for name in implementations.split(",") if name)])
         if output is not None:
             writable(output.parent, "output")
+        if profile is not None:
+            writable(profile, "profile")
     except ValueError as error:
         leave(UsageError(str(error)))
     try:
@@ -72,7 +83,18 @@ def bench(
             kept = output or (Path(scratch) / "bench.json" if as_json else None)
             with tables_aside(as_json):
                 failed = _run(
-                    cells, data, rounds, threads, where, implementations, ours, kept, table, gate, memory
+                    cells,
+                    data,
+                    rounds,
+                    threads,
+                    where,
+                    implementations,
+                    ours,
+                    kept,
+                    table,
+                    gate,
+                    memory,
+                    profile,
                 )
             if as_json and kept is not None:
                 print_reports([kept])
@@ -88,7 +110,7 @@ def _known(names: list[str]) -> None:
     Raises:
         UsageError: For the first unknown name.
     """
-    known = known_implementations()
+    known = [*known_implementations(), *KERNELS, *PEERS]
     for name in names:
         if name not in known:
             raise UsageError(unknown("attention implementation", name, known))
@@ -123,12 +145,15 @@ def _run(
     table: Path | None,
     gate: bool,
     memory: bool,
+    profile: Path | None,
 ) -> list[str]:
     """Measures, prints and writes; returns a line for each cell that is below its floor."""
     if threads:
         torch.set_num_threads(threads)
     console = Console()
-    names = [name for name in implementations.split(",") if name] or list(data.stock)
+    peers = absent_peers(data.peers)
+    names = [name for name in implementations.split(",") if name]
+    names = names or [*data.stock, *(peer for peer in data.peers if peer not in peers)]
     absent = {name: why for name in names if (why := missing(name, where)) is not None}
     present = [name for name in names if name not in absent]
     report: dict[str, Any] = {
@@ -136,7 +161,7 @@ def _run(
         "rounds": rounds,
         "ours": ours,
         "absent": absent,
-        "peers": absent_peers(data),
+        "peers": peers,
         "slower": data.slower,
         "cells": [],
     }
@@ -144,16 +169,19 @@ def _run(
     earlier = _earlier(output, report)
     failed = []
     for cell in cells:
-        found = run_cell(cell, [ours, *present], data, rounds, where, memory)
+        asked = [ours, *(name for name in present if name not in PEERS or takes(name, cell))]
+        found = run_cell(cell, asked, data, rounds, where, memory, profile)
         if gate and _below(found):
             # a neighbour on the machine may have disturbed it; a real loss shows twice
-            found = run_cell(cell, [ours, *present], data, rounds, where, memory)
+            found = run_cell(cell, asked, data, rounds, where, memory)
         if _below(found):
             failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
         found["commit"] = report["provenance"]["commit"]
         earlier[cell.title] = found
         report["cells"] = [
-            {**earlier[known.title], "note": known.note} for known in data.cells if known.title in earlier
+            {"error": {}, **earlier[known.title], **_fixed(known, data)}
+            for known in data.cells
+            if known.title in earlier
         ]
         console.print(_line(found))
         gc.collect()
@@ -165,6 +193,11 @@ def _run(
         for line in failed:
             console.print(f"below its floor: {line}")
     return failed
+
+
+def _fixed(cell: Cell, data: Grid) -> dict[str, Any]:
+    """What the grid says of a cell, whenever it was measured."""
+    return {"note": cell.note, "dtype": cell.dtype, "shape": shape_of(cell, data)}
 
 
 def _earlier(output: Path | None, report: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -185,16 +218,21 @@ def _below(found: dict[str, Any]) -> bool:
 
 
 def run_cell(
-    cell: Cell, names: list[str], grid: Grid, rounds: int, device: torch.device, memory: bool
+    cell: Cell,
+    names: list[str],
+    grid: Grid,
+    rounds: int,
+    device: torch.device,
+    memory: bool,
+    profile: Path | None = None,
 ) -> dict[str, Any]:
     """All figures of one cell; the first name is ours, the others are compared with it."""
-    ways: dict[str, Work] = {}
+    works: dict[str, Work] = {}
     refused: dict[str, str] = {}
+    differences: dict[str, float] = {}
     errors: dict[str, float] = {}
     mine: Any = None
-    make = (
-        attention_works(cell, device) if cell.level == "attention" else model_works(cell, grid.models, device)
-    )
+    make, error = ways(cell, grid, device), error_of(cell, device)
     for name in names:
         try:
             work = make(name)
@@ -204,24 +242,31 @@ def run_cell(
                 raise
             refused[name] = str(refusal).splitlines()[0][:200] if str(refusal) else type(refusal).__name__
             continue
+        own = OURS if name == names[0] else name
         if mine is None:
             mine = result.detach()
         else:
-            errors[name] = _difference(cell, mine, result.detach())
-        ways[OURS if name == names[0] else name] = work
-    times = measure(ways, rounds, device)
+            differences[name] = _difference(cell, mine, result.detach())
+        if error is not None:
+            errors[own] = error(result)
+        works[own] = work
+    if profile is not None:
+        trace(works, profile, cell.title, device)
+    times = measure(works, rounds, device)
     ratios = {
         name: {
             clock: spread([a / b for a, b in zip(times[name][clock], times[OURS][clock], strict=True)])
             for clock in ("wall", "process")
         }
-        for name in ways
+        for name in works
         if name != OURS
     }
-    best = min(ratios, key=lambda name: ratios[name]["wall"]["median"], default=None)
+    best = min(filter(is_stock, ratios), key=lambda name: ratios[name]["wall"]["median"], default=None)
     return {
         "title": cell.title,
         "level": cell.level,
+        "dtype": cell.dtype,
+        "shape": shape_of(cell, grid),
         "target": cell.target,
         "floor": cell.floor,
         "times": {
@@ -231,8 +276,9 @@ def run_cell(
         "ratios": ratios,
         "best": best,
         "ratio_best": None if best is None else ratios[best],
-        "difference": errors,
-        "peak_bytes": {name: peak_bytes(work, device)[0] for name, work in ways.items()} if memory else {},
+        "difference": differences,
+        "error": errors,
+        "peak_bytes": {name: peak_bytes(work, device)[0] for name, work in works.items()} if memory else {},
         "refused": refused,
     }
 

@@ -13,9 +13,12 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from .grid import Cell, Grid
+from adaattn_hf.attention.structure import CallStructure
 
-__all__ = ["Work", "absent_peers", "attention_works", "missing", "padding_of"]
+from .grid import Cell
+from .peers import PEERS, absent_peers
+
+__all__ = ["Work", "attention_works", "missing", "padding_of", "structure_of", "tensors_of"]
 
 Work = Callable[[], Any]
 
@@ -51,17 +54,14 @@ def missing(implementation: str, device: torch.device) -> str | None:
             return "runs on CUDA"
         if importlib.util.find_spec(package.partition(".")[0]) is None:
             return f"{package} is not installed"
+    elif implementation in PEERS:
+        return absent_peers([implementation]).get(implementation)
+    elif implementation.startswith("sdpa:"):
+        on_cuda = implementation in ("sdpa:efficient", "sdpa:cudnn")
+        return "runs on CUDA" if on_cuda and device.type != "cuda" else None
     elif implementation != "eager" and implementation not in ALL_ATTENTION_FUNCTIONS:
         return "Transformers does not know the name"
     return None
-
-
-def absent_peers(grid: Grid) -> dict[str, str]:
-    """Peers by name: `absent`, or that they are installed but answer to no name of Transformers."""
-    return {
-        name: "absent" if importlib.util.find_spec(name) is None else "installed; no attn_implementation"
-        for name in grid.peers
-    }
 
 
 def attention_works(cell: Cell, device: torch.device) -> Callable[[str], Work]:
@@ -69,41 +69,18 @@ def attention_works(cell: Cell, device: torch.device) -> Callable[[str], Work]:
 
     Query, key and value are the same memory for every implementation: where they lie decides what a cache holds.
     """
-    dtype = getattr(torch, cell.dtype)
-    query, key, value = _tensors(cell, device)
-    padding = padding_of(cell, device)
-    function = _mask_function(cell, device)
-    offset: Any = 0
-    if cell.mask == "causal":
-        offset = cell.keys - cell.q_len
-    if cell.filled is not None:
-        offset = torch.tensor(cell.filled - cell.q_len, device=device)
+    query, key, value = tensors_of(cell, device)
+    make_mask = _mask_maker(cell, device)
     scaling = cell.head_dim**-0.5
-    plain = cell.window is None and cell.chunk is None and not cell.packed
 
     def make(implementation: str) -> Work:
         layer = _Layer(cell, implementation)
         attend: Any = (
             eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
         )
-        make_mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation]
 
         def work() -> Any:
-            mask = make_mask(
-                batch_size=cell.batch,
-                q_length=cell.q_len,
-                kv_length=cell.keys,
-                q_offset=offset,
-                kv_offset=0,
-                mask_function=function,
-                attention_mask=padding,
-                allow_is_causal_skip=plain and cell.filled is None,
-                allow_is_bidirectional_skip=cell.mask == "bidirectional",
-                local_size=cell.window or cell.chunk,
-                dtype=dtype,
-                config=layer.config,
-                device=device,
-            )
+            mask = make_mask(implementation, layer.config)
             out = None
             with torch.set_grad_enabled(cell.gradient):
                 for _ in range(cell.layers):
@@ -126,7 +103,46 @@ def attention_works(cell: Cell, device: torch.device) -> Callable[[str], Work]:
     return make
 
 
-def _tensors(cell: Cell, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def structure_of(cell: Cell, device: torch.device) -> CallStructure:
+    """What each query of a cell may see."""
+    mask = _mask_maker(cell, device)("adaattn", _Layer(cell, "adaattn").config)
+    found: CallStructure = mask.structure
+    return found
+
+
+def _mask_maker(cell: Cell, device: torch.device) -> Callable[[str, Any], Any]:
+    """Makes a cell's mask for an implementation, as a model does."""
+    padding = padding_of(cell, device)
+    function = _mask_function(cell, device)
+    offset: Any = 0
+    if cell.mask == "causal":
+        offset = cell.keys - cell.q_len
+    if cell.filled is not None:
+        offset = torch.tensor(cell.filled - cell.q_len, device=device)
+    plain = cell.window is None and cell.chunk is None and not cell.packed
+
+    def make(implementation: str, config: Any) -> Any:
+        return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation](
+            batch_size=cell.batch,
+            q_length=cell.q_len,
+            kv_length=cell.keys,
+            q_offset=offset,
+            kv_offset=0,
+            mask_function=function,
+            attention_mask=padding,
+            allow_is_causal_skip=plain and cell.filled is None,
+            allow_is_bidirectional_skip=cell.mask == "bidirectional",
+            local_size=cell.window or cell.chunk,
+            dtype=getattr(torch, cell.dtype),
+            config=config,
+            device=device,
+        )
+
+    return make
+
+
+def tensors_of(cell: Cell, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of a cell: the same numbers at every call."""
     random = torch.Generator(device="cpu").manual_seed(0)
 
     def tensor(heads: int, length: int) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.bench.grid import read_grid
 from adaattn_hf.eval.bench.measure import measure
 from adaattn_hf.eval.bench.report import markdown
+from adaattn_hf.eval.bench.ways import ways
 from adaattn_hf.eval.bench.work import missing
 from adaattn_hf.eval.timing import peak_bytes, spread
 
@@ -138,12 +141,19 @@ def test_every_kind_of_cell_does_the_same_work_under_every_name(tmp_path: Path) 
     result = bench("--grid", grid, "--rounds", 1, "--output", output, "--no-memory")
     assert result.exit_code == 0, result.output
     report = json.loads(output.read_text(encoding="utf-8"))
+    assert_fits(report)
     assert [cell["title"] for cell in report["cells"]] == [
         f"{c['name']} (float32)" for c in [*ATTENTION, *WHOLE]
     ]
     for cell in report["cells"]:
         assert set(cell["difference"]) == {"eager", "sdpa"}, cell["title"]
         assert max(cell["difference"].values()) < 1e-5, cell["title"]
+        attention = cell["level"] == "attention"
+        assert set(cell["error"]) == ({"adaattn", "eager", "sdpa"} if attention else set()), cell["title"]
+        assert all(1e-9 < error < 1e-5 for error in cell["error"].values()), cell["title"]
+        asked = next(c for c in [*ATTENTION, *WHOLE] if cell["title"] == f"{c['name']} (float32)")
+        assert (cell["dtype"], cell["shape"]["q_len"]) == ("float32", asked["q_len"])
+        assert ("heads" in cell["shape"]) == attention == ("configuration" not in cell["shape"])
         assert cell["best"] in ("eager", "sdpa")
         assert all(entry["wall"]["median"] > 0 for entry in cell["ratios"].values())
     assert report["absent"] == {"flash_attention_2": "runs on CUDA"}
@@ -151,6 +161,133 @@ def test_every_kind_of_cell_does_the_same_work_under_every_name(tmp_path: Path) 
     page = output.with_suffix(".md").read_text(encoding="utf-8")
     assert "| packed (float32) |" in page
     assert "flash_attention_2 (runs on CUDA)" in page
+
+
+def assert_fits(report: dict[str, Any]) -> None:
+    """The report is as `schema.json` says, and one that lacks a field or holds a wrong one is not."""
+    jsonschema = pytest.importorskip("jsonschema", reason="needs the package jsonschema")
+    schema = json.loads(resources.files("adaattn_hf.eval.bench").joinpath("schema.json").read_text("utf-8"))
+    check = jsonschema.Draft202012Validator(schema)
+    check.check_schema(schema)
+    check.validate(report)
+    for change in ({"dtype": "int3"}, {"shape": {}}, {"error": {"eager": -1.0}}, {"speed": 1.0}):
+        wrong = {**report, "cells": [{**report["cells"][0], **change}]}
+        assert not check.is_valid(wrong), change
+    assert not check.is_valid({**report, "provenance": {"python": "3"}})
+
+
+def test_kernels_of_sdpa_are_timed_apart(tmp_path: Path) -> None:
+    cells = [{"name": "causal", "q_len": 20}, {"name": "pass", "model": "llama", "q_len": 12}]
+    grid, output = write_grid(tmp_path / "grid.yaml", *cells), tmp_path / "out.json"
+    names = "sdpa,sdpa:flash,sdpa:math,sdpa:efficient,sdpa:cudnn"
+    result = bench("--grid", grid, "--rounds", 1, "--implementations", names, "--output", output)
+    assert result.exit_code == 0, result.output
+    report = json.loads(output.read_text(encoding="utf-8"))
+    assert_fits(report)
+    assert report["absent"] == {"sdpa:efficient": "runs on CUDA", "sdpa:cudnn": "runs on CUDA"}
+    for cell in report["cells"]:
+        assert set(cell["ratios"]) == {"sdpa", "sdpa:flash", "sdpa:math"}
+        assert cell["best"] == "sdpa"  # a part of it is no implementation
+        assert max(cell["difference"].values()) < 1e-5
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        make = ways(read_grid(grid).cells[0], read_grid(grid), CPU)
+        make("sdpa:math")()
+    names_seen = {event.key for event in seen.key_averages()}
+    assert "aten::_scaled_dot_product_attention_math" in names_seen
+    assert not [name for name in names_seen if "flash" in name]
+
+
+STAND_INS = {
+    "xformers/__init__.py": "",
+    "xformers/ops.py": """
+import torch
+class attn_bias:
+    class LowerTriangularFromBottomRightMask: pass
+def memory_efficient_attention(q, k, v, attn_bias, scale):
+    q, k, v = (t.movedim(1, -2) for t in (q, k, v))
+    mask = None if attn_bias is None else torch.ones(q.shape[-2], k.shape[-2]).tril(k.shape[-2] - q.shape[-2]).bool()
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.movedim(-2, 1)
+""",
+    "flash_attn/__init__.py": """
+import torch
+def flash_attn_func(q, k, v, softmax_scale, causal, window_size):
+    n, m = q.shape[1], k.shape[1]
+    mask = torch.ones(n, m).bool()
+    mask = mask.tril(m - n) if causal else mask
+    mask = mask if window_size[0] < 0 else mask.triu(m - n - window_size[0])
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
+""",
+    "sageattention.py": """
+import torch
+def sageattn(q, k, v, tensor_layout, is_causal, sm_scale):
+    assert tensor_layout == "HND"
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(q, k, v, is_causal=is_causal, scale=sm_scale, enable_gqa=True)
+""",
+    "kernels.py": """
+import flash_attn
+def get_kernel(name):
+    if name != "kernels-community/flash-attn2": raise OSError("no such kernel")
+    return flash_attn
+""",
+    "flashinfer.py": "",
+}
+
+
+def test_installed_peers_are_timed_where_they_can_do_a_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins with the functions that the libraries have; the real ones want a GPU."""
+    for name, source in STAND_INS.items():
+        path = tmp_path / "site" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    known = ["xformers", "flash_attn", "sageattention", "kernels"]
+    peers = [*known, "flashinfer", "no_such_peer"]
+    cells = [*ATTENTION, {"name": "suffix", "q_len": 5, "kv_len": 20}, WHOLE[0]]
+    grid, output = (
+        write_grid(tmp_path / "grid.yaml", *cells, peers=peers, stock=["sdpa"]),
+        tmp_path / "out.json",
+    )
+    result = bench("--grid", grid, "--rounds", 1, "--output", output, "--no-memory")
+    for name in ("xformers", "xformers.ops", "flash_attn", "sageattention", "kernels", "flashinfer"):
+        sys.modules.pop(name, None)
+    assert result.exit_code == 0, result.output
+    report = json.loads(output.read_text(encoding="utf-8"))
+    assert_fits(report)
+    assert report["peers"] == {
+        "flashinfer": "installed; no way to call it is known",
+        "no_such_peer": "absent",
+    }
+    timed = {cell["title"].split()[0]: set(cell["ratios"]) - {"sdpa"} for cell in report["cells"]}
+    windows, every = {"flash_attn", "kernels"}, set(known)
+    assert timed == {
+        "causal": every, "decode": every, "suffix": every - {"sageattention"}, "window": windows, "padded": set(),
+        "chunks": set(), "packed": set(), "static": set(), "cross": set(), "pass": set(),
+    }  # fmt: skip
+    for cell in report["cells"]:
+        assert cell["best"] == "sdpa"
+        assert not cell["refused"]
+        assert max(cell["difference"].values()) < 1e-5, cell["title"]
+
+
+def test_a_profile_is_a_trace_of_each_way(tmp_path: Path) -> None:
+    grid = write_grid(tmp_path / "grid.yaml", {"name": "pass", "model": "llama", "q_len": 12}, stock=["sdpa"])
+    result = bench("--grid", grid, "--rounds", 1, "--no-memory", "--profile", tmp_path / "traces")
+    assert result.exit_code == 0, result.output
+    found = {path.name: json.loads(path.read_text("utf-8")) for path in (tmp_path / "traces").iterdir()}
+    assert set(found) == {"pass-float32-adaattn.json", "pass-float32-sdpa.json"}
+    named = {
+        name: [e["name"] for e in trace["traceEvents"] if e.get("name", "").startswith("adaattn layer")]
+        for name, trace in found.items()
+    }
+    assert len(named["pass-float32-adaattn.json"]) == TINY_LLAMA["num_hidden_layers"]
+    assert named["pass-float32-adaattn.json"][0].startswith("adaattn layer 0: ")
+    assert not named["pass-float32-sdpa.json"]
 
 
 def test_the_gate_fails_below_a_floor_and_passes_above_it(tmp_path: Path) -> None:
@@ -207,7 +344,7 @@ def test_unknown_cells_and_keys_are_named(tmp_path: Path) -> None:
 def test_a_stock_implementation_that_refuses_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def works(cell: Any, device: Any) -> Any:
+    def works(cell: Any, grid: Any, device: Any) -> Any:
         def make(name: str) -> Any:
             if name == "eager":
                 raise NotImplementedError("not this shape")
@@ -215,7 +352,8 @@ def test_a_stock_implementation_that_refuses_is_reported(
 
         return make
 
-    monkeypatch.setattr(bench_module, "attention_works", works)
+    monkeypatch.setattr(bench_module, "ways", works)
+    monkeypatch.setattr(bench_module, "error_of", lambda cell, device: None)
     grid = read_grid(write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8}))
     found = bench_module.run_cell(grid.cells[0], ["adaattn", "eager", "sdpa"], grid, 2, CPU, False)
     assert found["refused"] == {"eager": "not this shape"}

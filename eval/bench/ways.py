@@ -1,0 +1,115 @@
+"""All ways to do a cell's work by name: implementations of Transformers, sdpa's kernels apart, installed peers."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.patches.spans import spans
+
+from .grid import Cell, Grid
+from .model import model_works
+from .peers import PEERS, peer_work
+from .work import Work, attention_works, structure_of, tensors_of
+
+__all__ = ["KERNELS", "error_of", "is_stock", "shape_of", "trace", "ways"]
+
+KERNELS = {
+    "sdpa:flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa:efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa:math": SDPBackend.MATH,
+}
+"""Stock sdpa with one of torch's kernels alone; one that cannot do a cell refuses it."""
+_ROWS = 16
+
+
+def is_stock(name: str) -> bool:
+    """Whether a way is an implementation that a model may be set to: what ours is compared with."""
+    return name not in KERNELS and name not in PEERS
+
+
+def ways(cell: Cell, grid: Grid, device: torch.device) -> Callable[[str], Work]:
+    """Makes of a way's name the work of a cell."""
+    make = (
+        attention_works(cell, device) if cell.level == "attention" else model_works(cell, grid.models, device)
+    )
+
+    def named(name: str) -> Work:
+        if name in PEERS:
+            return peer_work(name, cell, *tensors_of(cell, device))
+        if name not in KERNELS:
+            return make(name)
+        stock = make("sdpa")
+
+        def work() -> Any:
+            with sdpa_kernel(KERNELS[name]):
+                return stock()
+
+        return work
+
+    return named
+
+
+def shape_of(cell: Cell, grid: Grid) -> dict[str, Any]:
+    """The shape of a cell's work as fields of its record; of whole models their configuration."""
+    known = asdict(cell)
+    for name in ("name", "level", "dtype", "floor", "target", "note"):
+        del known[name]
+    known["kv_len"] = cell.keys
+    if cell.model is not None:
+        for name in ("layers", "heads", "kv_heads", "head_dim"):
+            del known[name]
+        known["configuration"] = dict(grid.models[cell.model]["arguments"])
+    return known
+
+
+def error_of(cell: Cell, device: torch.device) -> Callable[[Tensor], float] | None:
+    """Gives an output's largest error on a few rows, relative to the largest value of attention in double precision.
+
+    None for whole models, which have no such reference.
+    """
+    if cell.level != "attention":
+        return None
+    query, key, value = (tensor.detach() for tensor in tensors_of(cell, device))
+    structure = structure_of(cell, device)
+    rows = torch.linspace(0, cell.q_len - 1, min(_ROWS, cell.q_len)).long()
+    visible = structure.visible_rows(rows, device)
+    about = CallStructure(cell.batch, len(rows), cell.keys, mask=visible)
+    sampled = query[:, :, rows.to(device)]
+    truth = reference.attention(AttentionRequest(sampled, key, value, about, cell.head_dim**-0.5)).out
+    # rows that see nothing are zero in ours, and an average over something in stock attention
+    real = visible.any(-1).expand(cell.batch, 1, len(rows))[:, 0]
+
+    def error(out: Tensor) -> float:
+        wrong = (out.detach()[:, rows.to(out.device)].double() - truth.double())[real]
+        return float(wrong.abs().max() / truth[real].abs().max())
+
+    return error
+
+
+def trace(works: Mapping[str, Work], directory: Path, title: str, device: torch.device) -> None:
+    """Writes one Chrome trace per way: its work once, warm, with a span around each attention call of ours."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, work in works.items():
+        own = spans() if name.startswith("adaattn") else contextlib.nullcontext()
+        with torch.profiler.profile(activities=kinds) as seen, own:
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        plain = re.sub(r"[^A-Za-z0-9]+", "-", f"{title} {name}").strip("-")
+        seen.export_chrome_trace(str(directory / f"{plain}.json"))
