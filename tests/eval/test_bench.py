@@ -170,7 +170,13 @@ def assert_fits(report: dict[str, Any]) -> None:
     check = jsonschema.Draft202012Validator(schema)
     check.check_schema(schema)
     check.validate(report)
-    for change in ({"dtype": "int3"}, {"shape": {}}, {"error": {"eager": -1.0}}, {"speed": 1.0}):
+    changes: list[dict[str, Any]] = [
+        {"dtype": "int3"},
+        {"shape": {}},
+        {"error": {"eager": -1.0}},
+        {"speed": 1.0},
+    ]
+    for change in changes:
         wrong = {**report, "cells": [{**report["cells"][0], **change}]}
         assert not check.is_valid(wrong), change
     assert not check.is_valid({**report, "provenance": {"python": "3"}})
