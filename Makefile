@@ -25,7 +25,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONSAFEPATH := 1
 
 .PHONY: help house venv demo conformance matrix test cover search hub-kernel hub-test hub-speed lint fmt types bench bench-gate \
-  bench-native sanitize fuzz-aarch64 audit build docs docs-check headline freeze clean
+  bench-native sanitize fuzz-aarch64 audit build docs docs-check explorer headline freeze clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1|/' | column -t -s '|'
@@ -142,6 +142,10 @@ docs: $(READY) ## the documentation site in build/site; a warning is an error
 
 docs-check: $(READY) ## run the code of the README, of every page and of the notebooks; build the site
 	$(PYTEST) tests/docs
+
+explorer: $(READY) ## calibrate the packaged model and draw the front page's budget explorer from it
+	rm -rf build/explorer && $(BIN)/adaattn calibrate --out build/explorer --threads 1 --quiet
+	$(BIN)/adaattn plan explore build/explorer --html docs/assets/explorer.html
 
 headline: $(READY) ## write the front pages' tables of figures anew, from docs/results
 	$(BIN)/python -m studies.headline README.md docs/index.md

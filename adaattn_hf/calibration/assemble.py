@@ -19,6 +19,7 @@ from ..plans import store
 from ..plans.plan import PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord, Verified
 from ..plans.tensors import LayerTensors
 from ..policy.acceptance import Gates
+from ..policy.explore import SolverTable
 from ..policy.knapsack import Allocation, Array, evaluate, shared_prices
 from .measure import Measurement
 from .settings import Calibration
@@ -161,7 +162,20 @@ def report(
         "price_exact_seconds": base,
         "price_plan_seconds": found.price if found is not None else base,
         "risk": found.risk.tolist() if found is not None else [],
+        "table": solver_table(measurement, alpha).to_dict(),
     }
+
+
+def solver_table(measurement: Measurement, alpha: Array) -> SolverTable:
+    """Returns what the solver chose by, risks re-scaled by the factors `[lengths]`."""
+    layers = measurement.layers
+    return SolverTable(
+        layers.units,
+        [choice.label for choice in layers.candidates.choices],
+        measurement.prices,
+        measurement.risks() * alpha[:, None, None],
+        measurement.launches,
+    )
 
 
 def _direct(measurement: Measurement) -> list[dict[str, Any]]:

@@ -20,7 +20,8 @@ from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
 from ..calibration.settings import CalibrationSettings
 from ..calibration.team import Team
-from ..plans.render import heat_map, save_html, summary
+from ..plans.page import plan_page
+from ..plans.render import heat_map, summary
 from ..policy.prices import PriceTable
 from .fit import fit_to_text
 from .loading import Loaded, opened
@@ -164,12 +165,13 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> in
     lines = summary(result.plan)
     bought = [Benefit(**one).sentence() for one in result.report.get("whole_forward", [])]
     picture = job.target / "adaattn_plan.html"
-    save_html(result.plan, picture)
+    write_atomically(picture, plan_page(result.plan))
     for line in [
         *(lines if result.met else [*lines[:-1], result.sentence]),
         *bought,
         f"plan: {job.target}",
         f"picture: {picture}",
+        f"other budgets: adaattn plan explore {job.target} --html FILE",
     ]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return code

@@ -11,8 +11,10 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from .._files import write_atomically
+from ..plans.page import compared, plan_page
 from ..plans.plan import Plan, PlanError
-from ..plans.render import differences, heat_map, printable, save_html, save_png, summary
+from ..plans.render import differences, facts, heat_map, printable, save_png, summary
 from ..plans.store import read_plan
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, no_args_is_help=True)
@@ -29,7 +31,7 @@ def plan() -> None:
 def show(
     path: PlanPath,
     png: Annotated[Path | None, typer.Option(help="Also write the picture to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write what is shown to this page.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also draw it on this page.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a plan as a picture of layers by heads, with its budget and its proof.
@@ -40,9 +42,10 @@ def show(
         if png is not None and importlib.util.find_spec("matplotlib") is None:
             raise PlanError("--png needs matplotlib; pip install matplotlib")
         shown = read_plan(path)
-        for name, target, save in (("--png", png, save_png), ("--html", html, save_html)):
-            if target is not None:
-                _draw(name, save, shown, target)
+        if png is not None:
+            _draw("--png", png, lambda path: save_png(shown, path))
+        if html is not None:
+            _draw("--html", html, _page(plan_page(shown)))
     except PlanError as error:
         _leave(error)
     if as_json:
@@ -55,13 +58,24 @@ def show(
 
 
 @app.command()
-def diff(path: PlanPath, other: PlanPath, as_json: AsJson = False) -> None:
-    """List the heads that two plans treat differently.
+def diff(
+    path: PlanPath,
+    other: PlanPath,
+    html: Annotated[Path | None, typer.Option(help="Also draw both plans on this page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the heads that two plans treat differently, and what each plan loses and buys.
 
     Exit codes: 0 done; 2 wrong arguments, or no plan.
     """
     try:
-        changed = differences(read_plan(path), read_plan(other))
+        plans = [read_plan(path), read_plan(other)]
+        changed = differences(*plans)
+        numbers = [_numbers(one) for one in plans]
+        if html is not None:
+            names = [f"first: {path.name}", f"second: {other.name}"]
+            lines = [f"{path} and {other}: {len(changed)} heads differ"]
+            _draw("--html", html, _page(compared([*zip(names, plans, strict=True)], lines)))
     except PlanError as error:
         _leave(error)
     if as_json:
@@ -69,11 +83,77 @@ def diff(path: PlanPath, other: PlanPath, as_json: AsJson = False) -> None:
             {"layer": layer, "head": head, "first": left.to_dict(), "second": right.to_dict()}
             for layer, head, left, right in changed
         ]
-        typer.echo(json.dumps(units, indent=2))
+        typer.echo(json.dumps({"plans": numbers, "units": units}, indent=2))
         return
     for layer, head, left, right in changed:
         typer.echo(f"layer {layer} head {head}: {left.label} -> {right.label}")
     typer.echo(f"{len(changed)} units differ")
+    for name, first, second in zip(numbers[0], *(one.values() for one in numbers), strict=True):
+        typer.echo(f"{name}: {_shown(first)} -> {_shown(second)}")
+
+
+@app.command()
+def explore(
+    path: Annotated[
+        Path, typer.Argument(help="The directory that `adaattn calibrate` wrote, or the plan in it.")
+    ],
+    html: Annotated[Path, typer.Option(help="The page to write.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the page shows as JSON, too.")] = False,
+) -> None:
+    """Draw what every budget would buy: a page with a slider from exact to the cheapest plan.
+
+    Plans are the solver's, by the table that it used. Predicted losses are sums of the risks that calibration measured,
+    re-scaled by the loss of whole plans; what was proved on held-out text is marked. The page needs no network.
+
+    Exit codes: 0 done; 2 wrong arguments, no plan, or no report beside it.
+    """
+    from ..plans.page import page
+    from ..policy.explore import SolverTable, explorer
+
+    try:
+        shown = read_plan(path)
+        report = (path if path.is_dir() else path.parent) / "adaattn_report.json"
+        if not report.is_file():
+            raise PlanError(
+                f"{report} does not exist; expected what `adaattn calibrate` leaves beside a plan"
+            )
+        found = json.loads(report.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or "table" not in found:
+            raise PlanError(f"{report} holds no table of risks and prices; calibrate again with this version")
+        data = explorer(SolverTable.from_dict(found["table"]), shown, facts(shown))
+        _draw("--html", html, _page(page(data)))
+    except PlanError as error:
+        _leave(error)
+    except ValueError as error:
+        _leave(PlanError(f"{report}: {error}"))
+    if as_json:
+        typer.echo(json.dumps(data))
+        return
+    for stop in data["stops"]:
+        proved = f", proved at most {stop['proof']['upper']:.2e}" if stop["proof"] else ""
+        typer.echo(
+            f"{stop['name']:>24}: predicted loss {stop['loss']:.2e} nats/token{proved}, attention {stop['speed']:.2f} "
+            "times as fast"
+        )
+    typer.echo(f"page: {html}")
+
+
+def _numbers(plan: Plan) -> dict[str, float | None]:
+    """What a plan loses and buys."""
+    price = sum(unit.price for unit in plan.units)
+    return {
+        "budget, nats/token": plan.budget,
+        "predicted loss, nats/token": sum(unit.risk for unit in plan.units),
+        "proved loss, at most, nats/token": plan.verified.upper if plan.verified else None,
+        "attention of planned layers, times as fast": sum(u.exact_price for u in plan.units) / price
+        if price
+        else 1.0,
+        "heads that are not exact": sum(not c.is_exact for layer in plan.layers for c in layer.choices),
+    }
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
 
 
 def _leave(error: PlanError) -> NoReturn:
@@ -84,14 +164,18 @@ def _leave(error: PlanError) -> NoReturn:
     raise typer.Exit(2) from error
 
 
-def _draw(name: str, save: Callable[[Plan, Path], None], drawn: Plan, target: Path) -> None:
+def _draw(name: str, target: Path, draw: Callable[[Path], None]) -> None:
     if not target.parent.is_dir():
         raise PlanError(
             f"{name}: the directory {target.parent} does not exist; make it, or give a file in one that does"
         )
     try:
-        save(drawn, target)
+        draw(target)
     except OSError as error:
         raise PlanError(
             f"{name}: {target} cannot be written ({error.strerror}); give a file in a directory that can"
         ) from error
+
+
+def _page(text: str) -> Callable[[Path], None]:
+    return lambda path: write_atomically(path, text)

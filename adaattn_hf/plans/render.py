@@ -1,13 +1,13 @@
-"""A plan as a picture of layers by heads: in the terminal, as HTML, as PNG."""
+"""A plan as a picture of layers by heads: in the terminal and as PNG."""
 
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +17,8 @@ from .plan import Plan
 
 MOST_ROWS, MOST_COLUMNS = 256, 128
 """Layers and key/value heads that a picture shows; a plan may name more."""
+NAMED_COLUMNS = 5
+"""Key/value heads whose choices a terminal has room to name; more get a letter each."""
 
 
 def printable(text: str) -> str:
@@ -34,8 +36,8 @@ def grid(plan: Plan, layers: int | None = None, heads: int | None = None) -> lis
     return [list(known.get(index, (EXACT,) * width))[:width] for index in range(depth)]
 
 
-def summary(plan: Plan) -> list[str]:
-    """Returns what a plan is and what was proved of it, in lines."""
+def facts(plan: Plan) -> list[str]:
+    """Returns what a plan is, in lines."""
     lines = [
         f"{plan.model_type}, {plan.dtype}, budget {plan.budget:.3g} nats/token, lengths {list(plan.lengths)}",
         f"made with adaattn {plan.adaattn}, torch {plan.torch}, transformers {plan.transformers}",
@@ -50,6 +52,12 @@ def summary(plan: Plan) -> list[str]:
         lines.append(
             f"{depth} layers of up to {width} key/value heads; shown are the first {MOST_ROWS} by {MOST_COLUMNS}"
         )
+    return [printable(line) for line in lines]
+
+
+def summary(plan: Plan) -> list[str]:
+    """Returns what a plan is and what was proved of it, in lines."""
+    lines = facts(plan)
     risk = sum(unit.risk for unit in plan.units)
     exact, price = sum(unit.exact_price for unit in plan.units), sum(unit.price for unit in plan.units)
     if plan.units and price > 0.0:
@@ -75,12 +83,29 @@ def heat_map(plan: Plan) -> Table:
     table = Table(title="layers by key/value heads", pad_edge=False, min_width=28)
     table.add_column("layer", justify="right")
     width = max((len(row) for row in choices), default=0)
+    if width > NAMED_COLUMNS:
+        codes = {
+            c: letter(place) for place, c in enumerate(dict.fromkeys((EXACT, *itertools.chain(*choices))))
+        }
+        table.add_column(f"heads 0 to {width - 1}", overflow="fold")
+        for index, row in enumerate(choices):
+            table.add_row(str(index), Text().join(_cell(codes[c], c) for c in row))
+        table.caption = ", ".join(f"{code} {choice.label}" for choice, code in codes.items())
+        return table
     for head in range(width):
         table.add_column(str(head), justify="center")
     for index, row in enumerate(choices):
-        cells = [Text(f" {c.label} ", style=f"white on rgb({','.join(map(str, c.colour))})") for c in row]
-        table.add_row(str(index), *cells)
+        table.add_row(str(index), *(_cell(f" {c.label} ", c) for c in row))
     return table
+
+
+def letter(place: int) -> str:
+    """Returns the sign of a choice by its place: a point is exact."""
+    return "·" if place == 0 else chr(64 + place) if place <= 26 else chr(70 + place)
+
+
+def _cell(words: str, choice: Choice) -> Text:
+    return Text(words, style=f"white on rgb({','.join(map(str, choice.colour))})")
 
 
 def differences(left: Plan, right: Plan) -> list[tuple[int, int, Choice, Choice]]:
@@ -91,15 +116,6 @@ def differences(left: Plan, right: Plan) -> list[tuple[int, int, Choice, Choice]
         pairs = zip_longest(first.get(index, ()), second.get(index, ()), fillvalue=EXACT)
         found += [(index, head, a, b) for head, (a, b) in enumerate(pairs) if a != b]
     return found
-
-
-def save_html(plan: Plan, path: Path) -> None:
-    """Writes what the terminal shows as a page of its own."""
-    console = Console(record=True, file=io.StringIO(), width=200)
-    console.print(heat_map(plan))
-    for line in summary(plan):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    write_atomically(path, console.export_html(inline_styles=True))
 
 
 def save_png(plan: Plan, path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,9 @@ from typer.testing import CliRunner
 from adaattn_hf.cli.main import app
 from adaattn_hf.eval import atlas
 
+from ..support.browser import drawn, needs_browser
+
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def profile(*words: object) -> Any:
@@ -52,25 +51,10 @@ def test_the_page_asks_for_nothing_from_elsewhere(made: Path) -> None:
     assert "</script><b>" not in atlas.page({"layers": [], "maps": []}, "</script><b>", "x")
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+@needs_browser
 def test_a_browser_draws_the_page(made: Path, tmp_path: Path) -> None:
-    def drawn(extra: str) -> str:
-        page = tmp_path / "page.html"
-        text = (made / "atlas.html").read_text(encoding="utf-8")
-        page.write_text(text.replace("draw();\n</script>", f"draw();\n{extra}\n</script>"), encoding="utf-8")
-        words = [
-            str(BROWSER),
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            f"--user-data-dir={tmp_path / 'home'}",
-        ]
-        done = subprocess.run(
-            [*words, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
-        )
-        return done.stdout
-
-    first = drawn("")
+    page = (made / "atlas.html").read_text(encoding="utf-8")
+    first = drawn(page, "", tmp_path)
     assert first.count('role="gridcell"') == 8  # two layers of four heads
     assert "Layer 1, head 3" in first  # whose map was asked for
     assert "<canvas" in first
@@ -78,7 +62,7 @@ def test_a_browser_draws_the_page(made: Path, tmp_path: Path) -> None:
     press += (
         "$('measure').value = 'rank'; $('measure').dispatchEvent(new Event('change')); $('theme').click();"
     )
-    moved = drawn(press)
+    moved = drawn(page, press, tmp_path)
     assert "Layer 1, head 0" in moved
     assert "Rank for 99 % energy" in moved
     assert "<canvas" not in moved

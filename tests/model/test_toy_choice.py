@@ -18,8 +18,9 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings, calibrate, save_plan
 from adaattn_hf.plans import store
 from adaattn_hf.plans.choices import EXACT, KINDS, Choice, Colour, Keys, Precision, Setting, register
+from adaattn_hf.plans.page import plan_page
 from adaattn_hf.plans.plan import LayerPlan, PlanError
-from adaattn_hf.plans.render import differences, heat_map, save_html
+from adaattn_hf.plans.render import differences, heat_map
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.candidates import candidates, refuse_unknown
 from adaattn_hf.policy.prices import Price, PriceTable
@@ -158,8 +159,7 @@ def test_it_is_written_shown_and_refused_where_it_is_unknown(
     assert heat_map(plan).row_count > 0
     other = replace(plan, layers=(LayerPlan(0, plan.layers[0].weights, (choice, choice)),))
     assert differences(plan, other)
-    save_html(other, tmp_path / "plan.html")
-    assert "e16 bf16" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert '"e16 bf16"' in plan_page(other)
     monkeypatch.delitem(KINDS, EverySecond.name)
     with pytest.raises(PlanError, match="every_second"):
         type(plan).from_json(plan.to_json())

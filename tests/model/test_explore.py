@@ -1,0 +1,124 @@
+"""The budget explorer: its plans are the solver's, its table is the calibration's, its page moves in a browser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from adaattn_hf.calibration.assemble import save_plan, solver_table
+from adaattn_hf.calibration.calibrate import choose_and_verify, measure_model
+from adaattn_hf.calibration.measure import Measurement
+from adaattn_hf.calibration.search import picks_of, solve
+from adaattn_hf.calibration.settings import Calibration
+from adaattn_hf.cli.main import app
+from adaattn_hf.policy.explore import SolverTable, explorer
+
+from ..support.browser import CONTRASTS, drawn, needs_browser
+from ..unit.test_plan_page import embedded
+from .test_calibrate import SETTINGS, _model, _prices, encode, text
+
+__all__ = ["text"]  # a fixture
+
+
+@pytest.fixture(scope="module")
+def made(text: list[Path]) -> tuple[Measurement, Calibration]:
+    measurement = measure_model(_model(), encode, text, SETTINGS, prices=_prices(int8=0.8))
+    return measurement, choose_and_verify(measurement)
+
+
+@pytest.fixture(scope="module")
+def directory(made: tuple[Measurement, Calibration], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `adaattn calibrate` leaves."""
+    path = tmp_path_factory.mktemp("plan")
+    save_plan(_model(), made[1], path)
+    (path / "adaattn_report.json").write_text(json.dumps(made[1].report), encoding="utf-8")
+    return path
+
+
+def page(directory: Path) -> str:
+    target = directory / "explore.html"
+    done = CliRunner().invoke(app, ["plan", "explore", str(directory), "--html", str(target)])
+    assert done.exit_code == 0, done.output
+    assert "proved at most" in done.output
+    return target.read_text(encoding="utf-8")
+
+
+def test_every_plan_of_the_page_is_the_solvers(
+    made: tuple[Measurement, Calibration], directory: Path
+) -> None:
+    measurement, result = made
+    data = embedded(page(directory))
+    alpha = np.array(result.report["alpha"])
+    budgets = [stop for stop in data["stops"] if "budget" in stop]
+    assert len(budgets) >= 4
+    for stop in budgets:
+        found = solve(measurement, np.array([stop["budget"]]) / alpha)
+        assert stop["picks"] == found.picks.tolist()
+        assert stop["loss"] == pytest.approx(float((found.risk * alpha).max()), rel=1e-3)
+        assert stop["loss"] <= stop["budget"]
+    assert data["stops"][0]["picks"] == [0] * len(measurement.layers.units)
+    (own,) = [stop for stop in data["stops"] if stop["proof"]]
+    assert own["picks"] == picks_of(measurement, result.plan).tolist()
+    assert own["proof"]["upper"] == result.plan.verified.upper  # type: ignore[union-attr]
+    losses = [stop["loss"] for stop in data["stops"]]
+    assert losses == sorted(losses)
+    exact, plan = result.report["price_exact_seconds"], result.report["price_plan_seconds"]
+    assert own["speed"] == pytest.approx(exact / plan, rel=1e-3)
+
+
+def test_a_table_survives_its_file_and_refuses_what_is_none(made: tuple[Measurement, Calibration]) -> None:
+    table = solver_table(made[0], np.ones(1))
+    table.prices[0, 1] = np.inf
+    data = json.loads(json.dumps(table.to_dict()))
+    again = SolverTable.from_dict(data)
+    assert np.array_equal(again.prices, table.prices)
+    assert np.array_equal(again.risks, table.risks)
+    assert again.solve(1e-3).picks.tolist() == table.solve(1e-3).picks.tolist()
+    for broken in ({}, {**data, "prices": [[1.0]]}, {**data, "units": 5}):
+        with pytest.raises(ValueError, match="calibrate again"):
+            SolverTable.from_dict(broken)
+    renamed = SolverTable.from_dict({**data, "choices": ["exact", *(f"x{c}" for c in data["choices"][1:])]})
+    with pytest.raises(ValueError, match="its report does not hold"):
+        explorer(renamed, made[1].plan, [])
+
+
+@pytest.mark.parametrize(
+    ("report", "says"),
+    [
+        (None, "does not exist"),
+        ("{}", "holds no table"),
+        ("{", "adaattn_report.json"),
+        ('{"table": {}}', "calibrate again"),
+    ],
+)
+def test_a_plan_without_its_table_is_refused(directory: Path, tmp_path: Path, report: Any, says: str) -> None:
+    plan = tmp_path / "adaattn_plan.json"
+    plan.write_bytes((directory / "adaattn_plan.json").read_bytes())
+    if report is not None:
+        (tmp_path / "adaattn_report.json").write_text(report)
+    done = CliRunner().invoke(app, ["plan", "explore", str(plan), "--html", str(tmp_path / "x.html")])
+    assert done.exit_code == 2
+    assert says in " ".join(done.stderr.split())
+    assert not (tmp_path / "x.html").exists()
+
+
+@needs_browser
+def test_the_slider_moves_in_a_browser(directory: Path, tmp_path: Path) -> None:
+    text = page(directory)
+    data = embedded(text)
+    move = "$('stop').value = %d; $('stop').dispatchEvent(new Event('input')); $('theme').click();"
+    for at in (0, len(data["stops"]) - 1):
+        found = drawn(text, move % at + CONTRASTS, tmp_path)
+        stop = data["stops"][at]
+        for name in {data["choices"][pick] for pick in stop["picks"]}:
+            assert f"{name} × {sum(data['choices'][p] == name for p in stop['picks'])}<" in found
+        assert f">{stop['name']}</output>" in found
+        assert f"<dd>{stop['speed']:.2f}</dd>" in found
+        assert "<polyline" in found
+        assert ">proved</text>" in found
+        assert float(found.split('data-least="')[1].split('"')[0]) >= 4.5
