@@ -93,7 +93,7 @@ def _finite(values: Array) -> Any:
 
 
 def _infinite(values: Any) -> Array:
-    return np.nan_to_num(np.array(values, dtype=float), nan=np.inf, posinf=np.inf)
+    return np.asarray(np.nan_to_num(np.array(values, dtype=float), nan=np.inf, posinf=np.inf))
 
 
 def explorer(table: SolverTable, plan: Plan, about: Sequence[str]) -> dict[str, Any]:
