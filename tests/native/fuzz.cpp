@@ -286,12 +286,157 @@ bool one(int64_t seed) {
   return good;
 }
 
+// What a cache's one-byte scale stands for, and rows of `dim` numbers turned by the blocks of a Hadamard matrix.
+double one_byte(uint8_t code) {
+  const uint32_t u = (static_cast<uint32_t>(code) << 20) + (107u << 23);
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+void turn(std::vector<double> &x, int64_t dim) {
+  const int64_t block = dim & -dim;
+  for (size_t row = 0; row < x.size(); row += static_cast<size_t>(dim))
+    for (int64_t b = 0; b < dim; b += block)
+      for (int64_t step = 1; step < block; step *= 2)
+        for (int64_t i = 0; i < block; ++i)
+          if (!(i & step)) {
+            double &lo = x[row + static_cast<size_t>(b + i)], &hi = x[row + static_cast<size_t>(b + i + step)];
+            const double sum = (lo + hi) / std::sqrt(2.0), difference = (lo - hi) / std::sqrt(2.0);
+            lo = sum, hi = difference;
+          }
+}
+
+// Tokens as a cache stores them: codes of eight or four bits, and a scale of one byte for each token and head.
+struct Codes {
+  int64_t bits, width;  // bytes per token
+  std::vector<uint8_t> data, scale;
+  std::vector<double> values;  // what they mean, still turned
+  Codes(const Tensor &x, int64_t bits_, const float *mean, bool rotated) : bits(bits_), width(x.shape[3] * bits_ / 8) {
+    const int64_t rows = x.shape[0] * x.shape[1] * x.shape[2], dim = x.shape[3];
+    data.resize(static_cast<size_t>(rows * width)), scale.resize(static_cast<size_t>(rows)), values.resize(x.values.size());
+    ada_store_args s;
+    std::memset(&s, 0, sizeof s);
+    s.x = x.data, s.codes = data.data(), s.scale = scale.data(), s.mean = mean;
+    s.x_dtype = x.half ? ADA_BF16 : ADA_F32, s.code_dtype = bits == 4 ? ADA_I4 : ADA_I8, s.rotated = rotated;
+    s.batch = x.shape[0], s.heads = x.shape[1], s.n = x.shape[2], s.dim = dim;
+    std::memcpy(s.xs, x.stride, 32);
+    strides(s.cs, x), s.cs[3] = 1;
+    s.ss[0] = x.shape[1] * x.shape[2], s.ss[1] = x.shape[2], s.ss[2] = 1;
+    s.threads = pick(1, 2), s.level = level;
+    status = ada_store(&s);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t d = 0; d < dim; ++d) {
+        const uint8_t byte = data[static_cast<size_t>(row * width + (bits == 4 ? d / 32 * 16 + d % 16 : d))];
+        const int code = bits == 4 ? 2 * ((d % 32 < 16 ? byte : byte >> 4) & 15) - 15 : static_cast<int8_t>(byte);
+        values[static_cast<size_t>(row * dim + d)] = code * one_byte(scale[static_cast<size_t>(row)]);
+      }
+  }
+  void strides(int64_t *to, const Tensor &x) const {
+    to[0] = x.shape[1] * x.shape[2] * width, to[1] = x.shape[2] * width, to[2] = width, to[3] = 1;
+  }
+  int64_t status;
+};
+
+// A cache of random tokens is written and read: int8, or int8 keys with values of four bits; turned, smoothed or neither.
+bool stored(int64_t seed) {
+  rng.seed(static_cast<uint64_t>(seed) ^ 0x9e3779b97f4a7c15ull);
+  const bool half = pick(0, 1), rotated = pick(0, 1), four = pick(0, 1);
+  const int64_t batch = pick(1, 2), kv_heads = pick(1, 3), group = pick(1, 4), heads = kv_heads * group;
+  const int64_t q_len = pick(0, 2) ? 1 : pick(2, 40), kv_len = pick(0, 4) ? pick(1, 100) : pick(100, 2000);
+  const int64_t dim = pick(0, 1) ? 32 * pick(1, 4) : pick(1, 70), dim_v = four ? 32 * pick(1, 4) : pick(0, 1) ? dim : pick(1, 70);
+  Tensor q(batch, heads, q_len, dim, half), k(batch, kv_heads, kv_len, dim, half), v(batch, kv_heads, kv_len, dim_v, half);
+  Tensor out(batch, heads, q_len, dim_v, half);
+  q.fill(1.0f), k.fill(1.0f), v.fill(1.0f);
+  do level = pick(0, 4);
+  while (!ada_has_level(level));
+  std::vector<float> mean, first, lse(static_cast<size_t>(batch * heads * q_len));
+  if (pick(0, 1)) {
+    mean.resize(static_cast<size_t>(batch * kv_heads * dim));
+    for (float &x : mean) x = normal();
+  }
+  Codes ck(k, 8, mean.empty() ? nullptr : mean.data(), rotated), cv(v, four ? 4 : 8, nullptr, rotated);
+  if (ck.status || cv.status) {
+    std::printf("case %lld: ada_store returned %lld, %lld\n", static_cast<long long>(seed), static_cast<long long>(ck.status),
+                static_cast<long long>(cv.status));
+    return false;
+  }
+  std::vector<double> kn = ck.values, vn = cv.values;
+  for (int64_t row = 0; !mean.empty() && row < batch * kv_heads * kv_len; ++row)
+    for (int64_t d = 0; d < dim; ++d)
+      kn[static_cast<size_t>(row * dim + d)] += mean[static_cast<size_t>(row / kv_len * dim + d)];
+  if (rotated) turn(kn, dim), turn(vn, dim_v);
+  bool good = true;
+  for (int64_t row = 0; row < batch * kv_heads * kv_len; ++row) {  // a code is off by half a step at most, before turning
+    double miss = 0, miss_v = 0;
+    const int64_t b = row / (kv_heads * kv_len), h = row / kv_len % kv_heads, l = row % kv_len;
+    for (int64_t d = 0; d < dim; ++d) miss += std::pow(kn[static_cast<size_t>(row * dim + d)] - k.get(b, h, l, d), 2);
+    for (int64_t d = 0; d < dim_v; ++d) miss_v += std::pow(vn[static_cast<size_t>(row * dim_v + d)] - v.get(b, h, l, d), 2);
+    const double step = one_byte(ck.scale[static_cast<size_t>(row)]), step_v = one_byte(cv.scale[static_cast<size_t>(row)]);
+    good &= close(std::sqrt(miss), 0, 0.51 * step * std::sqrt(static_cast<double>(dim)) + 1e-5, "a stored key's error", seed);
+    good &= close(std::sqrt(miss_v), 0, (four ? 1.01 : 0.51) * step_v * std::sqrt(static_cast<double>(dim_v)) + 1e-5, "a stored value's error", seed);
+  }
+  if (pick(0, 1)) {
+    first.resize(static_cast<size_t>(batch * kv_heads * dim));
+    for (int64_t i = 0; i < batch * kv_heads; ++i)
+      for (int64_t d = 0; d < dim; ++d)
+        kn[static_cast<size_t>(i * kv_len * dim + d)] = first[static_cast<size_t>(i * dim + d)] = normal();
+  }
+  std::vector<int64_t> windows(static_cast<size_t>(kv_heads)), sinks(static_cast<size_t>(kv_heads));
+  for (int64_t &x : windows) x = pick(0, 1) ? -1 : pick(1, 90);
+  for (int64_t &x : sinks) x = pick(0, 6);
+  ada_args a;
+  std::memset(&a, 0, sizeof a);
+  a.q = q.data, a.k = ck.data.data(), a.v = cv.data.data(), a.out = out.data, a.lse = lse.data();
+  a.q_dtype = half ? ADA_BF16 : ADA_F32, a.kv_dtype = ADA_I8, a.v_dtype = four ? ADA_I4 : ADA_I8;
+  a.batch = batch, a.q_heads = heads, a.kv_heads = kv_heads, a.q_len = q_len, a.kv_len = kv_len, a.dim = dim, a.dim_v = dim_v;
+  std::memcpy(a.qs, q.stride, 32), std::memcpy(a.os, out.stride, 32);
+  ck.strides(a.ks, k), cv.strides(a.vs, v);
+  a.k_scale = ck.scale.data(), a.v_scale = cv.scale.data(), a.scale_dtype = ADA_U8F;
+  a.kss[0] = a.vss[0] = kv_heads * kv_len, a.kss[1] = a.vss[1] = kv_len, a.kss[2] = a.vss[2] = 1;
+  a.rotated = rotated ? 3 : 0;
+  a.first_key = first.empty() ? nullptr : first.data();
+  a.key_mean = mean.empty() ? nullptr : mean.data(), a.key_mean_row = kv_heads * dim;
+  a.head_windows = windows.data(), a.head_sinks = sinks.data();
+  a.scaling = 1.0 / std::sqrt(static_cast<double>(dim)), a.causal = 1, a.offset = kv_len - q_len;
+  a.threads = pick(1, 2), a.level = level;
+  const int64_t status = ada_forward(&a);
+  if (status || !ada_backward(&a)) {
+    std::printf("case %lld: ada_forward returned %lld\n", static_cast<long long>(seed), static_cast<long long>(status));
+    return false;
+  }
+  const double tol = half ? 0.03 : 2e-4;
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t i = 0; i < q_len; ++i) {
+        const int64_t g = h / group, p = i + a.offset, base = (b * kv_heads + g) * kv_len;
+        std::vector<double> o(static_cast<size_t>(dim_v)), w(static_cast<size_t>(kv_len), -INFINITY);
+        double top = -INFINITY, sum = 0;
+        for (int64_t j = 0; j < kv_len && j <= p; ++j) {
+          const int64_t window = windows[static_cast<size_t>(g)];
+          if (window >= 0 && p - j >= window && j >= sinks[static_cast<size_t>(g)]) continue;
+          double x = 0;
+          for (int64_t d = 0; d < dim; ++d) x += q.get(b, h, i, d) * kn[static_cast<size_t>((base + j) * dim + d)];
+          w[static_cast<size_t>(j)] = x * a.scaling;
+          top = std::fmax(top, x * a.scaling);
+        }
+        for (double &x : w) sum += x = std::isinf(x) ? 0 : std::exp(x - top);
+        for (int64_t j = 0; j < kv_len; ++j)
+          for (int64_t d = 0; d < dim_v; ++d)
+            o[static_cast<size_t>(d)] += w[static_cast<size_t>(j)] / sum * vn[static_cast<size_t>((base + j) * dim_v + d)];
+        good &= close(lse[static_cast<size_t>((b * heads + h) * q_len + i)], sum > 0 ? top + std::log(sum) : -INFINITY,
+                      half ? 0.03 : 2e-4, "lse over codes", seed);
+        for (int64_t d = 0; d < dim_v; ++d)
+          good &= close(out.get(b, h, i, d), sum > 0 ? o[static_cast<size_t>(d)] : 0, tol, "out over codes", seed);
+      }
+  return good;
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
   const int64_t first = argc > 1 ? std::atoll(argv[1]) : 0, cases = argc > 2 ? std::atoll(argv[2]) : 100;
   int64_t bad = 0;
-  for (int64_t i = 0; i < cases; ++i) bad += !one(first + i);
+  for (int64_t i = 0; i < cases; ++i) bad += !one(first + i) + !stored(first + i);
   std::printf("%lld cases, %lld wrong\n", static_cast<long long>(cases), static_cast<long long>(bad));
   return bad ? 1 : 0;
 }
