@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import active_recorder, active_seats, active_tap
-from adaattn_hf.backends.base import FastCall
+from adaattn_hf.backends.base import FastCall, spec_of
 from adaattn_hf.backends.select import attend, choose
 
 from .families import HARMLESS, loses_borders
@@ -157,7 +157,7 @@ def attend_and_keep(
     shapes, gradient = (query.shape, key.shape, value.shape), flows(query, key, value)
 
     def find() -> FastCall | None:
-        spec = CallSpec.of(request, look=forced is not None)
+        spec = spec_of(request, forced)
         return choose(spec, forced).fast_call(spec, request)
 
     # other configurations may share the structure

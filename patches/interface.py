@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.request import (
     AttentionRequest,
-    CallSpec,
     head_dim_of,
     holds_no_memory,
     in_one_batch,
@@ -23,6 +22,7 @@ from adaattn_hf.attention.tap import (
     active_tap,
     transform_at_work,
 )
+from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import BackendRefusal, attend
 from adaattn_hf.config import raw_settings, settings_in
@@ -210,7 +210,7 @@ def _attend_anew(
         return (out if out.dtype is out_dtype else _restored(out, out_dtype)), None
     recorder = None if compiling else active_recorder()
     if recorder is not None:
-        recorder.record(module, CallSpec.of(request), forced)
+        recorder.record(module, spec_of(request), forced)
         if recorder.dry:
             shape = (query.shape[0], query.shape[2], query.shape[1], head_dim_of(value))
             return query.new_empty(shape), None

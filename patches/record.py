@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
 from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means, pooled_weights
 from adaattn_hf.stats.rows import stratified_rows
@@ -92,7 +93,7 @@ class AttentionRecord(Recorder):
         if not isinstance(index, int):
             index = self._numbers.setdefault(id(module), len(self._numbers))
         layer = self.layers.setdefault(index, _Layer(self._names[id(module)]))
-        spec = CallSpec.of(request)
+        spec = spec_of(request)
         request = request.widened()  # what a cache stores as codes
         layer.backends[choose(spec, forced).name] += 1
         layer.structures[spec.kind] += 1

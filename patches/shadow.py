@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
 
 __all__ = ["ShadowMismatch", "compare", "reset"]
@@ -83,7 +84,7 @@ def compare(
     Raises:
         ShadowMismatch: They differ by more than rounding can explain, and `action` is `raise`.
     """
-    spec = CallSpec.of(request)
+    spec = spec_of(request)._replace(keys=0, kv_bytes=0, pairs=0)  # a growing call stays of one kind
     layer = getattr(module, "layer_idx", None)
     if request.dropout or not _is_due(module.config, (layer, spec), limit):
         return

@@ -170,30 +170,17 @@ class AttentionResult(NamedTuple):
     lse: Tensor | None = None
 
 
-# Pairs of queries and keys up to which nobody need know whether padding has holes. A CUDA device masks more of them in
-# the time in which the host looks.
-_SMALL_PAIRS = 1 << 14
-_SMALL_PAIRS_CUDA = 1 << 17
-
-# Bytes of keys and values beyond which one query on a processor reads them from memory, and the number of keys from
-# which a CUDA device has to share them out among its multiprocessors.
-_CACHED_BYTES = 1 << 24
-_SHARED_KEYS = 384
-
-# Pairs of queries and keys of all heads from which a CUDA device computes for longer than any package needs to launch.
-_HEAVY_PAIRS = 1 << 30
-
-
 class CallSpec(NamedTuple):
     """The facts of a call on which the choice of a backend may depend: hashable, without data.
 
-    `kind` is that of the structure; or `holes` where padding on the CPU is not made of runs, `small` where it is not
-    looked at on CUDA since a mask costs less. `streamed` is one query per sequence over so many keys and values that
-    reading them decides: more than a processor's caches hold, or than one multiprocessor reads in a launch's time.
+    `kind` is that of the structure, or `irregular` where padding was found to be no runs. `holes` says whether it has
+    such holes, None where nobody looked.
     `head_windows`, `head_blocks` and `head_precision` say what `HeadRules` ask for: any window, the keys per kept block
     (0 where all are kept), and the precision of the products, `mixed` where heads differ.
     `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
-    `heavy` says that a CUDA device computes for longer than any package needs to launch.
+    Sizes are rounded, so that few specs differ, and 0 where no choice depends on them: for one query on CUDA `keys`,
+    down to a multiple of 128, elsewhere the bytes of keys and values, up to a power of two; on CUDA the pairs of
+    queries and keys of all heads, down to a power of two.
     `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): operations of torch alone can
     compute with them.
     """
@@ -214,7 +201,6 @@ class CallSpec(NamedTuple):
     bias: bool
     need_lse: bool
     compiling: bool
-    streamed: bool = False
     head_windows: bool = False
     head_blocks: int = 0
     head_precision: str = "model"
@@ -225,8 +211,11 @@ class CallSpec(NamedTuple):
         return self.head_windows or self.head_blocks > 0 or self.head_precision != "model"
 
     stored: str | None = None
-    heavy: bool = False
     opaque: bool = False
+    holes: bool | None = None
+    keys: int = 0
+    kv_bytes: int = 0
+    pairs: int = 0
 
     def words(self) -> str:
         """The facts in words, those that are false left out."""
@@ -262,7 +251,7 @@ class CallSpec(NamedTuple):
 
     @classmethod
     def of(cls, request: AttentionRequest, *, look: bool = False) -> CallSpec:
-        """The spec of a request; `look` at padding however small, for a backend that was asked for by name."""
+        """The spec of a request; `look` at padding, for which the host may have to wait for a device."""
         # Runs in every layer: positional, nothing read twice, and no torch.device made where none is needed.
         q, k, v, structure = request.query, request.key, request.value, request.structure
         bias, sink_logits = request.bias, request.sink_logits
@@ -279,20 +268,19 @@ class CallSpec(NamedTuple):
         rules = request.per_head
         if rules is not None and kind == "ragged" and any(rules.sinks) and not structure.sinks_at_runs:
             kind = "irregular"
-        # a step on CUDA reads its padding and offset where they are: looking at them would halt it
-        unseen = device == "cuda" and structure.q_len == 1 and not look and structure.one_run_a_row
-        if kind == "ragged" and not compiling and not opaque and device != "meta" and not unseen:
-            pairs = structure.batch * structure.q_len * structure.kv_len
-            if device == "cuda" and pairs <= _SMALL_PAIRS_CUDA and structure.q_len > 1 and not look:
-                kind = "small"
-            elif (pairs > _SMALL_PAIRS or device != "cpu") and structure.segments() is None:
-                # padding with holes: kernels that walk runs are no better off than with a dense mask
-                kind = "irregular" if device != "cpu" else "holes"
+        holes = None
+        if look and kind == "ragged" and not (compiling or opaque or device == "meta"):
+            holes = structure.segments() is None
+            # kernels that walk runs are no better off than with a dense mask
+            kind = "irregular" if holes else kind
         _, heads, q_len, head_dim = q.shape
-        streamed = False
-        if q_len == 1 and not compiling:
-            size = (k.numel() + v.numel()) * k.dtype.itemsize
-            streamed = k.shape[2] >= _SHARED_KEYS if device == "cuda" else size > _CACHED_BYTES
+        keys = kv_bytes = pairs = 0
+        if not (compiling or opaque):
+            if device == "cuda":
+                keys = k.shape[2] // 128 * 128 if q_len == 1 else 0
+                pairs = 1 << (heads * q_len * k.shape[0] * k.shape[2]).bit_length() >> 1
+            elif q_len == 1:
+                kv_bytes = 1 << ((k.numel() + v.numel()) * k.dtype.itemsize - 1).bit_length()
         per_head = (
             (False, 0, "model") if rules is None else (rules.windowed, rules.kept_block, rules.precision)
         )
@@ -313,9 +301,11 @@ class CallSpec(NamedTuple):
             bias is not None,
             request.need_lse,
             compiling,
-            streamed,
             *per_head,
             None if request.stored is None else format_of(v),
-            heads * q_len * k.shape[0] * k.shape[2] >= _HEAVY_PAIRS if device == "cuda" else False,
             opaque,
+            holes,
+            keys,
+            kv_bytes,
+            pairs,
         )

@@ -13,10 +13,33 @@ from ..attention.request import AttentionRequest, AttentionResult, CallSpec, hea
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
 
-__all__ = ["Backend", "FastCall", "head_refusals", "nothing_seen"]
+__all__ = ["SMALL_PAIRS", "Backend", "FastCall", "head_refusals", "nothing_seen", "spec_of"]
 
 FastCall = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Maps query, key, value and scaling to the output `[batch, q_len, heads, head_dim_v]`; see `Backend.fast_call`."""
+
+SMALL_PAIRS = 1 << 14
+"""Pairs of queries and keys up to which a padded batch is one masked call, and nobody looks whether it has holes."""
+
+_SMALL_PAIRS_CUDA = 1 << 17
+"""The same on CUDA, which masks more of them in the time in which the host waits to look."""
+
+
+def spec_of(request: AttentionRequest, backend: str | None = None) -> CallSpec:
+    """The facts by which the backend of a request is chosen, or by which one that was named refuses.
+
+    Padding is looked at where that is worth it, and for a named backend always.
+    """
+    structure = request.structure
+    if structure.kind != "ragged" or torch.compiler.is_compiling():
+        return CallSpec.of(request)
+    pairs = structure.batch * structure.q_len * structure.kv_len
+    if request.query.is_cuda:
+        # a step reads its padding and offset where they are: looking at them would halt it
+        worth = not structure.one_run_a_row if structure.q_len == 1 else pairs > _SMALL_PAIRS_CUDA
+    else:
+        worth = pairs > SMALL_PAIRS or not request.query.is_cpu
+    return CallSpec.of(request, look=worth or backend is not None)
 
 
 class Backend(Protocol):

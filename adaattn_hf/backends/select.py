@@ -12,7 +12,7 @@ import torch
 
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..errors import unknown
-from .base import Backend
+from .base import Backend, spec_of
 from .eager import EagerBackend
 from .flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
 from .native.backend import NativeBackend
@@ -37,6 +37,16 @@ BACKENDS: dict[str, Backend] = {
     )
 }
 
+# Bytes of keys and values beyond which one query on a processor reads them from memory, and the number of keys from
+# which a CUDA device has to share those of one query out among its multiprocessors.
+_CACHED_BYTES = 1 << 24
+_SHARED_KEYS = 384
+
+# Pairs of queries and keys of all heads from which a CUDA device computes for longer than any package needs to launch.
+_HEAVY_PAIRS = 1 << 30
+
+_MOST = 1024
+"""Kinds of calls whose backend is remembered."""
 _chosen: dict[tuple[CallSpec, str | None], Backend] = {}
 _unserved: set[tuple[CallSpec, str | None]] = set()
 _said: set[tuple[str, str, str]] = set()
@@ -59,23 +69,23 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     if spec.device == "cpu":
         # one row per key/value head gives the kernels nothing to share, and from memory torch's product reads faster
         lone = spec.decode and spec.groups == 1 and spec.dtype == torch.float32 and spec.kind == "suffix"
-        lone = lone and (spec.streamed or spec.compiling)
+        lone = lone and (spec.kv_bytes > _CACHED_BYTES or spec.compiling)
         # padding with holes is gathered into runs by the one, and becomes a dense mask in the other
-        gathered = spec.kind == "holes" and not spec.bias
+        gathered = bool(spec.holes) and not spec.bias
         return ("sdpa", "native", "eager") if lone or gathered else ("native", "sdpa", "eager")
     if spec.device != "cuda":
         return ("sdpa", "eager")
-    if spec.kind == "small":
-        return ("sdpa", "eager")
+    if spec.kind == "ragged" and spec.holes is None and not spec.decode:
+        return ("sdpa", "eager")  # too small to look
     special = (
         spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
     )
     if spec.per_head:
         return ("triton", "fa4") if spec.decode else ("fa4", "triton")
-    if not special and spec.streamed and spec.dtype == torch.float32:
+    if not special and spec.keys >= _SHARED_KEYS and spec.dtype == torch.float32:
         return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):
-        return ("fa4", "fa3", "fa3_fwd", "sdpa", "eager") if spec.heavy else ("sdpa", "eager")
+        return ("fa4", "fa3", "fa3_fwd", "sdpa", "eager") if spec.pairs >= _HEAVY_PAIRS else ("sdpa", "eager")
     if spec.kind == "ragged" or spec.decode:
         if spec.needs_grad:
             return ("fa4", "triton", "fa3", "fa2", "sdpa", "eager")
@@ -122,6 +132,8 @@ def choose(spec: CallSpec, forced: str | None = None) -> Backend:
         if not reasons:
             backend = BACKENDS[name]
             if not spec.compiling:
+                if len(_chosen) >= _MOST:
+                    _chosen.clear()
                 _chosen[(spec, forced)] = backend
                 _say(spec, name, passed)
             return backend
@@ -151,7 +163,7 @@ def attend(request: AttentionRequest, backend: str | None = None) -> AttentionRe
     Raises:
         BackendRefusal: The named backend cannot serve the call.
     """
-    return choose(CallSpec.of(request, look=backend is not None), backend).attend(request)
+    return choose(spec_of(request, backend), backend).attend(request)
 
 
 def _say(spec: CallSpec, name: str, passed: list[str]) -> None:

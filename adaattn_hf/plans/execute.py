@@ -19,6 +19,7 @@ from ..attention.legible import legible
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..attention.structure import CallStructure
 from ..backends import select
+from ..backends.base import spec_of
 from ..backends.eager import attention_weights
 from .choices import PRECISE_ROWS, Choice
 from .program import PROGRAMS, Program
@@ -36,7 +37,7 @@ def launch_names(
         request: A call.
         backend: Name of the backend that every launch must use.
     """
-    spec = CallSpec.of(request, look=backend is not None)
+    spec = spec_of(request, backend)
     found = {}
     for choice in choices:
         rule, name = choice.head_rule(few=False), None
@@ -213,7 +214,7 @@ def _together(
     if rules is None:
         return select.attend(whole, backend)
     whole = replace(whole, per_head=rules)
-    serving = select.serving(CallSpec.of(whole, look=backend is not None), backend)
+    serving = select.serving(spec_of(whole, backend), backend)
     return None if serving is None else serving.attend(whole)
 
 

@@ -14,6 +14,7 @@ import adaattn_hf
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, refusals_of
 
 pytestmark = pytest.mark.gpu
@@ -105,7 +106,7 @@ def test_shortest_ways_equal_reference(name: str, dtype: torch.dtype) -> None:
     request = make(structure, dtype, 64)
     served = 0
     for look in (False, True):
-        spec = CallSpec.of(request, look=look)
+        spec = spec_of(request, "sdpa" if look else None)
         way = choose(spec).fast_call(spec, request)
         if way is None:
             continue

@@ -105,8 +105,8 @@ def _made(
     device: torch.device,
 ) -> _Made:
     """Of a structure and its heads' windows; made once per forward pass and shared by layers of equal windows."""
-    memo, key = structure._memo, ("fa4", windows, groups, device)
-    if key not in memo:
+
+    def make() -> _Made:
         table = torch.tensor(windows, dtype=torch.int32).to(device, non_blocking=True)
         width, sinks = table.unbind(1)
         if plain:
@@ -121,9 +121,9 @@ def _made(
                 )
             runs = runs_of(structure, segments, device)
         tables = [width.repeat_interleave(groups), sinks.repeat_interleave(groups), *(() if plain else runs)]
-        memo[key] = _Made(blocks_of(runs, kv_len, structure.causal, width, sinks), tables, groups)
-    made: _Made = memo[key]
-    return made
+        return _Made(blocks_of(runs, kv_len, structure.causal, width, sinks), tables, groups)
+
+    return structure.cached(("fa4", windows, groups, device), make)
 
 
 def _arguments(request: AttentionRequest, windows: HeadWindows | None) -> dict[str, Any]:

@@ -216,8 +216,8 @@ def packing_of(structure: CallStructure, segments: Sequence[Segment], device: to
     Raises:
         ValueError: Causal queries that stand behind their segment's last key, which the kernels' alignment cannot say.
     """
-    memo, key = structure._memo, ("flash", device)
-    if key not in memo:
+
+    def make() -> Packing:
         for s in segments:
             if (structure.causal or structure.window is not None) and s.offset + s.q_len != s.k_len:
                 raise ValueError(
@@ -241,7 +241,7 @@ def packing_of(structure: CallStructure, segments: Sequence[Segment], device: to
             index = torch.cat(runs)
             return None if torch.equal(index, torch.arange(rows)) else index.to(device)
 
-        memo[key] = Packing(
+        return Packing(
             places(q_runs, structure.batch * structure.q_len),
             places(k_runs, structure.batch * structure.kv_len),
             running(q_runs),
@@ -249,5 +249,5 @@ def packing_of(structure: CallStructure, segments: Sequence[Segment], device: to
             max(s.q_len for s in segments),
             max(s.k_len for s in segments),
         )
-    packing: Packing = memo[key]
-    return packing
+
+    return structure.cached(("flash", device), make)

@@ -28,12 +28,12 @@ class SdpaBackend(Backend):
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """Attention in one operator call where the structure has one, else by a program of calls."""
-        from .router import attend
+        from .dispatch import attend
 
         return attend(request)
 
     def fast_call(self, spec: CallSpec, request: AttentionRequest) -> FastCall | None:
         """The operator itself, one masked call, or one call over packed runs."""
-        from .bare import bare_way
+        from .dispatch import fast_call
 
-        return bare_way(spec, request.structure)
+        return fast_call(spec, request.structure)

@@ -9,8 +9,7 @@ from torch import Tensor
 from ...attention.request import AttentionRequest
 from ...attention.structure import CallStructure
 from . import limits
-from .bands import dense_part
-from .parts import Part
+from .tiles import Part, dense_part
 
 __all__ = ["attend_few"]
 
@@ -113,10 +112,7 @@ def _folded(
 
 def _ranges(structure: CallStructure) -> list[tuple[int, int]] | None:
     """Per batch row the keys that its query sees, or None where they are not one range."""
-    if "ranges" not in structure._memo:
-        structure._memo["ranges"] = _find_ranges(structure)
-    found: list[tuple[int, int]] | None = structure._memo["ranges"]
-    return found
+    return structure.cached("ranges", lambda: _find_ranges(structure))
 
 
 def _find_ranges(structure: CallStructure) -> list[tuple[int, int]] | None:
@@ -149,12 +145,11 @@ def _find_ranges(structure: CallStructure) -> list[tuple[int, int]] | None:
 
 def _mask(structure: CallStructure, low: int, high: int, query: Tensor) -> Tensor:
     """Additive `[batch, 1, 1, high - low]`; made once per forward pass."""
-    key = ("decode", query.dtype)
-    if key not in structure._memo:
+
+    def make() -> Tensor:
         part = Part(0, structure.batch, 0, 1, low, high - low)
-        made = dense_part(part, structure, query.device, query.dtype).mask
-        if made is None:
-            raise RuntimeError("ranges of different lengths hide no key")
-        structure._memo[key] = made
-    mask: Tensor = structure._memo[key]
-    return mask
+        mask = dense_part(part, structure, query.device, query.dtype).mask
+        assert mask is not None  # ranges of different lengths hide keys
+        return mask
+
+    return structure.cached(("decode", query.dtype), make)

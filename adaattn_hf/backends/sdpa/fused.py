@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ...attention.structure import CallStructure
 from ..sinks import sink_gradient
-from .bands import dense_part
 from .kernels import Kernel
-from .parts import EMPTY, Part, Program, empty_rows
+from .tiles import EMPTY, Part, Program, dense_part, empty_rows
 
 __all__ = ["Fused", "is_single", "run_forward", "run_single"]
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 __all__: list[str] = []
 
-SMALL_PAIRS = 1 << 14
-"""Pairs of queries and keys up to which a padded batch is one masked call without looking for its runs."""
+from ..base import SMALL_PAIRS as SMALL_PAIRS
 
 MASKED_PAIRS = 1 << 18
 """Pairs up to which one masked call is weighed against the calls of a program."""

@@ -10,9 +10,18 @@ from torch import Tensor
 
 from ...attention.structure import CallStructure, Segment
 from . import limits
-from .bands import dense_program
-from .parts import Part, Program, Run, band_mask, empty_rows, may_be_empty
-from .runs import Local, Rules, local_parts
+from .tiles import (
+    Local,
+    Part,
+    Program,
+    Rules,
+    Run,
+    band_mask,
+    dense_program,
+    empty_rows,
+    local_parts,
+    may_be_empty,
+)  # fmt: skip
 
 __all__ = ["Target", "program_for"]
 
@@ -46,11 +55,7 @@ class Target(NamedTuple):
 
 def program_for(structure: CallStructure, target: Target) -> Program:
     """The program of a structure; made once and kept with it."""
-    memo = structure._memo.setdefault("programs", {})
-    if target not in memo:
-        memo[target] = _program(structure, target)
-    program: Program = memo[target]
-    return program
+    return structure.cached(("program", target), lambda: _program(structure, target))
 
 
 def _program(structure: CallStructure, target: Target) -> Program:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.request import AttentionRequest
-from .bands import dense_part
-from .parts import Part, Program
+from .tiles import Part, Program, dense_part
 
 __all__ = ["masked_call", "plain_call", "run_traced"]
 

@@ -101,21 +101,23 @@ def _rows(structure: CallStructure, device: torch.device) -> tuple[Tensor | None
     if structure.one_run_a_row and (structure.window is None or structure.sinks_at_runs):
         if structure.key_padding is None:
             return None, None, True, structure.batch
-        memo, name = structure._memo, ("triton rows", device)
-        if name not in memo:
-            memo[name] = _rows_of_padding(structure, structure.key_padding.to(device))
-        rows, real = memo[name]
+        padding = structure.key_padding
+        rows, real = structure.cached(
+            ("triton rows", device), lambda: _rows_of_padding(structure, padding.to(device))
+        )
         return rows, real, True, structure.batch
     segments = structure.segments()
     if segments is None:
         raise ValueError("structure: sinks beside chunks, expected runs; use the sdpa backend")
-    name = ("triton rows", device)
-    if name not in structure._memo:
-        table = [(s.row, s.k_start, s.k_len, s.offset) for s in segments]
-        structure._memo[name] = (
-            torch.tensor(table, dtype=torch.int64).view(-1, 4).to(device, non_blocking=True)
-        )
-    return structure._memo[name], None, len(segments) == structure.batch, len(segments)
+    rows = structure.cached(
+        ("triton rows", device),
+        lambda: (
+            torch.tensor([(s.row, s.k_start, s.k_len, s.offset) for s in segments], dtype=torch.int64)
+            .view(-1, 4)
+            .to(device, non_blocking=True)
+        ),
+    )
+    return rows, None, len(segments) == structure.batch, len(segments)
 
 
 def _rows_of_padding(structure: CallStructure, real: Tensor) -> tuple[Tensor, Tensor]:

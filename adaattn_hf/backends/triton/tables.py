@@ -90,10 +90,11 @@ def _work(
     blocks: tuple[int, int],
     device: torch.device,
 ) -> Work:
-    memo, key = structure._memo, ("triton", of, windows, kv_heads, blocks, device)
-    if key not in memo:
-        make = _of_queries if of == "queries" else _of_keys
-        memo[key] = _remembered(
+    key = ("triton", of, windows, kv_heads, blocks, device)
+    make = _of_queries if of == "queries" else _of_keys
+
+    def find() -> Work:
+        return _remembered(
             (key, structure.causal, tuple(segments)),
             lambda: _placed(
                 np.array(segments, dtype=np.int32).reshape(-1, 6),
@@ -102,8 +103,8 @@ def _work(
                 device,
             ),
         )
-    work: Work = memo[key]
-    return work
+
+    return structure.cached(key, find)
 
 
 def _placed(

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from .arguments import Options
-from .attention.request import AttentionRequest, AttentionResult, CallSpec
+from .attention.request import AttentionRequest, AttentionResult
 from .attention.structure import CallStructure
 from .backends import select
-from .backends.base import FastCall
+from .backends.base import FastCall, spec_of
 
 __all__ = ["attend", "lse_of"]
 
@@ -55,7 +55,7 @@ def _attend_plainly(
     kept: tuple[object, FastCall | None] | None = structure.ready
     if kept is None or kept[0] != facts:
         request = AttentionRequest(query, key, value, structure, scaling)
-        spec = CallSpec.of(request)
+        spec = spec_of(request)
         kept = structure.ready = (facts, select.choose(spec).fast_call(spec, request))
     call = kept[1]
     if call is not None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.sdpa import varlen
-from adaattn_hf.backends.sdpa.bare import bare_way, numbers
-from adaattn_hf.backends.sdpa.varlen import layout_for, packed_attention
+from adaattn_hf.backends.sdpa import packed
+from adaattn_hf.backends.sdpa.dispatch import additive_mask, fast_call
+from adaattn_hf.backends.sdpa.packed import layout_for, packed_attention
 
 N = 24
 RIGHT = torch.arange(N)[None] < torch.tensor([[N], [7], [13]])
@@ -48,8 +48,8 @@ def loop(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: varlen.Layout,
-    places: varlen.Places,
+    layout: packed.Layout,
+    places: packed.Places,
     scaling: float,
     gradient: bool,
 ) -> Tensor:
@@ -79,7 +79,7 @@ def draw(structure: CallStructure, heads: int = 4, kv_heads: int = 2) -> tuple[T
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("name", GATHERED | WHOLE)
 def test_equals_reference(monkeypatch: pytest.MonkeyPatch, name: str, gradient: bool) -> None:
-    monkeypatch.setattr(varlen, "_efficient", loop)
+    monkeypatch.setattr(packed, "_efficient", loop)
     structure = (GATHERED | WHOLE)[name]
     q, k, v = draw(structure)
     layout = layout_for(structure)
@@ -120,21 +120,21 @@ def test_other_vendors_keep_the_calls_they_had(monkeypatch: pytest.MonkeyPatch) 
 def spec_of(structure: CallStructure, **changes: object) -> CallSpec:
     q, k, v = (t.detach().float() for t in draw(structure))
     request = AttentionRequest(q, k, v, structure, scaling=0.3)
-    return CallSpec.of(request)._replace(**{"device": "cuda", **changes})  # type: ignore[arg-type]
+    return CallSpec.of(request)._replace(**{"device": "cuda", "holes": False, **changes})  # type: ignore[arg-type]
 
 
 def test_the_shortest_way_is_taken_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "_efficient", loop)
+    monkeypatch.setattr(packed, "_efficient", loop)
     structure = GATHERED["left padding, causal"]
     q, k, v = (t.detach() for t in draw(structure))
-    way = bare_way(spec_of(structure), structure)
+    way = fast_call(spec_of(structure), structure)
     assert way is not None
     truth = reference.attention(AttentionRequest(q, k, v, structure, scaling=0.3)).out
     torch.testing.assert_close(way(q, k, v, 0.3), truth)
-    assert bare_way(spec_of(structure, device="cpu"), structure) is None
-    assert bare_way(spec_of(structure, dtype=torch.float64), structure) is None
-    assert bare_way(spec_of(structure, head_dim=6), structure) is None
-    assert bare_way(spec_of(REFUSED["window"]), REFUSED["window"]) is None
+    assert fast_call(spec_of(structure, device="cpu"), structure) is None
+    assert fast_call(spec_of(structure, dtype=torch.float64), structure) is None
+    assert fast_call(spec_of(structure, head_dim=6), structure) is None
+    assert fast_call(spec_of(REFUSED["window"]), REFUSED["window"]) is None
 
 
 @pytest.mark.parametrize(("dtype", "grouped"), [(torch.float32, False), (torch.bfloat16, True)])
@@ -152,7 +152,7 @@ def test_grouped_heads_are_repeated_where_the_fused_kernel_takes_none(
     structure = CallStructure(2, 9, 9, causal=True)
     q, k, v = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
     request = AttentionRequest(q, k, v, structure, scaling=0.3)
-    way = bare_way(CallSpec.of(request)._replace(device="cuda", dtype=dtype), structure)
+    way = fast_call(CallSpec.of(request)._replace(device="cuda", dtype=dtype), structure)
     assert way is not None
     torch.testing.assert_close(way(q, k, v, 0.3), reference.attention(request).out.float())
     assert asked == [(2, True) if grouped else (6, False)]
@@ -160,31 +160,31 @@ def test_grouped_heads_are_repeated_where_the_fused_kernel_takes_none(
 
 def test_small_masks_are_for_inference() -> None:
     structure = GATHERED["right padding"]
-    assert bare_way(spec_of(structure, kind="small"), structure) is not None
-    assert bare_way(spec_of(structure, kind="small", needs_grad=True), structure) is None
+    assert fast_call(spec_of(structure, holes=None), structure) is not None
+    assert fast_call(spec_of(structure, holes=None, needs_grad=True), structure) is None
 
 
 def test_a_small_mask_is_made_once_per_pass() -> None:
     structure = GATHERED["left padding, causal"].with_changes()
-    mask = numbers(structure, torch.half, torch.device("cpu"))
+    mask = additive_mask(structure, torch.half, torch.device("cpu"))
     assert torch.equal(mask == 0, structure.visible())
     assert bool((mask[~structure.visible()] == float("-inf")).all())
     assert mask.stride(-2) % 16 == 0, "rows start where the kernel wants them"
-    assert numbers(structure, torch.half, torch.device("cpu")) is mask
-    assert numbers(structure, torch.float32, torch.device("cpu")).dtype == torch.float32
+    assert additive_mask(structure, torch.half, torch.device("cpu")) is mask
+    assert additive_mask(structure, torch.float32, torch.device("cpu")).dtype == torch.float32
 
 
 def test_flash_serves_half_precision_aligned_to_the_last_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "_has_flash", lambda device: True)
+    monkeypatch.setattr(packed, "_has_flash", lambda device: True)
     square, behind = layout_for(WHOLE["documents"]), layout_for(WHOLE["chunked prefill"])
     longer = layout_for(CallStructure(3, N, N, causal=True, key_padding=RIGHT))
     assert square is not None and behind is not None and longer is not None  # noqa: PT018
     half, single = torch.zeros(4, 2, 64, dtype=torch.half), torch.zeros(4, 2, 64)
-    assert varlen._suits_flash(half, half, square)
-    assert varlen._suits_flash(half, half, behind)
-    assert not varlen._suits_flash(half, half, longer)
-    assert not varlen._suits_flash(single, single, square)
-    assert not varlen._suits_flash(half, half[..., :32], square)
-    assert not varlen._suits_flash(half[..., :20], half[..., :20], square)
-    monkeypatch.setattr(varlen, "_has_flash", lambda device: False)
-    assert not varlen._suits_flash(half, half, square)
+    assert packed._suits_flash(half, half, square)
+    assert packed._suits_flash(half, half, behind)
+    assert not packed._suits_flash(half, half, longer)
+    assert not packed._suits_flash(single, single, square)
+    assert not packed._suits_flash(half, half[..., :32], square)
+    assert not packed._suits_flash(half[..., :20], half[..., :20], square)
+    monkeypatch.setattr(packed, "_has_flash", lambda device: False)
+    assert not packed._suits_flash(half, half, square)

@@ -1,6 +1,8 @@
-"""Which way a call goes."""
+"""Dispatch of a request to torch's kernels: one operator where it says what the structure says, else a program."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -8,45 +10,43 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec, holds_no_memory
 from ...attention.structure import CallStructure
-from ..base import nothing_seen
+from ..base import FastCall, nothing_seen, spec_of
 from . import limits
-from .bare import bare_way
-from .compact import compacted, scattered
 from .decode import attend_few
 from .fused import Fused, is_single, run_forward, run_single
-from .kernels import EfficientKernel, FlashCpuKernel, Kernel, MathKernel, suits_efficient
-from .parts import EMPTY
+from .kernels import EfficientKernel, FlashCpuKernel, Kernel, MathKernel, aligned, repeated, suits_efficient
+from .packed import compacted, layout_for, packed_attention, scattered
 from .planner import Target, program_for
+from .tiles import EMPTY, constant
 from .traced import masked_call, plain_call, run_traced
-from .varlen import layout_for, packed_attention
 
-__all__ = ["attend"]
+__all__ = ["attend", "fast_call"]
 
 
 def attend(request: AttentionRequest) -> AttentionResult:
     """Attention by the cheapest exact way."""
     query, value = request.query, request.value
-    bare = (
+    simple = (
         request.bias is None
         and request.softcap is None
         and request.sink_logits is None
         and not request.need_lse
     )
     if torch.compiler.is_compiling() or holds_no_memory(query, request.key, value):
-        return AttentionResult(_traced(request, bare).transpose(1, 2))
+        return AttentionResult(_traced(request, simple).transpose(1, 2))
     if not (query.numel() and request.key.numel() and value.numel()):
         return nothing_seen(request)  # torch's own kernels divide by the extents
     structure = request.structure.settled()
     kind = structure.kind
-    if bare and not request.dropout:
+    if simple and not request.dropout:
         settled = request.with_tensors(query, request.key, value, structure)
-        way = bare_way(CallSpec.of(settled), structure)
-        if way is not None:
-            return AttentionResult(way(query, request.key, value, request.scaling))
+        call = fast_call(spec_of(settled), structure)
+        if call is not None:
+            return AttentionResult(call(query, request.key, value, request.scaling))
         few = attend_few(request, structure) if query.shape[2] == 1 and query.is_cpu else None
         if few is not None:
             return AttentionResult(few)
-    elif bare and kind in ("causal", "full") and value.shape[3] == query.shape[3]:
+    elif simple and kind in ("causal", "full") and value.shape[3] == query.shape[3]:
         return AttentionResult(plain_call(request, kind == "causal").transpose(1, 2))
     if request.dropout:
         return AttentionResult(
@@ -173,13 +173,13 @@ def _traced_target(request: AttentionRequest) -> Target:
     )
 
 
-def _traced(request: AttentionRequest, bare: bool) -> Tensor:
+def _traced(request: AttentionRequest, simple: bool) -> Tensor:
     """A traced graph: nothing may be read, and only fixed numbers may decide."""
     structure = request.structure
     kind = structure.kind
-    if bare and kind in ("full", "causal"):
+    if simple and kind in ("full", "causal"):
         return plain_call(request, kind == "causal")
-    if bare and kind == "suffix" and structure.q_len == 1:
+    if simple and kind == "suffix" and structure.q_len == 1:
         stop = structure.offset() + 1
         return masked_call(request, request.query, request.key[:, :, :stop], request.value[:, :, :stop], None)
     if kind == "window" and _fixed(structure):
@@ -195,3 +195,90 @@ def _fixed(structure: CallStructure) -> bool:
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return has_static_value(structure.q_len) and has_static_value(structure.kv_len)
+
+
+def fast_call(spec: CallSpec, structure: CallStructure) -> FastCall | None:
+    """The operator itself where it says what the structure says, one masked call, or one call over packed runs."""
+    if spec.kind in ("full", "causal", "suffix") and spec.head_dim == spec.head_dim_v:
+        if spec.decode:
+            # the operator's own CUDA kernels split the keys among programs and read grouped heads once
+            stop = min(structure.kv_len, structure.offset() + 1) if structure.causal else structure.kv_len
+            lone = spec.groups == 1 and spec.dtype == torch.float32
+            if stop < 1 or not (spec.device == "cuda" or lone or stop <= limits.SHORT_KEYS):
+                return None  # on processors the other single queries have ways of their own
+            return _plain(False, spec.groups > 1, stop if stop < structure.kv_len else None)
+        if spec.kind != "suffix":
+            causal, grouped = spec.kind == "causal", spec.groups > 1
+            if grouped and spec.device == "cuda" and spec.dtype == torch.float32:
+                return _widened(causal)
+            return _plain(causal, grouped)
+    if spec.device != "cuda" or not suits_efficient(spec.dtype, spec.head_dim, spec.head_dim_v):
+        return None
+    if spec.kind == "ragged" and spec.holes is None and not spec.decode:
+        return None if spec.needs_grad else _masked(structure)
+    return _over_runs(structure, spec.needs_grad) if spec.kind in ("ragged", "suffix") else None
+
+
+def _plain(causal: bool, grouped: bool, stop: int | None = None) -> FastCall:
+    """One call without a mask; of the keys those before `stop`."""
+    operator = F.scaled_dot_product_attention
+    if grouped:
+        operator = functools.partial(operator, enable_gqa=True)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        if stop is not None:
+            key, value = key[:, :, :stop], value[:, :, :stop]
+        return operator(query, key, value, None, 0.0, causal, scale=scaling).transpose(1, 2)
+
+    return attend
+
+
+def _widened(causal: bool) -> FastCall:
+    """One call without a mask, with as many key/value heads as query heads, `[batch, heads, q_len, head_dim]`.
+
+    The fused CUDA kernel of float32 takes no grouped heads. Left grouped, they go to unfused operations, which write
+    the whole score matrix, and keep it for the backward: 2.25 GiB a layer for 9 heads and 8,192 tokens.
+    """
+    plain = _plain(causal, grouped=False)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        return plain(query, repeated(key, query), repeated(value, query), scaling)
+
+    return attend
+
+
+def _masked(structure: CallStructure) -> FastCall:
+    """One call with a mask of numbers; torch makes one of a boolean mask in each layer."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        key, value = repeated(key, query), repeated(value, query)
+        mask = additive_mask(structure, query.dtype, query.device).expand(*query.shape[:3], -1)
+        out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, False, scale=scaling
+        )[0]
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def additive_mask(structure: CallStructure, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The additive mask, `[batch or 1, heads or 1, q_len, kv_len]`; made once per forward pass."""
+
+    def make() -> Tensor:
+        shown = structure.visible(device=device)
+        return aligned(
+            torch.where(shown, constant(0.0, dtype, device), constant(float("-inf"), dtype, device))
+        )
+
+    return structure.cached(("additive mask", dtype, device), make)
+
+
+def _over_runs(structure: CallStructure, gradient: bool) -> FastCall | None:
+    layout = layout_for(structure)
+    if layout is None:
+        return None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        return packed_attention(query, key, value, layout, scaling, gradient=gradient)
+
+    return attend

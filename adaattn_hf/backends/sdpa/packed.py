@@ -1,23 +1,25 @@
-"""Runs of unequal length as one call of torch's flash or memory-efficient kernel, which walk a packed row.
+"""Real tokens as one packed row: runs of unequal length in one call of torch's kernels, and padding that has holes.
 
 On CUDA every call costs tens of microseconds, forward and backward, whatever it computes: runs one by one are slower
-than a dense mask until they are long. The packed row is the batch itself where the runs cover it, else it is gathered.
+than a dense mask until they are long. torch's flash and memory-efficient kernels walk a packed row instead, which is
+the batch itself where the runs cover it, else gathered. Padding with holes, which is no runs, is gathered into some.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure, Segment
 from . import limits
 
-__all__ = ["Layout", "layout_for", "packed_attention"]
+__all__ = ["Gathered", "Layout", "compacted", "layout_for", "packed_attention", "scattered"]
 
 # The memory-efficient kernel's names for what a run's queries see of its keys.
 _FULL, _FROM_FIRST, _TO_LAST = 0, 1, 2
@@ -84,11 +86,7 @@ class Places(NamedTuple):
 
 def layout_for(structure: CallStructure) -> Layout | None:
     """The layout of a structure's runs, where one call over them beats a call per run; found once per forward pass."""
-    memo = structure._memo
-    if "layout" not in memo:
-        memo["layout"] = _layout(structure)
-    known: Layout | None = memo["layout"]
-    return known
+    return structure.cached("layout", lambda: _layout(structure))
 
 
 def _layout(structure: CallStructure) -> Layout | None:
@@ -203,3 +201,92 @@ def _efficient(
         layout.q_longest, layout.k_longest, 0.0, layout.rule, gradient, scale=scaling,
     )[0]  # fmt: skip
     return out[0]
+
+
+class Gathered(NamedTuple):
+    """The packed structure, and the places `row * len + position` of its queries and keys in the call."""
+
+    structure: CallStructure
+    queries: Tensor
+    keys: Tensor
+
+
+def compacted(structure: CallStructure) -> Gathered | None:
+    """The packed form, where leaving the hidden keys out keeps the order that causality needs; else None.
+
+    Made once per forward pass.
+    """
+    if structure.key_padding is None or structure.windowed:
+        return None
+    if (
+        structure.batch * structure.q_len * structure.kv_len <= limits.SMALL_PAIRS
+        or structure.segments() is not None
+    ):
+        return None
+    if structure.chunk is not None or structure.k_segments is not None or structure.spans is not None:
+        return None
+    if structure.mask is not None or (structure.causal and not structure.pads_queries):
+        return None
+    if structure.causal and (structure.offset() != 0 or structure.q_len != structure.kv_len):
+        return None
+    return structure.cached("compacted", lambda: _compacted(structure))
+
+
+def _compacted(structure: CallStructure) -> Gathered:
+    real = structure.padding_on_host()
+    assert real is not None
+    assert structure.key_padding is not None
+    offset = structure.offset()
+    places = torch.arange(structure.q_len) + offset
+    shown = torch.ones(structure.batch, structure.q_len, dtype=torch.bool)
+    if structure.pads_queries:
+        # the definition reads the padding of a query outside the keys at the nearest key
+        shown = real[:, places.clamp(0, structure.kv_len - 1)]
+    rows = torch.arange(structure.batch)
+    segments = []
+    q_start = k_start = 0
+    for row in range(structure.batch):
+        q_len, k_len = int(shown[row].sum()), int(real[row].sum())
+        if q_len and k_len:
+            segments.append(Segment(0, q_start, q_len, k_start, k_len, 0))
+        q_start, k_start = q_start + q_len, k_start + k_len
+    device = structure.key_padding.device
+    packed = CallStructure(
+        1,
+        q_start,
+        k_start,
+        causal=structure.causal,
+        q_segments=rows.repeat_interleave(shown.sum(1))[None].to(device),
+        k_segments=rows.repeat_interleave(real.sum(1))[None].to(device),
+    )
+    packed.cached("segments", lambda: tuple(segments))
+    return Gathered(
+        packed,
+        shown.flatten().nonzero().squeeze(1).to(device),
+        real.flatten().nonzero().squeeze(1).to(device),
+    )
+
+
+def scattered(
+    gathered: Gathered,
+    request: AttentionRequest,
+    attend: Callable[[AttentionRequest, CallStructure], AttentionResult],
+) -> AttentionResult:
+    """Attention of the packed row, put back in its places."""
+    batch, heads, q_len, _ = request.query.shape
+    small = request.with_tensors(
+        _packed(request.query, gathered.queries).transpose(0, 1)[None],
+        _packed(request.key, gathered.keys).transpose(0, 1)[None],
+        _packed(request.value, gathered.keys).transpose(0, 1)[None],
+        gathered.structure,
+    )
+    result = attend(small, gathered.structure)
+    out = result.out.new_zeros((batch * q_len, heads, result.out.shape[3]))
+    out = out.index_copy(0, gathered.queries, result.out[0]).view(batch, q_len, heads, -1)
+    if result.lse is None:
+        return AttentionResult(out)
+    lse = result.lse.new_full((batch * q_len, heads), float("-inf"))
+    if request.sink_logits is not None:
+        lse = lse.copy_(request.sink_logits.detach().expand_as(lse))
+    lse = lse.index_copy(0, gathered.queries, result.lse[0].transpose(0, 1))
+    return AttentionResult(out, lse.view(batch, q_len, heads).transpose(1, 2))
