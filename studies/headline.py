@@ -47,6 +47,21 @@ _LINES = (
 )  # fmt: skip
 
 
+# What a line says, the section of gpu_plans.json, its cell, and the column that it is set beside.
+_PLANS = (
+    ("prefill 8k, every second head a window of 1,024", "prefill", "8k, every second head 1024+16", "sdpa"),
+    ("prefill 8k, heads mixed", "prefill", "8k, mixed: 2 exact, 3 × 1024, 2 × 4096, 1 × 256", "sdpa"),
+    ("prefill 32k, heads mixed", "prefill", "32k, mixed: 2 exact, 3 × 1024, 2 × 4096, 1 × 256", "sdpa"),
+    ("decode, 8 rows behind 32k, every second head", "decode", "8 × 32k, every second head 1024+16", "sdpa"),
+    (
+        "training at 16k, window of 1,024 in all heads (stock: causal)",
+        "training",
+        "window 1024",
+        "sdpa, causal",
+    ),
+)
+
+
 def block(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """The table.
 
@@ -90,8 +105,32 @@ def picture(reports: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def figures(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """Both tables."""
-    return f"{block(reports)}\n\n{budget_block(reports['budget'])}"
+    """All tables."""
+    tables = (block(reports), budget_block(reports["budget"]), plans_block(reports["gpu_plans"]))
+    return "\n\n".join(tables)
+
+
+def plans_block(report: Mapping[str, Any]) -> str:
+    """The table of what windows per head, as plans have them, cost on a CUDA device.
+
+    Raises:
+        UsageError: A cell was not measured.
+    """
+    rows = [
+        f"| windows per head, bfloat16, {report['setting']['device']} | times stock sdpa, with flash-attn 4 "
+        "| times stock sdpa, Triton alone |",
+        "|---|---|---|",
+    ]
+    for says, section, title, beside in _PLANS:
+        cells = [cell for cell in report["sections"][section] if cell["cell"] == title]
+        if not cells:
+            raise UsageError(f"gpu_plans.json: {title!r} was not measured in the section {section!r}")
+        ratios = [
+            f"{cells[0][beside] / cells[0][name]:.2f}" if name in cells[0] else "–"
+            for name in ("fa4", "triton")
+        ]
+        rows.append(f"| {says} | {' | '.join(ratios)} |")
+    return "\n".join(rows)
 
 
 def budget_block(study: Mapping[str, Any]) -> str:
@@ -138,7 +177,7 @@ def kept_reports(results: Path = RESULTS) -> dict[str, Any]:
     """The reports in a directory of results."""
     return {
         name: json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("bench", "gpu", "gpu_small", "budget")
+        for name in ("bench", "gpu", "gpu_small", "budget", "gpu_plans")
     }
 
 
