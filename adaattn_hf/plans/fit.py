@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,10 +44,8 @@ def weight_hash(module: nn.Module) -> str:
     """Returns a hash of a module's own weights: name, shape, dtype and up to 65,536 spread entries of each."""
     digest = hashlib.sha256()
     for name, parameter in sorted(module.state_dict().items()):
-        flat = parameter.detach().reshape(-1)
-        step = max(1, flat.numel() // _SAMPLES)
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(f"{name} ".encode())
+        digest.update(_sampled(parameter))
     return digest.hexdigest()
 
 
@@ -72,8 +71,9 @@ def model_hash(model: nn.Module) -> str:
 
 
 def _sampled(parameter: torch.Tensor) -> bytes:
-    """Up to 65,536 spread entries of a tensor, behind its shape and dtype."""
-    flat = parameter.detach().reshape(-1)
+    """Up to 65,536 spread entries of a tensor, behind its shape and dtype; one that is split is gathered."""
+    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    flat = whole.detach().reshape(-1)
     step = max(1, flat.numel() // _SAMPLES)
     entries = flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return f"{tuple(parameter.shape)} {parameter.dtype}".encode() + entries
@@ -186,11 +186,6 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
             f"config.adaattn[{UNVERIFIED!r}] = True; or calibrate again, or remove it with "
             "adaattn_hf.remove_plan(model)"
         )
-    if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
-        raise PlanError(
-            f"the weights of layer {index} are spread over devices (tensor parallelism), which splits the heads that "
-            "the plan names; load the model without tp_plan, or remove the plan with adaattn_hf.remove_plan(model)"
-        )
     dtype = module_dtype(module)
     if dtype != plan.dtype:
         raise PlanError(
@@ -211,7 +206,33 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
             wrong = part.misfit(found, head, len(layer.choices), head_dim)
             if wrong is not None:
                 raise PlanError(f"plan of layer {index}: {wrong}; calibrate again")
+    own = _own_heads(module, index, len(layer.choices), head_dim)
+    if own is not None:
+        layer = replace(layer, choices=tuple(layer.choices[head] for head in own))
+        return Program(layer, found.of_heads(own), plan.max_length, own[0])
     return Program(layer, found, plan.max_length)
+
+
+def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | None) -> range | None:
+    """The key/value heads that this process computes where tensor parallelism splits them, None where it does not.
+
+    Raises:
+        PlanError: The weights are spread over devices in another way than by whole heads.
+    """
+    split: list[Any] = [p for p in module.parameters() if hasattr(p, "device_mesh")]
+    if not split:
+        return None
+    mesh = split[0].device_mesh
+    keys = [p for p in split if head_dim is not None and p.shape[0] == kv_heads * head_dim and p.ndim == 2]
+    by_heads = any(len(p.placements) == 1 and p.placements[0].is_shard(0) for p in keys)
+    if mesh.ndim != 1 or kv_heads % mesh.size() or not by_heads:
+        raise PlanError(
+            f"the weights of layer {index} are spread over devices (tensor parallelism), and not by whole "
+            f"key/value heads: {kv_heads} on {mesh.size()} devices; load the model without tp_plan, or remove the plan "
+            "with adaattn_hf.remove_plan(model)"
+        )
+    count = kv_heads // mesh.size()
+    return range(mesh.get_local_rank() * count, (mesh.get_local_rank() + 1) * count)
 
 
 def check_model(module: nn.Module, raw: Any) -> None:

@@ -163,7 +163,7 @@ class Monitor:
         mean = (self._sums[index] / counters.rows).tolist()
         second = (self._squares[index] / counters.rows).tolist()
         counters.lost = mean
-        units = [self._units.get((index, head)) for head in range(len(mean))]
+        units = [self._units.get((index, program.first_head + head)) for head in range(len(mean))]
         counters.predicted_kl = sum(
             unit.risk * value / unit.dropped_square
             for unit, value in zip(units, second, strict=True)

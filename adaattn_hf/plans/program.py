@@ -46,12 +46,14 @@ class Program:
         tensors: Bases and means.
         max_length: Rows at this position of their sequence or later are exact; bidirectional, all rows of a
             longer sequence.
+        first_head: Key/value head of the whole model that is the first here; tensor parallelism splits them.
         handle: Number of the program in this process.
     """
 
     plan: LayerPlan
     tensors: LayerTensors
     max_length: int
+    first_head: int = 0
     handle: int = field(default_factory=itertools.count().__next__, init=False, repr=False)
     _requests: dict[bool, Requests] = field(default_factory=dict, init=False, repr=False)
     _parts: dict[tuple[tuple[int, ...], bool], Program] = field(default_factory=dict, init=False, repr=False)
@@ -82,7 +84,7 @@ class Program:
                 'stores them quantised; use a cache of numbers (cache="model") or calibrate with --families window'
             )
         choices = tuple(choice.over_stored() or EXACT for choice in self.plan.choices)
-        return Program(replace(self.plan, choices=choices), self.tensors, self.max_length)
+        return replace(self, plan=replace(self.plan, choices=choices))
 
     def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> Program:
         """The program of some key/value heads; with `all_keys` they read every key that they are given."""

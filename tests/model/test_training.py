@@ -379,12 +379,12 @@ def test_lora_adapters_train_like_under_eager() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one() -> None:
-    """DDP and FSDP, torch's and accelerate's: two gloo processes, each with half of the batch."""
+def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+    """DDP and FSDP, torch's and accelerate's, each process with half of the batch; tensor parallelism and its plans."""
     script = Path(__file__).parent.parent / "support" / "two_processes.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -395,7 +395,7 @@ def test_two_processes_train_like_one() -> None:
     ways = ["ddp", "fsdp", "fsdp-checkpointing"]
     if importlib.util.find_spec("accelerate"):
         ways += ["accelerate", "accelerate-fsdp"]
-    assert done.stdout.split() == ways
+    assert done.stdout.split() == [*ways, "tp"]
 
 
 def test_training_libraries_are_tested_where_they_belong() -> None:

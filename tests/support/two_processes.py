@@ -1,11 +1,14 @@
-"""Two gloo processes train a tiny model; each prints nothing, the first says which ways gave the gradients of one."""
+"""Two gloo processes run a tiny model; the first says which ways gave the gradients, or the logits, of one process."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import socket
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,12 @@ import torch.multiprocessing as mp
 import transformers as tf
 
 import adaattn_hf  # noqa: F401  (registers the names)
+from adaattn_hf.plans.choices import Choice
+from adaattn_hf.plans.choices.window import Window
+from adaattn_hf.plans.plan import PlanError
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+from tests.support.plans import plan_for
 
 TOLERANCE = 1e-5
 WAYS = ["ddp", "fsdp", "fsdp-checkpointing"]
@@ -82,7 +91,50 @@ def prepared(way: str, net: Any) -> Any:
     return fully_shard(net, mesh=mesh)
 
 
-def worker(rank: int, port: int) -> None:
+def split_heads(directory: str) -> None:
+    """Tensor parallelism of Transformers: each process computes the heads that it holds, by its part of the plan."""
+    ids, mask = batch()
+    real = mask.bool()
+    torch.manual_seed(0)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions want the argument in another place
+        one = tf.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="adaattn")
+        net = tf.AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="adaattn", tp_plan="auto"
+        )
+        if not hasattr(net.model.layers[0].self_attn.k_proj.weight, "device_mesh"):
+            raise SystemExit("tp: the weights are not split")
+        plan = plan_for(one, Choice())
+        # heads that differ, so that a process which takes the other's part is found out
+        for choices in (
+            (Choice(), Choice()),
+            (Choice(Window(3)), Choice()),
+            (Choice(Window(2)), Choice(Window(6))),
+        ):
+            layers = tuple(dataclasses.replace(layer, choices=choices) for layer in plan.layers)
+            for model in (one, net):
+                settings = {"plan": dataclasses.replace(plan, layers=layers).to_dict(), "unverified": True}
+                model.config.adaattn = settings
+            expected, found = (m(ids, attention_mask=mask, use_cache=False).logits[real] for m in (one, net))
+            far = float((found - expected).abs().max())
+            if far > TOLERANCE:
+                raise SystemExit(f"tp: logits under {choices} differ by {far}")
+        one.config.adaattn = None
+        if float((one(ids, attention_mask=mask).logits[real] - expected).abs().max()) < 100 * TOLERANCE:
+            raise SystemExit("tp: the plan changed nothing")
+        # a single key/value head cannot be shared out
+        layers = tuple(dataclasses.replace(layer, choices=(Choice(Window(2)),)) for layer in plan.layers)
+        net.config.adaattn = {"plan": dataclasses.replace(plan, layers=layers).to_dict(), "unverified": True}
+        try:
+            net(ids, attention_mask=mask)
+        except PlanError as refusal:
+            if "tensor parallelism" not in str(refusal) or "without tp_plan" not in str(refusal):
+                raise
+        else:
+            raise SystemExit("tp: a plan for other heads ran")
+
+
+def worker(rank: int, port: int, directory: str) -> None:
     """One process."""
     place = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", **place)
@@ -109,6 +161,9 @@ def worker(rank: int, port: int) -> None:
                 raise SystemExit(f"{way}: gradient of {name} differs by {far}, more than {bound}")
         if rank == 0:
             print(way, flush=True)
+    split_heads(directory)
+    if rank == 0:
+        print("tp", flush=True)
     dist.destroy_process_group()
 
 
@@ -117,4 +172,5 @@ if __name__ == "__main__":
         found.bind(("127.0.0.1", 0))
         free = found.getsockname()[1]
     sys.stdout.flush()
-    mp.spawn(worker, args=(free,), nprocs=2)  # type: ignore[attr-defined]
+    model().save_pretrained(sys.argv[1])
+    mp.spawn(worker, args=(free, sys.argv[1]), nprocs=2)  # type: ignore[attr-defined]
