@@ -17,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from adaattn_hf.plans.store import plan_of
+
 from .cache.layers import GrowingCache, grow_in_place, holds_tokens
 from .cache.stored import check_stored, store_in_place
 from .fold import FoldError, Folding
@@ -95,8 +97,8 @@ def prepare(
     *,
     unpad: bool = True,
     growing_cache: bool = True,
-    cache: str = "model",
-    streaming: bool = False,
+    cache: str | None = None,
+    streaming: bool | None = None,
     on_padded: str = "run",
     fold_rank: bool = False,
 ) -> Model:
@@ -116,8 +118,9 @@ def prepare(
         unpad: Take the padding out.
         growing_cache: Let caches grow in place.
         cache: What caches keep: `"model"` (numbers), or quantised, in place as well, `"int8"` or `"k8v4"`; see
-            `AdaAttnCache`.
-        streaming: Heads to which the model's plan gives a window keep that in the cache; see `AdaAttnCache`.
+            `AdaAttnCache`. None: what the model's plan was proven with, numbers without such a proof.
+        streaming: Heads to which the model's plan gives a window keep that in the cache; see `AdaAttnCache`. None: as
+            the plan was proven, with `cache`.
         on_padded: `"run"` runs calls that need their padding with it; `"raise"` raises `PaddedCallError`.
         fold_rank: Fold the score ranks of the model's plan into its query and key projections, where no rotary
             embedding stands between (GPT-2, BERT). `restore` before saving: the weights are others meanwhile.
@@ -145,13 +148,14 @@ def prepare(
             if fold_rank:
                 prepared.folding = _folded(one)
             caches = "past_key_values" in inspect.signature(type(one).forward).parameters
-            if (cache != "model" or streaming) and not (caches and has_cache(one.config)):
+            stored, streams = _cache_of(one, cache, streaming)
+            if (stored != "model" or streams) and not (caches and has_cache(one.config)):
                 raise PrepareError(
-                    f"cache: got {cache!r} for {type(one).__name__}, which keeps no keys and values"
+                    f"cache: got {stored!r} for {type(one).__name__}, which keeps no keys and values"
                 )
-            check_stored(one, cache, streaming)
-            if caches and (growing_cache or cache != "model" or streaming):
-                prepared.growing = _CacheHook(one, cache, streaming)
+            check_stored(one, stored, streams)
+            if caches and (growing_cache or stored != "model" or streams):
+                prepared.growing = _CacheHook(one, stored, streams)
             if unpad:
                 prepared.unpadding = _unpadded(one, on_padded)
                 if any(one is module for module in called_directly(model)):
@@ -161,6 +165,13 @@ def prepare(
         if not done:
             restore(model)
     return model
+
+
+def _cache_of(model: PreTrainedModel, cache: str | None, streaming: bool | None) -> tuple[str, bool]:
+    """What a model's cache stores and whether heads stream: as asked, else as its plan was proven."""
+    plan = plan_of(model) if cache is None else None
+    proven = ("model", False) if plan is None or plan.cache is None else plan.cache
+    return proven[0] if cache is None else cache, proven[1] if streaming is None else streaming
 
 
 def _folded(model: PreTrainedModel) -> Folding:

@@ -77,6 +77,11 @@ def calibrate(
     Raises:
         ValueError: If the model cannot carry a plan, or the text is too short.
     """
+    if settings.with_cache and not scoring.generates:
+        raise ValueError(
+            f"optimize, kv_bytes: got {settings.optimize!r} and {settings.kv_bytes} for a model that generates nothing "
+            "and keeps no cache, expected a causal model; leave them out"
+        )
     inputs = open_inputs(
         model, encode, data, settings, verify_data=verify_data, scoring=scoring, progress=progress, say=say
     )

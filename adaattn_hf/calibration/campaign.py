@@ -9,12 +9,13 @@ fails by a smaller one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
+from ..plans.program import Program
 from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.backoff import Caution
@@ -28,6 +29,8 @@ from .stock import stock_flips
 
 SHARE = 0.9
 """Share of the budget that a predicted bound is to take."""
+BESIDE_CACHE = 0.7
+"""The same where what the cache rounds is to fit into the budget, too."""
 ROOM = 0.75
 """Share of the budget below which a bound leaves room for a bolder plan."""
 BOLDER = 0.98
@@ -49,6 +52,7 @@ class Campaign:
         inputs = measurement.inputs
         s = inputs.settings
         self.measurement, self.passes = measurement, JointPasses(measurement)
+        self.share = BESIDE_CACHE if s.with_cache else SHARE
         self.attempts = Attempts(s.alpha, s.tries, s.bolder)
         self.alpha = np.ones(len(s.lengths))
         self.caution = Caution()
@@ -99,9 +103,25 @@ class Campaign:
                 self.attempts = further
                 losses = unit_losses(self.measurement, found.allocation.picks, self.alpha)
                 self.caution = self.caution.failed(losses, of_loss=not worst.upper <= self.gates.budget)
-        if passed is None:
-            return self.exact(sentence)
-        return self.finished(*passed)
+        result = self.exact(sentence) if passed is None else self.finished(*passed)
+        if not inputs.settings.with_cache:
+            return result
+        return self.with_cache(
+            result, {} if passed is None else programs(self.measurement, passed[0].allocation.picks)
+        )
+
+    def with_cache(self, result: Calibration, by_layer: Mapping[int, Program]) -> Calibration:
+        """The outcome with what its cache may store; a budget that allows nothing of what was asked for is not met."""
+        from .storage import PROTOCOL, choose_storage
+
+        alpha = self.measurement.inputs.settings.alpha
+        found, words = choose_storage(self.measurement, by_layer, self.current.gates, alpha, self.used)
+        sentence, report = f"{result.sentence}; {words}", {**result.report, PROTOCOL: words}
+        if found is None:
+            met = result.met and self.measurement.inputs.settings.kv_bytes is None
+            return replace(result, met=met, sentence=sentence, report=report)
+        plan = replace(result.plan, protocol={**result.plan.protocol, PROTOCOL: found})
+        return replace(result, plan=plan, met=True, sentence=sentence, report=report)
 
     def pool(self) -> int:
         """Held-out sequences that there are at the length with the fewest."""
@@ -132,7 +152,9 @@ class Campaign:
         s = self.measurement.inputs.settings
         laws = {length: self.law(length, self.joint[length]) for length in s.lengths}
         first = min(s.held_out, most)
-        self.current = Aim(laws, self.gates, self.attempts.level, SHARE * self.caution.share, (first, most))
+        self.current = Aim(
+            laws, self.gates, self.attempts.level, self.share * self.caution.share, (first, most)
+        )
         return self.current
 
     def taught(self, aim: Aim, length: int, joints: list[Joint]) -> Aim:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..attention.tap import Tap
 from ..plans.plan import Verified
 from ..plans.program import Program
 from ..policy.acceptance import Gates
@@ -61,6 +62,7 @@ def prove(
     heads: Mapping[int, int],
     shards: Mapping[int, Sequence[TokenSequence]],
     test: Test,
+    tap: Tap | None = None,
 ) -> Proof:
     """Returns the verdicts on a plan.
 
@@ -70,11 +72,12 @@ def prove(
         heads: By layer: key/value heads.
         shards: By length: held-out sequences that nothing was learned from, as many as the last look takes.
         test: How it is tested.
+        tap: Answers for the plan; runs its programs when absent.
     """
     verdicts: dict[int, Verified] = {}
     gathered: dict[int, Evidence] = {}
     for length, shard in shards.items():
-        verdicts[length], gathered[length] = _length(inputs, programs, heads, length, shard, test)
+        verdicts[length], gathered[length] = _length(inputs, programs, heads, length, shard, test, tap)
         if not verdicts[length].passed:
             break
     return Proof(verdicts, gathered)
@@ -87,6 +90,7 @@ def _length(
     length: int,
     shard: Sequence[TokenSequence],
     test: Test,
+    tap: Tap | None,
 ) -> tuple[Verified, Evidence]:
     """The verdict of one length."""
     s = inputs.settings
@@ -112,6 +116,7 @@ def _length(
             seed=s.seed + test.number,
             step=step,
             before=evidence,
+            tap=tap,
         )
         verdict = verify.judge(
             evidence,

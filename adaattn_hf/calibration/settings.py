@@ -12,9 +12,12 @@ from ..policy.candidates import FAMILIES, MASSES, WINDOWS
 
 _OF_THE_PROOF = (
     "budget", "direct", "held_out", "most_held_out", "tries", "bolder", "haystacks", "needles", "top1", "kl_p999",
-    "needles_lost", "alpha", "rounds",
+    "needles_lost", "alpha", "rounds", "optimize", "kv_bytes",
 )  # fmt: skip
 """Settings that no measurement of risks depends on."""
+
+
+OPTIMIZED = ("time", "memory")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class CalibrationSettings:
         decode_tokens: Decode steps per prefill, which weigh the prices of the phases.
         alpha: Level of the test over all tries.
         rounds: Rounds in which whole forward passes are timed once a plan has passed; 0 for none.
+        optimize: `time`; or `memory`, which also looks for the smallest cache, see `storage`.
+        kv_bytes: Bytes of the cache that are asked for, as a share of those of all tokens in the model's dtype.
     """
 
     budget: float = 9.995003330835334e-04
@@ -71,6 +76,8 @@ class CalibrationSettings:
     decode_tokens: int = 64
     alpha: float = 0.05
     rounds: int = 4
+    optimize: str = "time"
+    kv_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if not self.budget > 0.0:
@@ -90,6 +97,12 @@ class CalibrationSettings:
             raise ValueError(f"decode_tokens is {self.decode_tokens}, expected at least 0")
         if self.rounds < 0 or self.rounds == 1:
             raise ValueError(f"rounds is {self.rounds}, expected at least 2, or 0 for no timing")
+        if self.optimize not in OPTIMIZED:
+            raise ValueError(f"optimize is {self.optimize!r}, expected one of {', '.join(OPTIMIZED)}")
+        if self.kv_bytes is not None and not 0.0 < self.kv_bytes < 1.0:
+            raise ValueError(
+                f"kv_bytes is {self.kv_bytes}, expected a share of the bytes below 1, such as 0.4x"
+            )
         if self.bolder < 0:
             raise ValueError(f"bolder is {self.bolder}, expected a number of plans, 0 for none")
         if self.most_held_out < self.held_out:
@@ -100,6 +113,11 @@ class CalibrationSettings:
             raise ValueError(f"top1 is {self.top1}, expected a share of the tokens below 1, such as 0.99")
         if self.held_out < 2:
             raise ValueError(f"held_out is {self.held_out}, expected at least 2: one sequence has no spread")
+
+    @property
+    def with_cache(self) -> bool:
+        """Whether the cache is to be made smaller, too."""
+        return self.kv_bytes is not None or self.optimize == "memory"
 
     def measured(self) -> dict[str, Any]:
         """Returns the settings that risks depend on: a measurement serves every budget and every way to prove it."""

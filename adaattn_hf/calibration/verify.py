@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..attention.tap import Tap
 from ..plans.plan import Verified
 from ..plans.program import Program
 from ..policy.acceptance import Bound, Gates, clustered, upper_bound
@@ -104,6 +105,7 @@ def gather(
     step: Step | None = None,
     before: Evidence | None = None,
     states: dict[int, list[Tensor]] | None = None,
+    tap: Tap | None = None,
 ) -> Evidence:
     """Returns the evidence of a plan on held-out sequences, each of its own length.
 
@@ -118,10 +120,11 @@ def gather(
         step: Told how many passes are done, and of how many.
         before: Evidence of earlier looks at the same plan, which this is added to.
         states: Keeps the hidden states of exact attention by place, for further plans on the same sequences.
+        tap: Answers for the plan; runs its programs when absent.
     """
     haystacks = haystacks if scoring.generates else 0
     evidence = Evidence() if before is None else before
-    tap = plan_tap(programs)
+    tap = plan_tap(programs) if tap is None else tap
     crew = team.present()
     total = len(sequences) + haystacks
     scores: list[TokenScores] = []

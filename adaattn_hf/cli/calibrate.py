@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from .interrupt import terminate_like_interrupt
-from .options import kinds, known_prices, share, texts, tokens, use_threads, writable
+from .options import kinds, known_prices, share, texts, times, tokens, use_threads, writable
 
 
 def calibrate(
@@ -92,6 +92,13 @@ def calibrate(
     prices: Annotated[
         Path | None, typer.Option(help="Prices measured before: the plan is then the same byte for byte.")
     ] = None,
+    optimize: Annotated[
+        str, typer.Option(help="time; or memory: prove the smallest cache inside the budget, too.")
+    ] = "time",
+    kv_bytes: Annotated[
+        str | None,
+        typer.Option(help="Bytes of the cache at the longest length, as a share of the model's (0.4x)."),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")
     ] = "auto",
@@ -143,6 +150,8 @@ def calibrate(
             needles_lost=share(needles, "needles"),
             families=kinds(families),
             decode_tokens=decode_tokens,
+            optimize=optimize,
+            kv_bytes=times(kv_bytes, "kv_bytes"),
         )
         job = Job(
             target=target,

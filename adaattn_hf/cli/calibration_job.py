@@ -168,6 +168,7 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> in
     write_atomically(picture, plan_page(result.plan))
     for line in [
         *(lines if result.met else [*lines[:-1], result.sentence]),
+        *([result.report["cache"]] if result.met and "cache" in result.report else []),
         *bought,
         f"plan: {job.target}",
         f"picture: {picture}",

@@ -68,6 +68,20 @@ def tokens(lengths: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def times(text: str | None, argument: str) -> float | None:
+    """Returns a share of something: `0.4x`.
+
+    Raises:
+        ValueError: If it is no number.
+    """
+    if text is None:
+        return None
+    try:
+        return float(text.strip().removesuffix("x"))
+    except ValueError:
+        raise ValueError(f"{argument} is {text!r}, expected a share such as 0.4x") from None
+
+
 def kinds(families: str) -> tuple[str, ...]:
     """Returns kinds of choices: `window,bf16`.
 

@@ -248,6 +248,12 @@ class Plan:
             raise PlanError(f"layers are {indices}, expected rising indices, each once")
 
     @property
+    def cache(self) -> tuple[str, bool] | None:
+        """What the cache stores that the plan was proven with, and whether its heads stream; None for no such proof."""
+        found = self.protocol.get("cache")
+        return (str(found["stored"]), bool(found["streaming"])) if isinstance(found, Mapping) else None
+
+    @property
     def max_length(self) -> int:
         """Longest sequence that the plan speaks for; 0 when it speaks for none."""
         return self.lengths[-1] if self.lengths else 0

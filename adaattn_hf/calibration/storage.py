@@ -1,0 +1,172 @@
+"""What a model's cache may store inside the loss budget: a format for the whole model, proved as decoding reads it.
+
+The windows of a plan cost nothing more in a cache that keeps them alone (streaming heads): their loss is the plan's.
+What a format rounds is measured by a tap that stores every sequence and answers each row over the codes, as decoding
+over the cache does, and is proved on held-out text that nothing was learned from, by the gates of the plan. It is one
+format for the whole model: how much a head keeps is the plan's to say, head by head, and heads of another format would
+be read by a call of their own in every layer and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..attention.request import AttentionRequest
+from ..attention.stored import CHANNELS, FORMATS, StoredKV, hadamard, quantise
+from ..attention.tap import Tap
+from ..backends import select
+from ..plans import execute
+from ..plans.program import Program
+from ..policy.acceptance import Gates
+from .proof import Test, prove
+
+if TYPE_CHECKING:
+    from .measure import Measurement
+
+__all__ = ["PROTOCOL", "Storage", "choose_storage", "stored_tap"]
+
+PROTOCOL = "cache"
+"""Where a plan's protocol says what its cache stores."""
+
+FIRST = 64
+"""Tokens of a sequence from which the mean of its keys is taken, those of a short prompt."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A way to keep keys and values.
+
+    Attributes:
+        stored: `model`, or one of `attention.stored.FORMATS`.
+        streaming: Whether heads with a window keep it alone.
+        share: Bytes at the longest length, as a share of a cache of all tokens in the model's dtype.
+    """
+
+    stored: str
+    streaming: bool
+    share: float
+
+    @property
+    def words(self) -> str:
+        """In words."""
+        return f"{self.stored}{' with streaming heads' * self.streaming} ({self.share:.2f}x of the bytes)"
+
+
+def storages(measurement: Measurement, programs: Mapping[int, Program]) -> list[Storage]:
+    """Returns the ways to keep the cache of a plan, the fewest bytes first.
+
+    Args:
+        measurement: Of the model.
+        programs: The plan's programs by layer index.
+    """
+    layers, length = measurement.layers, max(measurement.inputs.settings.lengths)
+    kept = whole = 0
+    for index in layers.indices:
+        own = layers.windows[index]
+        most = length if own is None else min(length, own - 1)
+        program = programs.get(index)
+        spans = [None] * layers.kv_heads if program is None else [one.span for one in program.plan.choices]
+        # layers with a window of their own keep that, whatever the plan says
+        kept += sum(most if span is None or own is not None else min(most, sum(span)) for span in spans)
+        whole += most * layers.kv_heads
+    call = layers.calls[length]
+    dim, dim_v = call.key.shape[3], call.value.shape[3]
+    bytes_of = {
+        "model": (dim + dim_v) * call.key.element_size(),
+        "int8": dim + dim_v + 2,
+        "k8v4": dim + dim_v // 2 + 2,
+    }
+    formats = [name for name in ("model", *FORMATS) if name != "k8v4" or dim_v % CHANNELS == 0]
+    if any(choice.over_stored() is None for program in programs.values() for choice in program.plan.choices):
+        formats = ["model"]
+    found = [
+        Storage(name, kept < whole, kept / whole * bytes_of[name] / bytes_of["model"]) for name in formats
+    ]
+    return sorted(found, key=lambda one: one.share)
+
+
+def stored_tap(programs: Mapping[int, Program], stored: str) -> Tap:
+    """Returns a tap that answers every row over what a cache would hold, by the plan where a layer has one."""
+
+    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
+        program = programs.get(int(module.layer_idx))  # type: ignore[arg-type]
+        if stored != "model":
+            request = over_codes(request, stored)
+        return (select.attend(request) if program is None else execute.attend(program, request)).out
+
+    return tap
+
+
+def over_codes(request: AttentionRequest, stored: str) -> AttentionRequest:
+    """The request over the codes that a cache makes of its keys and values."""
+    key, value = request.key, request.value
+    first = key[:, :, :FIRST].float()
+    mean = (first.mean(dim=2) @ hadamard(key.shape[3], key.device)).contiguous()
+    keys, key_scale = quantise(key, mean=mean)
+    values, value_scale = quantise(value, bits=4 if stored == "k8v4" else 8)
+    record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].float().contiguous())
+    return replace(request, key=keys, value=values, stored=record)
+
+
+def choose_storage(
+    measurement: Measurement, programs: Mapping[int, Program], gates: Gates, level: float, used: int
+) -> tuple[dict[str, Any] | None, str]:
+    """Returns what a plan's protocol says of its cache, None where nothing was proved, and the outcome in words.
+
+    Formats are tested on held-out text that no plan has seen, the fewest bytes first, or where a share of the bytes is
+    asked for, the most precise first among those that reach it; the level is divided among them.
+
+    Args:
+        measurement: Of the model.
+        programs: The plan's programs by layer index.
+        gates: What must hold.
+        level: Error rate of all tests together.
+        used: Held-out sequences that plans have seen.
+    """
+    inputs = measurement.inputs
+    s = inputs.settings
+    every = storages(measurement, programs)
+    asked = every
+    if s.kv_bytes is not None:
+        asked = [one for one in reversed(every) if one.share <= s.kv_bytes]
+        if not asked:
+            return None, (
+                f"kv_bytes: {s.kv_bytes:g}x of the bytes is not reached by any format with this plan's windows, the "
+                f"smallest is {every[0].words}; ask for that, for a larger budget, or for longer --lengths"
+            )
+    shards = {length: inputs.samples[length].held_out[used : used + s.most_held_out] for length in s.lengths}
+    if min(len(shard) for shard in shards.values()) < 2:
+        return (
+            None,
+            "the held-out text is used up, and no format of the cache can be proved; give more --verify-data",
+        )
+    heads = dict.fromkeys(measurement.layers.indices, measurement.layers.kv_heads)
+    lost: list[str] = []
+    for number, storage in enumerate(asked, 1):
+        if storage.stored == "model":
+            if not storage.streaming:
+                break  # a cache of numbers of all tokens is what there is anyway
+            words = "".join(f"; {one}" for one in lost)
+            return {
+                **asdict(storage),
+                "verified": None,
+            }, f"cache: {storage.words}, as exact as the plan{words}"
+        proof = prove(
+            inputs,
+            programs,
+            heads,
+            shards,
+            Test(gates, level / len(asked), number, dict.fromkeys(s.lengths, 0.0)),
+            stored_tap(programs, storage.stored),
+        )
+        worst = proof.worst
+        if proof.passed:
+            return {**asdict(storage), "verified": asdict(worst)}, f"cache: {storage.words} {worst.sentence}"
+        lost.append(f"{storage.words} {worst.sentence}")
+    target = "" if s.kv_bytes is None else f" that takes {s.kv_bytes:g}x of the bytes"
+    reasons = "; ".join(lost) or "none is smaller"
+    return None, f"cache: the budget of {s.budget:.3g} nats/token allows no format{target}: {reasons}"

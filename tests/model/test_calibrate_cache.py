@@ -1,0 +1,132 @@
+"""What a cache may store inside a loss budget: measured as decoding reads it, proved, kept with the plan and used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import adaattn_hf
+from adaattn_hf.attention.tap import Recorder, recording, tapping
+from adaattn_hf.calibration.calibrate import (
+    Calibration,
+    calibrate,
+    choose_and_verify,
+    measure_model,
+    save_plan,
+)
+from adaattn_hf.calibration.measure import Measurement
+from adaattn_hf.calibration.scoring import MaskedTokens
+from adaattn_hf.calibration.storage import FIRST, stored_tap
+from adaattn_hf.patches.cache.stored import AdaAttnCache
+from adaattn_hf.plans import store
+from adaattn_hf.plans.plan import Plan
+
+from .test_calibrate import SETTINGS, _model, _prices, encode, text
+from .test_streaming_cache import LAYERS, ids, llama
+
+__all__ = ["text"]
+
+MEMORY = replace(SETTINGS, families=("window",), optimize="memory", budget=6e-2)
+
+
+@pytest.fixture(scope="module")
+def measured(text: list[Path]) -> Measurement:
+    return measure_model(_model(), encode, text, MEMORY, prices=_prices())
+
+
+@pytest.mark.parametrize("stored", ["int8", "k8v4"])
+def test_the_tap_answers_what_decoding_over_the_cache_answers(stored: str) -> None:
+    """Behind the first piece, which the cache attends to before it is rounded."""
+    model, tokens = llama(LAYERS[:1]), ids(2, 120)
+    cache = AdaAttnCache(model, stored, streaming=True)
+    with torch.no_grad():
+        pieces = [(0, FIRST), (FIRST, 100), *((at, at + 1) for at in range(100, 120))]
+        over_cache = [model(tokens[:, a:b], past_key_values=cache).logits for a, b in pieces]
+        programs = {i: store.program_of(m) for i, m in store.attention_modules(model, "llama")}
+        with tapping(stored_tap(programs, stored)):  # type: ignore[arg-type]
+            tapped = model(tokens, use_cache=False).logits
+        exact = model(tokens, use_cache=False).logits
+    ours, theirs = tapped[:, FIRST:], torch.cat(over_cache, 1)[:, FIRST:]
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+    assert float((ours - exact[:, FIRST:]).abs().max()) > 1e-3
+
+
+def found(measured: Measurement, **changes: Any) -> Calibration:
+    return choose_and_verify(measured, replace(MEMORY, **changes))
+
+
+def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(
+    measured: Measurement, tmp_path: Path
+) -> None:
+    result = found(measured)
+    assert result.met, result.sentence
+    words = result.plan.protocol["cache"]
+    assert words["streaming"]
+    assert words["stored"] == "k8v4"
+    assert words["verified"]["passed"]
+    assert words["verified"]["upper"] <= MEMORY.budget
+    assert words["share"] == pytest.approx(told(result.plan, words["stored"]), rel=0.02)
+    assert Plan.from_dict(result.plan.to_dict()).cache == ("k8v4", True)
+    model = _model()
+    model.save_pretrained(tmp_path)
+    save_plan(model, result, tmp_path)
+    loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
+    adaattn_hf.prepare(loaded, unpad=False)
+    seen = Recorder()
+    with recording(seen):
+        loaded.generate(ids(1, 90), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert {spec.stored for _, spec, _ in seen.calls} == {None, "k8v4"}
+    adaattn_hf.prepare(loaded, unpad=False, cache="model", streaming=False)
+    seen = Recorder()
+    with recording(seen):
+        loaded.generate(ids(1, 90), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert {spec.stored for _, spec, _ in seen.calls} == {None}
+
+
+def told(plan: Plan, stored: str) -> float:
+    """The share of the bytes by what `explain` counts."""
+    model, length = _model(), MEMORY.lengths[0]
+    ours = adaattn_hf.explain(model, cache=stored, streaming=True, plan=plan).cache
+    plain = adaattn_hf.explain(model).cache
+    assert ours is not None
+    assert plain is not None
+    return (ours.predict(1, length) - ours.per_sequence) / plain.predict(1, length)
+
+
+def test_a_share_of_the_bytes_takes_the_most_precise_that_reaches_it(measured: Measurement) -> None:
+    result = found(measured, optimize="time", kv_bytes=0.9)
+    assert result.met
+    cache = result.plan.protocol["cache"]
+    assert cache["stored"] == "model"  # windows alone reach it, at no further loss
+    assert cache["streaming"]
+    assert cache["share"] <= 0.9
+
+
+def test_what_no_format_reaches_and_what_the_budget_forbids_is_refused(measured: Measurement) -> None:
+    result = found(measured, kv_bytes=0.01)
+    assert not result.met
+    assert "cache" not in result.plan.protocol
+    assert "0.01x of the bytes is not reached by any format" in result.sentence
+    tight = found(measured, budget=1e-6, kv_bytes=0.2)
+    assert not tight.met
+    assert "allows no format that takes 0.2x of the bytes" in tight.sentence
+
+
+def test_without_the_question_nothing_is_said_of_a_cache(measured: Measurement) -> None:
+    result = found(measured, optimize="time")
+    assert "cache" not in result.plan.protocol
+    assert "cache" not in result.report
+
+
+def test_a_model_that_generates_nothing_is_refused(text: list[Path]) -> None:
+    with pytest.raises(ValueError, match="expected a causal model"):
+        calibrate(_model(), encode, text, MEMORY, scoring=MaskedTokens(1))
+    with pytest.raises(ValueError, match="optimize is 'space'"):
+        replace(MEMORY, optimize="space")
+    with pytest.raises(ValueError, match=r"kv_bytes is 1\.4"):
+        replace(MEMORY, kv_bytes=1.4)
