@@ -25,7 +25,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONSAFEPATH := 1
 
 .PHONY: help house venv demo conformance matrix test cover search hub-kernel hub-test hub-speed lint fmt types bench bench-gate \
-  bench-native sanitize fuzz-aarch64 audit build docs docs-check explorer headline freeze clean
+  bench-native bench-cache sanitize fuzz-aarch64 audit build docs docs-check explorer headline freeze clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1|/' | column -t -s '|'
@@ -112,6 +112,9 @@ bench-gate: $(READY) ## the grid of bench, failing where a cell is below its flo
 
 bench-native: $(READY) ## the native CPU kernels against torch, one and two threads; writes docs/results/native_cpu.*
 	$(BIN)/python tests/native/bench_native.py --write docs/results
+
+bench-cache: $(READY) ## caches beside one another; MODEL=DIR TEXT=FILE GGUF=FILE; writes docs/results/cache.*
+	$(BIN)/python -m studies.cache --model $(MODEL) --text $(TEXT) $(if $(GGUF),--gguf-file $(GGUF)) --write docs/results
 
 sanitize: ## build the native kernels with address and undefined-behaviour sanitizers and fuzz them; CASES=2000 SEED=0
 	$(PYTHON) tests/native/sanitize.py --cases $(or $(CASES),2000) --seed $(or $(SEED),0)

@@ -1,0 +1,323 @@
+"""Caches beside one another: `python -m studies.cache --model DIR --text FILE --write docs/results`.
+
+What a token takes, how fast decode steps behind a filled cache are, and what a cache's rounding costs on real text:
+Transformers' dynamic, static and quantised caches under `sdpa`, and this package's in each storage. Speed is that of
+whole models, one shaped like LLaMA-3.2-1B with random weights in bfloat16 and the one named; caches are filled with
+random keys, steps take the arms in turn, and ratios are of each round. Loss is teacher-forced over the cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    QuantizedCache,
+    StaticCache,
+)
+
+from adaattn_hf._files import write_atomically
+from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.eval.timing import ratio_summary, timed, turn
+from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
+from adaattn_hf.stats.paired import clustered_ratio, score_tokens
+
+STOCK = "DynamicCache"
+PIECE = 64
+"""Tokens that are read at a time where loss is measured."""
+CONFIDENCE = 0.95
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A cache under an attention implementation; `make(model, room)` is empty and has room for so many tokens."""
+
+    name: str
+    implementation: str
+    make: Callable[[Any, int], Any]
+
+
+def _quantised(backend: str, **options: int) -> Callable[[Any, int], Any]:
+    return lambda model, room: QuantizedCache(backend, model.config, **options)
+
+
+def _ours(stored: str) -> Callable[[Any, int], Any]:
+    return lambda model, room: AdaAttnCache(model, stored, reserve=room)
+
+
+ARMS = (
+    Arm(STOCK, "sdpa", lambda model, room: DynamicCache(config=model.config)),
+    Arm("StaticCache", "sdpa", lambda model, room: StaticCache(config=model.config, max_cache_len=room)),
+    Arm("QuantizedCache fp8", "sdpa", _quantised("fp8")),
+    Arm("QuantizedCache quanto, 4 bits", "sdpa", _quantised("quanto", nbits=4)),
+    Arm("QuantizedCache hqq, 8 bits", "sdpa", _quantised("hqq", nbits=8, axis_key=1, axis_value=1)),
+    *(Arm(f"AdaAttnCache {stored}", "adaattn", _ours(stored)) for stored in CACHES),
+)
+
+
+def present(model: Any) -> tuple[list[Arm], dict[str, str]]:
+    """Returns the arms whose packages are installed, and of the others why not."""
+    found, absent = [], {}
+    for arm in ARMS:
+        try:
+            model.set_attn_implementation(arm.implementation)
+            cache = arm.make(model, 8)
+            with torch.no_grad():
+                model(torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
+            found.append(arm)
+        except (ImportError, ValueError) as error:
+            absent[arm.name] = str(error).split("\n")[0][:200]
+    return found, absent
+
+
+def held_bytes(cache: Any) -> int:
+    """Bytes of every storage that a cache holds."""
+    seen: dict[int, int] = {}
+    met: set[int] = set()
+
+    def walk(thing: Any) -> None:
+        if id(thing) in met:
+            return
+        met.add(id(thing))
+        if isinstance(thing, Tensor):
+            if hasattr(thing, "__tensor_flatten__"):
+                for name in thing.__tensor_flatten__()[0]:
+                    walk(getattr(thing, name))
+            else:
+                storage = thing.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(thing, dict):
+            for value in thing.values():
+                walk(value)
+        elif isinstance(thing, (list, tuple)):
+            for value in thing:
+                walk(value)
+        elif hasattr(thing, "__dict__"):
+            walk(vars(thing))
+
+    walk(cache.layers)
+    return sum(seen.values())
+
+
+@torch.no_grad()
+def filled(arm: Arm, model: Any, batch: int, length: int, room: int) -> Any:
+    """A cache that holds random keys and values of so many tokens."""
+    config = model.config
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    generator = torch.Generator().manual_seed(0)
+    model.set_attn_implementation(arm.implementation)
+    cache = arm.make(model, room)
+    shape = (batch, config.num_key_value_heads, length, dim)
+    key = torch.randn(shape, generator=generator).to(model.dtype)
+    for layer in range(config.num_hidden_layers):
+        cache.update(key.clone(), key.clone(), layer)
+    return cache
+
+
+@torch.no_grad()
+def speed(
+    model: Any, arms: Sequence[Arm], batch: int, length: int, rounds: int, steps: int, most: float
+) -> list[dict[str, Any]]:
+    """Seconds of decode steps behind filled caches, the arms in turn; a row for each arm.
+
+    Rounds end early, after two at least, where they would take more than `most` seconds.
+    """
+    started = time.perf_counter()
+    room = length + (rounds + 1) * steps
+    caches = {arm.name: filled(arm, model, batch, length, room) for arm in arms}
+    held = {name: held_bytes(cache) for name, cache in caches.items()}
+    token = torch.ones(batch, 1, dtype=torch.long)
+    wall: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    process: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for number in range(rounds + 1):
+        if number > 2 and time.perf_counter() - started > most * number / (number + 1):
+            break  # another round would not fit
+        for place in turn(len(arms), number):
+            arm = arms[place]
+            model.set_attn_implementation(arm.implementation)
+
+            def step(cache: Any = caches[arm.name]) -> None:
+                model(token, past_key_values=cache)
+
+            elapsed = timed(step, torch.device("cpu"), steps)[1]
+            if number:  # the first round warms
+                wall[arm.name].append(elapsed.wall)
+                process[arm.name].append(elapsed.process)
+    return [
+        {
+            "cache": name,
+            "batch": batch,
+            "length": length,
+            "bytes_per_token": held[name] / (batch * length),
+            "tokens_per_second": batch / float(np.median(wall[name])),
+            "wall": ratio_summary(wall[STOCK], wall[name]),
+            "process": ratio_summary(process[STOCK], process[name]),
+        }
+        for name in wall
+    ]
+
+
+@torch.no_grad()
+def losses(model: Any, arms: Sequence[Arm], windows: Tensor) -> list[dict[str, Any]]:
+    """Loss over each cache less that over `DynamicCache`, nats/token, of windows `[windows, tokens]` of a text."""
+
+    def logits(arm: Arm, window: Tensor) -> Tensor:
+        model.set_attn_implementation(arm.implementation)
+        cache = arm.make(model, windows.shape[1])
+        parts = [model(piece, past_key_values=cache).logits[0] for piece in window[None].split(PIECE, dim=1)]
+        return torch.cat(parts)[:-1]
+
+    deltas: dict[str, list[float]] = {arm.name: [] for arm in arms if arm.name != STOCK}
+    stock = next(arm for arm in arms if arm.name == STOCK)
+    for window in windows:
+        exact = logits(stock, window)
+        for arm in arms:
+            if arm is not stock:
+                score = score_tokens((exact, logits(arm, window)), window[1:])
+                deltas[arm.name].append(float(score.delta[0].sum()))
+    rows = []
+    for name, sums in deltas.items():
+        ratio = clustered_ratio(np.array(sums), np.full(len(sums), windows.shape[1] - 1))
+        rows.append(
+            {"cache": name, "delta_nll": ratio.mean, "upper": ratio.upper(CONFIDENCE), "windows": len(sums)}
+        )
+    return rows
+
+
+def one_billion() -> Any:
+    """A model shaped like LLaMA-3.2-1B with random weights, in bfloat16."""
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+
+
+def page(found: dict[str, Any]) -> str:
+    """The results as a page."""
+    made = found["provenance"]
+    lines = [
+        "# Caches beside one another",
+        "",
+        f"`python -m studies.cache`, {made['cpu']}, {made['threads']} threads, commit {made['commit']}. Decode steps "
+        f"of whole models behind a filled cache, at most {found['rounds']} rounds of {found['steps']} steps that take "
+        f"the caches in turn; times are ratios to {STOCK} under sdpa in the same round (median, quartiles), by the "
+        "clock and by the "
+        "process's time. Bytes are those of every storage that the cache holds, divided by the tokens in it.",
+        "",
+    ]
+    for model, rows in found["speed"].items():
+        lines += [
+            f"## {model}",
+            "",
+            "| batch | tokens | cache | bytes/token | tokens/s | times as fast | quartiles | by process time |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            wall = row["wall"]
+            lines.append(
+                f"| {row['batch']} | {row['length']} | {row['cache']} | {row['bytes_per_token']:,.0f} | "
+                f"{row['tokens_per_second']:.2f} | {wall['median']:.2f} | {wall['quartile_25']:.2f} to "
+                f"{wall['quartile_75']:.2f} | {row['process']['median']:.2f} |"
+            )
+        lines.append("")
+    lines += [
+        "## Loss",
+        "",
+        f"Teacher-forced in pieces of {PIECE} tokens, {found['loss_of']}; Δnll against {STOCK}, nats/token, upper "
+        f"bound at {CONFIDENCE:.0%} over windows.",
+        "",
+        "| cache | Δnll | at most | windows |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['cache']} | {row['delta_nll']:+.2e} | {row['upper']:+.2e} | {row['windows']} |"
+            for row in found["loss"]
+        ),
+    ]
+    if found["absent"]:
+        lines += ["", "Not measured, since it does not run here:", ""]
+        lines += [f"* {name}: {reason}" for name, reason in found["absent"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _models(named: Any, name: str, billion: bool) -> Iterator[tuple[str, Any]]:
+    yield name, named
+    if billion:
+        yield "LLaMA-3.2-1B's shape, random weights, bfloat16", one_billion()
+
+
+@app.command()
+def main(
+    model: Annotated[Path, typer.Option(help="A causal LM: a directory.")],
+    text: Annotated[Path, typer.Option(help="Text that loss is measured on.")],
+    write: Annotated[Path, typer.Option(help="Directory of cache.json and cache.md.")],
+    gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What the page calls MODEL. Default: its directory.")
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens in the caches.")] = "1024,8192",
+    batches: Annotated[str, typer.Option(help="Sequences.")] = "1,8",
+    rounds: Annotated[int, typer.Option(help="Rounds beside the one that warms.")] = 5,
+    steps: Annotated[int, typer.Option(help="Decode steps of an arm in a round.")] = 2,
+    most: Annotated[
+        float, typer.Option(help="Seconds of a model, length and batch after which rounds end.")
+    ] = 80,
+    windows: Annotated[int, typer.Option(help="Windows of text.")] = 12,
+    window: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
+    billion: Annotated[bool, typer.Option(help="Measure the shape of LLaMA-3.2-1B, too.")] = True,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+) -> None:
+    """Measure, and write the page."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    options = {} if gguf_file is None else {"gguf_file": gguf_file}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    named: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **options).eval()
+    ids = tokenizer(text.read_text(encoding="utf-8")[: 12 * windows * window], return_tensors="pt")[
+        "input_ids"
+    ][0]
+    if len(ids) < windows * window:
+        raise typer.BadParameter(
+            f"text: {len(ids)} tokens, expected at least {windows * window}; name a longer text"
+        )
+    arms, absent = present(named)
+    loss = losses(named, arms, ids[: windows * window].view(windows, window))
+    found: dict[str, Any] = {
+        "provenance": provenance(torch.device("cpu")),
+        "rounds": rounds,
+        "steps": steps,
+        "absent": absent,
+        "loss": loss,
+        "loss_of": f"{name or model.name} in float32, {windows} windows of {window} tokens of {text.name}",
+        "speed": {},
+    }
+    for title, one in _models(named.to(torch.bfloat16), f"{name or model.name}, bfloat16", billion):
+        found["speed"][title] = rows = []
+        for length in map(int, lengths.split(",")):
+            for batch in map(int, batches.split(",")):
+                rows += speed(one, arms, batch, length, rounds, steps, most)
+                gc.collect()
+                typer.echo(f"{title}: {length} tokens, batch {batch}")
+    write_atomically(write / "cache.json", json.dumps(found, indent=1, sort_keys=True) + "\n")
+    write_atomically(write / "cache.md", page(found))
+
+
+if __name__ == "__main__":
+    app()
