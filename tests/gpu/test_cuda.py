@@ -13,6 +13,7 @@ from transformers import StaticCache
 import adaattn_hf
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, refusals_of
@@ -307,3 +308,21 @@ def test_a_forced_backend_refuses_fp32() -> None:
     ours.set_attn_implementation("adaattn_fa2")
     with pytest.raises(BackendRefusal, match="float16 or bfloat16"):
         ours(torch.ones(1, 4, dtype=torch.long, device="cuda"))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["decode", "long decode", "padded decode", "device offset"])
+def test_a_step_reads_the_codes_of_a_cache(name: str, dtype: torch.dtype, bits: int) -> None:
+    request = make(structures()[name], dtype, 64)
+    key, value = request.key.float(), request.value.float()
+    mean = (key.mean(dim=2) @ hadamard(64, key.device)).contiguous()
+    keys, key_scale = quantise(key, mean=mean)
+    values, value_scale = quantise(value, bits=bits)
+    record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].contiguous())
+    asked = AttentionRequest(request.query, keys, values, request.structure, request.scaling, stored=record)
+    backend = choose(CallSpec.of(asked))
+    assert backend.name == "triton"
+    truth = reference.attention(asked.widened()).out
+    atol = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(backend.attend(asked).out.double(), truth, atol=atol, rtol=0)

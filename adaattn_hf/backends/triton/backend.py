@@ -57,8 +57,11 @@ class TritonBackend(Backend):
             reasons.append("the Triton kernels have no gradient through kept blocks")
         if spec.dropout:
             reasons.append("the Triton kernels have no dropout")
-        if spec.stored is not None:
-            reasons.append(f"the Triton kernels cannot read keys and values stored as {spec.stored}")
+        if spec.stored is not None and (not spec.decode or spec.needs_grad or spec.head_blocks):
+            reasons.append(
+                f"the Triton kernels read keys and values stored as {spec.stored} for one query, without kept blocks "
+                "and without a gradient"
+            )
         if spec.bias:
             reasons.append("the Triton kernels take no additive bias")
         if spec.kind == "irregular":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .steps import scores, step
+from .steps import capped, scores, step, step_over_codes
 
 
 @triton.jit
@@ -59,22 +59,32 @@ def _together(  # type: ignore[no-untyped-def]
         tl.store(lse_ptr + head * l_h, lse, mask=inside)
 
 
+@triton.jit
+def _scale(code):  # type: ignore[no-untyped-def]
+    """The fp32 number that a one-byte scale stands for; see `attention.stored.decode_scale`."""
+    return ((code.to(tl.int32) << 20) + 897581056).to(tl.float32, bitcast=True)
+
+
 # lengths grow by one in every step: they must not be compiled in
 @triton.jit(do_not_specialize=["kv_len", "offset", "most"])
 def decode(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, done_ptr, rows_ptr, offset_ptr, real_ptr, work_ptr,
+    k_scale_ptr, v_scale_ptr, mean_ptr, first_ptr,
     q_b, q_h, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_d, l_b, l_h, r_b, r_n,
+    ks_b, ks_h, ks_n, vs_b, vs_h, vs_n,
     kv_len, offset, kv_heads, most, scale, softcap,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr,
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEADS: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """A share of the keys of one sequence and key/value head, for the one query of all its query heads.
 
     Programs are (entry of the work table, sequence). An entry is (key/value head, share, shares of that head, its window,
     its sinks). A sequence is a row of `(batch row, first key, number of keys, offset)` with TABLE, else all keys of the
     batch row of its number; HAS_OFFSET reads the offset from the device, HAS_REAL leaves out keys that `real` denies.
+    BITS says what the values are of a cache that stores codes, 8 or 4 (keys are int8 then), 0 for numbers; scales are
+    read beside the codes, `mean` is that of a head's keys, `first` the first key of the batch row.
     `part` holds `[sequences, heads, most, DIM_V]` products of the shares, `stats` their maxima and sums.
     """
     sequence = tl.program_id(1)
@@ -118,7 +128,18 @@ def decode(  # type: ignore[no-untyped-def]
         other=0.0,
     )
     k_base = k_base + row * k_b + d[:, None] * k_d
-    v_base = v_base + row * v_b + dv[None, :] * v_d
+    column = dv
+    if BITS == 4:
+        column = dv // 32 * 16 + dv % 16
+    v_base = v_base + row * v_b + column[None, :] * v_d
+    shift = tl.zeros([ROWS], tl.float32)
+    of_first = tl.zeros([ROWS], tl.float32)
+    if HAS_MEAN:
+        mean = tl.load(mean_ptr + (row * kv_heads + kv_head) * DIM + d, mask=d < DIM, other=0.0)
+        shift = tl.sum(q.to(tl.float32) * mean[None, :], 1)
+    if HAS_FIRST:
+        first = tl.load(first_ptr + (row * kv_heads + kv_head) * DIM + d, mask=d < DIM, other=0.0)
+        of_first = tl.sum(q.to(tl.float32) * first[None, :], 1)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PAD_V], tl.float32)
@@ -134,8 +155,22 @@ def decode(  # type: ignore[no-untyped-def]
         j = j.to(tl.int64)
         k = tl.load(k_base + j[None, :] * k_n, mask=there[None, :] & (d < DIM)[:, None], other=0.0)
         v = tl.load(v_base + j[:, None] * v_n, mask=there[:, None] & (dv < DIM_V)[None, :], other=0.0)
-        s = scores(q, k, scale, softcap, HAS_CAP)
-        acc, m, l = step(acc, m, l, tl.where(there[None, :], s, float("-inf")), v)
+        if BITS:
+            at_scale = row * ks_b + kv_head * ks_h + (k_start + j) * ks_n
+            k_scale = _scale(tl.load(k_scale_ptr + at_scale, mask=there, other=0))
+            at_scale = row * vs_b + kv_head * vs_h + (k_start + j) * vs_n
+            v_scale = _scale(tl.load(v_scale_ptr + at_scale, mask=there, other=0))
+            raw = tl.dot(q, k.to(q.dtype), input_precision="ieee") * k_scale[None, :] + shift[:, None]
+            if HAS_FIRST:
+                raw = tl.where((k_start + j == 0)[None, :], of_first[:, None], raw)
+            s = capped(raw * scale, softcap, HAS_CAP)
+            if BITS == 4:
+                v = ((v >> (dv % 32 // 16 * 4)[None, :].to(tl.uint8)) & 15).to(tl.int8) * 2 - 15
+            v = v.to(q.dtype)
+            acc, m, l = step_over_codes(acc, m, l, tl.where(there[None, :], s, float("-inf")), v, v_scale)
+        else:
+            s = scores(q, k, scale, softcap, HAS_CAP)
+            acc, m, l = step(acc, m, l, tl.where(there[None, :], s, float("-inf")), v)
 
     inside = g < GROUPS
     if shares == 1:

@@ -7,7 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
+from ...attention.stored import StoredKV, hadamard
 from ...attention.structure import CallStructure
 from ..windows import head_windows
 from .decode import decode
@@ -29,18 +30,24 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
     """
     query, key, value, structure = request.query, request.key, request.value, request.structure
     batch, heads, _, dim = query.shape
-    kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], head_dim_of(value)
+    stored = request.stored
+    turned = stored is not None and stored.rotated
+    if turned:  # scores of turned queries over turned keys are those of both as they were
+        query = (query.float() @ hadamard(dim, query.device)).to(query.dtype)
     windows = head_windows(structure, request.per_head, kv_heads)
     rows, real, covered, sequences = _rows(structure, query.device)
     make = torch.empty if covered else torch.zeros
-    out = make((batch, 1, heads, value_dim), dtype=query.dtype, device=query.device)
+    out = make(
+        (batch, 1, heads, value_dim), dtype=torch.float32 if turned else query.dtype, device=query.device
+    )
     lse = None
     if request.need_lse:
         lse = torch.full((batch, heads, 1), float("-inf"), dtype=torch.float32, device=query.device)
         if request.sink_logits is not None:
             lse = request.sink_logits.float()[None, :, None].repeat(batch, 1, 1)
     if not sequences:
-        return AttentionResult(out, lse)
+        return AttentionResult(out.to(query.dtype), lse)
     groups = heads // kv_heads
     block, warps, stages = step_tile(max(dim, value_dim) * query.dtype.itemsize)
     counts = (kv_len,) * kv_heads if windows is None else tuple(min(w + s, kv_len) for w, s in windows)
@@ -55,9 +62,11 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         query, key, value, out, lse if lse is not None else out, sink if sink is not None else out, part, stats, done,
         rows if rows is not None else done, offset if isinstance(offset, Tensor) else done,
         real if real is not None else done, entries,
+        *(_codes(stored, query) if stored is not None else (done, done, done, done)),
         query.stride(0), query.stride(1), query.stride(3), *key.stride(), *value.stride(),
         out.stride(0), out.stride(2), out.stride(3), *(lse.stride()[:2] if lse is not None else (0, 0)),
         *(real.stride() if real is not None else (0, 0)),
+        *((*stored.key_scale.stride(), *stored.value_scale.stride()) if stored is not None else (0,) * 6),
         kv_len, offset if isinstance(offset, int) else 0, kv_heads, most,
         scale_of(request.scaling, request.softcap), request.softcap or 0.0,
         GROUPS=groups, ROWS=max(16, member_heads), DIM=dim, DIM_V=value_dim, PAD=padded(dim),
@@ -65,9 +74,23 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         HAS_SINK=sink is not None, HAS_LSE=lse is not None, TABLE=rows is not None,
         HAS_OFFSET=rows is None and isinstance(offset, Tensor), HAS_REAL=real is not None, BLOCK_N=block,
         HEADS=member_heads, CHUNK=max(1, min(16, 8192 // (member_heads * value_pad))),
+        BITS=0 if stored is None else 4 if value.dtype is torch.uint8 else 8,
+        HAS_MEAN=stored is not None and stored.key_mean is not None,
+        HAS_FIRST=stored is not None and stored.first_key is not None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    if turned:
+        out = (out @ hadamard(value_dim, out.device)).to(query.dtype)
     return AttentionResult(out, lse)
+
+
+def _codes(stored: StoredKV, query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scales, the mean and the first key of a cache of codes, the key turned as the queries are."""
+    mean = query if stored.key_mean is None else stored.key_mean
+    first = query if stored.first_key is None else stored.first_key
+    if stored.first_key is not None and stored.rotated:
+        first = (first @ hadamard(first.shape[2], first.device)).contiguous()
+    return stored.key_scale, stored.value_scale, mean, first
 
 
 def step_tile(width: int) -> tuple[int, int, int]:

@@ -20,12 +20,17 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scores(q, k, scale, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores in base 2: `log2(e) * (softcapped scaling * q k^T)`, where `scale` holds log2(e) unless there is a cap."""
-    s = tl.dot(q, k, input_precision="ieee") * scale
+def capped(s, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores in base 2 of scaled ones, which are so already where there is no cap."""
     if HAS_CAP:
         s = softcap * tanh(s / softcap) * 1.4426950408889634
     return s
+
+
+@triton.jit
+def scores(q, k, scale, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores in base 2: `log2(e) * (softcapped scaling * q k^T)`, where `scale` holds log2(e) unless there is a cap."""
+    return capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, HAS_CAP)
 
 
 @triton.jit
@@ -51,6 +56,18 @@ def step(acc, m, l, s, v):  # type: ignore[no-untyped-def]
     decay = tl.exp2(m - base)
     l = l * decay + tl.sum(w, 1)
     acc = tl.dot(w.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return acc, top, l
+
+
+@triton.jit
+def step_over_codes(acc, m, l, s, v, v_scale):  # type: ignore[no-untyped-def]
+    """The same where values are `v * v_scale` by rows."""
+    top = tl.maximum(m, tl.max(s, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    w = tl.exp2(s - base[:, None])
+    decay = tl.exp2(m - base)
+    l = l * decay + tl.sum(w, 1)
+    acc = tl.dot((w * v_scale[None, :]).to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, top, l
 
 
