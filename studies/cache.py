@@ -204,7 +204,6 @@ def one_billion() -> Any:
     config = LlamaConfig(
         vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, tie_word_embeddings=True,
-        attn_implementation="sdpa",
     )  # fmt: skip
     torch.manual_seed(0)
     return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()

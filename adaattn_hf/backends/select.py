@@ -75,6 +75,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         return ("sdpa", "native", "eager") if lone or gathered else ("native", "sdpa", "eager")
     if spec.device != "cuda":
         return ("sdpa", "eager")
+    if spec.stored is not None and not spec.per_head:
+        return ("triton", "eager")  # nobody else reads codes
     if spec.kind == "ragged" and spec.holes is None and not spec.decode:
         return ("sdpa", "eager")  # too small to look
     special = (

@@ -11,6 +11,7 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.select import order
 from adaattn_hf.backends.triton import TritonBackend
 
 from ..support.head_rules import rules
@@ -25,8 +26,8 @@ def stored(
 ) -> Any:
     """The request over codes of its keys, as a cache makes them."""
     key, value = request.key.float(), request.value.float()
-    own = key.mean(dim=2) * 3
-    own = (own @ hadamard(key.shape[3]) if turned else own).contiguous() if mean else None
+    middle = key.mean(dim=2) * 3
+    own = (middle @ hadamard(key.shape[3]) if turned else middle).contiguous() if mean else None
     keys, key_scale = quantise(key, mean=own, rotated=turned)
     values, value_scale = quantise(value, bits=bits, rotated=turned)
     record = StoredKV(key_scale, value_scale, own, key[:, :, 0].contiguous() if first else None, turned)
@@ -92,5 +93,8 @@ def test_what_is_served_and_what_is_refused() -> None:
         return " ".join(TritonBackend().refusals(CallSpec.of(asked)._replace(device="cuda")))
 
     assert reasons(STRUCTURES["decode"]) == ""
+    spec = CallSpec.of(stored(make(STRUCTURES["decode"], 4, 2, 32, 32), 8))._replace(device="cuda")
+    assert order(spec)[0] == "triton"
+    assert order(spec._replace(head_windows=True))[0] == "triton"
     assert reasons(CallStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=LEFT), 4) == ""
     assert "stored as int8 for one query" in reasons(STRUCTURES["suffix"])
