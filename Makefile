@@ -114,7 +114,7 @@ bench-native: $(READY) ## the native CPU kernels against torch, one and two thre
 	$(BIN)/python tests/native/bench_native.py --write docs/results
 
 bench-cache: $(READY) ## caches beside one another; MODEL=DIR TEXT=FILE GGUF=FILE; writes docs/results/cache.*
-	$(BIN)/python -m studies.cache --model $(MODEL) --text $(TEXT) $(if $(GGUF),--gguf-file $(GGUF)) --write docs/results
+	$(BIN)/python studies/cache.py --model $(MODEL) --text $(TEXT) $(if $(GGUF),--gguf-file $(GGUF)) --write docs/results
 
 sanitize: ## build the native kernels with address and undefined-behaviour sanitizers and fuzz them; CASES=2000 SEED=0
 	$(PYTHON) tests/native/sanitize.py --cases $(or $(CASES),2000) --seed $(or $(SEED),0)

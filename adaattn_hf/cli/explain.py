@@ -26,6 +26,12 @@ def explain(
     cache: Annotated[
         str, typer.Option(help="Explain for a cache that stores model (numbers), int8 or k8v4.")
     ] = "model",
+    streaming: Annotated[
+        bool,
+        typer.Option(
+            "--streaming", help="Count the bytes of a cache whose heads keep the plan's windows alone."
+        ),
+    ] = False,
     plan: Annotated[
         str | None, typer.Option(help="File or directory of a plan. Default: the one that MODEL carries.")
     ] = None,
@@ -44,7 +50,7 @@ def explain(
     """
     try:
         explanation = _explanation(
-            model, impl, dtype, device, cache, plan, revision, gguf_file, trust_remote_code
+            model, impl, dtype, device, cache, streaming, plan, revision, gguf_file, trust_remote_code
         )
     except EvalError as error:
         leave(error)
@@ -71,7 +77,8 @@ def _record(explanation: Explanation) -> dict[str, Any]:
     memory = explanation.cache
     if memory is not None:
         record["cache"] = {
-            "stored": memory.stored, "bytes_per_token": memory.per_token, "bytes_per_sequence": memory.per_sequence
+            "stored": memory.stored, "bytes_per_token": memory.per_token, "bytes_per_sequence": memory.per_sequence,
+            "streaming_heads": list(memory.streaming),
         }  # fmt: skip
     return record
 
@@ -82,6 +89,7 @@ def _explanation(
     dtype: str,
     device: str | None,
     cache: str,
+    streaming: bool,
     plan: str | None,
     revision: str | None,
     gguf_file: str | None,
@@ -115,7 +123,9 @@ def _explanation(
         with torch.device("meta"):
             ghost = auto.from_config(config, attn_implementation=impl)
         kind: Any = (config.dtype or torch.float32) if wanted == "auto" else wanted
-        return adaattn_hf.explain(ghost, device=where.type, dtype=kind, cache=cache, plan=given)
+        return adaattn_hf.explain(
+            ghost, device=where.type, dtype=kind, cache=cache, streaming=streaming, plan=given
+        )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelUnavailable(
             f"model: cannot explain {model!r} with {impl!r}: {why_not(model, error)}"

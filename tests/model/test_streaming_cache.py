@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 import adaattn_hf
+from adaattn_hf.cli.main import app
 from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
 from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice
 
@@ -267,13 +272,25 @@ def test_masks_without_rules_and_gradients_are_refused() -> None:
         model(tokens, past_key_values=AdaAttnCache(model, "model", streaming=True))
 
 
-@pytest.mark.parametrize("choice", [make_choice("blocks", mass=0.3, sinks=1)], ids=["blocks"])
-def test_choices_that_look_at_the_keys_are_refused_over_codes(choice: Any) -> None:
+def test_choices_that_look_at_the_keys_are_refused_over_codes() -> None:
+    choice = make_choice("blocks", mass=0.3, sinks=1)
     model, tokens = llama(((choice,) * 3, LAYERS[1])), ids(1, 200)
-    with pytest.raises(ValueError, match="looks at the keys themselves"):
+    with pytest.raises(ValueError, match=r"p0\.3 looks at the keys themselves"):
         run(model, tokens, AdaAttnCache(model, "int8"), 150, 40)
+    rank = Program(LayerPlan(0, "", (make_choice(rank=16), EXACT)), LayerTensors(), LIMIT)
+    with pytest.raises(ValueError, match="r16 looks at the keys themselves"):
+        _ = rank.over_stored
     # over numbers they are served beside streaming heads
     streaming, full = caches(model, "model")
     torch.testing.assert_close(
         run(model, tokens, streaming, 150, 40), run(model, tokens, full, 150, 40), atol=NEAR, rtol=0
     )
+
+
+def test_the_command_counts_streaming_heads(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path)
+    asked = ["explain", str(tmp_path), "--cache", "int8", "--streaming", "--json"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["cache"]["streaming_heads"] == [4, 6]
