@@ -13,7 +13,8 @@ from studies.cache import ARMS, app
 
 
 def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) -> None:
-    options = "--lengths 64,128 --batches 1,2 --rounds 2 --steps 1 --windows 3 --window 96 --no-billion --skip quanto,hqq"
+    sizes = "--lengths 64,128 --batches 1,2 --rounds 2 --steps 1 --windows 3 --window 96"
+    options = f"{sizes} --no-billion --skip quanto,hqq"
     done = CliRunner().invoke(
         app,
         [
