@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention.stored import StoredKV
-from adaattn_hf.attention.structure import CallStructure
 
+from .ring_view import slots_after
 from .tokens import Tokens
 
-__all__ = ["Read", "Ring", "starts_of", "structure_of"]
+__all__ = ["Read", "Ring"]
 
 Read = tuple[Tensor, Tensor, "StoredKV | None"]
 """Keys, values and what turns them into numbers, as a call reads them."""
@@ -69,7 +69,7 @@ class Ring:
         for part in tokens.parts:
             part.extend(sinks + window - len(part))
         views = tokens.views()
-        kept = _slots(self.count, window, sinks, views[0].device)
+        kept = slots_after(self.count, window, sinks, views[0].device)
         kept[sinks:] -= oldest - sinks
         for view, whole in zip(views, line, strict=True):
             view.copy_(whole[:, :, kept])
@@ -111,71 +111,8 @@ class Ring:
         self.count -= count
 
 
-def _slots(total: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
-    """Position of the token in each slot after `total` tokens."""
-    slots = torch.arange(min(total, sinks + window), device=device)
-    return torch.where(
-        slots < sinks, slots, slots + (total - 1 - slots).div(window, rounding_mode="floor") * window
-    )
-
-
 def _line(past: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
     """Slots of the sinks and of the ring from its oldest token on."""
     oldest = max(sinks, past - window)
     ring = torch.arange(oldest, max(oldest, past), device=device)
     return torch.cat([torch.arange(min(past, sinks), device=device), sinks + (ring - sinks) % window])
-
-
-def starts_of(structure: CallStructure) -> tuple[int, ...]:
-    """Position of the first real token of each row, `kv_len` where there is none yet."""
-
-    def find() -> tuple[int, ...]:
-        real = structure.padding_on_host()
-        if real is None:
-            return (0,) * structure.batch
-        first = torch.where(real.any(1), real.int().argmax(1), structure.kv_len)
-        return tuple(first.expand(structure.batch).tolist())
-
-    return structure.cached("ring starts", find)
-
-
-def structure_of(structure: CallStructure, window: int, sinks: int) -> CallStructure:
-    """What a call sees of the keys that `Ring.append` hands to it: those that a full cache's call sees in the window.
-
-    Args:
-        structure: Of the call over a full cache: causal, perhaps with padding.
-        window, sinks: Of the heads.
-    """
-    return structure.cached(("ring", window, sinks), lambda: _find_structure(structure, window, sinks))
-
-
-def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallStructure:
-    batch, count, total = structure.batch, structure.q_len, structure.kv_len
-    past = total - count
-    if total <= sinks + window:
-        return structure.with_changes(window=window, sinks=sinks) if count > 1 else structure
-    line = torch.arange(min(past, sinks) + min(max(past - sinks, 0), window) + count)
-    held = _slots(total, window, sinks, "cpu") if count == 1 else line
-    plain = CallStructure(batch, count, len(held), causal=True, q_offset=len(held) - count)
-    if count > 1:
-        plain = plain.with_changes(window=window, sinks=sinks)
-    real = structure.padding_on_host()
-    if real is None or structure.key_padding is None:
-        return plain
-    start = torch.tensor(starts_of(structure))[:, None]
-    oldest = total - window if count == 1 else max(sinks, past - window)
-    if count > 1:
-        held = torch.where(line < sinks, line, line + oldest - sinks)
-    at = held[None].expand(batch, -1)
-    if sinks:
-        sink = start + (held - start) % sinks
-        at = torch.where(held < sinks, torch.where(sink < oldest, sink, -1), at)
-    rows = torch.arange(past, total)[None, :, None]
-    there = (at >= 0) & real.expand(batch, -1).gather(1, at.clamp(0, total - 1))
-    if bool(there.all()):
-        return plain
-    near = (at[:, None] > rows - window) | (at - start < sinks)[:, None]
-    seen = there[:, None] & (at[:, None] <= rows) & near
-    if structure.pads_queries:
-        seen &= real.expand(batch, -1)[:, past:, None]
-    return CallStructure(batch, count, len(held), mask=seen[:, None].to(structure.key_padding.device))

@@ -18,7 +18,8 @@ from adaattn_hf.plans import execute
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import program_of
 
-from .ring import Ring, starts_of, structure_of
+from .ring import Ring
+from .ring_view import starts_of, structure_of
 from .streaming import StreamingLayer, some_heads
 
 __all__ = ["attend_streams"]

@@ -20,8 +20,8 @@ from adaattn_hf.calibration.calibrate import (
     save_plan,
 )
 from adaattn_hf.calibration.measure import Measurement
+from adaattn_hf.calibration.over_codes import FIRST, stored_tap
 from adaattn_hf.calibration.scoring import MaskedTokens
-from adaattn_hf.calibration.storage import FIRST, stored_tap
 from adaattn_hf.patches.cache.stored import AdaAttnCache
 from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import Plan

@@ -1,0 +1,43 @@
+"""Attention over what a cache would hold: how the loss of a stored format is measured, teacher-forced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from ..attention.request import AttentionRequest
+from ..attention.stored import StoredKV, hadamard, quantise
+from ..attention.tap import Tap
+from ..backends import select
+from ..plans import execute
+from ..plans.program import Program
+
+__all__ = ["FIRST", "stored_tap"]
+
+FIRST = 64
+"""Tokens of a sequence from which the mean of its keys is taken, those of a short prompt."""
+
+
+def stored_tap(programs: Mapping[int, Program], stored: str) -> Tap:
+    """Returns a tap that answers every row over what a cache would hold, by the plan where a layer has one."""
+
+    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
+        program = programs.get(int(module.layer_idx))  # type: ignore[arg-type]
+        if stored != "model":
+            request = over_codes(request, stored)
+        return (select.attend(request) if program is None else execute.attend(program, request)).out
+
+    return tap
+
+
+def over_codes(request: AttentionRequest, stored: str) -> AttentionRequest:
+    """The request over the codes that a cache makes of its keys and values."""
+    key, value = request.key, request.value
+    first = key[:, :, :FIRST].float()
+    mean = (first.mean(dim=2) @ hadamard(key.shape[3], key.device)).contiguous()
+    keys, key_scale = quantise(key, mean=mean)
+    values, value_scale = quantise(value, bits=4 if stored == "k8v4" else 8)
+    record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].float().contiguous())
+    return replace(request, key=keys, value=values, stored=record)
