@@ -1,4 +1,4 @@
-"""What is known of model families: data, not code."""
+"""Facts about model families, one record each: data, not code."""
 
 from __future__ import annotations
 

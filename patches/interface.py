@@ -275,11 +275,11 @@ def _with_keywords(
     from .packing import with_documents, with_restarts
     from .selected import with_selected_keys
 
-    known = attention_mask.packed if isinstance(attention_mask, StructuredMask) else None
+    packed = attention_mask.packed if isinstance(attention_mask, StructuredMask) else None
     if kwargs.get("cu_seq_lens_q") is not None:
-        structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), known)
+        structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), packed)
     elif kwargs.get("position_ids") is not None and loses_borders(getattr(module, "config", None)):
-        structure = with_restarts(structure, kwargs["position_ids"], known)
+        structure = with_restarts(structure, kwargs["position_ids"], packed)
     if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
         structure = with_selected_keys(module, structure, query.shape[1], kwargs)
     return structure
@@ -341,11 +341,11 @@ def _read_mask(
         call = fast_path.maskless(module, q_shape, k_shape, is_causal)
         if not fast_path.may_share():
             return CallStructure(*call), None
-        known = fast_path.recall(call)
-        if known is None:
-            known = CallStructure(*call)
-            fast_path.remember(call, known)
-        return known, None
+        shared = fast_path.recall(call)
+        if shared is None:
+            shared = CallStructure(*call)
+            fast_path.remember(call, shared)
+        return shared, None
     if not isinstance(attention_mask, Tensor):
         raise TypeError(
             f"attention_mask: got {type(attention_mask).__name__}, expected a tensor "

@@ -47,7 +47,7 @@ def adaattn_mask(
     if isinstance(attention_mask, StructuredMask):
         # generate prepares the mask and the model's forward asks again
         return attention_mask
-    place = device if isinstance(device, torch.device) else torch.device(device)
+    mask_device = device if isinstance(device, torch.device) else torch.device(device)
     causal = _causality(mask_function)
     # the most frequent masks of all: nothing to read
     bare = causal is not None and type(q_offset) is int and not use_vmap
@@ -55,9 +55,9 @@ def adaattn_mask(
     key = None
     if bare and fast_path.may_share():
         key = (type(config), causal, batch_size, q_length, kv_length, q_offset, kv_offset)
-        known = fast_path.recall(key)
-        if known is not None:
-            return StructuredMask(known, place)
+        shared = fast_path.recall(key)
+        if shared is not None:
+            return StructuredMask(shared, mask_device)
     if config is not None and not uses_interface(type(config)):
         raise UnsupportedModel(unsupported(type(config).__name__))
     dense = config is not None and needs_dense_mask(config)
@@ -65,7 +65,7 @@ def adaattn_mask(
         made = CallStructure(batch_size, q_length, kv_length, bool(causal), q_offset - kv_offset)
         if key is not None:
             fast_path.remember(key, made)
-        return StructuredMask(made, place)
+        return StructuredMask(made, mask_device)
 
     def stock(padding: Tensor | None) -> Tensor:
         built = sdpa_mask(
@@ -93,7 +93,7 @@ def adaattn_mask(
         pattern = None
     if pattern is not None and pattern.documents is not None and q_length != kv_length:
         pattern = None
-    # A preallocated cache's offset is the very tensor that its update increments in place.
+    # A preallocated cache's offset is the very tensor that its update increments in mask_device.
     offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
     padding = _padding_of_keys(attention_mask, kv_length, kv_offset)
     if pattern is None:
@@ -102,7 +102,7 @@ def adaattn_mask(
         )
     else:
         structure = _structure(pattern, batch_size, q_length, kv_length, offset, kv_offset, padding, config)
-    return StructuredMask(_settled(structure, place), place)
+    return StructuredMask(_settled(structure, mask_device), mask_device)
 
 
 def _causality(mask_function: Callable[..., Any]) -> bool | None:

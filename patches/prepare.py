@@ -1,5 +1,4 @@
-"""What a loaded model can be given beyond its attention: no padding anywhere, and a cache that grows in
-place.
+"""What a loaded model can be given beyond its attention: no padding anywhere, a cache that grows in place.
 
     model = adaattn_hf.prepare(AutoModel.from_pretrained(name, attn_implementation="adaattn"))
 

@@ -27,7 +27,7 @@ settings.register_profile(
     max_examples=25,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 settings.register_profile("search", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile("suite")

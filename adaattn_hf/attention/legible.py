@@ -1,4 +1,4 @@
-"""A dense mask read as the rules that made it: where each sequence begins, how far its queries see."""
+"""Reads a dense mask back into the rules that made it: where sequences begin, and how far their queries see."""
 
 from __future__ import annotations
 

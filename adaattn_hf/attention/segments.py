@@ -1,4 +1,4 @@
-"""From the rules of a `CallStructure` to contiguous runs of queries and keys, on the host."""
+"""Turns the rules of a `CallStructure` into contiguous runs of queries and keys, on the host."""
 
 from __future__ import annotations
 

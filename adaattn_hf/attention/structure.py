@@ -94,10 +94,7 @@ class CallStructure:
         `suffix` is causal with queries that stand behind the first key (chunked prefill, one decode step);
         `ragged` needs data (padding, documents, a device-side offset) to become segments.
         """
-        known: str | None = self._memo.get("kind")
-        if known is None:
-            known = self._memo["kind"] = self._kind()
-        return known
+        return self.cached("kind", self._kind)
 
     def _kind(self) -> str:
         if self.spans is not None or self.mask is not None:
@@ -160,20 +157,15 @@ class CallStructure:
                 f"structure: made for a batch of {self.batch}, got queries of batch {batch}; "
                 "pass an attention_mask whose batch is that of the inputs"
             )
-        key = f"expanded{batch}"
-        if key not in self._memo:
 
-            def rows(t: Tensor | None) -> Tensor | None:
-                return None if t is None else t.expand(batch, *t.shape[1:])
+        def rows(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t.expand(batch, *t.shape[1:])
 
-            self._memo[key] = self.with_changes(
-                batch=batch,
-                key_padding=rows(self.key_padding),
-                spans=rows(self.spans),
-                chunk_start=None if self.chunk_start is None else self.chunk_start.expand(batch),
-            )
-        expanded: CallStructure = self._memo[key]
-        return expanded
+        def make() -> CallStructure:
+            tensors = {name: rows(getattr(self, name)) for name in ("key_padding", "spans", "chunk_start")}
+            return self.with_changes(batch=batch, **tensors)
+
+        return self.cached(("expanded", batch), make)
 
     # ------------------------------------------------------------------ the definition
     def visible(
@@ -271,11 +263,7 @@ class CallStructure:
         """
         if self.key_padding is None and isinstance(self.q_offset, int):
             return self
-        known: CallStructure | None = self._memo.get("settled")
-        if known is None:
-            known = self._settle()
-            self._memo["settled"] = known
-        return known
+        return self.cached("settled", self._settle)
 
     def _settle(self) -> CallStructure:
         changes: dict[str, Any] = {}
@@ -290,10 +278,7 @@ class CallStructure:
         """`key_padding` in the host's memory: on CUDA one synchronisation, after which nothing else need wait."""
         if self.key_padding is None or self.key_padding.is_cpu or self.key_padding.is_meta:
             return self.key_padding
-        known: Tensor | None = self._memo.get("padding")
-        if known is None:
-            known = self._memo["padding"] = self.key_padding.cpu()
-        return known
+        return self.cached("padding", self.key_padding.cpu)
 
     def segments(self) -> tuple[Segment, ...] | None:
         """The call as contiguous runs, or None if it is not made of such (spans, a dense mask, holes in the padding).
@@ -301,16 +286,11 @@ class CallStructure:
         Reads the padding, the document numbers and a device-side offset once, then remembers: on CUDA this is the one
         synchronisation of a forward pass. Must not be called while a graph is traced or captured.
         """
-        if "segments" not in self._memo:
-            self._memo["segments"] = find_segments(self)
-        found: tuple[Segment, ...] | None = self._memo["segments"]
-        return found
+        return self.cached("segments", lambda: find_segments(self))
 
     def offset(self) -> int:
         """`q_offset` as an integer (reads it from the device once)."""
         if isinstance(self.q_offset, int):
             return self.q_offset
-        if "offset" not in self._memo:
-            self._memo["offset"] = int(self.q_offset)
-        known: int = self._memo["offset"]
-        return known
+        on_device = self.q_offset
+        return self.cached("offset", lambda: int(on_device))

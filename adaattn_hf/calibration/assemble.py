@@ -1,4 +1,4 @@
-"""An allocation as a plan: its records, the tensors that it reads, what its making found, its files."""
+"""Builds a plan from a solved allocation: its records, the tensors that it reads, its report and its files."""
 
 from __future__ import annotations
 

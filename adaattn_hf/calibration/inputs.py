@@ -1,4 +1,4 @@
-"""What a calibration works on: an opened model, and the text that it is measured, re-scaled and proved on."""
+"""The inputs of a calibration: an opened model, and the text that it is measured, re-scaled and proved on."""
 
 from __future__ import annotations
 

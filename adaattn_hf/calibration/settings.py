@@ -1,4 +1,4 @@
-"""How a plan is made, and what making it found."""
+"""The settings of a calibration, and its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that calibrate together: each takes every n-th sequence, and all know every result in the order of one.
+"""Data-parallel calibration: process r of n takes sequences r, r + n, …; gathered in order, so n changes no result.
 
 Results are gathered per sequence and added in the order of the sequences, so that the sums, and with them the
 plan, are those of a single process bit for bit (with as many threads per process: torch's own sums depend on

@@ -1,3 +1,3 @@
-"""Deciding, never touching a tensor of a forward pass: risks, prices, allocation, back-off."""
+"""Decisions from measurements alone: risks, prices, allocation, back-off. Touches no tensor of a forward pass."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the upper bound of a plan's loss will be on held-out text, and the KL at which it meets a budget.
+"""Predicts the upper bound of a plan's loss on held-out text, and the KL at which it meets a budget.
 
 For small changes the mean loss difference is proportional to the KL and its spread to the root of it. The law of a
 model on its text is learned from whole plans measured on calibration text, and again from every held-out shard that

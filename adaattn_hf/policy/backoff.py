@@ -1,4 +1,4 @@
-"""What a failed proof changes: less of the budget is aimed at, and what cost most is taken back.
+"""What to do after a failed proof: aim at less of the budget, and take back what cost most.
 
 A plan that failed by its loss has taught the law of the loss, so that the next aims lower anyway; a plan that failed
 by another gate has not, and is made smaller in earnest.

@@ -1,3 +1,3 @@
-"""Measuring, never deciding: statistics of attention, all O(n * s) with s sampled query rows."""
+"""Statistics of attention from s sampled query rows against all n keys, O(n * s). They measure and decide nothing."""
 
 from __future__ import annotations

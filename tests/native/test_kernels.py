@@ -18,7 +18,8 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
 from adaattn_hf.backends.native.rules import Rules, rules_of, with_extras
-from adaattn_hf.stats.noise import sqnr
+
+from ..support.statistics import sqnr
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -15,9 +15,9 @@ from adaattn_hf.plans import execute
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
-from adaattn_hf.stats.noise import sqnr
 
 from ..support.choices import make_choice
+from ..support.statistics import sqnr
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 NO_INT8 = pytest.mark.skipif("avx512_bf16" not in level_names(), reason="no int8 products on this machine")

@@ -16,7 +16,8 @@ from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.library import LEVELS, level_names
 from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.backends.native.storing import store
-from adaattn_hf.stats.noise import sqnr
+
+from ..support.statistics import sqnr
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaattn_hf.stats import profile
-from adaattn_hf.stats.noise import sqnr
-from adaattn_hf.stats.rows import causal_visible, stratified_rows
+from adaattn_hf.stats.rows import stratified_rows
+
+from ..support.statistics import causal_visible, sqnr
 
 
 def drawn(seed: int, heads: int = 4, kv_heads: int = 2, n: int = 137, d: int = 8) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaattn_hf.attention import rounding
-from adaattn_hf.stats import noise, spectrum
+from adaattn_hf.stats import spectrum
+
+from ..support import statistics
 
 
 def _qk(
@@ -79,14 +81,14 @@ def test_int8_rounding_is_within_half_a_step_and_of_one_token(seed: int) -> None
 
 def test_sqnr_orders_the_precisions_and_smoothing_helps_offset_keys() -> None:
     tensor = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
-    assert noise.sqnr(tensor, tensor) == float("inf")
-    bf16 = noise.sqnr(tensor, rounding.through_dtype(tensor, torch.bfloat16))
-    fp16 = noise.sqnr(tensor, rounding.through_dtype(tensor, torch.float16))
-    assert fp16 > bf16 + 15 > noise.sqnr(tensor, rounding.through_int8(tensor)) > 30
+    assert statistics.sqnr(tensor, tensor) == float("inf")
+    bf16 = statistics.sqnr(tensor, rounding.through_dtype(tensor, torch.bfloat16))
+    fp16 = statistics.sqnr(tensor, rounding.through_dtype(tensor, torch.float16))
+    assert fp16 > bf16 + 15 > statistics.sqnr(tensor, rounding.through_int8(tensor)) > 30
     offset = tensor.clone()
     offset[:, 0] += 20
     mean = offset.mean(0)
     assert (
-        noise.sqnr(tensor - tensor.mean(0), rounding.through_int8(offset - mean))
-        > noise.sqnr(tensor - tensor.mean(0), rounding.through_int8(offset) - mean) + 10
+        statistics.sqnr(tensor - tensor.mean(0), rounding.through_int8(offset - mean))
+        > statistics.sqnr(tensor - tensor.mean(0), rounding.through_int8(offset) - mean) + 10
     )

@@ -1,4 +1,4 @@
-"""One call of the C library: tensors and rules become the words of its argument structure."""
+"""Calls of the C library: tensors and rules are packed into its argument structure, and the answer is unpacked."""
 
 from __future__ import annotations
 

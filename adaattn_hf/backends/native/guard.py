@@ -1,4 +1,4 @@
-"""What stands in front of the C interface: tensors whose memory is what they say, in extents that fit one another.
+"""Checks in front of the C interface: tensors whose memory can be read, in extents that fit one another.
 
 The kernels read raw memory, so nothing may reach them unchecked. A call asks a few cheap questions (`call.words`);
 only where one is answered with no does it come here, to be put right or refused in words.

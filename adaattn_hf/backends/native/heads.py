@@ -1,4 +1,4 @@
-"""Rules per key/value head in one call of the library for each precision, without a copy of adjoining heads."""
+"""Rules per key/value head: one call of the library for each precision, without copies of adjoining heads."""
 
 from __future__ import annotations
 
@@ -92,24 +92,24 @@ def _find_launches(structure: CallStructure, rules: HeadRules) -> list[_Launch]:
     groups: dict[tuple[object, ...], list[int]] = {}
     for head, name in enumerate(launch_names(rules)):
         groups.setdefault((name, rules.window_in(structure, head) if dense else None), []).append(head)
-    found = []
+    launches = []
     for heads in groups.values():
         part = rules.some(heads)
         if dense:
             window, sinks = rules.window_in(structure, heads[0])
             changed = (window, sinks) != (structure.window, structure.sinks)
-            own = rules_of(structure.with_changes(window=window, sinks=sinks)) if changed else told
+            asked = rules_of(structure.with_changes(window=window, sinks=sinks)) if changed else told
         else:
             pairs = [rules.window_in(structure, head) for head in heads]
-            own = replace(
+            asked = replace(
                 told,
                 head_windows=torch.tensor([-1 if window is None else window for window, _ in pairs]),
                 head_sinks=torch.tensor([sinks for _, sinks in pairs]),
             )
         if part.key_mean is not None and part.precision == "int8":
-            own = replace(own, key_mean=part.key_mean.detach().float()[None].contiguous())
-        found.append(_Launch(tuple(heads), part, own, part.precision))
-    return found
+            asked = replace(asked, key_mean=part.key_mean.detach().float()[None].contiguous())
+        launches.append(_Launch(tuple(heads), part, asked, part.precision))
+    return launches
 
 
 def _kept_blocks(request: AttentionRequest, rules: HeadRules) -> Tensor | None:
@@ -129,7 +129,7 @@ def _kept_blocks(request: AttentionRequest, rules: HeadRules) -> Tensor | None:
     for segment in segments:
         rows = slice(segment.q_start, segment.q_start + segment.q_len)
         for mass, sinks in dict.fromkeys(asked):
-            heads = [head for head, own in enumerate(asked) if own == (mass, sinks)]
+            heads = [head for head, pair in enumerate(asked) if pair == (mass, sinks)]
             picked = picked_blocks(request, segment, mass, sinks, heads)
             keep[segment.row, heads, rows, : picked.shape[2]] = picked
     return keep

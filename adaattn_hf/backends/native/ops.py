@@ -108,10 +108,10 @@ def backward_op(
         )
     )  # fmt: skip
     rules = with_extras(rules, bias, sink_logits, softcap, k.shape[2])
-    found = call.backward(grad, q, k, v, out, lse, scaling, rules, need_bias=need_bias)
-    if bias is None or found.bias is None:
-        return found.q, found.k, found.v, q.new_empty(0)
-    return found.q, found.k, found.v, found.bias.sum_to_size(bias.shape).to(bias.dtype)
+    gradients = call.backward(grad, q, k, v, out, lse, scaling, rules, need_bias=need_bias)
+    if bias is None or gradients.bias is None:
+        return gradients.q, gradients.k, gradients.v, q.new_empty(0)
+    return gradients.q, gradients.k, gradients.v, gradients.bias.sum_to_size(bias.shape).to(bias.dtype)
 
 
 @backward_op.register_fake

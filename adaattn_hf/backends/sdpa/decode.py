@@ -105,8 +105,10 @@ def _folded(
                 out[one] = call(folded[one], key[one, :, a:b], value[one, :, a:b], scale=request.scaling)[0]
         return out
     mask = None if total == most else _mask(structure, low, high, folded)
-    own = slice(low, high)
-    answer: Tensor = call(folded, key[:, :, own], value[:, :, own], attn_mask=mask, scale=request.scaling)[0]
+    seen = slice(low, high)
+    answer: Tensor = call(folded, key[:, :, seen], value[:, :, seen], attn_mask=mask, scale=request.scaling)[
+        0
+    ]
     return answer
 
 

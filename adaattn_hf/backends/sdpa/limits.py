@@ -1,4 +1,4 @@
-"""Where one way becomes cheaper than another.
+"""Measured thresholds: from which size on another way of calling torch's kernels costs less.
 
 Measured on two AVX-512 cores; `adaattn bench` shows what they do elsewhere.
 """

@@ -1,4 +1,4 @@
-"""From a structure to a program: which parts, in which order, or one masked call where that costs less."""
+"""Plans the kernel calls of a structure: which parts, in which order, or one masked call where that costs less."""
 
 from __future__ import annotations
 

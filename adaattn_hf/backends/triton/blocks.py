@@ -14,7 +14,7 @@ from ..windows import ALL, HeadWindows
 from .kept import choose, listing, over_lists, pool
 from .prefill import blank, bulk_of
 from .sizes import padded, scale_of
-from .tables import work_of_queries
+from .tables import work_of
 
 __all__ = ["attend_blocks"]
 
@@ -46,7 +46,7 @@ def attend_blocks(
     words = width // 32
     bits = torch.empty((kv_heads, batch, q_len, words), dtype=torch.int32, device=device)
     pooled = torch.empty((2, len(segments), kv_heads, blocks, pad), dtype=key.dtype, device=device)
-    by_choice = work_of_queries(structure, segments, None, kv_heads, (rows, block), device)
+    by_choice = work_of("queries", structure, segments, None, kv_heads, (rows, block), device)
     pool[(blocks, kv_heads, len(segments))](
         key, pooled, by_choice.segments, *key.stride(), blocks, DIM=dim, PAD=pad, BLOCK=block, num_warps=4
     )
@@ -63,8 +63,8 @@ def attend_blocks(
     shown = tuple((ALL, 0) if mass and window == ALL else (window, sinks)
                   for mass, (window, sinks) in zip(rules.masses, seen, strict=True))  # fmt: skip
     windowed = any(window != ALL for window, _ in shown)
-    work = work_of_queries(
-        structure, segments, shown if windowed else None, kv_heads, (tile, columns), device
+    work = work_of(
+        "queries", structure, segments, shown if windowed else None, kv_heads, (tile, columns), device
     )
     entries = work.entries.shape[0]
     lists = torch.empty((entries, width), dtype=torch.int32, device=device)

@@ -15,7 +15,7 @@ from ...attention.structure import Segment
 from ..windows import HeadWindows
 from .forward import forward
 from .sizes import Tile, padded, scale_of
-from .tables import work_of_queries
+from .tables import work_of
 
 __all__ = ["attend_forward", "bulk_of", "forward_tile"]
 
@@ -97,7 +97,7 @@ def attend_forward(
         return AttentionResult(out, lse)
     tile = forward_tile(max(padded(dim), padded(value_dim)))
     kv_heads = key.shape[1]
-    work = work_of_queries(structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device)
+    work = work_of("queries", structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device)
     sink = request.sink_logits
     k_bulk, v_bulk = bulk_of(key, tile.columns), bulk_of(value, tile.columns)
     bulk = k_bulk is not None and v_bulk is not None

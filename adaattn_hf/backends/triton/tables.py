@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from ...attention.structure import CallStructure, Segment
 from ..windows import ALL, HeadWindows
 
-__all__ = ["Work", "shares_of", "work_of_keys", "work_of_queries"]
+__all__ = ["Work", "shares_of", "work_of"]
 
 Made = TypeVar("Made")
 
@@ -48,7 +48,8 @@ class Work(NamedTuple):
     rules: Tensor
 
 
-def work_of_queries(
+def work_of(
+    of: Literal["queries", "keys"],
     structure: CallStructure,
     segments: Sequence[Segment],
     windows: HeadWindows | None,
@@ -56,9 +57,10 @@ def work_of_queries(
     blocks: tuple[int, int],
     device: torch.device,
 ) -> Work:
-    """Blocks of queries, by the number of keys that they read.
+    """Blocks of queries, by the number of keys that they read, or of keys, by the number of queries that read them.
 
     Args:
+        of: What the blocks are of.
         structure: The call's.
         segments: Its runs.
         windows: Of `head_windows`.
@@ -66,39 +68,14 @@ def work_of_queries(
         blocks: Queries and keys per tile.
         device: Where the tables go.
     """
-    return _work("queries", structure, segments, windows, kv_heads, blocks, device)
-
-
-def work_of_keys(
-    structure: CallStructure,
-    segments: Sequence[Segment],
-    windows: HeadWindows | None,
-    kv_heads: int,
-    blocks: tuple[int, int],
-    device: torch.device,
-) -> Work:
-    """Blocks of keys, by the number of queries that read them; arguments as `work_of_queries`."""
-    return _work("keys", structure, segments, windows, kv_heads, blocks, device)
-
-
-def _work(
-    of: str,
-    structure: CallStructure,
-    segments: Sequence[Segment],
-    windows: HeadWindows | None,
-    kv_heads: int,
-    blocks: tuple[int, int],
-    device: torch.device,
-) -> Work:
     key = ("triton", of, windows, kv_heads, blocks, device)
-    make = _of_queries if of == "queries" else _of_keys
 
     def find() -> Work:
         return _remembered(
             (key, structure.causal, tuple(segments)),
             lambda: _placed(
                 np.array(segments, dtype=np.int32).reshape(-1, 6),
-                make(structure.causal, segments, windows, kv_heads, blocks),
+                _entries(of == "queries", structure.causal, segments, windows, kv_heads, blocks),
                 windows,
                 device,
             ),
@@ -126,44 +103,30 @@ def _tiles(lengths: NDArray[np.int64], block: int) -> tuple[NDArray[np.int64], N
     return segment, (np.arange(len(segment)) - before) * block
 
 
-def _of_queries(
+def _entries(
+    queries: bool,
     causal: bool,
     segments: Sequence[Segment],
     windows: HeadWindows | None,
     kv_heads: int,
     blocks: tuple[int, int],
 ) -> NDArray[np.int32]:
+    """The entries of blocks of queries or of keys, each with what it costs its head."""
     table = np.array(segments, dtype=np.int64).reshape(-1, 6)
-    segment, first = _tiles(table[:, 2], blocks[0])
-    of = table[segment]
-    low = first + of[:, 5]
-    high = np.minimum(first + blocks[0], of[:, 2]) - 1 + of[:, 5]
-    k_len = of[:, 4]
+    block = blocks[0] if queries else blocks[1]
+    segment, first = _tiles(table[:, 2 if queries else 4], block)
+    _, _, q_len, _, k_len, offset = table[segment].T
+    last = np.minimum(first + block, q_len if queries else k_len) - 1
     costs = []
     for window, sinks in windows or ((ALL, 0),) * kv_heads:
-        start = np.maximum(low - window + 1, 0) // blocks[1] * blocks[1]
-        stop = np.minimum(k_len, high + 1) if causal else np.minimum(k_len, high + window)
-        costs.append(np.maximum(stop - start, 0) + np.minimum(sinks, start))
-    return _longest_first(segment, first, costs)
-
-
-def _of_keys(
-    causal: bool,
-    segments: Sequence[Segment],
-    windows: HeadWindows | None,
-    kv_heads: int,
-    blocks: tuple[int, int],
-) -> NDArray[np.int32]:
-    table = np.array(segments, dtype=np.int64).reshape(-1, 6)
-    segment, first = _tiles(table[:, 4], blocks[1])
-    of = table[segment]
-    last = np.minimum(first + blocks[1], of[:, 4]) - 1
-    q_len, offset = of[:, 2], of[:, 5]
-    costs = []
-    for window, sinks in windows or ((ALL, 0),) * kv_heads:
-        start = np.maximum(first - offset, 0) if causal else np.maximum(first - window + 1 - offset, 0)
-        stop = np.where(first < sinks, q_len, np.minimum(q_len, last + window - offset))
-        costs.append(np.maximum(stop - start, 0))
+        if queries:
+            start = np.maximum(first + offset - window + 1, 0) // blocks[1] * blocks[1]
+            stop = np.minimum(k_len, last + offset + (1 if causal else window))
+            costs.append(np.maximum(stop - start, 0) + np.minimum(sinks, start))
+        else:
+            start = np.maximum(first - offset - (0 if causal else window - 1), 0)
+            stop = np.where(first < sinks, q_len, np.minimum(q_len, last + window - offset))
+            costs.append(np.maximum(stop - start, 0))
     return _longest_first(segment, first, costs)
 
 

@@ -14,7 +14,7 @@ from ..windows import HeadWindows
 from .backward import of_keys, of_queries, prepare
 from .prefill import attend_forward, bulk_of
 from .sizes import Tile, padded, scale_of
-from .tables import work_of_keys, work_of_queries
+from .tables import work_of
 
 __all__ = ["attend_with_gradients"]
 
@@ -125,7 +125,9 @@ def _gradients(
         strides = (*query.stride(), *key.stride(), *value.stride(), *grad.stride())
         numbers = (*lse.stride()[:2], scale_of(scaling, softcap), scaling, softcap or 0.0)
         tile = keys_tile(max(pad, value_pad), windows is not None or len(segments) > batch)
-        work = work_of_keys(structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device)
+        work = work_of(
+            "keys", structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device
+        )
         q_bulk, g_bulk = bulk_of(query, tile.rows), bulk_of(by_head, tile.rows)
         bulk = q_bulk is not None and g_bulk is not None
         of_keys[(work.entries.shape[0],)](
@@ -134,8 +136,8 @@ def _gradients(
             **facts, BULK=bulk, BLOCK_M=tile.rows, BLOCK_N=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         tile = queries_tile(max(pad, value_pad))
-        work = work_of_queries(
-            structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device
+        work = work_of(
+            "queries", structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device
         )
         of_queries[(heads // kv_heads, work.entries.shape[0])](
             query, key, value, grad, shift, sums, dq, work.segments, work.entries, work.rules, *strides,
