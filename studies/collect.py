@@ -1,8 +1,8 @@
-"""Reports that are kept, on one page: `python -m studies.collect DIRECTORY`.
+"""Reports that are kept, on one page: `python -m studies.collect DIRECTORY [NAME=RUN …]`.
 
-The directory holds reports of `adaattn eval` as `*.json`, and `known.json`: stock figures that were measured
-before, by other code, with the report that repeats each of them. The page, `README.md` in the same directory, is
-written from these files alone.
+`NAME=RUN` first keeps the reports of a finished run of `adaattn eval --output RUN` as `NAME-DATA.json`. The directory
+holds reports of `adaattn eval` as `*.json`, and `known.json`: stock figures that were measured before, by other code,
+with the report that repeats each of them. The page, `README.md` in the same directory, is written from these files.
 """
 
 from __future__ import annotations
@@ -53,10 +53,32 @@ def _row(entry: Mapping[str, Any], reports: Mapping[str, Any]) -> str:
     return f"| {name} | {quantity} | {value} | {found:.6g} | {found / value - 1:+.1e} |"
 
 
+def keep(directory: Path, name: str, run: Path) -> list[Path]:
+    """Copies a finished run's reports into the directory, one per data set.
+
+    Raises:
+        FileNotFoundError: The run has no report, so that it is not finished or not there.
+    """
+    reports = sorted(run.glob("*/report.json"))
+    if not reports:
+        raise FileNotFoundError(
+            f"{run}: no report in it; finish the run with adaattn eval … --output {run} --resume"
+        )
+    kept = []
+    for report_file in reports:
+        target = directory / f"{name}-{report_file.parent.name}.json"
+        write_atomically(target, report_file.read_bytes())
+        kept.append(target)
+    return kept
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the page of each directory that is named."""
-    for name in sys.argv[1:] if arguments is None else arguments:
-        write_atomically(Path(name) / PAGE, page(Path(name)))
+    """Keep the runs that are named, and write the directory's page."""
+    directory, *runs = map(str, sys.argv[1:] if arguments is None else arguments)
+    for entry in runs:
+        name, _, run = entry.partition("=")
+        keep(Path(directory), name, Path(run))
+    write_atomically(Path(directory) / PAGE, page(Path(directory)).encode())
 
 
 if __name__ == "__main__":

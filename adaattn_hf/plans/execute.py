@@ -70,6 +70,7 @@ def attend(program: Program, request: AttentionRequest, backend: str | None = No
         ValueError: If the plan is for another number of key/value heads.
     """
     kv_heads = request.key.shape[1]
+    program = program.of_call(kv_heads)
     if kv_heads != len(program.plan.choices):
         raise ValueError(
             f"plan of layer {program.plan.layer}: made for {len(program.plan.choices)} key/value heads, got keys with "
@@ -125,6 +126,7 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
             f"output_attentions: got True in a traced graph, and the plan of layer {program.plan.layer} decides by the "
             "data; leave it out, or run the model without torch.compile"
         )
+    program = program.of_call(request.key.shape[1])
     if request.structure.mask is not None or request.bias is not None:
         request = _read_mask(program, request)
     within = rows_within(request.structure, program.max_length, request.query.device)

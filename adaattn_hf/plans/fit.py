@@ -11,7 +11,6 @@ import hashlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,10 +42,21 @@ TensorsOf = Callable[[Plan, int, "str | None"], LayerTensors]
 def weight_hash(module: nn.Module) -> str:
     """Returns a hash of a module's own weights: name, shape, dtype and up to 65,536 spread entries of each."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(module.state_dict().items()):
+    for name, parameter in sorted(_state(module).items()):
         digest.update(f"{name} ".encode())
         digest.update(_sampled(parameter))
     return digest.hexdigest()
+
+
+def _state(module: nn.Module) -> Mapping[str, torch.Tensor]:
+    """A module's own weights by name; read past hooks, by which FSDP takes gathered weights away in mid-forward."""
+    if not any(part._state_dict_pre_hooks for part in module.modules()):
+        return module.state_dict()
+    found = dict(module.named_parameters(remove_duplicate=False))
+    for prefix, part in module.named_modules():
+        kept = {name: t for name, t in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        found |= {f"{prefix}.{name}".lstrip("."): t for name, t in kept.items() if t is not None}
+    return found
 
 
 def module_dtype(module: nn.Module) -> str:
@@ -75,7 +85,8 @@ def _sampled(parameter: torch.Tensor) -> bytes:
     whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     flat = whole.detach().reshape(-1)
     step = max(1, flat.numel() // _SAMPLES)
-    entries = flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    # a copy: memory that numpy has seen cannot be freed any more, as FSDP does with gathered weights
+    entries = flat[::step].clone().cpu().view(torch.uint8).numpy().tobytes()
     return f"{tuple(parameter.shape)} {parameter.dtype}".encode() + entries
 
 
@@ -206,33 +217,29 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
             wrong = part.misfit(found, head, len(layer.choices), head_dim)
             if wrong is not None:
                 raise PlanError(f"plan of layer {index}: {wrong}; calibrate again")
-    own = _own_heads(module, index, len(layer.choices), head_dim)
-    if own is not None:
-        layer = replace(layer, choices=tuple(layer.choices[head] for head in own))
-        return Program(layer, found.of_heads(own), plan.max_length, own[0])
-    return Program(layer, found, plan.max_length)
+    return Program(layer, found, plan.max_length, _own_heads(module, index, len(layer.choices), head_dim))
 
 
-def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | None) -> range | None:
-    """The key/value heads that this process computes where tensor parallelism splits them, None where it does not.
+def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | None) -> range:
+    """The key/value heads of this process where tensor parallelism splits weights by whole heads, else none.
 
     Raises:
-        PlanError: The weights are spread over devices in another way than by whole heads.
+        PlanError: The weights are spread over devices in another way.
     """
-    split: list[Any] = [p for p in module.parameters() if hasattr(p, "device_mesh")]
+    split: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "device_mesh")]
     if not split:
-        return None
-    mesh = split[0].device_mesh
-    keys = [p for p in split if head_dim is not None and p.shape[0] == kv_heads * head_dim and p.ndim == 2]
-    by_heads = any(len(p.placements) == 1 and p.placements[0].is_shard(0) for p in keys)
-    if mesh.ndim != 1 or kv_heads % mesh.size() or not by_heads:
-        raise PlanError(
-            f"the weights of layer {index} are spread over devices (tensor parallelism), and not by whole "
-            f"key/value heads: {kv_heads} on {mesh.size()} devices; load the model without tp_plan, or remove the plan "
-            "with adaattn_hf.remove_plan(model)"
-        )
-    count = kv_heads // mesh.size()
-    return range(mesh.get_local_rank() * count, (mesh.get_local_rank() + 1) * count)
+        return range(0)
+    for weight in split:
+        mesh = weight.device_mesh
+        whole = head_dim is not None and weight.shape[0] == kv_heads * head_dim and not kv_heads % mesh.size()
+        if whole and mesh.ndim == 1 and weight.placements[0].is_shard(0):
+            count = kv_heads // mesh.size()
+            return range(mesh.get_local_rank() * count, (mesh.get_local_rank() + 1) * count)
+    raise PlanError(
+        f"the weights of layer {index} are spread over {split[0].device_mesh.size()} devices (tensor parallelism), and "
+        f"not by whole key/value heads, of which the plan names {kv_heads}; load the model without tp_plan, or remove the "
+        "plan with adaattn_hf.remove_plan(model)"
+    )
 
 
 def check_model(module: nn.Module, raw: Any) -> None:

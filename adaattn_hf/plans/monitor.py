@@ -110,6 +110,7 @@ class Monitor:
             training: Whether the call may be repeated for its gradients, so that nothing may be made exact.
         """
         start = time.perf_counter()
+        program = None if program is None else program.of_call(request.key.shape[1])
         if torch._C._current_graph_task_id() != -1:  # a checkpointed backward pass repeats a call
             return None if program is None else self._tightened(index, program)
         counters = self.layers.get(index) or self.layers.setdefault(index, LayerStatistics(index))
@@ -163,7 +164,7 @@ class Monitor:
         mean = (self._sums[index] / counters.rows).tolist()
         second = (self._squares[index] / counters.rows).tolist()
         counters.lost = mean
-        units = [self._units.get((index, program.first_head + head)) for head in range(len(mean))]
+        units = [self._units.get((index, program.own.start + head)) for head in range(len(mean))]
         counters.predicted_kl = sum(
             unit.risk * value / unit.dropped_square
             for unit, value in zip(units, second, strict=True)

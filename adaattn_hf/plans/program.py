@@ -46,14 +46,14 @@ class Program:
         tensors: Bases and means.
         max_length: Rows at this position of their sequence or later are exact; bidirectional, all rows of a
             longer sequence.
-        first_head: Key/value head of the whole model that is the first here; tensor parallelism splits them.
+        own: Key/value heads that this process holds where tensor parallelism splits them; empty where it does not.
         handle: Number of the program in this process.
     """
 
     plan: LayerPlan
     tensors: LayerTensors
     max_length: int
-    first_head: int = 0
+    own: range = range(0)
     handle: int = field(default_factory=itertools.count().__next__, init=False, repr=False)
     _requests: dict[bool, Requests] = field(default_factory=dict, init=False, repr=False)
     _parts: dict[tuple[tuple[int, ...], bool], Program] = field(default_factory=dict, init=False, repr=False)
@@ -69,6 +69,16 @@ class Program:
         for head, choice in enumerate(self.plan.choices):
             groups.setdefault(choice, []).append(head)
         return tuple((choice, tuple(heads)) for choice, heads in groups.items())
+
+    def of_call(self, kv_heads: int) -> Program:
+        """The program for a call with so many key/value heads: this process's part where they are its own alone."""
+        return self._part if kv_heads == len(self.own) != len(self.plan.choices) else self
+
+    @cached_property
+    def _part(self) -> Program:
+        choices = tuple(self.plan.choices[head] for head in self.own)
+        plan = replace(self.plan, choices=choices)
+        return Program(plan, self.tensors.of_heads(self.own), self.max_length, self.own)
 
     @cached_property
     def over_stored(self) -> Program:

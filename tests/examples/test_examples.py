@@ -54,13 +54,12 @@ def test_trainer_lowers_the_loss_and_writes_a_stock_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(
-        monkeypatch, "finetune_trainer.py", "--steps", "2", "--context", "64", "--pages", "1",
+        monkeypatch, "finetune_trainer.py", "--steps", "4", "--context", "64", "--pages", "1",
         "--output", str(tmp_path),
     )  # fmt: skip
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out loss")]
     before, after = float(line.split()[2]), float(line.split()[4])
-    assert before != after
-    assert after < before + 0.1
+    assert after < before - 1e-3
     assert (
         AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").config.model_type
         == "llama"

@@ -395,7 +395,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
     ways = ["ddp", "fsdp", "fsdp-checkpointing"]
     if importlib.util.find_spec("accelerate"):
         ways += ["accelerate", "accelerate-fsdp"]
-    assert done.stdout.split() == [*ways, "tp"]
+    assert done.stdout.split() == [*ways, "fsdp-plan", "tp"]
 
 
 def test_training_libraries_are_tested_where_they_belong() -> None:

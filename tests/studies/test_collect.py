@@ -34,6 +34,25 @@ def test_a_page_is_made_of_its_reports(llama: Path, tmp_path: Path) -> None:
     assert f"{report['quality']['arms'][1]['nll_per_token']:.8f}" in text
 
 
+def test_a_finished_run_is_kept_by_its_name(tmp_path: Path) -> None:
+    kept, run = tmp_path / "kept", tmp_path / "run"
+    kept.mkdir()
+    with pytest.raises(FileNotFoundError, match="no report in it; finish the run"):
+        collect.main([str(kept), f"small={run}"])
+    known = Path(__file__).resolve().parents[2] / KEPT / "stories15M-tinystories.json"
+    for data in ("wikitext", "lambada"):
+        (run / data).mkdir(parents=True)
+        (run / data / "report.json").write_bytes(known.read_bytes())
+    collect.main([str(kept), f"small={run}"])
+    assert {path.name for path in kept.iterdir()} == {
+        "small-wikitext.json",
+        "small-lambada.json",
+        collect.PAGE,
+    }
+    assert (kept / "small-lambada.json").read_bytes() == known.read_bytes()
+    assert (kept / collect.PAGE).read_text(encoding="utf-8") == collect.page(kept)
+
+
 def test_the_kept_page_is_the_one_that_its_reports_make(checkout: Path) -> None:
     directory = checkout / KEPT
     assert (directory / collect.PAGE).read_text(encoding="utf-8") == collect.page(directory)

@@ -134,6 +134,28 @@ def split_heads(directory: str) -> None:
             raise SystemExit("tp: a plan for other heads ran")
 
 
+def gathered_plan() -> None:
+    """FSDP gathers the weights of a layer for its call, which the plan checks there, in every pass."""
+    ids, mask = batch()
+    one, net = model().eval(), model().eval()
+    plan = plan_for(one, Choice(Window(2)))
+    for each in (one, net):
+        each.config.adaattn = {"plan": plan.to_dict(), "unverified": True}
+    wrapped = prepared("fsdp", net)
+    with torch.no_grad():
+        expected = one(ids, attention_mask=mask, use_cache=False).logits
+        for _ in range(2):
+            far = float(
+                (wrapped(input_ids=ids, attention_mask=mask, use_cache=False).logits - expected).abs().max()
+            )
+            if far > TOLERANCE:
+                raise SystemExit(f"fsdp: logits under a plan differ by {far}")
+        net.config.adaattn = one.config.adaattn = None
+        exact = one(ids, attention_mask=mask, use_cache=False).logits
+        if float((exact - expected).abs().max()) < 100 * TOLERANCE:
+            raise SystemExit("fsdp: the plan changed nothing")
+
+
 def worker(rank: int, port: int, directory: str) -> None:
     """One process."""
     place = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
@@ -161,9 +183,10 @@ def worker(rank: int, port: int, directory: str) -> None:
                 raise SystemExit(f"{way}: gradient of {name} differs by {far}, more than {bound}")
         if rank == 0:
             print(way, flush=True)
+    gathered_plan()
     split_heads(directory)
     if rank == 0:
-        print("tp", flush=True)
+        print("fsdp-plan", "tp", flush=True)
     dist.destroy_process_group()
 
 
