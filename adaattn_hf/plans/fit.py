@@ -237,8 +237,8 @@ def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | Non
             return range(mesh.get_local_rank() * count, (mesh.get_local_rank() + 1) * count)
     raise PlanError(
         f"the weights of layer {index} are spread over {split[0].device_mesh.size()} devices (tensor parallelism), and "
-        f"not by whole key/value heads, of which the plan names {kv_heads}; load the model without tp_plan, or remove the "
-        "plan with adaattn_hf.remove_plan(model)"
+        f"not by whole key/value heads, of which the plan names {kv_heads}; load the model without tp_plan, or remove "
+        "the plan with adaattn_hf.remove_plan(model)"
     )
 
 
