@@ -163,10 +163,7 @@ class StreamingLayer(DynamicLayer):
         Raises:
             ValueError: A row begins elsewhere than it did, and what its heads read is gone.
         """
-        if self.fresh is None:
-            raise RuntimeError(
-                "cache: nothing new to attend to; layers that read the keys of others are not served"
-            )
+        assert self.fresh is not None  # whoever attends has looked
         keys, values = self.fresh
         past = self.count - keys.shape[2]
         gone = any(isinstance(store, Ring) and not store.whole for _, store in self.groups)

@@ -41,7 +41,11 @@ def attend_streams(
         ValueError: The plan is gone or another one, speaks for shorter sequences, or the call needs keys that are gone.
     """
     query = request.query
-    assert layer.fresh is not None
+    if layer.fresh is None:
+        raise RuntimeError(
+            f"cache: nothing new for {type(module).__name__} to attend to; layers that read the keys of others are not "
+            "served, use a cache with streaming=False"
+        )
     fresh = tuple(tensor.to(query.dtype) for tensor in layer.fresh)
     past = layer.count - query.shape[2]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -52,6 +53,17 @@ class PackedLayout:
             cu_seq_lens=cu_seq_lens.to(mask.device),
             contiguous=bool(((last - first + 1).clamp(min=0) == lengths).all()),
             from_first=bool(host[:, 0].all()),
+        )
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Place of the first real token of each row, `length` where a row has none."""
+        if not self.tokens:
+            return (self.length,) * self.batch
+        first = self.index.cpu()[self.cu_seq_lens[:-1].cpu().long().clamp_max(self.tokens - 1)]
+        places = (first % self.length).tolist()
+        return tuple(
+            place if count else self.length for place, count in zip(places, self.lengths, strict=True)
         )
 
     @property

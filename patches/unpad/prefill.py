@@ -33,4 +33,7 @@ class PackedPrefill(Cache):
         if self.target is not None:
             keys, values = self.layout.pad_heads(key_states), self.layout.pad_heads(value_states)
             self.target.update(keys, values, layer_idx, *args, **kwargs)
+            layer: Any = self.target.layers[layer_idx]
+            if hasattr(layer, "spans"):  # streaming heads keep what attention would have told them about
+                layer.read(self.layout.starts)
         return key_states, value_states

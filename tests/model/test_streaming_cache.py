@@ -216,6 +216,22 @@ def test_prepare_gives_generate_the_cache() -> None:
     assert held(out.past_key_values) < held_in_full(out.past_key_values)
 
 
+def test_a_prepared_model_generates_behind_padding() -> None:
+    model, tokens = llama(), ids(2, 80)
+    mask = torch.ones_like(tokens)
+    mask[0, :45] = 0  # behind the window of some heads, so that sinks of this row must be saved
+    settings: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    expected = model.generate(tokens, past_key_values=AdaAttnCache(model, "model"), **settings)
+    adaattn_hf.prepare(model, streaming=True)
+    assert torch.equal(model.generate(tokens, **settings), expected)
+    assert adaattn_hf.unpad_calls(model)["unpadded"] == 1
+
+
 def held_in_full(cache: Any) -> int:
     return sum(len(layer.spans) * layer.count * PER_TOKEN["int8"] for layer in cache.layers)
 
