@@ -249,9 +249,21 @@ class Plan:
 
     @property
     def cache(self) -> tuple[str, bool] | None:
-        """What the cache stores that the plan was proven with, and whether its heads stream; None for no such proof."""
+        """What the cache stores that the plan was proven with, and whether its heads stream; None for no such proof.
+
+        Raises:
+            PlanError: The protocol says something else.
+        """
         found = self.protocol.get("cache")
-        return (str(found["stored"]), bool(found["streaming"])) if isinstance(found, Mapping) else None
+        if found is None:
+            return None
+        if (
+            not isinstance(found, Mapping)
+            or not isinstance(found.get("streaming"), bool)
+            or "stored" not in found
+        ):
+            raise PlanError(f"protocol.cache is {found!r}, expected a mapping with stored and streaming")
+        return str(found["stored"]), found["streaming"]
 
     @property
     def max_length(self) -> int:

@@ -46,6 +46,9 @@ def facts(plan: Plan) -> list[str]:
     if isinstance(scoring, Mapping):
         named = {"predicts": "scored on", "retrieval": "retrieval:"}
         lines += [f"{words} {scoring[key]}" for key, words in named.items() if key in scoring]
+    if plan.cache is not None:
+        stored, streaming = plan.cache
+        lines.append(f"cache: {stored}{', heads with a window keep it alone' * streaming}")
     depth = max((layer.layer for layer in plan.layers), default=-1) + 1
     width = max((len(layer.choices) for layer in plan.layers), default=0)
     if depth > MOST_ROWS or width > MOST_COLUMNS:

@@ -24,7 +24,8 @@ from adaattn_hf.calibration.over_codes import FIRST, stored_tap
 from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.patches.cache.stored import AdaAttnCache
 from adaattn_hf.plans import store
-from adaattn_hf.plans.plan import Plan
+from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.render import facts
 
 from .test_calibrate import SETTINGS, _model, _prices, encode, text
 from .test_streaming_cache import LAYERS, ids, llama
@@ -72,6 +73,9 @@ def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(
     assert words["verified"]["upper"] <= MEMORY.budget
     assert words["share"] == pytest.approx(told(result.plan, words["stored"]), rel=0.02)
     assert Plan.from_dict(result.plan.to_dict()).cache == ("k8v4", True)
+    assert "cache: k8v4, heads with a window keep it alone" in facts(result.plan)
+    with pytest.raises(PlanError, match=r"protocol\.cache is 'k8v4', expected a mapping"):
+        _ = replace(result.plan, protocol={"cache": "k8v4"}).cache
     model = _model()
     model.save_pretrained(tmp_path)
     save_plan(model, result, tmp_path)

@@ -111,6 +111,8 @@ def test_layout_goes_both_ways() -> None:
     assert layout.cu_seq_lens.tolist() == [0, 2, 2, 5, 7]
     assert not layout.contiguous
     assert not layout.from_first
+    assert layout.starts == (0, 4, 1, 0)
+    assert PackedLayout.of(mask[1:2]).starts == (4,)
     x = torch.randn(4, 4, 5)
     packed = layout.pack(x)
     assert torch.equal(packed[0], x[mask.bool()])
