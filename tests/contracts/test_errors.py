@@ -213,6 +213,18 @@ CASES = (
         ("model", "'sdpa'", "none of AdaAttn's", 'set_attn_implementation("adaattn")'),
     ),
     Case(
+        "asks for streaming heads without a plan that has windows",
+        lambda: adaattn_hf.AdaAttnCache(fresh_pair("llama")[1], "int8", streaming=True),
+        ValueError,
+        ("streaming", "without a plan", "expected a plan with windows", "leave streaming out"),
+    ),
+    Case(
+        "asks for no bytes of a cache at all",
+        lambda: CalibrationSettings(kv_bytes=0.0),
+        ValueError,
+        ("kv_bytes", "0.0", "expected a share of the bytes below 1", "0.4x"),
+    ),
+    Case(
         "lets a cache grow by less than it holds",
         lambda: adaattn_hf.GrowingCache(growth=0.5),
         ValueError,

@@ -34,13 +34,13 @@ PER_TOKEN = {"model": 2 * 32 * 4, "int8": 2 * 33, "k8v4": 33 + 17}
 NEAR = 2e-5
 
 
-def llama(layers: Any = LAYERS, limit: int = LIMIT) -> Any:
+def llama(layers: Any = LAYERS, limit: int = LIMIT, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=96, intermediate_size=64, num_hidden_layers=len(layers or LAYERS), head_dim=32,
         num_attention_heads=6, num_key_value_heads=3, initializer_range=0.15, max_position_embeddings=1024,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config).eval().to(dtype)
     model.set_attn_implementation("adaattn")
     if layers is not None:
         give(model, layers, limit)
@@ -50,8 +50,8 @@ def llama(layers: Any = LAYERS, limit: int = LIMIT) -> Any:
 def give(model: Any, layers: Any, limit: int = LIMIT) -> None:
     modules = dict(store.attention_modules(model, "llama"))
     plan = Plan(
-        format=PLAN_FORMAT, model_type="llama", weight_hash="", dtype="float32", adaattn="0", torch="0",
-        transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={}, lengths=(limit,), verified=None,
+        format=PLAN_FORMAT, model_type="llama", weight_hash="", dtype=str(model.dtype).removeprefix("torch."),
+        adaattn="0", torch="0", transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={}, lengths=(limit,), verified=None,
         layers=tuple(LayerPlan(i, store.weight_hash(m), layers[i]) for i, m in modules.items()), units=(), tensors="",
     )  # fmt: skip
     store.attach(model, plan, unverified=True)
@@ -107,6 +107,17 @@ def test_decode_and_chunks_are_those_of_a_full_cache(lengths: tuple[int, ...], s
     streaming, full = caches(model, stored)
     ours, theirs = run(model, tokens, streaming, *lengths), run(model, tokens, full, *lengths)
     torch.testing.assert_close(ours, theirs, atol=NEAR, rtol=0)
+
+
+@pytest.mark.parametrize("stored", CACHES)
+def test_sixteen_bits(stored: str) -> None:
+    """Sums in another order: a last bit of attention's output here and there."""
+    model, tokens = llama(LAYERS[:1], dtype=torch.bfloat16), ids(2, 120)
+    streaming, full = caches(model, stored)
+    lengths = (60, 20, *[1] * 40)
+    ours, theirs = (run(model, tokens, cache, *lengths).float() for cache in (streaming, full))
+    torch.testing.assert_close(ours, theirs, atol=2**-6 * float(theirs.abs().max()), rtol=0)
+    assert float((ours - theirs).abs().mean()) < 2**-8 * float(theirs.abs().mean())
 
 
 def test_the_plan_is_at_work() -> None:
