@@ -108,22 +108,17 @@ def choose_storage(
                 f"smallest is {every[0].words}; ask for that, for a larger budget, or for longer --lengths"
             )
     shards = {length: inputs.samples[length].held_out[used : used + s.most_held_out] for length in s.lengths}
-    if min(len(shard) for shard in shards.values()) < 2:
-        return (
-            None,
-            "the held-out text is used up, and no format of the cache can be proved; give more --verify-data",
-        )
     heads = dict.fromkeys(measurement.layers.indices, measurement.layers.kv_heads)
     lost: list[str] = []
     for number, storage in enumerate(asked, 1):
         if storage.stored == "model":
             if not storage.streaming:
                 break  # a cache of numbers of all tokens is what there is anyway
-            words = "".join(f"; {one}" for one in lost)
-            return {
-                **asdict(storage),
-                "verified": None,
-            }, f"cache: {storage.words}, as exact as the plan{words}"
+            words = "; ".join([f"cache: {storage.words}, as exact as the plan", *lost])
+            return {**asdict(storage), "verified": None}, words
+        if min(len(shard) for shard in shards.values()) < 2:
+            lost.append(f"{storage.words} is not proved, since the held-out text is used up: give more of it")
+            continue
         proof = prove(
             inputs,
             programs,

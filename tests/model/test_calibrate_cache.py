@@ -22,11 +22,16 @@ from adaattn_hf.calibration.calibrate import (
 from adaattn_hf.calibration.measure import Measurement
 from adaattn_hf.calibration.over_codes import FIRST, stored_tap
 from adaattn_hf.calibration.scoring import MaskedTokens
+from adaattn_hf.calibration.storage import choose_storage
 from adaattn_hf.patches.cache.stored import AdaAttnCache
 from adaattn_hf.plans import store
-from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
+from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.render import facts
+from adaattn_hf.plans.tensors import LayerTensors
+from adaattn_hf.policy.acceptance import Gates
 
+from ..support.choices import make_choice
 from .test_calibrate import SETTINGS, _model, _prices, encode, text
 from .test_streaming_cache import LAYERS, ids, llama
 
@@ -119,6 +124,18 @@ def test_what_no_format_reaches_and_what_the_budget_forbids_is_refused(measured:
     tight = found(measured, budget=1e-6, kv_bytes=0.2)
     assert not tight.met
     assert "allows no format that takes 0.2x of the bytes" in tight.sentence
+
+
+def test_text_that_is_used_up_proves_no_format_and_leaves_windows(measured: Measurement) -> None:
+    s, none = measured.inputs.settings, [make_choice("window", 32, 16)] * 2
+    by_layer = {i: Program(LayerPlan(i, "", tuple(none)), LayerTensors(), s.lengths[-1]) for i in (0, 1)}
+    used = len(measured.inputs.samples[s.lengths[-1]].held_out)
+    kept, words = choose_storage(measured, by_layer, Gates(s.budget), 0.05, used)
+    assert kept is not None
+    assert (kept["stored"], kept["streaming"], kept["verified"]) == ("model", True, None)
+    assert kept["share"] == pytest.approx(48 / s.lengths[-1])
+    assert "int8 with streaming heads (0.06x of the bytes) is not proved" in words
+    assert choose_storage(measured, {}, Gates(s.budget), 0.05, used)[0] is None
 
 
 def test_without_the_question_nothing_is_said_of_a_cache(measured: Measurement) -> None:

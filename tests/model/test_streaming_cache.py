@@ -51,7 +51,8 @@ def give(model: Any, layers: Any, limit: int = LIMIT) -> None:
     modules = dict(store.attention_modules(model, "llama"))
     plan = Plan(
         format=PLAN_FORMAT, model_type="llama", weight_hash="", dtype=str(model.dtype).removeprefix("torch."),
-        adaattn="0", torch="0", transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={}, lengths=(limit,), verified=None,
+        adaattn="0", torch="0", transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={},
+        lengths=(limit,), verified=None,
         layers=tuple(LayerPlan(i, store.weight_hash(m), layers[i]) for i, m in modules.items()), units=(), tensors="",
     )  # fmt: skip
     store.attach(model, plan, unverified=True)
