@@ -178,7 +178,10 @@ def _find_rules(structure: CallStructure) -> Rules:
     ):  # none could be told, or no query sees any key: an empty table would say that there are no borders
         return Rules(mask=structure.visible())
     table = torch.tensor(runs, dtype=torch.int64).reshape(-1, 6)
-    return Rules(structure.causal, window, sinks, segments=table)
+    rules = Rules(structure.causal, window, sinks, segments=table)
+    # the table was made here, as the library reads it: nothing to check in every pass
+    vars(rules)["_tensors"] = ()
+    return rules
 
 
 def with_extras(
