@@ -20,7 +20,7 @@ from rich.table import Table
 from adaattn_hf.eval.pages import loss, percent, table
 
 from ..errors import UsageError
-from .interrupt import leave
+from .interrupt import interrupted, leave, terminate_like_interrupt
 from .json_output import AsJson, print_reports
 
 ARMS = ("rank", "precision", "sparsity", "combined")
@@ -45,6 +45,7 @@ def ablate_model(
     scoring: Any = None,
     prices: Any = None,
     say: Callable[[str], None] = lambda _: None,
+    keep: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Returns the table: per arm and budget the predicted loss, the measured loss and KL, and the price.
 
@@ -58,6 +59,7 @@ def ablate_model(
         scoring: What the model is scored on; the next token when absent.
         prices: Prices measured before.
         say: Told what is being done.
+        keep: Handed the table after every row.
     """
     import numpy as np
 
@@ -77,20 +79,19 @@ def ablate_model(
     )
     passes = JointPasses(measurement)
     rows: list[dict[str, Any]] = []
+    found = {"lengths": list(settings.lengths), "rows": rows, "machine": measurement.table.machine}
     for arm in ARMS:
         for budget in budgets:
             say(f"{arm} at {budget:.2e} nats/token")
             limit = np.full(len(settings.lengths), budget)
             picks = solve(measurement, limit, allowed=only(arm)).picks
             rows.append({"arm": arm, "budget": budget, **passes.evaluate(picks)})
+            keep(found)
     for choice in measurement.layers.candidates.choices[1:]:
         say(f"uniform {choice.label}")
         rows.append({"arm": "uniform", "choice": choice.label, **passes.uniform(choice)})
-    return {
-        "lengths": list(settings.lengths),
-        "rows": rows,
-        "machine": measurement.table.machine,
-    }
+        keep(found)
+    return found
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -171,7 +172,7 @@ def ablate(
 ) -> None:
     """Show what rank, precision and sparsity buy alone and together at the same loss.
 
-    Exit codes: 0 done; 2 wrong arguments; 130 interrupted.
+    Exit codes: 0 done; 2 wrong arguments; 130 interrupted, with the finished rows in FILE.partial of --output.
     """
     from adaattn_hf.eval.provenance import provenance
     from adaattn_hf.patches.checkpoint import resolve_device
@@ -182,6 +183,11 @@ def ablate(
     from .options import kinds, known_prices, nats, texts, tokens, use_threads, writable
 
     console = Console(stderr=as_json)
+    partial = output.with_name(f"{output.name}.partial")
+
+    def keep(table: dict[str, Any]) -> None:
+        write_atomically(partial, json.dumps(table, indent=1, sort_keys=True) + "\n")
+
     try:
         use_threads(threads)
         writable(output.parent, "output")
@@ -198,22 +204,25 @@ def ablate(
         )
         known = known_prices(prices)
         allowed = [nats(part) for part in budgets.split(",")]
-        loaded = load(model, dtype=dtype, gguf_file=gguf_file)
-        result = ablate_model(
-            loaded.model.to(where),
-            loaded.encode,
-            data,
-            allowed,
-            settings,
-            verify_data=verify_data,
-            scoring=loaded.scoring,
-            prices=known,
-            say=lambda text: console.print(text, markup=False, highlight=False),
-        )
+        partial.unlink(missing_ok=True)
+        with terminate_like_interrupt():
+            loaded = load(model, dtype=dtype, gguf_file=gguf_file)
+            result = ablate_model(
+                loaded.model.to(where),
+                loaded.encode,
+                data,
+                allowed,
+                settings,
+                verify_data=verify_data,
+                scoring=loaded.scoring,
+                prices=known,
+                say=lambda text: console.print(text, markup=False, highlight=False),
+                keep=keep,
+            )
     except (ValueError, FileNotFoundError) as error:
         leave(UsageError(str(error)))
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        interrupted(f"finished rows are kept in {partial}" if partial.is_file() else "no row was finished")
     result["model"] = Path(model).name
     result["settings"] = {
         "data": [path.name for path in data],
@@ -224,6 +233,7 @@ def ablate(
     result["provenance"] = provenance(where)
     write_atomically(output, json.dumps(result, indent=1, sort_keys=True) + "\n")
     write_atomically(output.with_suffix(".md"), page(result))
+    partial.unlink(missing_ok=True)
     console.print(terminal_table(result))
     console.print(f"report: {output.with_suffix('.md')}", markup=False, highlight=False, soft_wrap=True)
     if as_json:

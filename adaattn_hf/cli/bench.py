@@ -25,7 +25,7 @@ from adaattn_hf.patches.checkpoint import known_implementations, resolve_device
 
 from .._files import write_atomically
 from ..errors import EvalError, UsageError, unknown
-from .interrupt import leave
+from .interrupt import interrupted, leave, terminate_like_interrupt
 from .json_output import AsJson, print_reports, tables_aside
 from .options import writable
 
@@ -65,7 +65,7 @@ def bench(
     """Measure the speed of attention and of whole models against stock attention.
 
     Every implementation does the same work on the same numbers in one process, in turn. Ratios are taken per round.
-    Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage.
+    Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage; 130 interrupted, with finished cells in --output.
     """
     try:
         where = resolve_device(device)
@@ -81,7 +81,7 @@ def bench(
     try:
         with tempfile.TemporaryDirectory() as scratch:
             kept = output or (Path(scratch) / "bench.json" if as_json else None)
-            with tables_aside(as_json):
+            with terminate_like_interrupt(), tables_aside(as_json):
                 failed = _run(
                     cells,
                     data,
@@ -98,6 +98,14 @@ def bench(
                 )
             if as_json and kept is not None:
                 print_reports([kept])
+    except KeyboardInterrupt:
+        interrupted(
+            "nothing was kept; --output FILE keeps every cell as it is finished"
+            if output is None
+            else f"finished cells are kept in {output}, where --only REGEX adds the others"
+            if output.is_file()
+            else "no cell was finished"
+        )
     except EvalError as error:
         leave(error)
     if gate and failed:

@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .interrupt import terminate_like_interrupt
+from ..errors import UsageError
+from .interrupt import interrupted, terminate_like_interrupt
+from .interrupt import leave as ended
+from .json_output import AsJson
 from .options import kinds, known_prices, share, texts, times, tokens, use_threads, writable
 
 
@@ -109,6 +112,7 @@ def calibrate(
         bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Turn a loss budget into a plan per layer and head, prove it on held-out text, and store it with the model.
 
@@ -120,10 +124,10 @@ def calibrate(
     # what loads Transformers is imported when the command runs, not when its help is asked for
     from ..calibration.settings import CalibrationSettings
     from ..calibration.team import join, leave
-    from .calibration_job import Job, fitted, named_or_packaged, run
+    from .calibration_job import Job, fitted, named_or_packaged, print_calibration, run
     from .loading import load
 
-    console, errors = Console(), Console(stderr=True)
+    console = Console(stderr=as_json)
     target = out if out is not None else Path(model or "adaattn-plan")
     try:
         if out is None and model is not None and not target.is_dir():
@@ -173,17 +177,12 @@ def calibrate(
                 material.model, dtype=dtype, gguf_file=gguf_file, mask_share=mask_share, maskings=maskings
             )
             code = run(job, loaded, console, team, rank)
+        if as_json and team.leads:
+            print_calibration(target)
     except KeyboardInterrupt:
-        errors.print(
-            f"interrupted: finished work is kept in {target}; the same command with --resume goes on",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-        raise typer.Exit(130) from None
+        interrupted(f"finished work is kept in {target}; the same command with --resume goes on")
     except (ValueError, FileNotFoundError) as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+        ended(UsageError(str(error)))
     leave()
     if code:
         raise typer.Exit(code)

@@ -176,3 +176,10 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> in
     ]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return code
+
+
+def print_calibration(directory: Path) -> None:
+    """Prints the plan of a directory and what its making found as JSON."""
+    files = {"plan": "adaattn_plan.json", "report": "adaattn_report.json"}
+    found = {name: json.loads((directory / file).read_text(encoding="utf-8")) for name, file in files.items()}
+    print(json.dumps(found, indent=1))

@@ -16,7 +16,7 @@ from adaattn_hf.eval.settings import Limits, Loading, Output, Settings, Text
 
 from .._files import write_atomically
 from ..errors import EXIT_CODES, DataUnavailable, EvalError, UsageError
-from .interrupt import leave, terminate_like_interrupt
+from .interrupt import interrupted, leave, terminate_like_interrupt
 from .json_output import AsJson, print_reports, tables_aside
 
 _EXAMPLES = """
@@ -187,13 +187,9 @@ def evaluate(
             )
         )
     except KeyboardInterrupt:
-        Console(stderr=True).print(
-            f"interrupted: finished work is kept in {directory}; the same command with --resume --output "
-            f"{directory} goes on",
-            markup=False,
-            soft_wrap=True,
+        interrupted(
+            f"finished work is kept in {directory}; the same command with --resume --output {directory} goes on"
         )
-        raise typer.Exit(130) from None
     if as_json:
         from adaattn_hf.eval.runner import REPORT
 

@@ -24,6 +24,15 @@ def terminate_like_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def interrupted(kept: str) -> NoReturn:
+    """Says on stderr what an interrupted command keeps, and ends it with exit code 130."""
+    import typer
+    from rich.console import Console
+
+    Console(stderr=True).print(f"interrupted: {kept}", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(130) from None
+
+
 def leave(error: EvalError) -> NoReturn:
     """Says what is wrong on stderr and ends a command with the error's exit code."""
     import typer

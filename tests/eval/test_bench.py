@@ -24,6 +24,8 @@ from adaattn_hf.eval.bench.ways import ways
 from adaattn_hf.eval.bench.work import missing
 from adaattn_hf.eval.timing import peak_bytes, spread
 
+from ..support.interrupting import interrupted
+
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 CPU = torch.device("cpu")
@@ -161,6 +163,20 @@ def test_every_kind_of_cell_does_the_same_work_under_every_name(tmp_path: Path) 
     page = output.with_suffix(".md").read_text(encoding="utf-8")
     assert "| packed (float32) |" in page
     assert "flash_attention_2 (runs on CUDA)" in page
+
+
+def test_ctrl_c_keeps_the_finished_cells_and_says_so(tmp_path: Path) -> None:
+    names = [{"name": f"causal {size}", "q_len": size} for size in range(20, 60)]
+    grid, output = write_grid(tmp_path / "grid.yaml", *names), tmp_path / "out.json"
+    words = ["bench", "--grid", str(grid), "--rounds", "3", "--no-memory", "--output", str(output)]
+    done = interrupted(words, output)
+    assert done.returncode == 130, done.stderr
+    assert (
+        f"interrupted: finished cells are kept in {output}, where --only REGEX adds the others" in done.stderr
+    )
+    kept = [cell["title"] for cell in json.loads(output.read_text(encoding="utf-8"))["cells"]]
+    assert 1 <= len(kept) < 40
+    assert kept[0] == "causal 20 (float32)"
 
 
 def assert_fits(report: dict[str, Any]) -> None:

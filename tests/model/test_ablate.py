@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 from adaattn_hf.calibration.calibrate import CalibrationSettings
 from adaattn_hf.cli.ablate import ARMS, ablate_model, page, terminal_table
 from adaattn_hf.cli.main import app
-from adaattn_hf.eval.demo import demo_model_path
+from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.policy.prices import Price, PriceTable
 from studies.budget.report import write_page
+
+from ..support.interrupting import interrupted
 
 LENGTH = 160
 
@@ -101,6 +103,21 @@ def test_the_command_writes_figures_and_their_page(tmp_path: Path, text: list[Pa
     assert found == page(result)
     assert "* 1 %: together" in found
     assert str(tmp_path) not in found + json.dumps(result)
+
+
+def test_ctrl_c_keeps_the_finished_rows_and_says_so(tmp_path: Path) -> None:
+    output, text = tmp_path / "ablation.json", tmp_path / "text.txt"
+    text.write_text("\n\n".join(calibration_pages()), encoding="utf-8")
+    words = f"--length 64 --sequences 1 --held-out 2 --families window,bf16 --threads 1 --output {output}"
+    arguments = ["ablate", str(demo_model_path("llama")), "--data", str(text), *words.split()]
+    partial = tmp_path / "ablation.json.partial"
+    done = interrupted(arguments, partial)
+    assert done.returncode == 130, done.stderr
+    assert f"interrupted: finished rows are kept in {partial}" in done.stderr
+    rows = json.loads(partial.read_text(encoding="utf-8"))["rows"]
+    assert rows[0]["arm"] == "rank"
+    assert rows[0]["kl"] >= 0
+    assert not output.exists()
 
 
 def test_the_committed_ablation_is_the_page_of_its_json(checkout: Path) -> None:

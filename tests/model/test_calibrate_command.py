@@ -115,6 +115,15 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
         tuned(inputs)
 
 
+def test_json_is_all_that_standard_output_holds(model: Path, material: tuple[str, str]) -> None:
+    done = run(model, material, "--budget", "1%", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["plan"] == json.loads((model / "adaattn_plan.json").read_text())
+    assert told["report"]["table"]["choices"] == ["exact", "bf16"]
+    assert "passed: Δnll" in done.stderr
+
+
 def test_a_budget_that_cannot_be_met_has_a_code_and_a_sentence(
     model: Path, material: tuple[str, str]
 ) -> None:
