@@ -8,9 +8,10 @@ print(record)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,16 +21,20 @@ from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
-from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means, pooled_weights
+from adaattn_hf.plans.plan import Plan
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.store import programs_for
+from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means
 from adaattn_hf.stats.rows import stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
+
+from .maps import head_map, plan_map
 
 __all__ = ["AttentionRecord", "record"]
 
 ENERGIES = (0.95, 0.99, 0.999)
 """Shares of the scores' energy for which the smallest sufficient rank is given."""
 PHASES = ("prefill", "padded", "packed", "decode")
-_MAP_ROWS = 128
 
 
 @dataclass
@@ -62,6 +67,7 @@ class AttentionRecord(Recorder):
     Attributes:
         layers: By the number of the attention module in the model.
         maps: Images of single heads that were asked for, by `(layer, head)`.
+        errors: For the same heads exact weights minus those of the plan that they are held against.
     """
 
     def __init__(
@@ -71,11 +77,13 @@ class AttentionRecord(Recorder):
         seed: int,
         spectrum: bool,
         maps: dict[tuple[int, int], Tensor | None],
+        programs: Mapping[int, Program | None] | None = None,
     ) -> None:
         super().__init__()
         names = [(name, module) for name, module in model.named_modules() if hasattr(module, "is_causal")]
         self.layers: dict[int, _Layer] = {}
-        self.maps = maps
+        self.maps, self.programs = maps, programs
+        self.errors: dict[tuple[int, int], Tensor] = {}
         self.rows, self.spectrum = rows, spectrum
         self._generator = torch.Generator().manual_seed(seed)
         self._names = {id(module): name for name, module in names}
@@ -129,9 +137,11 @@ class AttentionRecord(Recorder):
             )
         if self.spectrum and phase != "decode" and structure.q_len == structure.kv_len:
             self._moments(layer, request)
-        for (number, head), image in self.maps.items():
+        for (number, head), image in [*self.maps.items()]:
             if number == index and image is None and head < heads and phase != "decode":
-                self.maps[number, head] = self._map(request, head)
+                self.maps[number, head] = exact = head_map(request, head)
+                if self.programs is not None:
+                    self.errors[number, head] = exact - plan_map(request, head, self.programs.get(index))
 
     def _moments(self, layer: _Layer, request: AttentionRequest) -> None:
         """Add the second moments of the real tokens' queries and keys."""
@@ -144,25 +154,6 @@ class AttentionRecord(Recorder):
             moments = gram(query, key)
             layer.moments = moments if layer.moments is None else layer.moments + moments
 
-    def _map(self, request: AttentionRequest, head: int) -> Tensor:
-        """The pooled attention of one head of the first batch row."""
-        structure, q_len = request.structure, request.structure.q_len
-        group = head // (request.query.shape[1] // request.key.shape[1])
-
-        def masks() -> Iterator[Tensor]:
-            for start in range(0, q_len, _MAP_ROWS):
-                seen = structure.visible(start, min(start + _MAP_ROWS, q_len), device=request.query.device)
-                yield seen[0, head if seen.shape[1] > 1 else 0]
-
-        return pooled_weights(
-            request.query[0, head],
-            request.key[0, group],
-            masks(),
-            (_MAP_ROWS, _MAP_ROWS),
-            scaling=request.scaling,
-            softcap=request.softcap,
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """JSON values: per layer and phase the means of each query head, ranks per key/value head, counts of calls."""
         return {
@@ -173,11 +164,15 @@ class AttentionRecord(Recorder):
             "rank_energies": list(ENERGIES),
             "layers": [self._layer(index) for index in sorted(self.layers)],
             "maps": [
-                {"layer": layer, "head": head, "weights": _rounded(image)}
+                {"layer": layer, "head": head, "weights": _rounded(image), **self._error(layer, head)}
                 for (layer, head), image in self.maps.items()
                 if image is not None
             ],
         }
+
+    def _error(self, layer: int, head: int) -> dict[str, Any]:
+        image = self.errors.get((layer, head))
+        return {} if image is None else {"error": _rounded(image)}
 
     def _layer(self, index: int) -> dict[str, Any]:
         layer = self.layers[index]
@@ -273,6 +268,7 @@ def record(
     seed: int = 0,
     spectrum: bool = True,
     maps: tuple[tuple[int, int], ...] = (),
+    against: Plan | str | Path | None = None,
 ) -> Iterator[AttentionRecord]:
     """Measures the attention of a model while it runs in this thread: prefill, decode, padded and packed calls.
 
@@ -285,12 +281,15 @@ def record(
         seed: Seed of the sample.
         spectrum: Measure the spectrum of the scores, too (one fp64 product per call and head).
         maps: Pairs of layer and query head whose pooled attention map is kept, from the first prompt.
+        against: A plan, its file or directory: where the weights of these heads would err by it is kept, too. It need
+            not be the plan that the model runs by.
 
     Yields:
         The record, which may be read at any time.
 
     Raises:
         ValueError: The model runs another attention, or `rows` is not positive.
+        PlanError: The plan to hold against does not belong to the model.
     """
     if rows < 1:
         raise ValueError(f"rows: got {rows}, expected at least 1 sampled row per call")
@@ -304,5 +303,6 @@ def record(
             f"model: its attention implementation is {', '.join(sorted(names)) or 'unknown'}, none of AdaAttn's; load "
             'it with attn_implementation="adaattn" or call model.set_attn_implementation("adaattn")'
         )
-    with recording(AttentionRecord(model, rows, seed, spectrum, dict.fromkeys(maps))) as listener:
+    programs = None if against is None else programs_for(model, against)
+    with recording(AttentionRecord(model, rows, seed, spectrum, dict.fromkeys(maps), programs)) as listener:
         yield listener  # type: ignore[misc]

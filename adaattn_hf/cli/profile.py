@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +12,7 @@ import typer
 from .._files import write_atomically
 from ..errors import DataUnavailable, EvalError, UsageError
 from .interrupt import leave
+from .json_output import AsJson
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +46,10 @@ def profile(
     plan: Annotated[
         str | None, typer.Option(help="File or directory of a plan to run; none: without one.")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Plan whose errors are drawn beside each --map: exact weights minus its own."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for profile.json and atlas.html. Default: only the table.")
     ] = None,
@@ -55,6 +62,7 @@ def profile(
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure entropy, attention sinks, distances, block density, score ranks and rounding per layer and head.
 
@@ -74,6 +82,10 @@ def profile(
         for directory, name in ((out, "out"), (figure and figure.parent, "figure")):
             if directory is not None:
                 writable(directory, name)
+        if against is not None and not maps:
+            raise UsageError(
+                "against: got a plan and no map, expected --map layer.head of the head to look at"
+            )
         wanted = tuple(_layer_and_head(text) for text in maps or ())
         source = str(demo_model_path("llama")) if model is None else model
         _run(
@@ -88,8 +100,10 @@ def profile(
             seed,
             wanted,
             plan,
+            against,
             out,
             figure,
+            as_json,
         )
     except EvalError as error:
         leave(error)
@@ -123,8 +137,10 @@ def _run(
     seed: int,
     maps: tuple[tuple[int, int], ...],
     plan: str | None,
+    against: str | None,
     out: Path | None,
     figure: Path | None,
+    as_json: bool,
 ) -> None:
     import torch
     from rich.console import Console
@@ -146,7 +162,7 @@ def _run(
     ids = ids[: len(ids) // size * size].view(-1, size) if len(ids) >= size else ids[None]
     network, generates = checkpoint.model, checkpoint.model.can_generate()
     keywords = {"use_cache": False} if generates else {}
-    with record(network, rows=rows, seed=seed, maps=maps) as seen, torch.inference_mode():
+    with record(network, rows=rows, seed=seed, maps=maps, against=against) as seen, torch.inference_mode():
         for row in ids:
             network(input_ids=row[None].to(checkpoint.device), **keywords)
         if decode and generates:
@@ -156,7 +172,7 @@ def _run(
     lacking = [f"{layer}.{head}" for (layer, head), image in seen.maps.items() if image is None]
     if lacking:
         raise UsageError(f"map: got {', '.join(lacking)}, expected layer.head of this model, see the table")
-    console = Console()
+    console = Console(stderr=as_json)
     console.print(str(seen), markup=False, highlight=False, soft_wrap=True)
     recorded = {
         "model": checkpoint.name,
@@ -166,18 +182,27 @@ def _run(
         "provenance": provenance(checkpoint.device),
         **seen.to_dict(),
     }
+    for image in recorded["maps"]:
+        image["labels"] = _labels(checkpoint.tokenizer, ids[0].tolist(), len(image["weights"]))
     if out is not None:
         runner.write_json(out / "profile.json", recorded)
         about = (
             f"{len(ids)} x {ids.shape[1]} tokens of {name}, {rows} rows sampled per call, {checkpoint.dtype}"
         )
-        write_atomically(
-            out / "atlas.html", atlas.page(seen.to_dict(), f"Attention of {checkpoint.name}", about)
-        )
+        write_atomically(out / "atlas.html", atlas.page(recorded, f"Attention of {checkpoint.name}", about))
         console.print(f"profile: {out / 'profile.json'}, {out / 'atlas.html'}", markup=False, soft_wrap=True)
     if figure is not None:
         seen.figure().savefig(figure)
         console.print(f"figure: {figure}", markup=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps(recorded, indent=1))
+
+
+def _labels(tokenizer: Any, ids: list[int], bins: int) -> list[str]:
+    """Text of the tokens that each row or column of a map stands for, its beginning where it is long."""
+    borders = [-(-place * len(ids) // bins) for place in range(bins + 1)]
+    texts = [tokenizer.decode(ids[a:b]) for a, b in itertools.pairwise(borders)]
+    return [text if len(text) <= 32 else f"{text[:31]}…" for text in texts]
 
 
 def _generate(network: Any, prompt: Tensor, count: int, longest: int) -> None:

@@ -164,6 +164,19 @@ def settings_for(
     return modules, raw
 
 
+def programs_for(model: nn.Module, plan: Plan | str | Path) -> dict[int, Program | None]:
+    """Returns what a plan, or the one in a file or directory, says of a model's layers, to look at: it may be unproven.
+
+    Raises:
+        PlanError: If it does not belong to the model.
+    """
+    if not isinstance(plan, Plan):
+        path, plan = Path(plan), read_plan(plan)
+        read_tensors(plan, path if path.is_dir() else path.parent)
+    modules, raw = settings_for(model, plan, None, unverified=True)
+    return {index: fit.resolve(module, raw, _layer_tensors) for index, module in modules.items()}
+
+
 def read_plan(path: str | Path) -> Plan:
     """Returns the plan in a JSON file, or in the `adaattn_plan.json` or `config.json` of a model directory.
 

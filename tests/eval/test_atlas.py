@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
 from adaattn_hf.eval import atlas
 
 from ..support.browser import drawn, needs_browser
+from ..support.choices import make_choice
+from ..support.plans import plan_for
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -25,10 +29,15 @@ def profile(*words: object) -> Any:
 def made(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("profile")
     figure = out / "heads.png"
+    model = AutoModelForCausalLM.from_pretrained(llama, attn_implementation="adaattn")
+    plan = plan_for(model, make_choice("window", 4))
+    (out / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     words = ("--data", texts / "plain.txt", "--out", out, "--map", "1.3", "--padded", "--figure", figure)
+    words = (*words, "--against", out / "plan.json", "--json")
     result = profile(llama, *words)
     assert result.exit_code == 0, result.output
-    assert "decode" in result.output
+    assert "decode" in result.stderr
+    assert json.loads(result.stdout) == json.loads((out / "profile.json").read_text(encoding="utf-8"))
     assert figure.read_bytes().startswith(b"\x89PNG")
     return out
 
@@ -40,6 +49,9 @@ def test_the_json_holds_every_layer_and_phase(made: Path) -> None:
     assert all(set(layer["phases"]) == {"prefill", "decode", "padded"} for layer in recorded["layers"])
     (image,) = recorded["maps"]
     assert (image["layer"], image["head"]) == (1, 3)
+    assert len(image["labels"]) == len(image["weights"]) == len(image["error"])
+    assert max(abs(v) for row in image["error"] for v in row) > 1e-3
+    assert any(label.strip() for label in image["labels"])
     for layer in recorded["layers"]:
         assert len(layer["scores"]["spectrum"]) == 2  # key/value heads
         assert layer["scores"]["rank"]["0.95"][0] <= layer["scores"]["rank"]["0.999"][0]
@@ -57,7 +69,9 @@ def test_a_browser_draws_the_page(made: Path, tmp_path: Path) -> None:
     first = drawn(page, "", tmp_path)
     assert first.count('role="gridcell"') == 8  # two layers of four heads
     assert "Layer 1, head 3" in first  # whose map was asked for
-    assert "<canvas" in first
+    assert first.count("<canvas") == 2  # weights, and the error of the plan
+    read = "document.querySelectorAll('canvas')[1].dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowDown'}));"
+    assert re.search(r"query “.+”, key “.+”: [-0-9.e]+", drawn(page, read, tmp_path))
     press = "$('grid').dispatchEvent(new KeyboardEvent('keydown', {key: 'Home', bubbles: true}));"
     press += (
         "$('measure').value = 'rank'; $('measure').dispatchEvent(new Event('change')); $('theme').click();"
@@ -74,6 +88,8 @@ def test_a_browser_draws_the_page(made: Path, tmp_path: Path) -> None:
     [
         (("--map", "1"), 2, "layer.head"),
         (("--map", "9.0"), 2, "layer.head of this model"),
+        (("--against", "nowhere"), 2, "no map"),
+        (("--map", "0.0", "--against", "nowhere"), 2, "does not exist"),
         (("--length", "65"), 2, "at most the 64"),
         (("--plan", "nowhere"), 4, "does not exist"),
         (("--threads", "0"), 2, "threads"),

@@ -8,10 +8,11 @@ import transformers as tf
 
 import adaattn_hf
 from adaattn_hf.patches.record import record
+from adaattn_hf.plans.choices import Choice
 
 from ..support.choices import make_choice
 from ..support.models import fresh_pair, pair, tokens
-from ..support.plans import give
+from ..support.plans import give, plan_for
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,41 @@ def test_maps_are_kept_of_the_heads_that_were_asked_for(llama: tf.PreTrainedMode
     (image,) = seen.to_dict()["maps"]
     torch.testing.assert_close(torch.tensor(image["weights"]), weights, rtol=1e-3, atol=1e-5)
     assert seen.maps[9, 0] is None
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        make_choice("window", 4),
+        make_choice("window", 8, 1, precision="int8"),
+        make_choice(precision="bf16"),
+    ],
+    ids=lambda choice: choice.label,
+)
+def test_the_error_of_a_plan_is_exact_minus_what_it_computes(choice: Choice) -> None:
+    ids, model = tokens(1, 96), fresh_pair("llama").ours.eval()
+    plan = plan_for(model, choice, layers=(1,), lengths=(96,))
+    with record(model, maps=((0, 1), (1, 3)), against=plan) as seen, torch.no_grad():
+        model(ids, use_cache=False)
+        exact = model(ids, use_cache=False, output_attentions=True).attentions[1][0, 3]
+        with adaattn_hf.use_plan(model, plan, unverified=True):
+            planned = model(ids, use_cache=False, output_attentions=True).attentions[1][0, 3]
+    first, second = seen.to_dict()["maps"]
+    assert not torch.tensor(first["error"]).any()  # the plan leaves that layer exact
+    found = torch.tensor(second["error"])
+    assert found.any()
+    torch.testing.assert_close(found, exact - planned, rtol=1e-3, atol=2e-5)
+
+
+def test_a_prompt_beyond_a_plan_has_no_error_map() -> None:
+    model = fresh_pair("llama").ours.eval()
+    plan = plan_for(model, make_choice("window", 4), lengths=(16,))
+    with (
+        record(model, maps=((1, 0),), against=plan),
+        torch.no_grad(),
+        pytest.raises(ValueError, match="has 24 tokens, and the plan speaks for 16"),
+    ):
+        model(tokens(1, 24), use_cache=False)
 
 
 def hooks(model: tf.PreTrainedModel) -> int:
