@@ -33,8 +33,7 @@ def made(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     plan = plan_for(model, make_choice("window", 4))
     (out / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     words = ("--data", texts / "plain.txt", "--out", out, "--map", "1.3", "--padded", "--figure", figure)
-    words = (*words, "--against", out / "plan.json", "--json")
-    result = profile(llama, *words)
+    result = profile(llama, *words, "--against", out / "plan.json", "--json")
     assert result.exit_code == 0, result.output
     assert "decode" in result.stderr
     assert json.loads(result.stdout) == json.loads((out / "profile.json").read_text(encoding="utf-8"))
