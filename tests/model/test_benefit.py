@@ -1,0 +1,74 @@
+"""What a plan buys of whole passes: the ratio of times taken in turn, with an interval that covers it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn_hf.attention.tap import active_tap
+from adaattn_hf.calibration import benefit
+from adaattn_hf.calibration.arms import exact_tap
+
+from ..support.models import fresh_pair, tokens
+
+
+def bench(model: Any, length: int) -> Any:
+    """Inputs of one length, as far as timing needs them."""
+    ids = tokens(1, length)
+    sample = SimpleNamespace(joint=[None])
+    reading = SimpleNamespace(tokens=ids)
+    return SimpleNamespace(model=model, samples={length: sample}, readings=lambda _: [reading])
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, list[float]]], None]:
+    """Makes a model whose passes take the seconds that are said, arm by arm, and time stand still beside them."""
+
+    def install(model: Any, seconds: dict[str, list[float]]) -> None:
+        now = [0.0]
+        turns = {name: itertools.cycle(values) for name, values in seconds.items()}
+        forward = model.forward
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            now[0] += next(turns["exact" if active_tap() is exact_tap else "plan"])
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(model, "forward", slow)
+        monkeypatch.setattr(benefit, "signature", lambda _: SimpleNamespace(parameters={"use_cache": None}))
+        monkeypatch.setattr(benefit.time, "process_time", lambda: now[0])
+
+    return install
+
+
+def test_the_ratio_is_that_of_the_times_and_the_first_round_warms_up(clock: Any) -> None:
+    model = fresh_pair("llama").ours.eval()
+    clock(model, {"exact": [9.0, 2.0, 2.0], "plan": [90.0, 1.0, 1.0]})
+    (found,) = benefit.whole_forward(bench(model, 12), {}, 2)
+    assert (found.length, found.rounds, found.clock) == (12, 2, "CPU time")
+    assert found.ratio == found.low == found.high == 2.0
+    assert found.sentence() == (
+        "whole forward pass of 12 tokens: 2.00 times as fast as exact (95 %: 2.00 to 2.00, CPU time, 2 rounds)"
+    )
+
+
+def test_the_interval_is_students_of_the_logarithms(clock: Any) -> None:
+    model = fresh_pair("llama").ours.eval()
+    clock(model, {"exact": [1.0, 2.0, 2.0, 2.0], "plan": [1.0, 1.0, 2.0, 4.0]})
+    (found,) = benefit.whole_forward(bench(model, 12), {}, 3)
+    logs = torch.tensor([math.log(2.0), 0.0, -math.log(2.0)], dtype=torch.float64)
+    spread = 4.302653 * float(logs.std()) / math.sqrt(3)  # Student's t with 2 degrees of freedom, 97.5 %
+    assert found.ratio == pytest.approx(1.0)
+    assert found.low == pytest.approx(math.exp(-spread), rel=1e-5)
+    assert found.high == pytest.approx(math.exp(spread), rel=1e-5)
+
+
+def test_short_passes_get_more_rounds_than_were_asked_for(clock: Any) -> None:
+    model = fresh_pair("llama").ours.eval()
+    clock(model, {"exact": [0.01], "plan": [0.01]})
+    assert benefit.whole_forward(bench(model, 12), {}, 2)[0].rounds == benefit.MOST_ROUNDS

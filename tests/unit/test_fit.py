@@ -1,0 +1,126 @@
+"""Lengths and folds that a text can fill, by the tokenizer alone; what `adaattn calibrate` takes by default."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adaattn_hf import load_preset, preset_names
+from adaattn_hf.calibration.settings import CalibrationSettings
+from adaattn_hf.cli.calibration_job import named_or_packaged
+from adaattn_hf.cli.fit import FEWEST, LENGTHS, count_tokens, fit_to_text
+
+SETTINGS = CalibrationSettings(sequences=4, joint=3, held_out=12, most_held_out=36)
+OWN = SETTINGS.sequences + SETTINGS.joint
+
+
+def encode(text: str) -> list[int]:
+    """One token per word."""
+    return [0] * len(text.split())
+
+
+def text(path: Path, tokens: int) -> Path:
+    path.write_text("\n\n".join("word " * 100 for _ in range(tokens // 100)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    return tmp_path / "book.txt"
+
+
+def test_counting_stops_where_it_is_enough(book: Path) -> None:
+    text(book, 5000)
+    assert count_tokens([book], encode, 10**9) == 5000
+    asked: list[str] = []
+
+    def counted(piece: str) -> list[int]:
+        asked.append(piece)
+        return encode(piece)
+
+    assert 300 <= count_tokens([book], counted, 300) < 5000
+    assert sum(len(encode(piece)) for piece in asked) < 5000
+
+
+@pytest.mark.parametrize(
+    ("length", "held", "plans"),
+    [(512, 12, 2), (512, 12, 1), (512, FEWEST, 1)],
+    ids=["two plans", "one plan", "fewer held out"],
+)
+def test_the_longest_length_that_the_text_can_prove_is_taken(
+    book: Path, length: int, held: int, plans: int
+) -> None:
+    """A text that just fills a length at some number of plans takes the longest length with as many."""
+    tokens = math.ceil((OWN + plans * held) * length / 100) * 100
+    fitted, sentence = fit_to_text(SETTINGS, encode, [text(book, tokens)], None, None)
+    room = tokens // fitted.lengths[0] - OWN
+    assert room >= (2 * 12 if fitted.held_out == 12 else FEWEST)
+    longer = [one for one in LENGTHS if one > fitted.lengths[0]]
+    assert all(tokens // one - OWN < 2 * 12 for one in longer)
+    assert f"sequences of {fitted.lengths[0]} tokens, {OWN} to choose by" in sentence
+    if plans == 2:
+        assert fitted.lengths == (length,)
+
+
+def test_a_short_text_makes_do_with_fewer_held_out_sequences(book: Path) -> None:
+    tokens = (OWN + FEWEST) * LENGTHS[-1] // 100 * 100 + 100
+    fitted, sentence = fit_to_text(SETTINGS, encode, [text(book, tokens)], None, None)
+    assert fitted.lengths == (LENGTHS[-1],)
+    assert fitted.held_out == FEWEST
+    assert f"{FEWEST} to 36 of {FEWEST}" in sentence
+    with pytest.raises(
+        ValueError, match=r"data: \d+ tokens of text, expected at least 1664 for sequences of 128"
+    ):
+        fit_to_text(SETTINGS, encode, [text(book, tokens - 200)], None, None)
+
+
+def test_held_out_text_of_its_own_leaves_the_other_to_choose_by(book: Path, tmp_path: Path) -> None:
+    other = text(tmp_path / "other.txt", 24 * 1024 + 100)
+    data = text(book, OWN * 1024 + 100)
+    fitted, sentence = fit_to_text(SETTINGS, encode, [data], [other], None)
+    assert fitted.lengths == (1024,)
+    assert "held out" in sentence
+    alone, _ = fit_to_text(SETTINGS, encode, [data], None, None)
+    assert alone.lengths[0] < 1024
+    with pytest.raises(ValueError, match="and 100 held out"):
+        fit_to_text(SETTINGS, encode, [data], [text(tmp_path / "scrap.txt", 100)], None)
+
+
+def test_no_length_is_beyond_the_positions_of_the_model(book: Path) -> None:
+    text(book, 60 * 700)
+    assert fit_to_text(SETTINGS, encode, [book], None, 700)[0].lengths == (700,)
+    assert fit_to_text(SETTINGS, encode, [book], None, 100)[0].lengths == (100,)
+    few = replace(SETTINGS, held_out=4)
+    assert fit_to_text(few, encode, [book], None, 700)[0].held_out == 4
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if load_preset(name).budget])
+def test_a_preset_names_the_budget(name: str) -> None:
+    assert named_or_packaged(None, None, None, None, name).budget == math.log1p(load_preset(name).budget)
+
+
+def test_material_is_what_was_named_or_what_is_packaged(tmp_path: Path) -> None:
+    packaged = named_or_packaged(None, None, None, None, None)
+    assert packaged.budget == math.log1p(0.01)
+    assert all(
+        path.exists() for path in (Path(packaged.model), *packaged.data, *(packaged.verify_data or ()))
+    )
+    named = named_or_packaged("m", [tmp_path], None, None, None)
+    assert (named.model, named.data, named.verify_data, named.budget) == (
+        "m",
+        (tmp_path,),
+        None,
+        math.log1p(0.001),
+    )
+    own = named_or_packaged(None, [tmp_path], [tmp_path], "2e-3", None)
+    assert (own.data, own.verify_data, own.budget) == ((tmp_path,), (tmp_path,), 2e-3)
+    for arguments, words in (
+        (("m", None, None, None, None), "data is absent"),
+        ((None, None, None, "1%", "fast"), "expected one of them"),
+        ((None, None, None, None, "exact"), "has no budget"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            named_or_packaged(*arguments)
