@@ -116,8 +116,12 @@ bench-native: $(READY) ## the native CPU kernels against torch, one and two thre
 bench-cache: $(READY) ## caches beside one another; MODEL=DIR TEXT=FILE GGUF=FILE; writes docs/results/cache.*
 	$(BIN)/python studies/cache.py --model $(MODEL) --text $(TEXT) $(if $(GGUF),--gguf-file $(GGUF)) --write docs/results
 
-sanitize: ## build the native kernels with address and undefined-behaviour sanitizers and fuzz them; CASES=2000 SEED=0
-	$(PYTHON) tests/native/sanitize.py --cases $(or $(CASES),2000) --seed $(or $(SEED),0)
+sanitize: $(READY) ## fuzz the native kernels, from C and from Python, under two sanitizers; CASES=2000 SEED=0
+	$(BIN)/python tests/native/sanitize.py --python $(BIN)/python --cases $(or $(CASES),2000) --seed $(or $(SEED),0)
+
+.PHONY: fuzz
+fuzz: $(READY) ## random calls, CASES=100000 valid and as many malformed, SEED=0; goes on where it was; writes docs/results/fuzz.*
+	$(BIN)/python tests/property/search.py --cases $(or $(CASES),100000) --seed $(or $(SEED),0) --write docs/results
 
 # ziglang is a compiler for many machines that pip installs; qemu-user-static runs programs of other machines.
 fuzz-aarch64: $(READY) ## the fuzzer's calls on NEON, without sanitizers; needs qemu-aarch64-static

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Writes a file, text in UTF-8, that is either the old one or the new one and never half of it."""
+    """Writes a file, text in UTF-8, that is either the old one or the new one and never half of it.
+
+    The unfinished file has a name that nobody can foresee, and is gone where the disk is full.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(fresh, path)
+    descriptor, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        # such files are made for their owner alone; others may read as of any file that the process makes
+        os.umask(mask := os.umask(0))
+        os.chmod(fresh, 0o666 & ~mask)
+        os.replace(fresh, path)
+    except BaseException:
+        os.unlink(fresh)
+        raise

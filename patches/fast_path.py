@@ -113,7 +113,7 @@ def structure_at_hand(
     """The structure that `_read_mask` gives, where it need not be made; it may be one for other extents."""
     if type(attention_mask) is StructuredMask:
         return attention_mask.structure
-    if attention_mask is not None or sliding_window is not None:
+    if attention_mask is not None or sliding_window is not None or not query.dim() == key.dim() == 4:
         return None
     return recall(maskless(module, query.shape, key.shape, is_causal))
 

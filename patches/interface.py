@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.request import (
     AttentionRequest,
+    check_dimensions,
     head_dim_of,
     holds_no_memory,
     in_one_batch,
@@ -157,6 +158,11 @@ def _attend_anew(
         carriers: tuple[Any, Any] = key, value
         stored, streams = carriers[0].record, carriers[0].streams
         key, value = carriers[0].codes, carriers[1].codes
+    check_dimensions(query, key, value)
+    if position_bias is not None or isinstance(attention_mask, Tensor):
+        from .refusals import check_additions
+
+        check_additions(query, attention_mask, position_bias)
     if not _KNOWN.issuperset(kwargs):
         _refuse_unknown(module, kwargs)
     if sliding_window is not None and attention_mask is None and sliding_window < key.shape[2]:
@@ -306,6 +312,11 @@ def _one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> 
     casts = torch._C._is_any_autocast_enabled() and _autocasts(query.device.type)
     if not (casts or upcasts) and dtype is key.dtype is value.dtype:
         return query, key, value
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not tensor.dtype.is_floating_point:
+            raise ValueError(
+                f"{name}: got {tensor.dtype}, expected a floating-point dtype; cast it with .float()"
+            )
     if casts:
         dtype = torch.get_autocast_dtype(query.device.type)
     else:

@@ -18,6 +18,7 @@ __all__ = [
     "AttentionRequest",
     "AttentionResult",
     "CallSpec",
+    "check_dimensions",
     "format_of",
     "head_dim_of",
     "holds_no_memory",
@@ -64,8 +65,23 @@ class AttentionRequest:
         Raises:
             ValueError: Names the tensor, what it has and what it should have.
         """
+        check_dimensions(self.query, self.key, self.value)
         if not self.query.shape[0] == self.key.shape[0] == self.value.shape[0]:
             self.query, self.key, self.value = in_one_batch(self.query, self.key, self.value)
+        if not self.query.shape[3]:
+            raise ValueError(
+                f"query: got shape {tuple(self.query.shape)}, expected a head_dim of at least 1: no key could be told "
+                "from another"
+            )
+        if not self.query.dtype.is_floating_point:
+            raise ValueError(
+                f"query: got {self.query.dtype}, expected a floating-point dtype; cast it with .float()"
+            )
+        if not self.query.device == self.key.device == self.value.device:
+            raise ValueError(
+                f"query, key, value: got tensors on {self.query.device}, {self.key.device} and {self.value.device}, "
+                "expected one device; move them to the query's, key.to(query.device)"
+            )
         batch, heads, q_len, dim = self.query.shape
         _, kv_heads, kv_len, key_dim = self.key.shape
         if not kv_heads or heads % kv_heads:
@@ -93,6 +109,40 @@ class AttentionRequest:
             )
         if self.per_head is not None and self.per_head.key_mean is not None:
             self.per_head.check_mean(self.key.shape[3])
+        if self.dropout or self.softcap is not None:
+            self._check_numbers()
+        if self.sink_logits is not None:
+            self._check_dense("sink_logits", self.sink_logits)
+            if self.sink_logits.shape != (heads,):
+                raise ValueError(
+                    f"sink_logits: got shape {tuple(self.sink_logits.shape)}, expected one for each of the {heads} "
+                    "query heads; slice those of the heads that this device computes"
+                )
+        if self.bias is not None:
+            self._check_dense("bias", self.bias)
+            self.bias = _four_dimensional(self.bias, (batch, heads, q_len, kv_len))
+
+    def _check_dense(self, name: str, tensor: Tensor) -> None:
+        """Refuse an extra that is no dense tensor of floating-point numbers beside the query."""
+        dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.is_floating_point()
+        if not dense or tensor.device != self.query.device:
+            got = (
+                f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            )
+            raise ValueError(
+                f"{name}: got {got}, expected a dense floating-point tensor on {self.query.device}"
+            )
+
+    def _check_numbers(self) -> None:
+        """Refuse a dropout that is no probability and a softcap that bounds nothing."""
+        if not 0.0 <= self.dropout <= 1.0:
+            raise ValueError(
+                f"dropout: got {self.dropout}, expected a probability from 0 to 1; 0 drops nothing"
+            )
+        if self.softcap is not None and not 0.0 < self.softcap < float("inf"):
+            raise ValueError(
+                f"softcap: got {self.softcap}, expected a positive number, or None for no bound on the scores"
+            )
 
     def with_tensors(
         self, query: Tensor, key: Tensor, value: Tensor, structure: CallStructure | None = None
@@ -132,6 +182,21 @@ def head_dim_of(value: Tensor) -> int:
     return value.shape[3] * (2 if value.dtype is torch.uint8 else 1)
 
 
+def check_dimensions(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse tensors that are not `[batch, heads, length, head_dim]`.
+
+    Raises:
+        ValueError: Names the first of them and what it has.
+    """
+    if query.dim() == key.dim() == value.dim() == 4:
+        return
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]"
+            )
+
+
 def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value in one batch, without a copy: learned queries, say, come once for the whole batch.
 
@@ -146,6 +211,17 @@ def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
         )
     batch = batches.pop() if batches else 1
     return query.expand(batch, -1, -1, -1), key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+
+
+def _four_dimensional(bias: Tensor, extents: tuple[int, ...]) -> Tensor:
+    """The bias with all four dimensions, refused where it does not broadcast to the scores."""
+    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    if len(shape) > 4 or any(size not in (1, extent) for size, extent in zip(shape, extents, strict=True)):
+        raise ValueError(
+            f"bias: got shape {tuple(bias.shape)}, expected one that broadcasts to {extents}, which is "
+            "[batch, heads, q_len, kv_len]"
+        )
+    return bias if bias.dim() == 4 else bias.reshape(shape)
 
 
 def holds_no_memory(*tensors: Tensor) -> bool:

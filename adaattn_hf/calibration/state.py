@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from .._files import write_atomically
 from ..policy.risk import RiskTable
 
 FILE = "adaattn_calibration.partial.npz"
+_NO_ARRAYS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What reading a file raises that holds other things than were written."""
 
 
 class CalibrationState:
@@ -62,28 +66,46 @@ class CalibrationState:
         """Reads a state that belongs to the same settings, weights and text; returns whether there was one.
 
         Raises:
-            ValueError: If the state belongs to another calibration.
+            ValueError: If the state belongs to another calibration, or cannot be read.
         """
         path = directory / FILE
         if not path.is_file():
             return False
-        with np.load(path, allow_pickle=False) as arrays:
-            if str(arrays["key"]) != self.key:
-                raise ValueError(
-                    f"resume: {path} belongs to another model, text or settings; give the arguments of the interrupted "
-                    "run, or another --out"
-                )
-            for length, table in self.risks.items():
-                table.total = arrays[f"total.{length}"]
-                table.squares = arrays[f"squares.{length}"]
-                table.means = arrays[f"means.{length}"]
-                self.dropped[length] = arrays[f"dropped.{length}"]
-                table.rows, table.sequences, self.done[length] = (int(n) for n in arrays[f"counts.{length}"])
-                pairs = (tuple(pair) for pair in arrays[f"pairs.{length}"].tolist())
-                self.direct[length] = dict(zip(pairs, arrays[f"direct.{length}"], strict=True))
+        try:
+            # opened here, because numpy leaves a file open that it cannot read
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            known = str(arrays["key"])
+        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, *_NO_ARRAYS) as error:
+            raise ValueError(_broken(path)) from error
+        if known != self.key:
+            raise ValueError(
+                f"resume: {path} belongs to another model, text or settings; give the arguments of the interrupted "
+                "run, or another --out"
+            )
+        try:
+            self._take(arrays)
+        except _NO_ARRAYS as error:
+            raise ValueError(_broken(path)) from error
         return True
+
+    def _take(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Takes over what a file held."""
+        for length, table in self.risks.items():
+            table.total = arrays[f"total.{length}"]
+            table.squares = arrays[f"squares.{length}"]
+            table.means = arrays[f"means.{length}"]
+            self.dropped[length] = arrays[f"dropped.{length}"]
+            table.rows, table.sequences, self.done[length] = (int(n) for n in arrays[f"counts.{length}"])
+            pairs = (tuple(pair) for pair in arrays[f"pairs.{length}"].tolist())
+            self.direct[length] = dict(zip(pairs, arrays[f"direct.{length}"], strict=True))
 
     @staticmethod
     def forget(directory: Path) -> None:
         """Removes the state of a finished calibration."""
         (directory / FILE).unlink(missing_ok=True)
+
+
+def _broken(path: Path) -> str:
+    """The sentence for a file that is no state."""
+    return f"resume: {path} is no whole state of a calibration; delete it, and the same command begins anew"

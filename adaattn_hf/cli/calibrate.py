@@ -183,6 +183,9 @@ def calibrate(
         interrupted(f"finished work is kept in {target}; the same command with --resume goes on")
     except (ValueError, FileNotFoundError) as error:
         ended(UsageError(str(error)))
+    except OSError as error:
+        why = f"{error.filename or target}: {error.strerror or error}"
+        ended(UsageError(f"{why}; what is finished is kept, --resume goes on"))
     leave()
     if code:
         raise typer.Exit(code)

@@ -183,6 +183,30 @@ CASES = (
         ("attention_mask", "(1, 1, 5, 6)", "expected", "(1, 2, 6, 6)"),
     ),
     Case(
+        "hands over a mask of whole numbers",
+        lambda: attend(torch.ones(1, 1, 6, 6, dtype=torch.int64)),
+        ValueError,
+        ("attention_mask", "torch.int64", "expected bool (True = attend) or floating point", ".bool()"),
+    ),
+    Case(
+        "gives a softcap that bounds nothing",
+        lambda: attend(softcap=-2.0),
+        ValueError,
+        ("softcap", "-2.0", "expected a positive number", "or None"),
+    ),
+    Case(
+        "gives queries of whole numbers",
+        lambda: attention_function()(nn.Module(), *[torch.zeros(1, 2, 6, 4, dtype=torch.int64)] * 3, None),
+        ValueError,
+        ("query", "torch.int64", "expected a floating-point dtype", ".float()"),
+    ),
+    Case(
+        "gives learned sinks of other heads",
+        lambda: attend(s_aux=torch.zeros(3)),
+        ValueError,
+        ("sink_logits", "(3,)", "expected one for each of the 2 query heads", "slice"),
+    ),
+    Case(
         "gives more key heads than query heads",
         lambda: attend(key_heads=4),
         ValueError,

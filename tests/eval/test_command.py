@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from adaattn_hf.cli.main import COMMANDS, app
 from adaattn_hf.errors import EXIT_CODES, unknown
-from adaattn_hf.eval import runner, scoring
+from adaattn_hf.eval import journal, runner, scoring
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -286,3 +287,19 @@ def test_a_masked_model_says_last_words(bert: Path, texts: Path, tmp_path: Path)
     assert (short.exit_code, "more than the" in short.output) == (2, True)
     strided = evaluate(bert, "--data", texts / "plain.txt", "--stride", 4, "--output", tmp_path / "strided")
     assert (strided.exit_code, "disjoint" in strided.output) == (2, True)
+
+
+def test_a_full_disk_is_a_sentence_and_keeps_finished_batches(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: journal.Journal, batch: int, record: journal.BatchRecord) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.Journal, "append", full)
+        done = evaluate(llama, "--data", texts, "--output", tmp_path / "out", "--context", 16)
+    assert done.exit_code == 3, done.output
+    assert "No space left on device; finished batches are kept, and --resume goes on" in done.output
+    assert "Traceback" not in done.output
+    again = evaluate(llama, "--data", texts, "--output", tmp_path / "out", "--context", 16, "--resume")
+    assert again.exit_code == 0, again.output

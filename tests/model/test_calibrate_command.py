@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
@@ -20,7 +21,7 @@ from typer.testing import CliRunner, Result
 import adaattn_hf
 from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.calibration.state import FILE
+from adaattn_hf.calibration.state import FILE, CalibrationState
 from adaattn_hf.cli.calibration_job import BUDGET_NOT_MET
 from adaattn_hf.cli.main import app
 from adaattn_hf.cli.options import tokens
@@ -214,6 +215,19 @@ def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
     finally:
         torch.set_num_threads(threads)
     assert (model / "adaattn_plan.json").read_bytes() == whole
+
+
+def test_a_full_disk_is_a_sentence_and_loses_nothing(
+    model: Path, material: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: CalibrationState, directory: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(directory / FILE))
+
+    monkeypatch.setattr(CalibrationState, "save", full)
+    done = run(model, material, "--budget", "1%")
+    assert done.exit_code == 2
+    assert f"{FILE}: No space left on device; what is finished is kept, --resume goes on" in done.stderr
+    assert "Traceback" not in done.output
 
 
 def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, material: tuple[str, str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from adaattn_hf.backends.native import build, library
 
-from .sanitize import compile_fuzzer
+from .sanitize import compile_fuzzers
 
 NATIVE = Path(build.__file__).parent
 
@@ -140,11 +140,10 @@ def test_the_library_leaves_openmp_and_torch_unnamed() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 def test_fuzz_under_sanitizers(tmp_path: Path) -> None:
-    program = compile_fuzzer(
-        tmp_path, ["portable", library.level_names()[-1]] if library.level_names() else None
-    )
+    levels = ["portable", library.level_names()[-1]] if library.level_names() else None
     environment = {**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1"}
-    done = subprocess.run(
-        [str(program), "1", "40"], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    for program, cases in zip(compile_fuzzers(tmp_path, levels), ("40", "400"), strict=True):
+        done = subprocess.run(
+            [str(program), "1", cases], capture_output=True, text=True, check=False, env=environment
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

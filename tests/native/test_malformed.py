@@ -235,3 +235,15 @@ def test_windows_and_sinks_beyond_any_length_are_none() -> None:
     plain = CallStructure(B, K, K, causal=True)
     outs = [select.attend(AttentionRequest(query, key, value, s, 0.25), "native").out for s in (far, plain)]
     torch.testing.assert_close(*outs)
+
+
+@pytest.mark.parametrize("q_len", [1, K])
+def test_one_score_may_be_as_large_as_numbers_are(q_len: int) -> None:
+    """Its row is that key's value; rounded once, its distance from the maximum would be far from 0."""
+    query, key, value = tensors(query=(B, H, q_len, D))
+    bias = torch.zeros(1, 1, q_len, K)
+    for large in (1e10, 1e20, 1e37):
+        bias[0, 0, -1, 3] = large
+        request = AttentionRequest(query, key, value, CallStructure(B, q_len, K), 0.25, bias=bias)
+        out = select.attend(request, "native").out
+        torch.testing.assert_close(out[:, -1], value[:, :, 3].repeat_interleave(H // KV, 1))

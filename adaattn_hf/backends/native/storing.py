@@ -40,10 +40,12 @@ def store(
         RuntimeError: The library is missing, or values of four bits do not come in groups of 32 channels.
         ValueError: Codes, scales or the mean do not fit the tokens.
     """
-    channels = x.shape[3] // 2 if codes.dtype is torch.uint8 else x.shape[3]
+    dim = x.shape[-1] if x.dim() else 0
+    channels = dim // 2 if codes.dtype is torch.uint8 else dim
     tensors = (x, codes, scale) if mean is None else (x, codes, scale, mean)
     fits = (
-        codes.shape == (*x.shape[:3], channels)
+        x.dim() == 4
+        and codes.shape == (*x.shape[:3], channels)
         and codes.dtype in (torch.int8, torch.uint8)
         and codes.stride(3) == 1
         and scale.shape == x.shape[:3]
@@ -52,7 +54,7 @@ def store(
         and (mean is None or (mean.shape == (x.shape[0], x.shape[1], x.shape[3]) and mean.is_contiguous()))
         and (mean is None or mean.dtype is torch.float32)
     )
-    if not fits or not all(type(t) is Tensor and t.is_cpu and not t.is_neg() for t in tensors):
+    if not fits or not all(_in_memory(t) for t in tensors):
         raise ValueError(
             f"codes, scale, mean: got {[(tuple(t.shape), t.dtype, t.device.type) for t in tensors]} for tokens first, "
             "expected codes and scales of every token, and a contiguous mean in fp32, in the memory of the CPU"
@@ -70,6 +72,13 @@ def store(
     )  # fmt: skip
     if status:
         raise RuntimeError(_ERRORS[status])
+
+
+def _in_memory(t: Tensor) -> bool:
+    """Whether the numbers of a tensor lie where it says."""
+    plain = type(t) is Tensor and t.layout == torch.strided and t.is_cpu
+    plain = plain and not (t.is_neg() or t._is_zerotensor())
+    return plain and bool(not t.numel() or t.untyped_storage().data_ptr())
 
 
 def write(

@@ -399,6 +399,8 @@ ADA_EXPORT int64_t ada_store_size(void) { return static_cast<int64_t>(sizeof(ada
 ADA_EXPORT int64_t ada_store(const ada_store_args *args) {
   const ada_store_args &a = *args;
   if (a.batch < 0 || a.heads < 0 || a.n < 0 || a.dim < 1 || a.threads < 1) return -1;
+  if (!countable(a.batch, a.heads, a.n, a.dim)) return -1;
+  if (a.batch && a.heads && a.n && (!a.x || !a.codes || !a.scale)) return -1;
   if (a.x_dtype < ADA_F32 || a.x_dtype > ADA_F16) return -1;
   if (a.code_dtype != ADA_I8 && (a.code_dtype != ADA_I4 || a.dim % 32)) return -1;
   StoreJob job;

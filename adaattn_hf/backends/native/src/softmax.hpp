@@ -60,6 +60,18 @@ ADA_INLINE void store_p(BF16, uint16_t *p, vf x, vf y) {
 }
 #endif
 
+// Scores so large that s * c - m, rounded once, is far from 0 for the largest of them, whose weight then is none.
+ADA_INLINE bool is_far(float m) { return !(m > -1048576.0f && m < 1048576.0f); }
+
+// For such a row: takes its largest score off all of them; returns what is left to take off once they are scaled.
+static float rebase(float *s, uint64_t panels, float largest, float c, float start) {
+  if (largest == -INFINITY) return start;  // nothing to see here
+  int64_t c0, c1;
+  for (uint64_t bits = panels; next_run(bits, c0, c1);)
+    for (int64_t i = c0; i < c1; ++i) s[i] -= largest;
+  return greater(start - largest * c, 0.0f);  // keys before these may have had a larger one
+}
+
 // The online softmax of one row over the panels in `panels`; c = factor from s to log2 scores. The maximum may lose a
 // NaN; the sum never does, so a row with a NaN (or with +inf, whose distance from the maximum is NaN) ends with l = NaN.
 template <class T>
@@ -71,12 +83,12 @@ ADA_INLINE void softmax_row(float *s, typename T::elem *p, uint64_t panels, floa
       top0 = vmax(top0, load(s + i));
       top1 = vmax(top1, load(s + i + W));
     }
-  float top = hmax(vmax(top0, top1)) * c;  // c >= 0
-  float next = greater(m, top);
+  const float largest = hmax(vmax(top0, top1));
+  float next = greater(m, largest * c);  // c >= 0
   const float start = next > -INFINITY ? next : 0.0f;  // a row that has seen nothing yet, or NaN
   alpha = m > -INFINITY ? exp2f(m - start) : 0.0f;
   vf sum0 = vf{}, sum1 = vf{};
-  const vf cc = splat(c), mm = splat(start);
+  const vf cc = splat(c), mm = splat(is_far(start) ? rebase(s, panels, largest, c, start) : start);
   for (uint64_t bits = panels; next_run(bits, c0, c1);)
     for (int64_t i = c0; i < c1; i += 2 * W) {
       vf x = exp2_neg<T::EXP_DEGREE>(load(s + i) * cc - mm);
@@ -113,16 +125,18 @@ ADA_INLINE void soften(const float *s, typename T::elem *p, int64_t i, vf cc, vf
 // The same for W rows at a time, whose reductions then share one tree and one exponential. Rows from `n` on are absent;
 // `m`, `l` and `alpha` have room for W.
 template <class T>
-ADA_INLINE void softmax_rows(const float *s, typename T::elem *p, int64_t ldp, const uint64_t *panels, int64_t n,
+ADA_INLINE void softmax_rows(float *s, typename T::elem *p, int64_t ldp, const uint64_t *panels, int64_t n,
                              float c, float *m, float *l, float *alpha) {
   // While a row is exponentiated, the maximum of the row after next is found: comparing and multiplying use different
   // units, and a row comes into the cache once.
   vf part[W];
-  float next[W + 2], start[W + 2];
+  float next[W + 2], start[W + 2], shift[W + 2];
   const vf before = load(m), cc = splat(c);
   const auto settle = [&](int64_t r, vf top) {
-    next[r] = greater(m[r], hmax(top) * c);           // c >= 0
-    start[r] = next[r] > -INFINITY ? next[r] : 0.0f;  // a row that has seen nothing yet
+    const float most = hmax(top);
+    next[r] = greater(m[r], most * c);                           // c >= 0
+    start[r] = shift[r] = next[r] > -INFINITY ? next[r] : 0.0f;  // a row that has seen nothing yet
+    if (is_far(start[r])) shift[r] = rebase(s + r * LDS, panels[r], most, c, start[r]);
   };
   for (int64_t r = 0; r < 2 && r < n; ++r) settle(r, largest(s + r * LDS, panels[r]));
   for (int64_t r = 0; r < W; ++r) {
@@ -133,7 +147,7 @@ ADA_INLINE void softmax_rows(const float *s, typename T::elem *p, int64_t ldp, c
     }
     int64_t c0, c1;
     vf x0 = vf{}, y0 = vf{}, top0 = splat(-INFINITY), top1 = top0;
-    const vf mm = splat(start[r]);
+    const vf mm = splat(shift[r]);
     const float *sr = s + r * LDS;
     const bool ahead = r + 2 < n && r + 2 < W;
     if (ahead && panels[r + 2] == panels[r]) {

@@ -31,7 +31,7 @@ static_assert(ADA_KEYS / NR <= 64, "the panels of a tile are the bits of a word"
 #endif
 
 typedef float vf __attribute__((vector_size(W * 4), may_alias));
-typedef int32_t vi __attribute__((vector_size(W * 4), may_alias));
+typedef uint32_t vi __attribute__((vector_size(W * 4), may_alias));
 typedef float vfu __attribute__((vector_size(W * 4), aligned(4), may_alias));
 
 template <class T> ADA_INLINE T lesser(T a, T b) { return a < b ? a : b; }
@@ -41,7 +41,7 @@ ADA_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * 
 ADA_INLINE vf load(const float *p) { return *(const vfu *)p; }
 ADA_INLINE void store(float *p, vf x) { *(vfu *)p = x; }
 ADA_INLINE vf splat(float x) { return x - vf{}; }
-ADA_INLINE vi splat_i(int32_t x) { return x - vi{}; }
+ADA_INLINE vi splat_i(uint32_t x) { return x - vi{}; }
 
 ADA_INLINE vf vmax(vf a, vf b) {
 #if defined(__AVX512F__)
@@ -98,7 +98,7 @@ template <int DEGREE> ADA_INLINE vf exp2_neg(vf x) {
 #if defined(__AVX512F__)
   return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
 #else
-  vi e = ((vi)t << 23) + splat_i(127 << 23);  // the clamp ends at -127, a zero exponent and so exactly 0
+  vi e = ((vi)t << 23) + splat_i(127u << 23);  // the clamp ends at -127, a zero exponent and so exactly 0
   return p * (vf)e;
 #endif
 }

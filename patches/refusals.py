@@ -1,0 +1,46 @@
+"""What an attention mask and a position bias must be before anything is read from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_additions"]
+
+
+def check_additions(query: Tensor, attention_mask: Any, position_bias: Any) -> None:
+    """Refuse a mask or a bias that cannot mean anything beside these queries.
+
+    Raises:
+        ValueError: Names it, what it has and what it should have.
+    """
+    if isinstance(attention_mask, Tensor):
+        _check_mask(query, attention_mask)
+    if position_bias is None:
+        return
+    known = isinstance(position_bias, Tensor) and position_bias.is_floating_point()
+    if not known or position_bias.dim() < 2:
+        raise ValueError(
+            f"position_bias: got {position_bias!r:.80}, expected a floating-point tensor that broadcasts to "
+            "[batch, heads, q_len, kv_len]"
+        )
+
+
+def _check_mask(query: Tensor, mask: Tensor) -> None:
+    if mask.device != query.device:
+        raise ValueError(
+            f"attention_mask: got a tensor on {mask.device} for queries on {query.device}; move it there"
+        )
+    if mask.layout != torch.strided or mask.dtype.is_complex or mask.ndim < 2:
+        raise ValueError(
+            f"attention_mask: got shape {tuple(mask.shape)}, {mask.dtype}, {mask.layout}, expected a dense tensor "
+            "[batch, 1 or heads, q_len, kv_len] or [batch, kv_len] of booleans or numbers"
+        )
+    if mask.ndim == 4 and mask.dtype is not torch.bool and not mask.dtype.is_floating_point:
+        # zeros and ones, or numbers to add: nobody can tell
+        raise ValueError(
+            f"attention_mask: got {mask.dtype} with four dimensions, expected bool (True = attend) or floating point "
+            "(added to the scores); say which with attention_mask.bool() or .float()"
+        )

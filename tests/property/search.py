@@ -1,0 +1,177 @@
+"""A long random search through the package's own faces: `make fuzz CASES=100000`.
+
+Valid calls are compared with the reference in double precision, forward and backward. Malformed ones must be refused
+in words or be answered as the formula has it. Work goes in chunks, each in a process of its own, so that a crash is an
+observation and not the end; what is done is kept in a state file, and the same command goes on from there. The record
+of a finished search is written to `--write`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the other tests
+
+CHUNK = 2000
+KINDS = {"valid": 1.0, "malformed": 0.7, "rules": 0.2, "stored": 0.1}
+"""Kinds of calls with their shares: of the valid ones, and of the malformed ones."""
+WORDS = {
+    "valid": "valid calls, forward or with gradients, against double precision",
+    "malformed": "malformed calls of the attention function",
+    "rules": "malformed rules of the native kernels",
+    "stored": "malformed tokens on their way into a cache",
+}
+
+
+def chunk(kind: str, seed: int, cases: int, library: Path | None) -> dict[str, Any]:
+    """Runs a chunk in this process; returns the number of each verdict and what failed."""
+    import torch
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import seed as seeded
+
+    from adaattn_hf.backends.native import library as native
+
+    if library is not None:
+        native._library, native._missing = native.load(library)
+    if native.missing():
+        raise SystemExit("; ".join(native.missing()))
+    from tests.support import malformed, malformed_rules, valid
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    drawn, judge = {
+        "valid": (valid.calls(), valid.judge),
+        "malformed": (malformed.malformed(), malformed.judge),
+        "rules": (malformed_rules.native_calls(), malformed_rules.judge_native),
+        "stored": (malformed_rules.stored_calls(), malformed_rules.judge_stored),
+    }[kind]
+    verdicts: collections.Counter[str] = collections.Counter()
+    failed: list[str] = []
+
+    @seeded(seed)
+    @settings(
+        max_examples=cases, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(drawn)
+    def run(call: Any) -> None:
+        try:
+            verdicts[judge(call)] += 1
+        except AssertionError as error:
+            verdicts["wrong"] += 1
+            failed.append(f"{call!r}: {error}"[:1000])
+
+    run()
+    return {"verdicts": dict(verdicts), "failed": failed[:5]}
+
+
+def search(cases: int, seed: int, state: Path, library: Path | None) -> dict[str, Any]:
+    """Runs what the state file does not hold yet; returns its content."""
+    from adaattn_hf._files import write_atomically
+    from adaattn_hf.eval.provenance import commit
+
+    done: dict[str, Any] = json.loads(state.read_text()) if state.is_file() else {}
+    if done.get("seed") != seed:
+        done = {
+            "seed": seed,
+            "chunks": dict.fromkeys(KINDS, 0),
+            "verdicts": {},
+            "failed": [],
+            "commits": [],
+        }
+    for kind, share in KINDS.items():
+        size = min(CHUNK, int(cases * share)) or 1
+        while done["chunks"][kind] * size < cases * share:
+            number = done["chunks"][kind]
+            command = [sys.executable, __file__, "--chunk", kind, "--seed", str(seed * 1_000_003 + number)]
+            command += ["--cases", str(size), *(["--library", str(library)] if library else [])]
+            ran = subprocess.run(command, capture_output=True, text=True, check=False)
+            if ran.returncode:
+                told = (ran.stdout + ran.stderr)[-3000:]
+                found: dict[str, Any] = {
+                    "verdicts": {"crashed": 1},
+                    "failed": [f"chunk {number} of {kind} ended with {ran.returncode}: {told}"],
+                }
+            else:
+                found = json.loads(ran.stdout.splitlines()[-1])
+            counts = collections.Counter(done["verdicts"].get(kind, {}))
+            counts.update(found["verdicts"])
+            done["verdicts"][kind] = dict(counts)
+            done["failed"] = (done["failed"] + found["failed"])[:50]
+            done["chunks"][kind] = number + 1
+            here = commit(ROOT / "adaattn_hf")
+            done["commits"] = list(dict.fromkeys([*done["commits"], here]))
+            write_atomically(state, json.dumps(done, indent=1) + "\n")
+            print(f"{kind}: {sum(counts.values())} calls, {dict(counts)}", flush=True)
+    return done
+
+
+def record(done: dict[str, Any], directory: Path) -> None:
+    """Writes `fuzz.json` and `fuzz.md`."""
+    import torch
+
+    from adaattn_hf._files import write_atomically
+    from adaattn_hf.backends.native.library import library
+    from adaattn_hf.eval.provenance import cpu_name
+
+    native = library()
+    assert native is not None
+    found = {key: done[key] for key in ("seed", "verdicts", "failed", "commits")}
+    found["date"] = datetime.date.today().isoformat()
+    found["machine"] = f"{cpu_name()}, {native.level_name}, torch {torch.__version__}"
+    write_atomically(directory / "fuzz.json", json.dumps(found, indent=1) + "\n")
+    lines = [
+        "# Random calls",
+        "",
+        "Made by `make fuzz` (`tests/property/search.py`), which goes on where it was interrupted; the numbers lie in "
+        "`fuzz.json`. A malformed call is a valid one after one or two changes: wrong shapes, dtypes, strides, "
+        "devices, lengths, structures, numbers. It must be refused by a sentence of the package, be refused by torch "
+        "where stock attention is refused, too, or be answered as the formula has it.",
+        "",
+        f"Seed {found['seed']}, {found['date']}, commit {', '.join(map(str, found['commits']))}; "
+        f"{found['machine']}.",
+        "",
+        "| calls | number | served rightly | refused in words | refused by torch, as stock is | wrong | crashed |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for kind, words in WORDS.items():
+        counts = collections.Counter(found["verdicts"].get(kind, {}))
+        cells = [counts[v] for v in ("served", "refused", "refused as by stock", "wrong", "crashed")]
+        lines.append(f"| {words} | {sum(counts.values())} | {' | '.join(map(str, cells))} |")
+    write_atomically(directory / "fuzz.md", "\n".join(lines) + "\n")
+
+
+def main() -> int:
+    """Searches; the exit code is 1 where anything was wrong or crashed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=2000, help="valid calls, and as many malformed ones")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--state", type=Path, default=ROOT / "build" / "fuzz.json")
+    parser.add_argument("--write", type=Path, help="directory for fuzz.json and fuzz.md")
+    parser.add_argument("--library", type=Path, help="directory of another build of the native kernels")
+    parser.add_argument("--chunk", choices=list(KINDS), help="run one chunk in this process")
+    asked = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if asked.chunk:
+        print(json.dumps(chunk(asked.chunk, asked.seed, asked.cases, asked.library)))
+        return 0
+    done = search(asked.cases, asked.seed, asked.state, asked.library)
+    if asked.write:
+        record(done, asked.write)
+    for failure in done["failed"]:
+        print(failure)
+    return 1 if done["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Valid calls of the attention function, drawn by hypothesis, and their judgement by double precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.patches.structured_mask import StructuredMask
+
+from .malformed import Layer, Shown
+from .requests import HALF, bound, generator, leaves, refuses, requests
+
+
+@dataclass(repr=False)
+class Valid(Shown):
+    """A request, the backend that is named for it, and whether its gradients are compared."""
+
+    request: AttentionRequest
+    backend: str | None
+    gradient: bool
+
+    def __repr__(self) -> str:
+        """The call without its numbers."""
+        r = self.request
+        shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
+        return f"Valid({self.backend}, {r.query.dtype}, {shapes}, {r.structure}, gradient={self.gradient})"
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Valid:
+    """Any request, for any backend of this processor."""
+    backend = draw(st.sampled_from([None, "native", "sdpa", "eager"]))
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, *HALF]))
+    request = draw(requests(dtype=dtype, longest=70))
+    assume(backend is None or not refuses(backend, request))
+    return Valid(
+        replace(request, need_lse=False), backend, dtype not in HALF and draw(st.integers(0, 2)) == 0
+    )
+
+
+def answer(request: AttentionRequest, backend: str | None) -> Tensor:
+    """What the attention function gives."""
+    given = {"softcap": request.softcap, "s_aux": request.sink_logits, "position_bias": request.bias}
+    out: Tensor = attention_function(backend)(
+        Layer(1), request.query, request.key, request.value,
+        StructuredMask(request.structure, torch.device("cpu")), scaling=request.scaling,
+        **{name: value for name, value in given.items() if value is not None},
+    )[0]  # fmt: skip
+    return out
+
+
+def judge(call: Valid) -> str:
+    """`served`.
+
+    Raises:
+        AssertionError: The output, or a gradient, is not that of the reference.
+    """
+    request = call.request
+    truth = reference.attention(request).out
+    if not call.gradient:
+        with torch.no_grad():
+            found = answer(request, call.backend)
+        assert found.dtype == request.query.dtype
+        error = float((found.double() - truth).abs().amax())
+        limit = bound(request, truth)
+        assert error <= limit, f"off by {error:.2e}, allowed {limit:.2e}"
+        return "served"
+    ours, tensors = leaves(request)
+    weight = torch.randn(truth.shape, generator=generator(5))
+    mine = torch.autograd.grad((answer(ours, call.backend) * weight).sum(), tensors, allow_unused=True)
+    theirs, copies = leaves(request)
+    exact = torch.autograd.grad((reference.attention(theirs).out * weight).sum(), copies, allow_unused=True)
+    scores = float(request.query.abs().amax() * request.key.abs().amax()) * abs(request.scaling)
+    for tensor, a, b in zip(tensors, mine, exact, strict=True):
+        a, b = (torch.zeros_like(tensor) if t is None else t for t in (a, b))
+        scale = max(1.0, float(b.abs().amax()), float(tensor.detach().abs().amax()))
+        error, limit = float((a - b).abs().amax()), 3e-6 * scale * (10 + scores)
+        assert error <= limit, f"a gradient off by {error:.2e}, allowed {limit:.2e}"
+    return "served"

@@ -1,0 +1,76 @@
+"""Full disks, planted names and broken states: nothing half-written, nothing foreign touched, and a sentence."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaattn_hf._files import write_atomically
+from adaattn_hf.calibration.state import FILE, CalibrationState
+
+if sys.platform != "linux":
+    pytest.skip("limits the size of files as Linux does", allow_module_level=True)
+import resource
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """A disk on which no file may be longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    write_atomically(target, "old")
+    with room_for(100), pytest.raises(OSError, match="too large"):
+        write_atomically(target, "new" * 1000)
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_no_planted_name_is_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / f".plan.json.{os.getpid()}").symlink_to(victim)
+    write_atomically(tmp_path / "plan.json", "new")
+    assert victim.read_text() == "precious"
+    assert (tmp_path / "plan.json").read_text() == "new"
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    assert (tmp_path / "plan.json").stat().st_mode == plain.stat().st_mode
+
+
+def state() -> CalibrationState:
+    return CalibrationState({"seed": 0}, (64,), 2, 3)
+
+
+def broken(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    if kind == "lacks arrays":
+        np.savez(buffer, key=np.array(state().key))
+    elif kind == "another file of numpy":
+        np.save(buffer, np.zeros(3))
+    elif kind == "cut off":
+        np.savez(buffer, key=np.array(state().key), total=np.zeros(999))
+        return buffer.getvalue()[:400]
+    return {"empty": b"", "garbage": b"\x00\xffgarbage" * 9}.get(kind, buffer.getvalue())
+
+
+@pytest.mark.parametrize("kind", ["empty", "garbage", "cut off", "lacks arrays", "another file of numpy"])
+def test_a_broken_state_is_named_with_the_remedy(kind: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(broken(kind))
+    with pytest.raises(ValueError, match=r"partial\.npz is no whole state .*delete it") as caught:
+        state().load(tmp_path)
+    assert "pickle" not in str(caught.value)
