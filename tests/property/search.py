@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,13 @@ def chunk(kind: str, seed: int, cases: int, library: Path | None) -> dict[str, A
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    drawn, judge = {
+    kinds: dict[str, tuple[Any, Callable[[Any], str]]] = {
         "valid": (valid.calls(), valid.judge),
         "malformed": (malformed.malformed(), malformed.judge),
         "rules": (malformed_rules.native_calls(), malformed_rules.judge_native),
         "stored": (malformed_rules.stored_calls(), malformed_rules.judge_stored),
-    }[kind]
+    }
+    drawn, judge = kinds[kind]
     verdicts: collections.Counter[str] = collections.Counter()
     failed: list[str] = []
 

@@ -84,7 +84,7 @@ def test_the_search_goes_on_where_it_was_and_counts_crashes(
 
     real = subprocess.run
     monkeypatch.setattr(
-        search.subprocess, "run", lambda command, **k: (child if "--chunk" in command else real)(command, **k)
+        subprocess, "run", lambda command, **k: (child if "--chunk" in command else real)(command, **k)
     )
     done = search.search(10, 3, tmp_path / "state.json", None)
     assert sum(done["verdicts"]["valid"].values()) == done["verdicts"]["valid"]["served"] == 10
@@ -95,5 +95,5 @@ def test_the_search_goes_on_where_it_was_and_counts_crashes(
         "| malformed rules of the native kernels | 1 | 0 | 0 | 0 | 0 | 1 |"
         in (tmp_path / "fuzz.md").read_text()
     )
-    monkeypatch.setattr(search.subprocess, "run", real)
+    monkeypatch.setattr(subprocess, "run", real)
     assert search.search(10, 3, tmp_path / "state.json", None) == done, "nothing is left to do"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adaattn_hf.attention.stored import quantise
 from adaattn_hf.backends.native import call
-from adaattn_hf.backends.native.call import Rules
+from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.backends.native.storing import store
 
 from .malformed import TENSOR_CHANGES, Shown, Unreadable, freed, raised_here
