@@ -31,6 +31,8 @@ class AdaAttnConfig:
         budget: Relative rise of perplexity that a plan may cost (0.001 is 0.1 %); 0 is exact. A budget buys nothing
             without a plan, and the model says so once.
         plan: What each layer and head does, as `Plan.to_dict` writes it; None is exact attention everywhere.
+        tensors: Bases and means of the plan, as base64 of their safetensors file, which so travel with the plan; None
+            where they lie in a file beside the weights alone.
         monitor: Compare sampled rows with exact attention while the model runs (plans only).
         unverified: Run the plan though held-out text has not shown it good: it was never verified, or failed.
         shadow: So many calls of each kind and layer are computed a second time by the reference, and compared.
@@ -42,6 +44,7 @@ class AdaAttnConfig:
     backend: str | None = None
     budget: float = 0.0
     plan: Mapping[str, Any] | None = None
+    tensors: str | None = None
     monitor: bool = False
     unverified: bool = False
     shadow: int = 0
@@ -59,6 +62,7 @@ class AdaAttnConfig:
                 "a plan as a dictionary (written by `adaattn calibrate`) or None",
             ),
             ("monitor", bool, "True or False"),
+            ("tensors", (str, type(None)), "base64 of a plan's tensors or None"),
             ("unverified", bool, "True or False"),
             ("version", int, f"{CONFIG_VERSION}"),
         ):

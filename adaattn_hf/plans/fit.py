@@ -35,8 +35,8 @@ _WHOLE = "model:"
 _CHECKED = "_adaattn_checked"
 """Where a model keeps the settings whose plan its weights were checked for."""
 
-TensorsOf = Callable[[Plan, int, "str | None"], LayerTensors]
-"""Maps a plan, the index of a layer and where the model came from to the layer's calibrated tensors."""
+TensorsOf = Callable[[Plan, int, "str | None", Any], LayerTensors]
+"""Maps a plan, the index of a layer, where the model came from and its settings to the layer's calibrated tensors."""
 
 
 def weight_hash(module: nn.Module) -> str:
@@ -208,7 +208,8 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
             f"the weights of layer {index} are not those that the plan was calibrated on (fine-tuned, another model); "
             "calibrate again, or remove it with adaattn_hf.remove_plan(model)"
         )
-    found = tensors(plan, index, getattr(config, "_name_or_path", None)) if plan.tensors else LayerTensors()
+    source = getattr(config, "_name_or_path", None)
+    found = tensors(plan, index, source, raw) if plan.tensors else LayerTensors()
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None and isinstance(getattr(config, "hidden_size", None), int):
         head_dim = config.hidden_size // config.num_attention_heads

@@ -6,6 +6,7 @@ for all of them at once.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,10 @@ from .tensors import LayerTensors
 
 MOST_BYTES = 1 << 26
 """A plan file of more bytes is none."""
+MOST_CARRIED = 1 << 20
+"""Bases and means of more bytes do not travel in a configuration, but in a file beside the weights alone."""
+CARRIED = "tensors"
+"""Where bases and means lie in the settings of a configuration."""
 _NUMBERED = "_adaattn_numbered"
 _tensors: dict[str, dict[str, Tensor]] = {}
 
@@ -59,20 +64,43 @@ def read_tensors(plan: Plan, directory: str | Path | None) -> None:
         _found(plan, str(directory) if directory is not None else None)
 
 
-def _found(plan: Plan, source: str | None) -> dict[str, Tensor]:
+def _found(plan: Plan, source: str | None, raw: Any = None) -> dict[str, Tensor]:
     if plan.tensors in _tensors:
         return _tensors[plan.tensors]
+    carried = raw.get(CARRIED) if isinstance(raw, Mapping) else None
     path = _file(source)
+    if path is None and isinstance(carried, str):
+        return _checked(plan, _carried_bytes(carried), f"config.adaattn[{CARRIED!r}]")
     if path is None:
         raise PlanError(
             f"the plan needs {TENSORS_FILE}, which is not in {source!r}; copy it beside the weights, or call "
             "adaattn_hf.load_plan(model, directory) with the directory that holds it"
         )
-    data = path.read_bytes()
+    return _checked(plan, path.read_bytes(), str(path))
+
+
+def _carried_bytes(text: str) -> bytes:
+    """The bytes behind base64; what is none has no bytes, and so not the hash that the plan names."""
+    try:
+        return base64.b64decode(text[: 2 * MOST_CARRIED], validate=True)
+    except ValueError:
+        return b""
+
+
+def _carry(plan: Plan, raw: Any) -> None:
+    """Puts bases and means into the settings of a model, which whoever saves the model saves with it."""
+    if isinstance(raw, dict) and CARRIED not in raw:
+        data = tensor_bytes(plan)
+        if data is not None and len(data) <= MOST_CARRIED:
+            raw[CARRIED] = base64.b64encode(data).decode("ascii")
+
+
+def _checked(plan: Plan, data: bytes, where: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file that has the hash which the plan names."""
     found = hashlib.sha256(data).hexdigest()
     if found != plan.tensors:
         raise PlanError(
-            f"{path} has hash {found[:12]}…, the plan names {plan.tensors[:12]}…; calibrate again"
+            f"{where} has hash {found[:12]}…, the plan names {plan.tensors[:12]}…; calibrate again"
         )
     _tensors[plan.tensors] = load(data)
     return _tensors[plan.tensors]
@@ -102,8 +130,9 @@ def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
     return fit.program_of(module, _layer_tensors, compiling)
 
 
-def _layer_tensors(plan: Plan, index: int, source: str | None) -> LayerTensors:
-    tensors = _found(plan, source)
+def _layer_tensors(plan: Plan, index: int, source: str | None, raw: Any) -> LayerTensors:
+    tensors = _found(plan, source, raw)
+    _carry(plan, raw)
     prefix = f"layers.{index}."
     bases: dict[str, dict[int, Tensor]] = {"query_basis": {}, "key_basis": {}}
     for name, tensor in tensors.items():
@@ -151,11 +180,6 @@ def settings_for(
     missing = [layer.layer for layer in plan.layers if layer.layer not in modules]
     if missing:
         raise PlanError(f"the plan has layers {missing}, the model's attention layers are {sorted(modules)}")
-    if plan.weight_hash.startswith("model:") and plan.weight_hash != model_hash(model):
-        raise PlanError(
-            "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, another "
-            "checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
-        )
     raw: dict[str, Any] = {CONFIG_KEY: plan.to_dict()}
     if unverified:
         raw[fit.UNVERIFIED] = True
@@ -206,7 +230,11 @@ def remove_plan(model: nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         present = getattr(config, "adaattn", None)
         if config is not None and isinstance(present, Mapping) and CONFIG_KEY in present:
-            rest = {key: value for key, value in present.items() if key not in (CONFIG_KEY, fit.UNVERIFIED)}
+            rest = {
+                key: value
+                for key, value in present.items()
+                if key not in (CONFIG_KEY, CARRIED, fit.UNVERIFIED)
+            }
             if rest:
                 config.adaattn = rest
             else:

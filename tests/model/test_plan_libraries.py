@@ -1,0 +1,103 @@
+"""Plans beside what libraries do to models: adapters, sharding, saving, evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import adaattn_hf
+from adaattn_hf.plans import store
+from adaattn_hf.plans.plan import PlanError
+from adaattn_hf.plans.store import model_hash, remember_tensors
+
+from ..support.choices import make_choice
+from ..support.models import fresh_pair, tokens
+from ..support.plans import plan_for
+
+
+def planned(**choice: Any) -> Any:
+    """A LLaMA whose second layer runs a choice, bound to all its weights."""
+    _, ours = fresh_pair("llama")
+    plan = plan_for(ours, make_choice(**choice), layers=(1,))
+    bound = replace(plan, weight_hash=model_hash(ours))
+    ours.config.adaattn = {"plan": bound.to_dict(), "unverified": True}
+    return ours
+
+
+def test_tensor_parallelism_is_refused_by_name() -> None:
+    ours = planned(kind="window", window=2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        projection = ours.model.layers[1].self_attn.q_proj
+        projection.weight = torch.nn.Parameter(distribute_tensor(projection.weight, mesh, [Shard(0)]))
+        with pytest.raises(PlanError, match=r"spread over devices \(tensor parallelism\)"):
+            adaattn_hf.load_plan(ours)
+    finally:
+        dist.destroy_process_group()
+
+
+@torch.no_grad()
+def test_saving_a_model_takes_the_tensors_of_its_plan_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = planned(precision="int8")
+    data = ours.config.adaattn["plan"]
+    heads = ours.config.num_key_value_heads
+    name = remember_tensors({"layers.1.key_mean": torch.randn(heads, ours.config.head_dim)})
+    ours.config.adaattn = {"plan": {**data, "tensors": name}, "unverified": True}
+    right = ours(input_ids=tokens()).logits
+    ours.save_pretrained(tmp_path / "copy")
+    monkeypatch.setattr(store, "_tensors", {})  # another process
+    again = type(ours).from_pretrained(tmp_path / "copy", attn_implementation="adaattn").eval()
+    torch.testing.assert_close(again(input_ids=tokens()).logits, right)
+    monkeypatch.setattr(store, "_tensors", {})
+    again.config.adaattn["tensors"] = "AAAA" + again.config.adaattn["tensors"][4:]
+    third = (
+        type(ours)
+        .from_pretrained(tmp_path / "copy", attn_implementation="adaattn", config=again.config)
+        .eval()
+    )
+    with pytest.raises(PlanError, match=r"has hash"):
+        third(input_ids=tokens())
+
+
+def test_evaluation_without_no_grad_runs_under_int8() -> None:
+    ours = planned(precision="int8").eval()
+    out = ours(input_ids=tokens()).logits
+    assert torch.isfinite(out).all()
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's and Transformers' old names
+@pytest.mark.parametrize("target", ["q_proj", "gate_proj"])
+def test_an_adapter_is_noticed_wrapped_and_merged_and_gone(target: str) -> None:
+    peft = pytest.importorskip("peft")
+    ours = planned(kind="window", window=2)
+    right = ours(input_ids=tokens()).logits
+    config = peft.LoraConfig(target_modules=[target], r=2, init_lora_weights=False)
+    wrapped = peft.get_peft_model(ours, config)
+    if target == "q_proj":
+        with pytest.raises(PlanError, match="not those that the plan"):
+            wrapped(input_ids=tokens())
+    with pytest.raises(PlanError, match="not those that the plan"):
+        adaattn_hf.load_plan(wrapped.merge_and_unload())
+    clean = planned(kind="window", window=2)
+    unmerged = peft.get_peft_model(clean, config).unload()
+    torch.testing.assert_close(unmerged(input_ids=tokens()).logits, right)
+
+
+@torch.no_grad()
+def test_weights_written_past_their_counter_are_compared_when_the_plan_is_loaded_again() -> None:
+    ours = planned(kind="window", window=2)
+    ours(input_ids=tokens())
+    ours.model.layers[1].self_attn.k_proj.weight.data.add_(1.0)
+    with pytest.raises(PlanError, match="not those that the plan"):
+        adaattn_hf.load_plan(ours)
