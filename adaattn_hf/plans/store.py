@@ -161,7 +161,8 @@ def attach(
     owners: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
     for config in owners.values():
         present = getattr(config, "adaattn", None)
-        config.adaattn = {**(present if isinstance(present, Mapping) else {}), **raw}
+        kept = {k: v for k, v in present.items() if k != CARRIED} if isinstance(present, Mapping) else {}
+        config.adaattn = {**kept, **raw}
     for module in modules.values():
         program_of(module)
 
@@ -185,6 +186,11 @@ def settings_for(
         raw[fit.UNVERIFIED] = True
     for module in modules.values():
         fit.resolve(module, raw, _layer_tensors)
+    if plan.weight_hash.startswith("model:") and plan.weight_hash != model_hash(model):
+        raise PlanError(
+            "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, another "
+            "checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
+        )
     return modules, raw
 
 
