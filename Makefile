@@ -123,6 +123,10 @@ sanitize: $(READY) ## fuzz the native kernels, from C and from Python, under two
 fuzz: $(READY) ## random calls, CASES=100000 valid and as many malformed, SEED=0; goes on where it was; writes docs/results/fuzz.*
 	$(BIN)/python tests/property/search.py --cases $(or $(CASES),100000) --seed $(or $(SEED),0) --write docs/results
 
+.PHONY: errors
+errors: $(READY) ## errors of every backend by dtype and stage, against double precision; writes docs/results/errors.*
+	$(BIN)/python -m studies.errors --write docs/results
+
 # ziglang is a compiler for many machines that pip installs; qemu-user-static runs programs of other machines.
 fuzz-aarch64: $(READY) ## the fuzzer's calls on NEON, without sanitizers; needs qemu-aarch64-static
 	$(BIN)/python -m pip install -q ziglang

@@ -1,0 +1,70 @@
+"""A process that goes on for long holds no more memory than at its start."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import adaattn_hf
+
+from ..support.models import fresh_pair, tokens
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+CALLS, MOST = 1000, 6 << 20
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def work() -> dict[str, Callable[[int], object]]:
+    """What is done again and again."""
+    _, model = fresh_pair("llama")
+    model.eval()
+    _, trained = fresh_pair("llama")
+    optimiser = torch.optim.SGD(trained.parameters(), lr=1e-4)
+    ids = tokens(batch=1, length=8)
+
+    @torch.no_grad()
+    def prefill(i: int) -> object:
+        return model(input_ids=ids[:, : 2 + i % 6], use_cache=False).logits
+
+    @torch.no_grad()
+    def decode(i: int) -> object:
+        cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
+        return model(input_ids=ids[:, 4:5], past_key_values=cache, use_cache=True).logits
+
+    @torch.no_grad()
+    def generate(i: int) -> object:
+        return model.generate(ids[:, :3], max_new_tokens=1, do_sample=False, pad_token_id=0)
+
+    def train(i: int) -> object:
+        loss = trained(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        return loss
+
+    def prepare(i: int) -> object:
+        return adaattn_hf.restore(adaattn_hf.prepare(model))
+
+    return {"prefill": prefill, "decode": decode, "generate": generate, "train": train, "prepare": prepare}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["prefill", "decode", "generate", "train", "prepare"])
+def test_memory_stays_flat_over_a_thousand_calls(name: str) -> None:
+    once = work()[name]
+    for i in range(CALLS // 10):
+        once(i)
+    before = resident()
+    for i in range(CALLS):
+        once(i)
+    assert resident() - before < MOST
