@@ -31,6 +31,8 @@ PLAN_FORMAT = 1
 TENSORS_FILE = "adaattn_plan.safetensors"
 MOST_LAYERS, MOST_HEADS, MOST_LENGTHS = 1 << 12, 1 << 12, 1 << 10
 """More layers, key/value heads and length bins than any model has."""
+MOST_UNITS = 1 << 16
+"""More units than any model has: key/value heads of all its layers."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class LayerPlan:
         kwargs = read_record(cls, data, where)
         kwargs["choices"] = tuple(
             Choice.from_dict(item, f"{where}.choices[{index}]")
-            for index, item in enumerate(read_list(kwargs["choices"], f"{where}.choices"))
+            for index, item in enumerate(read_list(kwargs["choices"], f"{where}.choices", MOST_HEADS))
         )
         return cls(**kwargs)
 
@@ -303,14 +305,14 @@ class Plan:
                 f"plan format is {data.get('format')!r}, this version reads {PLAN_FORMAT}; calibrate again"
             )
         kwargs = read_record(cls, data, "plan")
-        kwargs["lengths"] = tuple(read_list(kwargs["lengths"], "lengths"))
+        kwargs["lengths"] = tuple(read_list(kwargs["lengths"], "lengths", MOST_LENGTHS))
         kwargs["layers"] = tuple(
             LayerPlan.from_dict(item, f"layers[{index}]")
-            for index, item in enumerate(read_list(kwargs["layers"], "layers"))
+            for index, item in enumerate(read_list(kwargs["layers"], "layers", MOST_LAYERS))
         )
         kwargs["units"] = tuple(
             UnitRecord(**read_record(UnitRecord, item, f"units[{index}]"))
-            for index, item in enumerate(read_list(kwargs["units"], "units"))
+            for index, item in enumerate(read_list(kwargs["units"], "units", MOST_UNITS))
         )
         if kwargs["verified"] is not None:
             kwargs["verified"] = Verified(**read_record(Verified, kwargs["verified"], "verified"))

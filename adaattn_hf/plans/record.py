@@ -47,14 +47,16 @@ def checked_keys(known: set[str], data: Mapping[Any, Any], where: str) -> dict[s
     return dict(data)
 
 
-def read_list(data: Any, where: str) -> list[Any]:
-    """Returns a JSON list.
+def read_list(data: Any, where: str, most: int) -> list[Any]:
+    """Returns a JSON list of at most so many entries.
 
     Raises:
-        PlanError: If it is none.
+        PlanError: If it is none, or longer.
     """
     if not isinstance(data, (list, tuple)):
         raise PlanError(f"{where} is {type(data).__name__}, expected a list")
+    if len(data) > most:
+        raise PlanError(f"{where} has {len(data)} entries, expected at most {most}")
     return list(data)
 
 

@@ -28,7 +28,7 @@ from .plan import TENSORS_FILE, Plan, PlanError
 from .program import Program
 from .tensors import LayerTensors
 
-MOST_BYTES = 1 << 26
+MOST_BYTES = 1 << 24
 """A plan file of more bytes is none."""
 MOST_CARRIED = 1 << 20
 """Bases and means of more bytes do not travel in a configuration, but in a file beside the weights alone."""

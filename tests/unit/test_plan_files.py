@@ -26,6 +26,10 @@ BAD: dict[str, bytes] = {
     "protocol 5": json.dumps({**GOOD, "protocol": 5}).encode(),
     "half a character": json.dumps({**GOOD, "model_type": "\ud800"}).encode(),
     "layer 10**9": json.dumps({**GOOD, "layers": [{**GOOD["layers"][0], "layer": 10**9}]}).encode(),
+    "70,000 units": json.dumps({**GOOD, "units": GOOD["units"][:1] * 70_000}).encode(),
+    "100,000 heads": json.dumps(
+        {**GOOD, "layers": [{**GOOD["layers"][0], "choices": GOOD["layers"][0]["choices"][1:] * 100_000}]}
+    ).encode(),
     "400,000 heads": json.dumps(
         {**GOOD, "layers": [{**GOOD["layers"][0], "choices": GOOD["layers"][0]["choices"][1:] * 400_000}]}
     ).encode(),
@@ -35,8 +39,14 @@ BAD: dict[str, bytes] = {
 def show(path: Path) -> Any:
     start = time.process_time()
     result = CliRunner().invoke(app, ["plan", "show", str(path)])
-    assert time.process_time() - start < 10.0
+    assert time.process_time() - start < 1.0
     return result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """What the first command of a process loads is no plan's fault."""
+    CliRunner().invoke(app, ["plan", "show", str(Path(__file__).parent)])
 
 
 @pytest.mark.parametrize("name", BAD)

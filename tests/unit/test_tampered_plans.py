@@ -1,0 +1,74 @@
+"""Plans in which any field was replaced by anything: refused by name, or a plan that writes what it read."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from adaattn_hf.cli.main import app
+from adaattn_hf.plans.plan import Plan, PlanError
+
+from .test_plan import make_plan
+
+GOOD: dict[str, Any] = make_plan().to_dict()
+ANYTHING = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.sampled_from([2**31, 2**63, 10**30, -1]), st.floats(), st.text(),
+        st.sampled_from(["exact", "window", "\x1b[31m", "\ud800", "../../etc/passwd"]),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)),
+    max_leaves=6,
+)  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path to every value in nested lists and mappings."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = [path] if path else []
+    return found + [place for key, one in inner for place in places(one, (*path, key))]
+
+
+PLACES = places(GOOD)
+
+
+def tampered(path: tuple[Any, ...], value: Any, remove: bool = False) -> dict[str, Any]:
+    """The plan with another value in one place, or without it."""
+    data = copy.deepcopy(GOOD)
+    holder: Any = data
+    for key in path[:-1]:
+        holder = holder[key]
+    if remove:
+        del holder[path[-1]]
+    else:
+        holder[path[-1]] = value
+    return data
+
+
+@settings(max_examples=500)
+@given(path=st.sampled_from(PLACES), value=ANYTHING, remove=st.booleans())
+def test_a_plan_is_refused_by_name_or_is_one(path: tuple[Any, ...], value: Any, remove: bool) -> None:
+    data = tampered(path, value, remove)
+    try:
+        plan = Plan.from_dict(data)
+    except PlanError:
+        return
+    assert json.loads(plan.to_json()) == json.loads(json.dumps(data))
+
+
+@settings(max_examples=60)
+@given(path=st.sampled_from(PLACES), value=ANYTHING)
+def test_a_tampered_plan_is_shown_or_refused_in_a_sentence(
+    path: tuple[Any, ...], value: Any, tmp_path_factory: Any
+) -> None:
+    file: Path = tmp_path_factory.mktemp("plan") / "plan.json"
+    file.write_text(json.dumps(tampered(path, value)), encoding="utf-8")
+    result = CliRunner().invoke(app, ["plan", "show", str(file)])
+    assert result.exit_code in (0, 2), result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    assert not set(result.output) & {"\x1b", "\ud800"}
