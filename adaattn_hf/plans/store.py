@@ -26,12 +26,10 @@ from .fit import module_dtype as module_dtype
 from .fit import weight_hash as weight_hash
 from .plan import TENSORS_FILE, Plan, PlanError
 from .program import Program
-from .tensors import LayerTensors
+from .tensors import MOST_CARRIED, LayerTensors, carried_bytes
 
 MOST_BYTES = 1 << 24
 """A plan file of more bytes is none."""
-MOST_CARRIED = 1 << 20
-"""Bases and means of more bytes do not travel in a configuration, but in a file beside the weights alone."""
 CARRIED = "tensors"
 """Where bases and means lie in the settings of a configuration."""
 _NUMBERED = "_adaattn_numbered"
@@ -70,21 +68,13 @@ def _found(plan: Plan, source: str | None, raw: Any = None) -> dict[str, Tensor]
     carried = raw.get(CARRIED) if isinstance(raw, Mapping) else None
     path = _file(source)
     if path is None and isinstance(carried, str):
-        return _checked(plan, _carried_bytes(carried), f"config.adaattn[{CARRIED!r}]")
+        return _checked(plan, carried_bytes(carried), f"config.adaattn[{CARRIED!r}]")
     if path is None:
         raise PlanError(
             f"the plan needs {TENSORS_FILE}, which is not in {source!r}; copy it beside the weights, or call "
             "adaattn_hf.load_plan(model, directory) with the directory that holds it"
         )
     return _checked(plan, path.read_bytes(), str(path))
-
-
-def _carried_bytes(text: str) -> bytes:
-    """The bytes behind base64; what is none has no bytes, and so not the hash that the plan names."""
-    try:
-        return base64.b64decode(text[: 2 * MOST_CARRIED], validate=True)
-    except ValueError:
-        return b""
 
 
 def _carry(plan: Plan, raw: Any) -> None:
