@@ -126,7 +126,7 @@ bool one(int64_t seed) {
   std::memcpy(a.dqs, dq.stride, 32), std::memcpy(a.dks, dk.stride, 32), std::memcpy(a.dvs, dv.stride, 32);
   a.scaling = 1.0 / std::sqrt(static_cast<double>(dim));
   a.threads = 1;
-  do a.level = pick(0, 4);
+  do a.level = pick(0, ADA_AMX);
   while (!ada_has_level(a.level));
   level = a.level;
   a.causal = pick(0, 1);
@@ -183,7 +183,7 @@ bool one(int64_t seed) {
     a.kv_dtype = a.v_dtype = ADA_I8, a.k = k8.data(), a.v = v8.data();
     a.k_scale = a.v_scale = scales.data();
     a.kss[0] = a.vss[0] = kv_heads * kv_len, a.kss[1] = a.vss[1] = kv_len, a.kss[2] = a.vss[2] = 1;
-  } else if (bytes == 1 && a.level == ADA_AVX512_BF16) {
+  } else if (bytes == 1 && (a.level == ADA_AVX512_BF16 || a.level == ADA_AMX)) {
     a.compute = ADA_COMPUTE_I8;
     if (pick(0, 1)) {
       mean.resize(static_cast<size_t>(kv_heads * dim));
@@ -347,7 +347,7 @@ bool stored(int64_t seed) {
   Tensor q(batch, heads, q_len, dim, half), k(batch, kv_heads, kv_len, dim, half), v(batch, kv_heads, kv_len, dim_v, half);
   Tensor out(batch, heads, q_len, dim_v, half);
   q.fill(1.0f), k.fill(1.0f), v.fill(1.0f);
-  do level = pick(0, 4);
+  do level = pick(0, ADA_AMX);
   while (!ada_has_level(level));
   std::vector<float> mean, first, lse(static_cast<size_t>(batch * heads * q_len));
   if (pick(0, 1)) {

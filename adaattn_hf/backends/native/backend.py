@@ -124,7 +124,7 @@ def _has_int8() -> bool:
     from .library import library
 
     loaded = library()
-    return loaded is not None and loaded.level_name == "avx512_bf16"
+    return loaded is not None and loaded.level_name in ("avx512_bf16", "amx")
 
 
 def _needs_grad(request: AttentionRequest) -> bool:

@@ -41,7 +41,8 @@ def levels(machine: str) -> dict[str, list[str]]:
     """Instruction sets to compile for, with the compiler flags of each."""
     if machine in ("x86_64", "amd64"):
         bf16 = [*_AVX512, "-mavx512bf16", "-mavx512vnni"]
-        return {"portable": [], "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": bf16}
+        amx = [*bf16, "-mamx-tile", "-mamx-bf16"]
+        return {"portable": [], "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": bf16, "amx": amx}
     if machine in ("aarch64", "arm64"):
         return {"portable": [], "neon": []}
     return {"portable": []}

@@ -29,7 +29,7 @@ ARGS_SIZE = CALL.size + RULES.size + BACKWARD.size
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 """Dtypes by their number in the C interface."""
 
-LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "neon")
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "neon", "amx")
 """Instruction sets by their number in the C interface."""
 
 FUNCTIONS = (

@@ -55,7 +55,7 @@ class Rules:
             fp32 or both in the eight bits of `StoredKV`.
         keep: Bool, `[batch or 1, num_kv_heads or 1, q_len or 1, blocks]`, which blocks of 64 keys a row keeps, counted
             from the first key of the row's segment; None for all.
-        compute: Precision of the products, a key of `COMPUTE`; int8 needs the level avx512_bf16.
+        compute: Precision of the products, a key of `COMPUTE`; int8 needs the level avx512_bf16 or amx.
         key_mean: fp32 `[batch or 1, num_kv_heads, head_dim]`, contiguous, subtracted from keys before they are rounded
             to int8, here or by whoever stored them.
         first_key: fp32 `[batch, num_kv_heads, head_dim]`, contiguous; stands for the first of the stored keys.

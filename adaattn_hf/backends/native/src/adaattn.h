@@ -9,7 +9,7 @@
 // high halves of 16 bytes. ADA_U8F: eight bits of a positive float, exponent 5 (bias 20) and fraction 3.
 enum ada_dtype { ADA_F32 = 0, ADA_BF16 = 1, ADA_F16 = 2, ADA_I8 = 3, ADA_I4 = 4, ADA_U8F = 5 };
 enum ada_compute { ADA_EXACT = 0, ADA_COMPUTE_BF16 = 1, ADA_COMPUTE_I8 = 2 };
-enum ada_level { ADA_PORTABLE = 0, ADA_AVX2 = 1, ADA_AVX512 = 2, ADA_AVX512_BF16 = 3, ADA_NEON = 4 };
+enum ada_level { ADA_PORTABLE = 0, ADA_AVX2 = 1, ADA_AVX512 = 2, ADA_AVX512_BF16 = 3, ADA_NEON = 4, ADA_AMX = 5 };
 
 // Runs fn(data) on several threads and returns when all of them are done: the signature of GOMP_parallel, which
 // libgomp, libomp and libiomp5 all export.

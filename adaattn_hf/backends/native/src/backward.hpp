@@ -183,14 +183,14 @@ template <class T>
 static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int64_t j0, int64_t i0, Back<T> &w) {
   typedef typename T::elem elem;
   constexpr int64_t ldp = T::STEP == 1 ? LDC : LDW;
-  constexpr int64_t STRIPS = (BACK_KEYS + MR - 1) / MR;
+  constexpr int64_t STRIPS = (BACK_KEYS + STRIP<T> - 1) / STRIP<T>;
   const bool special = is_special(a);
   const float c = special ? LOG2E : (float)(a.scaling * 1.4426950408889634);
   uint64_t bits[STRIPS], any = 0;
   const int64_t rows = lesser(BACK_KEYS, u.kn - j0);
   for (int64_t s = 0; s < STRIPS; ++s) {
     bits[s] = 0;
-    for (int64_t j = s * MR; j < lesser((s + 1) * MR, rows); ++j) {
+    for (int64_t j = s * STRIP<T>; j < lesser((s + 1) * STRIP<T>, rows); ++j) {
       int64_t lo, hi;
       seen_by(a, u, j0 + j, lo, hi);
       bits[s] |= panel_bits(lo, hi, i0, COLUMNS);
@@ -203,14 +203,14 @@ static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int
     const elem *qt = w.qt + (i0 + n * NR) * w.dk, *gt = w.gt + (i0 + n * NR) * w.dv;
     for (int64_t s = 0; s < STRIPS; ++s) {
       if (!(bits[s] >> n & 1)) continue;
-      const int64_t r = s * MR, count = lesser((int64_t)MR, BACK_KEYS - r);
+      const int64_t r = s * STRIP<T>, count = lesser(STRIP<T>, BACK_KEYS - r);
       strip<T, ZERO>(count, w.k + (j0 + r) * w.dk, w.dk, qt, w.dk / T::STEP, w.s + r * LDC + n * NR, LDC, nullptr);
       strip<T, ZERO>(count, w.v + (j0 + r) * w.dv, w.dv, gt, w.dv / T::STEP, w.dp + r * LDC + n * NR, LDC, nullptr);
     }
   }
   float slope[COLUMNS];
   for (int64_t s = 0; s < STRIPS; ++s)
-    for (int64_t j = s * MR; j < lesser((s + 1) * MR, BACK_KEYS); ++j) {
+    for (int64_t j = s * STRIP<T>; j < lesser((s + 1) * STRIP<T>, BACK_KEYS); ++j) {
       float *sj = w.s + j * LDC, *dpj = w.dp + j * LDC;
       elem *pj = w.p + j * ldp, *dsj = w.ds + j * ldp;
       int64_t lo = 0, hi = 0, c0, c1;
@@ -240,7 +240,7 @@ static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int
   const elem *q = w.q + i0 * NR, *g = w.g + i0 * NR;
   for (int64_t d = 0; d < greater(w.dk, w.dv); d += NR)
     for (int64_t s = 0; s < STRIPS; ++s) {
-      const int64_t r = s * MR, count = lesser((int64_t)MR, BACK_KEYS - r);
+      const int64_t r = s * STRIP<T>, count = lesser(STRIP<T>, BACK_KEYS - r);
       int64_t c0, c1;
       for (uint64_t left = bits[s]; next_run(left, c0, c1);) {
         const int64_t steps = (c1 - c0) / T::STEP;
@@ -255,8 +255,8 @@ static void backward_tile(const ada_args &a, const AdaUnit &u, int64_t head, int
   pack_rows<T>(w.panels, BACK_KEYS, w.ds, T::STEP == 1 ? ADA_F32 : ADA_BF16, 0, ldp, 1, BACK_KEYS, COLUMNS, COLUMNS, w.stage);
   for (int64_t n = 0; n < COLUMNS / NR; ++n) {
     if (!(any >> n & 1)) continue;
-    for (int64_t d = 0; d < w.dk; d += MR)
-      strip<T, ADD>(lesser((int64_t)MR, w.dk - d), w.kt + d * w.kn + j0, w.kn, w.panels + n * NR * BACK_KEYS,
+    for (int64_t d = 0; d < w.dk; d += STRIP<T>)
+      strip<T, ADD>(lesser(STRIP<T>, w.dk - d), w.kt + d * w.kn + j0, w.kn, w.panels + n * NR * BACK_KEYS,
                     BACK_KEYS / T::STEP, w.dq + d * w.qn + i0 + n * NR, w.qn, nullptr);
   }
 }
@@ -266,6 +266,7 @@ static void backward_unit(const ada_args &a, const AdaShape &sh, const AdaUnit &
   Back<T> w;
   back_layout<T>(w, scratch, a, u.qn, u.kn);
   pack_unit<T>(a, u, w);
+  if (T::STEP == 2) open_tiles();
   const float scale = (float)a.scaling;
   for (int64_t h = 0; h < sh.group; ++h) {
     const int64_t head = u.head * sh.group + h;
@@ -278,6 +279,7 @@ static void backward_unit(const ada_args &a, const AdaShape &sh, const AdaUnit &
         for (int64_t d = 0; d < a.dim; ++d) store_any(a.dq, a.q_dtype, at + d * a.dqs[3], w.dq[d * w.qn + i] * scale);
       }
   }
+  if (T::STEP == 2) close_tiles();
   for (int64_t j = 0; j < u.kn; ++j) {
     const int64_t key = u.k0 + j;
     if (a.dk) {

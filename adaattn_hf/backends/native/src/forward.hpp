@@ -15,9 +15,9 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
   const bool special = is_special(a);
   const float c = special ? LOG2E : (float)(a.scaling * 1.4426950408889634);
   int64_t strips = 0;
-  for (int64_t r0 = 0; r0 < n; r0 += MR, ++strips) {
+  for (int64_t r0 = 0; r0 < n; r0 += STRIP<T>, ++strips) {
     Strip &st = w.strips[strips];
-    st = {r0, lesser((int64_t)MR, n - r0), INT64_MAX, 0, 0, 0, false};
+    st = {r0, lesser(STRIP<T>, n - r0), INT64_MAX, 0, 0, 0, false};
     for (int64_t r = r0; r < r0 + st.rows; ++r) {
       if (w.rows[r].lo < w.rows[r].hi) {
         st.lo = lesser(st.lo, w.rows[r].lo);
@@ -46,6 +46,7 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
       const char *o = (const char *)a.out + (u.row * a.os[0] + w.rows[r].head * a.os[1] + (u.q0 + w.rows[r].i) * a.os[2]) * size;
       for (int64_t d = 0; d < a.dim_v * size; d += 64) __builtin_prefetch(o + d, 1);
     }
+  if (T::STEP == 2) open_tiles();
   for (int64_t t = 0; t < u.tiles; ++t) {
     const int64_t t0 = t * KEYS;
     uint64_t any = 0;
@@ -84,7 +85,7 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
     for (int64_t r = 0; r < n; ++r) {
       const Row &row = w.rows[r];
       float *s = w.s + r * LDS;
-      w.panels[r] = w.strips[r / MR].panels;
+      w.panels[r] = w.strips[r / STRIP<T>].panels;
       int64_t c0, c1;
       for (uint64_t bits = w.panels[r]; next_run(bits, c0, c1);) {
         if (special) adjust(a, u, row, s, c0, c1, t0);
@@ -130,6 +131,7 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
       }
     for (int64_t i = 0; i < strips; ++i) w.strips[i].started |= w.strips[i].panels != 0;
   }
+  if (T::STEP == 2) close_tiles();
   for (int64_t r = 0; r < n; ++r)
     finish_row(a, u, w.rows[r], w.o + r * sh.dv, w.m[r], w.l[r], a.dim_v);
 }

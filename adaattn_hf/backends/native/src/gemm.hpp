@@ -16,6 +16,12 @@ struct BF16 {
   static constexpr int EXP_DEGREE = 3;
 };
 
+// Query rows of a strip: what one register tile computes.
+template <class T> constexpr int64_t STRIP = MR;
+#ifdef ADA_HAS_AMX
+template <> constexpr int64_t STRIP<BF16> = 12;  // of the 16 that a tile register has room for: two strips are a task's rows
+#endif
+
 enum Init { ZERO, ADD, SCALE };  // C starts at 0, at itself, at itself times alpha[row]
 
 template <int ROWS, int INIT>
@@ -82,9 +88,76 @@ ADA_NOINLINE void tile(BF16, const uint16_t *a, int64_t lda, const uint16_t *b, 
 }
 #endif
 
+#ifdef ADA_HAS_AMX
+// Tile registers of one matrix product: 0 and 1 hold C, 2 holds A, 3 and 4 hold B, 16 pairs of rows at a time.
+ADA_INLINE void open_tiles() {
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  for (int t = 0; t < 5; ++t) {
+    config.bytes[t] = 64;
+    config.rows[t] = t < 3 ? STRIP<BF16> : 16;
+  }
+  _tile_loadconfig(&config);
+}
+ADA_INLINE void close_tiles() { _tile_release(); }
+
+template <int INIT>
+ADA_NOINLINE void wide_tile(const uint16_t *a, int64_t lda, const uint16_t *b, int64_t steps, float *c, int64_t ldc,
+                            const float *alpha) {
+  constexpr int ROWS = STRIP<BF16>;
+  static_assert(NV == 2 && ROWS == 2 * MR, "two registers hold a row of C, and two tiles without them a strip");
+  const int64_t blocks = steps / 16, rest = steps % 16;
+  if (!blocks) {
+    tile<MR, INIT>(BF16{}, a, lda, b, steps, c, ldc, alpha);
+    tile<MR, INIT>(BF16{}, a + MR * lda, lda, b, steps, c + MR * ldc, ldc, INIT == SCALE ? alpha + MR : alpha);
+    return;
+  }
+  if (INIT == SCALE)
+    for (int i = 0; i < ROWS; ++i)
+      for (int j = 0; j < NV; ++j) store(c + i * ldc + j * W, load(c + i * ldc + j * W) * splat(alpha[i]));
+  asm volatile("" ::: "memory");  // the tile instructions read and write behind the compiler's back
+  if (INIT == ZERO) {
+    _tile_zero(0);
+    _tile_zero(1);
+  } else {
+    _tile_loadd(0, c, ldc * 4);
+    _tile_loadd(1, c + W, ldc * 4);
+  }
+  for (int64_t k = 0; k < blocks; ++k, a += 32, b += 16 * NR * 2) {
+    _tile_loadd(2, a, lda * 2);
+    _tile_loadd(3, b, NR * 4);
+    _tile_dpbf16ps(0, 2, 3);
+    _tile_loadd(4, b + W * 2, NR * 4);
+    _tile_dpbf16ps(1, 2, 4);
+  }
+  _tile_stored(0, c, ldc * 4);
+  _tile_stored(1, c + W, ldc * 4);
+  asm volatile("" ::: "memory");
+  if (!rest) return;
+  tile<MR, ADD>(BF16{}, a, lda, b, rest, c, ldc, nullptr);
+  tile<MR, ADD>(BF16{}, a + MR * lda, lda, b, rest, c + MR * ldc, ldc, nullptr);
+}
+#else
+ADA_INLINE void open_tiles() {}
+ADA_INLINE void close_tiles() {}
+#endif
+
 template <class T, int INIT>
 ADA_INLINE void strip(int64_t rows, const typename T::elem *a, int64_t lda, const typename T::elem *b, int64_t steps,
                       float *c, int64_t ldc, const float *alpha) {
+#ifdef ADA_HAS_AMX
+  if constexpr (T::STEP == 2) {
+    if (rows == STRIP<T>) return wide_tile<INIT>(a, lda, b, steps, c, ldc, alpha);
+    if (rows > MR) {
+      tile<MR, INIT>(T{}, a, lda, b, steps, c, ldc, alpha);
+      a += MR * lda, c += MR * ldc, rows -= MR;
+      if (INIT == SCALE) alpha += MR;
+    }
+  }
+#endif
   switch (rows) {
     case 1: return tile<1, INIT>(T{}, a, lda, b, steps, c, ldc, alpha);
     case 2: return tile<2, INIT>(T{}, a, lda, b, steps, c, ldc, alpha);

@@ -5,12 +5,34 @@
 #include <cstdlib>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#if defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 #include "plan.hpp"
 
 namespace {
 
 ada_parallel_fn g_parallel = nullptr;
+
+// Whether the processor multiplies tiles of bfloat16, and the system lets this process use their registers: Linux gives
+// them to who asks (Documentation/arch/x86/xstate.rst), and some sandboxes do not.
+bool tiles_allowed() {
+#if defined(__x86_64__) && defined(__linux__) && defined(SYS_arch_prctl)
+  static const bool allowed = [] {
+    unsigned a, b, c, d;
+    constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (BF16 | TILE)) != (BF16 | TILE)) return false;
+    constexpr long ASK = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
+  }();
+  return allowed;
+#else
+  return false;
+#endif
+}
 
 const AdaKernels *kernels(int64_t level) {
   switch (level) {
@@ -26,6 +48,7 @@ const AdaKernels *kernels(int64_t level) {
       return kernels(ADA_AVX512) && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")
                  ? ada_kernels_avx512_bf16()
                  : nullptr;
+    case ADA_AMX: return kernels(ADA_AVX512_BF16) && tiles_allowed() ? ada_kernels_amx() : nullptr;
 #endif
 #if defined(__aarch64__)
     case ADA_NEON: return ada_kernels_neon();
@@ -36,7 +59,7 @@ const AdaKernels *kernels(int64_t level) {
 
 int64_t best_level() {
   static const int64_t best = [] {
-    constexpr int64_t order[] = {ADA_AVX512_BF16, ADA_AVX512, ADA_AVX2, ADA_NEON};
+    constexpr int64_t order[] = {ADA_AMX, ADA_AVX512_BF16, ADA_AVX512, ADA_AVX2, ADA_NEON};
     for (int64_t l : order)
       if (kernels(l)) return l;
     return (int64_t)ADA_PORTABLE;

@@ -49,3 +49,4 @@ const AdaKernels *ada_kernels_avx2();
 const AdaKernels *ada_kernels_avx512();
 const AdaKernels *ada_kernels_avx512_bf16();
 const AdaKernels *ada_kernels_neon();
+const AdaKernels *ada_kernels_amx();

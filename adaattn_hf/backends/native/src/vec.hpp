@@ -29,6 +29,9 @@ static_assert(ADA_KEYS / NR <= 64, "the panels of a tile are the bits of a word"
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define ADA_HAS_BF16 1
 #endif
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && ADA_HAS_BF16
+#define ADA_HAS_AMX 1
+#endif
 
 typedef float vf __attribute__((vector_size(W * 4), may_alias));
 typedef uint32_t vi __attribute__((vector_size(W * 4), may_alias));
