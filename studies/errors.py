@@ -25,7 +25,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.eval.provenance import provenance
-from adaattn_hf.stats.noise import sqnr
+from adaattn_hf.stats.profile import decibels
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NAMES = ("eager", "sdpa", "native", "triton")
@@ -104,7 +104,14 @@ def measure(backend: str, dtype: str, stage: str) -> Error | None:
     found = results(asked, stage, backend)
     difference = (found - truth).abs()
     relative = float(difference.norm() / truth.norm())
-    return Error(backend, dtype, stage, float(difference.max()), relative, float(sqnr(truth, found)))
+    return Error(
+        backend,
+        dtype,
+        stage,
+        float(difference.max()),
+        relative,
+        float(decibels(truth.square().sum(), difference.square().sum())),
+    )
 
 
 def table(errors: list[Error], origin: dict[str, object]) -> str:
