@@ -106,6 +106,20 @@ class CalibrationState:
         (directory / FILE).unlink(missing_ok=True)
 
 
+def refuse_interrupted(directory: Path) -> None:
+    """Refuses to begin anew where an interrupted calibration would be lost.
+
+    Raises:
+        ValueError: If the directory holds one.
+    """
+    path = directory / FILE
+    if path.is_file():
+        raise ValueError(
+            f"out: {path} is an interrupted calibration; pass --resume to go on with it, delete it to begin anew, or "
+            "give another --out"
+        )
+
+
 def _broken(path: Path) -> str:
     """The sentence for a file that is no state."""
     return f"resume: {path} is no whole state of a calibration; delete it, and the same command begins anew"

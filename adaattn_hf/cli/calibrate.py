@@ -123,6 +123,7 @@ def calibrate(
     """
     # what loads Transformers is imported when the command runs, not when its help is asked for
     from ..calibration.settings import CalibrationSettings
+    from ..calibration.state import refuse_interrupted
     from ..calibration.team import join, leave
     from .calibration_job import Job, fitted, named_or_packaged, print_calibration, run
     from .loading import load
@@ -169,6 +170,8 @@ def calibrate(
         )
         texts([*job.data, *(job.verify_data or ())])
         writable(target, "out")
+        if not resume:
+            refuse_interrupted(target)
         with terminate_like_interrupt():
             team, rank = join()
             if lengths is None:

@@ -152,6 +152,9 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
     stopped = run(model, material, "--budget", "1%")
     assert stopped.exit_code == 130
     assert "with --resume" in stopped.stderr
+    anew = run(model, material, "--budget", "1%")
+    assert anew.exit_code == 2
+    assert "is an interrupted calibration; pass --resume" in anew.stderr
     assert (model / FILE).is_file()
     resumed = run(model, material, "--budget", "1%", "--resume")
     assert resumed.exit_code == 0, resumed.output
