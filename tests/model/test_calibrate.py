@@ -326,6 +326,13 @@ def test_int8_tensors_are_stored_and_needed(
         torch.testing.assert_close(loaded(tokens).logits, wanted)
     store._tensors.clear()
     (tmp_path / TENSORS_FILE).unlink()
+    carried = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
+    with torch.no_grad():
+        torch.testing.assert_close(carried(tokens).logits, wanted)
+    store._tensors.clear()
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["adaattn"].pop("tensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
     lost = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
     with pytest.raises(PlanError, match="copy it beside the weights"):
         lost(tokens)

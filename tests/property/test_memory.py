@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
 
 LENGTHS = (2048, 4096)
@@ -71,7 +72,7 @@ def largest(name: str, structure: CallStructure, *, gradient: bool) -> int:
     ]
     request = AttentionRequest(*tensors, structure, 0.5)
     with Largest() as seen:
-        backend = choose(CallSpec.of(request), None if name == "chosen" else name)
+        backend = choose(spec_of(request), None if name == "chosen" else name)
         out = backend.attend(request).out
         if gradient:
             torch.autograd.grad(out.sum(), tensors)
