@@ -39,6 +39,11 @@ NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 """Newest versions of system symbols that a published library may need: those of manylinux_2_28."""
 
 
+FIGURES = ROOT / "docs" / "results" / "hub_kernel.md"
+FIGURES_MARK = "<!-- figures -->\n"
+"""What stands in a card for the measured figures, which `make hub-speed` keeps in the page above."""
+
+
 class BuildError(RuntimeError):
     """The kernel repository cannot be built as asked."""
 
@@ -166,6 +171,9 @@ def build(name: str, out: Path, *, library: Path | None = None, portable: bool =
     fresh = out / f".{name}.partial"
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("__pycache__"))
+    card = fresh / "CARD.md"
+    _, _, figures = FIGURES.read_text(encoding="utf-8").partition("\n\n")  # all but the page's title
+    card.write_text(card.read_text(encoding="utf-8").replace(FIGURES_MARK, figures), encoding="utf-8")
     modules = package_modules(name)
     for variant in variants():
         directory = fresh / "build" / variant.name

@@ -100,6 +100,15 @@ def test_the_metadata_says_what_the_files_are(repositories: Path, name: str) -> 
     assert len(unique) == 2
 
 
+def test_the_card_shows_what_was_measured(repositories: Path) -> None:
+    card = (repositories / "flash-adaattn" / "CARD.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "results" / "hub_kernel.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| BERT batch")]
+    assert len(rows) == 1
+    assert rows[0] in card.splitlines()
+    assert "<!-- figures -->" not in card
+
+
 def test_another_source_is_another_name(builder: dict[str, Any], repositories: Path, tmp_path: Path) -> None:
     (directory,) = (repositories / "flash-adaattn" / "build").glob(CPU)
     before = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))["id"]
