@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -147,3 +148,10 @@ def test_fuzz_under_sanitizers(tmp_path: Path) -> None:
             [str(program), "1", cases], capture_output=True, text=True, check=False, env=environment
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_levels_have_the_numbers_of_the_header() -> None:
+    header = (build.SOURCES / "adaattn.h").read_text(encoding="utf-8")
+    (names,) = re.findall(r"enum ada_level \{(.*?)\}", header)
+    numbers = {name.removeprefix("ADA_").lower(): int(n) for name, n in re.findall(r"(\w+) = (\d+)", names)}
+    assert numbers == {name: number for number, name in enumerate(library.LEVELS)}
