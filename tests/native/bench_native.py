@@ -1,7 +1,7 @@
 # ruff: noqa: E501
 """Times the native kernels against torch's own, interleaved in one process, and writes the table.
 
-`python tests/native/bench_native.py [--seconds S] [--write docs/results]`. Ratios are of process time with one thread
+`python tests/native/bench_native.py [--seconds S] [--write docs/results [--name NAME]]`. Ratios are of process time with one thread
 (cores are shared with other programs, wall time is printed beside it), of wall time with two. Median over rounds with
 the quartiles; of the shortest times with two threads.
 """
@@ -380,7 +380,7 @@ def table(origin: dict[str, object], one: list[Cell], grid: list[Cell], two: lis
             [
                 "# Native CPU kernels against torch",
                 "",
-                "Made by `make bench-native` (`tests/native/bench_native.py`); the numbers lie in `native_cpu.json`. Ratio: time "
+                "Made by `make bench-native` (`tests/native/bench_native.py`); the numbers lie in the JSON of this name. Ratio: time "
                 "of `scaled_dot_product_attention` (packed documents: one call each; int8: stock bf16) over ours, interleaved in "
                 "one process, median [quartiles]. Share: of the matrix peak of torch's own matrix product with one thread "
                 f"(bf16 {peaks['bf16']:.0f}, fp32 {peaks['fp32']:.0f} GFLOP/s), counting the products that are asked for alone.",
@@ -418,7 +418,8 @@ def main() -> int:
     """Measures, prints, and writes when asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="per cell")
-    parser.add_argument("--write", type=Path, help="directory for native_cpu.json and native_cpu.md")
+    parser.add_argument("--write", type=Path, help="directory for NAME.json and NAME.md")
+    parser.add_argument("--name", default="native_cpu", help="of the files; another one for another machine")
     asked = parser.parse_args()
     if missing():
         print("; ".join(missing()))
@@ -435,8 +436,8 @@ def main() -> int:
     if asked.write:
         asked.write.mkdir(parents=True, exist_ok=True)
         record = {"provenance": origin, "cells": [asdict(cell) for cell in (*one, *two, *grid)]}
-        write(asked.write / "native_cpu.json", json.dumps(record, indent=1) + "\n")
-        write(asked.write / "native_cpu.md", text)
+        write(asked.write / f"{asked.name}.json", json.dumps(record, indent=1) + "\n")
+        write(asked.write / f"{asked.name}.md", text)
     return 0
 
 
