@@ -94,9 +94,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def title(report: Report) -> str:
-    """One line: model, data, dtype."""
-    model, data = report["model"], report["data"]
-    return f"{model['name']} on {data['name']} ({_count(data['documents'], 'document')}), {model['dtype']}"
+    """One line: model, data, dtype, and what the cache stores where one is read."""
+    model, data, cache = report["model"], report["data"], report["settings"].get("cache")
+    words = f"{model['name']} on {data['name']} ({_count(data['documents'], 'document')}), {model['dtype']}"
+    return words if cache is None else f"{words}, cache {cache}"
 
 
 def terminal_table(report: Report) -> Table:
@@ -116,6 +117,17 @@ def markdown(reports: Sequence[Report]) -> str:
     return "\n".join(_section(report) for report in reports)
 
 
+def _cache_line(settings: Mapping[str, Any]) -> list[str]:
+    """What the arms read their windows over, where it is a cache."""
+    if settings.get("cache") is None:
+        return []
+    return [
+        f"* Cache: windows are read in pieces of {settings['cache_piece']} tokens, by the tested arm over an "
+        f"`AdaAttnCache` of {settings['cache']}, by the others over a `DynamicCache`. Its rounding is no part of the "
+        "activation rate."
+    ]
+
+
 def _section(report: Report) -> str:
     heads, table = rows(report)
     source, data = report["provenance"], report["data"]
@@ -131,6 +143,7 @@ def _section(report: Report) -> str:
         "",
         f"* Protocol: {report['protocol']}. Batch size {report['settings']['batch_size']}, padding "
         f"{report['settings']['padding']}.",
+        *_cache_line(report["settings"]),
         f"* Data: {in_markdown(data['origin'])}, sha256 of the documents `{data['sha256'][:16]}…`; "
         f"weights `{report['model']['weights_sha256'][:16]}…`.",
         f"* Confidence: clusters are {report['quality']['comparisons'][0]['clusters_are']}, "

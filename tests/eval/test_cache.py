@@ -8,24 +8,31 @@ from typing import Any
 import pytest
 
 from adaattn_hf.errors import UsageError
-from adaattn_hf.eval import corpora, runner
+from adaattn_hf.eval import corpora, report, runner
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 
 from .conftest import PAGES
 
 
-def divergence(llama: Path, cache: str | None, **more: Any) -> float:
+def evaluated(llama: Path, cache: str | None, **more: Any) -> dict[str, Any]:
     loaded = checkpoint.load(llama, device="cpu")
     corpus = corpora.wikitext_corpus(PAGES, "own pages")
-    report = runner.evaluate(loaded, corpus, Settings(cache=cache, cache_piece=7, **more))
-    return float(report["quality"]["comparisons"][0]["kl_mean"])
+    return runner.evaluate(loaded, corpus, Settings(cache=cache, cache_piece=7, **more))
 
 
 def test_a_cache_of_numbers_costs_nothing_and_bytes_cost_little(llama: Path) -> None:
-    exact, eight = divergence(llama, "model"), divergence(llama, "int8")
+    reports = {cache: evaluated(llama, cache) for cache in ("model", "int8")}
+    exact, eight = (reports[cache]["quality"]["comparisons"][0]["kl_mean"] for cache in ("model", "int8"))
     assert exact < 1e-9
     assert 1e-9 < eight < 1e-2
+    page = report.markdown([reports["int8"]])
+    assert ", cache int8\n" in page
+    assert (
+        "* Cache: windows are read in pieces of 7 tokens, by the tested arm over an `AdaAttnCache` of int8"
+        in page
+    )
+    assert "Cache:" not in report.markdown([evaluated(llama, None)])
 
 
 @pytest.mark.parametrize(
