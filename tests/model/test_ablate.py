@@ -108,7 +108,7 @@ def test_the_command_writes_figures_and_their_page(tmp_path: Path, text: list[Pa
 def test_ctrl_c_keeps_the_finished_rows_and_says_so(tmp_path: Path) -> None:
     output, text = tmp_path / "ablation.json", tmp_path / "text.txt"
     text.write_text("\n\n".join(calibration_pages()), encoding="utf-8")
-    words = f"--length 64 --sequences 1 --held-out 2 --families window,bf16 --threads 1 --output {output}"
+    words = f"--length 512 --sequences 1 --held-out 12 --families window,bf16 --threads 1 --output {output}"
     arguments = ["ablate", str(demo_model_path("llama")), "--data", str(text), *words.split()]
     partial = tmp_path / "ablation.json.partial"
     done = interrupted(arguments, partial)
