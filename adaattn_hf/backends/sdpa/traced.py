@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.request import AttentionRequest
+from .kernels import repeated
 from .tiles import Part, Program, dense_part
 
 __all__ = ["masked_call", "plain_call", "run_traced"]
@@ -38,7 +39,7 @@ def _fusible(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
     groups = query.shape[1] // key.shape[1]
     if groups == 1 or query.shape[2] == 1 or not query.is_cuda or query.dtype != torch.float32:
         return key, value
-    return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    return repeated(key, query), repeated(value, query)
 
 
 def masked_call(
@@ -53,7 +54,7 @@ def masked_call(
     if folded:
         query = query.reshape(batch, heads // groups, groups, -1)
     elif groups > 1 and mask is not None:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        key, value = repeated(key, query), repeated(value, query)
     out = F.scaled_dot_product_attention(
         query,
         key,
