@@ -18,9 +18,15 @@ from torch import Tensor
 
 from .segments import Segment, find_segments
 
-__all__ = ["CallStructure", "Segment"]
+__all__ = ["OPERANDS", "CallStructure", "Segment"]
 
 Made = TypeVar("Made")
+
+OPERANDS = (
+    "bool causal, SymInt q_offset, SymInt? window, SymInt sinks, SymInt? chunk, bool pads_queries, Tensor? offset, "
+    "Tensor? chunk_start, Tensor? key_padding, Tensor? q_segments, Tensor? k_segments, Tensor? spans, Tensor? mask"
+)
+"""What `CallStructure.operands` returns, in the schema of an operator."""
 
 
 @dataclass(eq=False)
@@ -126,7 +132,7 @@ class CallStructure:
         return made
 
     def operands(self) -> tuple[Any, ...]:
-        """The rules as arguments of an operator, which takes no tensor where a number may stand; see `of_operands`."""
+        """The rules as arguments of an operator, as in `OPERANDS`: it takes no tensor where a number may stand."""
         on_device = isinstance(self.q_offset, Tensor)
         return (
             self.causal, 0 if on_device else self.q_offset, self.window, self.sinks, self.chunk, self.pads_queries,

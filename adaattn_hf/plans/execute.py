@@ -17,7 +17,7 @@ from torch import Tensor
 from ..attention.heads import HeadRules, joined_heads, some_heads
 from ..attention.legible import legible
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..attention.structure import CallStructure
+from ..attention.structure import OPERANDS, CallStructure
 from ..backends import select
 from ..backends.base import spec_of
 from ..backends.eager import attention_weights
@@ -271,7 +271,13 @@ def _one_way(program: Program, request: AttentionRequest, backend: str | None) -
 _NAMESPACE = __name__.partition(".")[0]
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::planned", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+@torch.library.custom_op(
+    f"{_NAMESPACE}::planned",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink_logits, SymInt program, str? backend, "
+    f"float scaling, float? softcap, {OPERANDS}) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
 def planned_op(
     query: Tensor,
     key: Tensor,
@@ -282,25 +288,10 @@ def planned_op(
     backend: str | None,
     scaling: float,
     softcap: float | None,
-    causal: bool,
-    q_offset: int,
-    window: int | None,
-    sinks: int,
-    chunk: int | None,
-    pads_queries: bool,
-    offset: Tensor | None,
-    chunk_start: Tensor | None,
-    key_padding: Tensor | None,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    spans: Tensor | None,
-    mask: Tensor | None,
+    *operands: Any,
 ) -> Tensor:
     """A layer's plan as one node of a traced graph: when the graph runs, it does what it does without one."""
-    structure = CallStructure.of_operands(
-        query, key, causal, q_offset, window, sinks, chunk, pads_queries,
-        offset, chunk_start, key_padding, q_segments, k_segments, spans, mask,
-    ).settled()  # fmt: skip
+    structure = CallStructure.of_operands(query, key, *operands).settled()
     found = PROGRAMS.get(program)
     if found is None:
         raise RuntimeError(

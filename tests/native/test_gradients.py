@@ -93,7 +93,7 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(attend_op, arguments(replace(asked, **leaves)))
     out, lse = attend_op(*arguments(asked))
     grad = torch.randn_like(out)
-    torch.library.opcheck(backward_op, (grad, out, lse, *arguments(asked), True))
+    torch.library.opcheck(backward_op, (True, grad, out, lse, *arguments(asked)))
 
 
 @pytest.mark.parametrize("name", ["causal", "suffix", "left padding", "packed", "device offset"])

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from ...attention.request import AttentionRequest
-from ...attention.structure import CallStructure
+from ...attention.structure import OPERANDS, CallStructure
 from ..sinks import sink_gradient
 
 __all__ = ["attend_op", "backward_op", "traced"]
 
 # Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
 _NAMESPACE = __name__.partition(".")[0]
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink_logits, float scaling, float softcap"
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::native_attend", mutates_args=())
+@torch.library.custom_op(
+    f"{_NAMESPACE}::native_attend", mutates_args=(), schema=f"({_INPUTS}, {OPERANDS}) -> (Tensor, Tensor)"
+)
 def attend_op(
     q: Tensor,
     k: Tensor,
@@ -30,30 +33,13 @@ def attend_op(
     sink_logits: Tensor | None,
     scaling: float,
     softcap: float,
-    causal: bool,
-    q_offset: int,
-    window: int | None,
-    sinks: int,
-    chunk: int | None,
-    pads_queries: bool,
-    offset: Tensor | None,
-    chunk_start: Tensor | None,
-    key_padding: Tensor | None,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    spans: Tensor | None,
-    mask: Tensor | None,
+    *operands: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a traced graph, with the fields of its structure."""
     from . import call
     from .rules import rules_of, with_extras
 
-    rules = rules_of(
-        CallStructure.of_operands(
-            q, k, causal, q_offset, window, sinks, chunk, pads_queries,
-            offset, chunk_start, key_padding, q_segments, k_segments, spans, mask,
-        )
-    )  # fmt: skip
+    rules = rules_of(CallStructure.of_operands(q, k, *operands))
     out, lse = call.forward(
         q, k, v, scaling, with_extras(rules, bias, sink_logits, softcap, k.shape[2]), need_lse=True
     )
@@ -70,8 +56,14 @@ def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
     )
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::native_attend_backward", mutates_args=())
+@torch.library.custom_op(
+    f"{_NAMESPACE}::native_attend_backward",
+    mutates_args=(),
+    schema=f"(bool need_bias, Tensor grad, Tensor out, Tensor lse, {_INPUTS}, {OPERANDS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def backward_op(
+    need_bias: bool,
     grad: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -82,31 +74,13 @@ def backward_op(
     sink_logits: Tensor | None,
     scaling: float,
     softcap: float,
-    causal: bool,
-    q_offset: int,
-    window: int | None,
-    sinks: int,
-    chunk: int | None,
-    pads_queries: bool,
-    offset: Tensor | None,
-    chunk_start: Tensor | None,
-    key_padding: Tensor | None,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    spans: Tensor | None,
-    mask: Tensor | None,
-    need_bias: bool,
+    *operands: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias; the last is empty where it is not asked for."""
     from . import call
     from .rules import rules_of, with_extras
 
-    rules = rules_of(
-        CallStructure.of_operands(
-            q, k, causal, q_offset, window, sinks, chunk, pads_queries,
-            offset, chunk_start, key_padding, q_segments, k_segments, spans, mask,
-        )
-    )  # fmt: skip
+    rules = rules_of(CallStructure.of_operands(q, k, *operands))
     rules = with_extras(rules, bias, sink_logits, softcap, k.shape[2])
     gradients = call.backward(grad, q, k, v, out, lse, scaling, rules, need_bias=need_bias)
     if bias is None or gradients.bias is None:
@@ -116,9 +90,17 @@ def backward_op(
 
 @backward_op.register_fake
 def _backward_fake(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any
+    need_bias: bool,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dbias = q.new_empty(0) if bias is None or not rest[-1] else bias.new_empty(bias.shape)
+    dbias = q.new_empty(0) if bias is None or not need_bias else bias.new_empty(bias.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
@@ -135,7 +117,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, bias, sink_logits, out, lse, *tensors = ctx.saved_tensors
     need_bias = bias is not None and ctx.needs_input_grad[3]
     dq, dk, dv, dbias = backward_op(
-        grad, out, lse, q, k, v, bias, sink_logits, *ctx.numbers, *tensors, need_bias
+        need_bias, grad, out, lse, q, k, v, bias, sink_logits, *ctx.numbers, *tensors
     )
     dsinks = None
     if sink_logits is not None and ctx.needs_input_grad[4]:

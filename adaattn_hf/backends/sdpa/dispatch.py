@@ -14,7 +14,16 @@ from ..base import FastCall, nothing_seen, spec_of
 from . import limits
 from .decode import attend_few
 from .fused import Fused, is_single, run_forward, run_single
-from .kernels import EfficientKernel, FlashCpuKernel, Kernel, MathKernel, aligned, repeated, suits_efficient
+from .kernels import (
+    EfficientKernel,
+    FlashCpuKernel,
+    Kernel,
+    MathKernel,
+    aligned,
+    repeated,
+    splits_groups,
+    suits_efficient,
+)
 from .packed import compacted, layout_for, packed_attention, scattered
 from .planner import Target, program_for
 from .tiles import EMPTY, constant
@@ -209,7 +218,7 @@ def fast_call(spec: CallSpec, structure: CallStructure) -> FastCall | None:
             return _plain(False, spec.groups > 1, stop if stop < structure.kv_len else None)
         if spec.kind != "suffix":
             causal, grouped = spec.kind == "causal", spec.groups > 1
-            if grouped and spec.device == "cuda" and spec.dtype == torch.float32:
+            if grouped and splits_groups(spec.device, spec.dtype):
                 return _widened(causal)
             return _plain(causal, grouped)
     if spec.device != "cuda" or not suits_efficient(spec.dtype, spec.head_dim, spec.head_dim_v):
@@ -234,11 +243,7 @@ def _plain(causal: bool, grouped: bool, stop: int | None = None) -> FastCall:
 
 
 def _widened(causal: bool) -> FastCall:
-    """One call without a mask, with as many key/value heads as query heads, `[batch, heads, q_len, head_dim]`.
-
-    The fused CUDA kernel of float32 takes no grouped heads. Left grouped, they go to unfused operations, which write
-    the whole score matrix, and keep it for the backward: 2.25 GiB a layer for 9 heads and 8,192 tokens.
-    """
+    """One call without a mask, with as many key/value heads as query heads."""
     plain = _plain(causal, grouped=False)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.request import AttentionRequest
-from .kernels import repeated
+from .kernels import repeated, splits_groups
 from .tiles import Part, Program, dense_part
 
 __all__ = ["masked_call", "plain_call", "run_traced"]
@@ -18,8 +18,9 @@ __all__ = ["masked_call", "plain_call", "run_traced"]
 
 def plain_call(request: AttentionRequest, causal: bool) -> Tensor:
     """One operator call without a mask, `[batch, heads, q_len, head_dim_v]`."""
-    query = request.query
-    key, value = _fusible(query, request.key, request.value)
+    query, key, value = request.query, request.key, request.value
+    if query.shape[2] > 1 and splits_groups(query.device.type, query.dtype):
+        key, value = repeated(key, query), repeated(value, query)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -29,17 +30,6 @@ def plain_call(request: AttentionRequest, causal: bool) -> Tensor:
         scale=request.scaling,
         enable_gqa=bool(query.shape[1] != key.shape[1]),
     )
-
-
-def _fusible(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value as the fused CUDA kernel of float32 takes them: grouped heads repeated.
-
-    Left grouped they go to the unfused operations, which write the whole score matrix and keep it for the backward.
-    """
-    groups = query.shape[1] // key.shape[1]
-    if groups == 1 or query.shape[2] == 1 or not query.is_cuda or query.dtype != torch.float32:
-        return key, value
-    return repeated(key, query), repeated(value, query)
 
 
 def masked_call(
