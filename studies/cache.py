@@ -4,15 +4,20 @@ What a token takes, how fast decode steps behind a filled cache are, and what a 
 Transformers' dynamic, static and quantised caches under `sdpa`, and this package's in each storage. Speed is that of
 whole models, one shaped like LLaMA-3.2-1B with random weights in bfloat16 and the one named; caches are filled with
 random keys, steps take the arms in turn, and ratios are of each round. Loss is teacher-forced over the cache.
+
+On a CUDA device (`--device cuda --shape 8b`, without MODEL no loss) a model shaped like LLaMA-8B is made there, and the
+arms follow one another, each with the device's memory to itself; the page is `cache_cuda.md`.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,7 +91,7 @@ def present(model: Any, skipped: Sequence[str]) -> tuple[list[Arm], dict[str, st
             model.set_attn_implementation(arm.implementation)
             cache = arm.make(model, 8)
             with torch.no_grad():
-                model(torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
+                model(torch.ones(1, 4, dtype=torch.long, device=model.device), past_key_values=cache)
             found.append(arm)
         except (ImportError, ValueError) as error:
             absent[arm.name] = str(error).split("\n")[0][:200]
@@ -127,11 +132,11 @@ def filled(arm: Arm, model: Any, batch: int, length: int, room: int) -> Any:
     """A cache that holds random keys and values of so many tokens."""
     config = model.config
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(model.device).manual_seed(0)
     model.set_attn_implementation(arm.implementation)
     cache = arm.make(model, room)
     shape = (batch, config.num_key_value_heads, length, dim)
-    key = torch.randn(shape, generator=generator).to(model.dtype)
+    key = torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype)
     for layer in range(config.num_hidden_layers):
         cache.update(key.clone(), key.clone(), layer)
     return cache
@@ -145,27 +150,32 @@ def speed(
 
     Rounds end early, after two at least, where they would take more than `most` seconds.
     """
-    started = time.perf_counter()
     room = length + (rounds + 1) * steps
-    caches = {arm.name: filled(arm, model, batch, length, room) for arm in arms}
-    held = {name: held_bytes(cache) for name, cache in caches.items()}
-    token = torch.ones(batch, 1, dtype=torch.long)
+    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    held: dict[str, int] = {}
     wall: dict[str, list[float]] = {arm.name: [] for arm in arms}
     process: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    for number in range(rounds + 1):
-        if number > 2 and time.perf_counter() - started > most * number / (number + 1):
-            break  # another round would not fit
-        for place in turn(len(arms), number):
-            arm = arms[place]
-            model.set_attn_implementation(arm.implementation)
+    # on a device that all caches do not fit into at once, one arm follows another
+    for together in [[arm] for arm in arms] if model.device.type == "cuda" else [list(arms)]:
+        started = time.perf_counter()
+        caches = {arm.name: filled(arm, model, batch, length, room) for arm in together}
+        held |= {name: held_bytes(cache) for name, cache in caches.items()}
+        for number in range(rounds + 1):
+            if number > 2 and time.perf_counter() - started > most * number / (number + 1):
+                break  # another round would not fit
+            for place in turn(len(together), number):
+                arm = together[place]
+                model.set_attn_implementation(arm.implementation)
 
-            def step(cache: Any = caches[arm.name]) -> None:
-                model(token, past_key_values=cache)
+                def step(cache: Any = caches[arm.name]) -> None:
+                    model(token, past_key_values=cache)
 
-            elapsed = timed(step, torch.device("cpu"), steps)[1]
-            if number:  # the first round warms
-                wall[arm.name].append(elapsed.wall)
-                process[arm.name].append(elapsed.process)
+                elapsed = timed(step, model.device, steps)[1]
+                if number:  # the first round warms
+                    wall[arm.name].append(elapsed.wall)
+                    process[arm.name].append(elapsed.process)
+        del caches
+        gc.collect()
     return [
         {
             "cache": name,
@@ -173,11 +183,17 @@ def speed(
             "length": length,
             "bytes_per_token": held[name] / (batch * length),
             "tokens_per_second": batch / float(np.median(wall[name])),
-            "wall": ratio_summary(wall[STOCK], wall[name]),
-            "process": ratio_summary(process[STOCK], process[name]),
+            "wall": ratio_summary(*_paired(wall[STOCK], wall[name])),
+            "process": ratio_summary(*_paired(process[STOCK], process[name])),
         }
         for name in wall
     ]
+
+
+def _paired(stock: list[float], arm: list[float]) -> tuple[list[float], list[float]]:
+    """As many rounds of each as both have."""
+    count = min(len(stock), len(arm))
+    return stock[:count], arm[:count]
 
 
 @torch.no_grad()
@@ -207,14 +223,35 @@ def losses(model: Any, arms: Sequence[Arm], windows: Tensor) -> list[dict[str, A
     return rows
 
 
-def one_billion() -> Any:
-    """A model shaped like LLaMA-3.2-1B with random weights, in bfloat16."""
+SHAPES = {
+    "1b": (
+        "LLaMA-3.2-1B",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "8b": ("LLaMA-3.1-8B", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}),
+    "tiny": (
+        "a trial",
+        {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64},
+    ),
+}
+"""Models with random weights: whose shape they have, and what of it differs from one to the next."""
+
+
+def shaped(shape: str, device: torch.device) -> Any:
+    """A model of SHAPES in bfloat16, made on the device."""
+    sizes: dict[str, Any] = {"vocab_size": 128256} | SHAPES[shape][1]
     config = LlamaConfig(
-        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, tie_word_embeddings=True,
-    )  # fmt: skip
+        **sizes, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, rope_theta=5e5
+    )
     torch.manual_seed(0)
-    return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    with device:
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    return model.eval().to(device)
 
 
 def page(found: dict[str, Any]) -> str:
@@ -223,9 +260,10 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# Caches beside one another",
         "",
-        f"`python -m studies.cache`, {made['cpu']}, {made['threads']} threads, commit {made['commit']}. Decode steps "
+        f"`python -m studies.cache`, {_where(made)}, commit {made['commit']}. Decode steps "
         f"of whole models behind a filled cache, at most {found['rounds']} rounds of {found['steps']} steps that take "
-        f"the caches in turn; times are ratios to {STOCK} under sdpa in the same round (median, quartiles), by the "
+        f"the caches {'one after another' if made['driver'] else 'in turn'}; "
+        f"times are ratios to {STOCK} under sdpa in the same round (median, quartiles), by the "
         "clock and by the "
         "process's time. Bytes are those of every storage that the cache holds, divided by the tokens in it.",
         "",
@@ -245,40 +283,63 @@ def page(found: dict[str, Any]) -> str:
                 f"{wall['quartile_75']:.2f} | {row['process']['median']:.2f} |"
             )
         lines.append("")
-    lines += [
-        "## Loss",
-        "",
-        f"Teacher-forced in pieces of {PIECE} tokens, {found['loss_of']}; Δnll against {STOCK}, nats/token, upper "
-        f"bound at {CONFIDENCE:.0%} over windows.",
-        "",
-        "| cache | Δnll | at most | windows |",
-        "|---|---|---|---|",
-        *(
-            f"| {row['cache']} | {row['delta_nll']:+.2e} | {row['upper']:+.2e} | {row['windows']} |"
-            for row in found["loss"]
-        ),
-    ]
+    if found["loss"]:
+        lines += [
+            "## Loss",
+            "",
+            f"Teacher-forced in pieces of {PIECE} tokens, {found['loss_of']}; Δnll against {STOCK}, nats/token, upper "
+            f"bound at {CONFIDENCE:.0%} over windows.",
+            "",
+            "| cache | Δnll | at most | windows |",
+            "|---|---|---|---|",
+            *(
+                f"| {row['cache']} | {row['delta_nll']:+.2e} | {row['upper']:+.2e} | {row['windows']} |"
+                for row in found["loss"]
+            ),
+        ]
     if found["absent"]:
         lines += ["", "Not measured here:", ""]
         lines += [f"* {name}: {reason}" for name, reason in found["absent"].items()]
     return "\n".join(lines) + "\n"
 
 
-def _models(named: Any, name: str, billion: bool) -> Iterator[tuple[str, Any]]:
-    yield name, named
-    if billion:
-        yield "LLaMA-3.2-1B's shape, random weights, bfloat16", one_billion()
+def _where(made: Mapping[str, Any]) -> str:
+    """What measured: a device with its driver, or a processor with its threads."""
+    if made["driver"]:
+        return f"{made['device']}, {made['driver']}, torch {made['versions']['torch']}"
+    return f"{made['cpu']}, {made['threads']} threads"
+
+
+def _of_text(path: Path, text: Path, windows: int, window: int, gguf_file: str | None) -> tuple[Any, Tensor]:
+    """A model in float32 and `[windows, window]` tokens of a text."""
+    options = {} if gguf_file is None else {"gguf_file": gguf_file}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+    words = text.read_text(encoding="utf-8")[: 12 * windows * window]
+    ids = AutoTokenizer.from_pretrained(path)(words, return_tensors="pt")["input_ids"][0]
+    if len(ids) < windows * window:
+        raise typer.BadParameter(
+            f"text: {len(ids)} tokens, expected at least {windows * window}; name a longer text"
+        )
+    return model, ids[: windows * window].view(windows, window)
 
 
 @app.command()
 def main(
-    model: Annotated[Path, typer.Option(help="A causal LM: a directory.")],
-    text: Annotated[Path, typer.Option(help="Text that loss is measured on.")],
-    write: Annotated[Path, typer.Option(help="Directory of cache.json and cache.md.")],
+    write: Annotated[
+        Path, typer.Option(help="Directory of cache.json and cache.md; cache_cuda on a device.")
+    ],
+    model: Annotated[
+        Path | None, typer.Option(help="A causal LM: a directory. Default: shapes alone, no loss.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text that loss is measured on; with MODEL.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
     name: Annotated[
         str | None, typer.Option(help="What the page calls MODEL. Default: its directory.")
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    shape: Annotated[
+        str, typer.Option(help=f"Shapes with random weights to measure, too: {', '.join(SHAPES)}.")
+    ] = "1b",
     lengths: Annotated[str, typer.Option(help="Tokens in the caches.")] = "1024,8192",
     batches: Annotated[str, typer.Option(help="Sequences.")] = "1,8",
     rounds: Annotated[int, typer.Option(help="Rounds beside the one that warms.")] = 5,
@@ -289,42 +350,47 @@ def main(
     skip: Annotated[str, typer.Option(help="Words in the names of caches to leave out: quanto,hqq.")] = "",
     windows: Annotated[int, typer.Option(help="Windows of text.")] = 10,
     window: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
-    billion: Annotated[bool, typer.Option(help="Measure the shape of LLaMA-3.2-1B, too.")] = True,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
 ) -> None:
     """Measure, and write the page."""
     if threads is not None:
         torch.set_num_threads(threads)
-    options = {} if gguf_file is None else {"gguf_file": gguf_file}
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    named: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **options).eval()
-    ids = tokenizer(text.read_text(encoding="utf-8")[: 12 * windows * window], return_tensors="pt")[
-        "input_ids"
-    ][0]
-    if len(ids) < windows * window:
+    place = torch.device(device)
+    shapes = [word for word in shape.split(",") if word]
+    if (model is None) != (text is None) or set(shapes) - set(SHAPES):
         raise typer.BadParameter(
-            f"text: {len(ids)} tokens, expected at least {windows * window}; name a longer text"
+            f"model, text, shape: got {model}, {text} and {shapes}, expected both or none, and of {list(SHAPES)}"
         )
-    arms, absent = present(named, [word for word in skip.split(",") if word])
-    loss = losses(named, arms, ids[: windows * window].view(windows, window))
+    made = provenance(place)
+    made["commit"] = os.environ.get("ADAATTN_COMMIT", made["commit"])
     found: dict[str, Any] = {
-        "provenance": provenance(torch.device("cpu")),
-        "rounds": rounds,
-        "steps": steps,
-        "absent": absent,
-        "loss": loss,
-        "loss_of": f"{name or model.name} in float32, {windows} windows of {window} tokens of {text.name}",
-        "speed": {},
-    }
-    for title, one in _models(named.to(torch.bfloat16), f"{name or model.name}, bfloat16", billion):
+        "provenance": made, "rounds": rounds, "steps": steps, "absent": {}, "loss": [], "loss_of": "", "speed": {}
+    }  # fmt: skip
+    makes: list[tuple[str, Callable[[], Any]]] = [
+        (f"{SHAPES[one][0]}'s shape, random weights, bfloat16", partial(shaped, one, place)) for one in shapes
+    ]
+    left_out = [word for word in skip.split(",") if word]
+    if model is not None and text is not None:
+        named, ids = _of_text(model, text, windows, window, gguf_file)
+        named = named.to(place)
+        arms, found["absent"] = present(named, left_out)
+        found["loss"] = losses(named, arms, ids.to(place))
+        found["loss_of"] = (
+            f"{name or model.name} in float32, {windows} windows of {window} tokens of {text.name}"
+        )
+        makes.insert(0, (f"{name or model.name}, bfloat16", lambda: named.to(torch.bfloat16)))
+    for title, make in makes:
+        one = make()
+        arms, found["absent"] = present(one, left_out)
         found["speed"][title] = rows = []
         for length in map(int, lengths.split(",")):
             for batch in map(int, batches.split(",")):
                 rows += speed(one, arms, batch, length, rounds, steps, most)
                 gc.collect()
                 typer.echo(f"{title}: {length} tokens, batch {batch}")
-    write_atomically(write / "cache.json", json.dumps(found, indent=1, sort_keys=True) + "\n")
-    write_atomically(write / "cache.md", page(found))
+                stem = "cache_cuda" if place.type == "cuda" else "cache"
+                write_atomically(write / f"{stem}.json", json.dumps(found, indent=1, sort_keys=True) + "\n")
+                write_atomically(write / f"{stem}.md", page(found))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from studies.cache import ARMS, app
 
 def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) -> None:
     sizes = "--lengths 64,128 --batches 1,2 --rounds 2 --steps 1 --windows 3 --window 96"
-    options = f"{sizes} --no-billion --skip quanto,hqq"
+    options = f"{sizes} --shape tiny --skip quanto,hqq"
     done = CliRunner().invoke(
         app,
         [
@@ -26,7 +26,8 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
     found = json.loads((tmp_path / "cache.json").read_text())
     ran = {arm.name for arm in ARMS} - set(found["absent"])
     assert {"DynamicCache", "StaticCache", "AdaAttnCache model", "AdaAttnCache int8"} <= ran
-    (rows,) = found["speed"].values()
+    rows, shaped = found["speed"].values()
+    assert {row["cache"] for row in shaped} >= {"DynamicCache", "AdaAttnCache k8v4"}
     assert {(row["cache"], row["batch"], row["length"]) for row in rows} == {
         (name, batch, length) for name in ran for batch in (1, 2) for length in (64, 128)
     }

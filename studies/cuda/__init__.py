@@ -1,0 +1,1 @@
+"""How the pages about CUDA came about: `python -m studies.cuda`."""

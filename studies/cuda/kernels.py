@@ -1,0 +1,287 @@
+"""One layer's attention on the device: dense, masks, windows per head, one query, gradients, kept blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from adaattn_hf.attention.blocks import picked_blocks
+from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult
+from adaattn_hf.attention.structure import CallStructure
+
+from .measure import (
+    DEVICE,
+    DIM,
+    DTYPE,
+    HEADS,
+    KV_HEADS,
+    ON_CUDA,
+    Cell,
+    Section,
+    by,
+    captured,
+    length,
+    microseconds,
+    package,
+    peak_mib,
+    refusals,
+    request,
+    rules_of,
+    stock,
+    timed,
+)
+
+FLASH = ("fa3", "fa3_fwd", "fa4")
+PLANS = {
+    "every second head 1024+16": (0, length(1024)) * 4,
+    "all heads 1024+16": (length(1024),) * 8,
+    "mixed: 2 exact, 3 × 1024, 2 × 4096, 1 × 256": (
+        0,
+        0,
+        *(length(1024),) * 3,
+        *(length(4096),) * 2,
+        length(256),
+    ),
+}
+
+
+def dense(section: Section) -> None:
+    """Exact causal attention."""
+    shapes = [(1, 16384, 16, 16, 128), (4, 4096, 32, 8, 128), (2, 8192, 32, 32, 64), (1, 32768, 32, 8, 128)]
+    for batch, n, heads, kv_heads, dim in shapes:
+
+        def cell(
+            row: Cell, batch: int = batch, n: int = n, heads: int = heads, kv: int = kv_heads, dim: int = dim
+        ) -> None:
+            n = length(n)
+            r = request(CallStructure(batch, n, n, causal=True), heads=heads, kv_heads=kv, dim=dim)
+            row["FLOP"] = 2.0 * batch * heads * n * n * dim
+            row["sdpa"] = microseconds(stock(r))
+            for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) if ON_CUDA else ():
+                with sdpa_kernel(kernel):
+                    row[kernel.name.split("_")[0].lower()] = microseconds(stock(r))
+            row["flex"] = _flex(r, lambda b, h, q, k: k <= q)
+            timed(row, r, *FLASH, "triton", "auto")
+            _skip_softmax(row, r)
+
+        section.add(f"{batch} × {n // 1024}k, {heads}/{kv_heads} × {dim}", cell)
+
+
+def _flex(r: AttentionRequest, mask: Callable[..., Tensor]) -> float | None:
+    """torch's flex attention, compiled, by a mask of positions."""
+    if not ON_CUDA:
+        return None
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    s = r.structure
+    blocks = create_block_mask(mask, s.batch, HEADS, s.q_len, s.kv_len, device="cuda", _compile=True)
+    run = torch.compile(flex_attention)
+    grouped = r.query.shape[1] != r.key.shape[1]
+    return microseconds(lambda: run(r.query, r.key, r.value, block_mask=blocks, enable_gqa=grouped))
+
+
+def _skip_softmax(row: Cell, r: AttentionRequest) -> None:
+    """ModelOpt's Triton kernel, which leaves out tiles whose weights are small; exact where its threshold is 0."""
+    try:
+        kernel: Any = package("modelopt.torch.kernels.common.attention.triton_fa").attention
+    except (ImportError, RuntimeError) as error:
+        row.setdefault("refused", {})["skip-softmax"] = str(error)[:200]
+        return
+    batch, _, n, dim = r.query.shape
+    q, k, v = (t.transpose(1, 2).reshape(-1, t.shape[1], dim) for t in (r.query, r.key, r.value))
+    start = torch.arange(batch, device=DEVICE, dtype=torch.int32) * n
+    lengths = torch.full((batch,), n, device=DEVICE, dtype=torch.int32)
+    for threshold in (None, 1e-3):
+        name = "skip-softmax" if threshold else "ModelOpt, exact"
+        row[name] = microseconds(
+            lambda t=threshold: kernel(q, k, v, start, lengths, n, skip_softmax_threshold=t)  # type: ignore[misc]
+        )
+
+
+def seen_share(n: int, windows: tuple[int, ...]) -> float:
+    """Share of the causal pairs that heads of these windows see."""
+    rows = torch.arange(1, n + 1, dtype=torch.float64)
+    seen = [rows.sum() if not w else torch.minimum(rows, torch.tensor(w + 16.0)).sum() for w in windows]
+    return float(sum(seen)) / (len(windows) * float(rows.sum()))
+
+
+def prefill(section: Section) -> None:
+    """Windows per head in one launch."""
+    for thousand in (8, 32):
+        for name, windows in PLANS.items():
+
+            def cell(row: Cell, n: int = length(thousand * 1024), windows: tuple[int, ...] = windows) -> None:
+                r = request(CallStructure(1, n, n, causal=True), rules_of(windows))
+                share = seen_share(n, windows)
+                row["ideal ×"] = 1 / share
+                row["FLOP"] = 2.0 * HEADS * n * n * DIM * share
+                timed(row, r, "fa4", "triton", "auto")
+                groups = HEADS // KV_HEADS
+                table = torch.tensor([w or 1 << 30 for w in windows], device=DEVICE).repeat_interleave(groups)
+                if len(set(windows)) > 2:
+                    row["flex"] = _flex(r, lambda b, h, q, k: (k <= q) & ((q - k < table[h]) | (k < 16)))
+                bare = AttentionRequest(r.query, r.key, r.value, r.structure, r.scaling)
+                row["exact, auto"] = microseconds(by("auto", bare))
+
+            section.add(f"{thousand}k, {name}", cell)
+
+
+def decode(section: Section) -> None:
+    """One query per sequence over a cache."""
+    for batch, thousand in ((1, 32), (8, 32), (1, 128)):
+        for name, windows in {"exact": (0,) * 8, **PLANS}.items():
+
+            def cell(
+                row: Cell,
+                batch: int = batch,
+                n: int = length(thousand * 1024),
+                windows: tuple[int, ...] = windows,
+            ) -> None:
+                structure = CallStructure(batch, 1, n, causal=True, q_offset=n - 1)
+                r = request(structure, rules_of(windows) if any(windows) else None)
+                keys = sum(min(w + 16, n) if w else n for w in windows)
+                row["bytes"] = 2.0 * batch * keys * DIM * DTYPE.itemsize
+                timed(row, r, "triton", "auto")
+                row["sdpa, captured"] = microseconds(captured(stock(r)))
+                row["captured"] = microseconds(captured(by("triton", r)))
+
+            section.add(f"{batch} × {thousand}k, {name}", cell)
+
+
+def training(section: Section) -> None:
+    """Forward and backward at 16k."""
+    n = length(16384)
+    documents = torch.repeat_interleave(torch.arange(16), n // 16)[None].to(DEVICE)
+    causal = CallStructure(1, n, n, causal=True)
+    packed = CallStructure(1, n, n, causal=True, q_segments=documents, k_segments=documents)
+    window = CallStructure(1, n, n, causal=True, window=length(1024))
+    made: dict[str, tuple[CallStructure, HeadRules | None, float]] = {
+        "window 1024": (window, None, seen_share(n, (length(1024) - 16,))),
+        "packed 16 × 1k": (packed, None, 1 / 16),
+        "every second head 1024+16": (
+            causal,
+            rules_of((0, length(1024)) * 4),
+            seen_share(n, (0, length(1024))),
+        ),
+        "causal": (causal, None, 1.0),
+    }
+    for name, (structure, rules, share) in made.items():
+
+        def cell(
+            row: Cell,
+            structure: CallStructure = structure,
+            rules: HeadRules | None = rules,
+            share: float = share,
+        ) -> None:
+            row["FLOP"] = 7.0 * HEADS * n * n * DIM * share
+            _trained(row, structure, rules)
+
+        section.add(name, cell)
+
+
+def _trained(row: Cell, structure: CallStructure, rules: HeadRules | None) -> None:
+    """Both passes of one structure."""
+    r = request(structure, rules, grad=True)
+    grad = torch.randn(1, structure.q_len, HEADS, DIM, device=DEVICE, dtype=DTYPE)
+    inputs = (r.query, r.key, r.value)
+
+    def both(attend: Callable[[], AttentionResult]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(attend().out, inputs, grad)
+
+    exact = stock(r)
+    row["sdpa, causal"] = microseconds(lambda: torch.autograd.grad(exact(), inputs, grad.transpose(1, 2)))
+    for backend in ("fa4", "triton", "auto"):
+        refused = () if backend == "auto" else refusals(backend, r)
+        row[backend] = None if refused else microseconds(both(by(backend, r)))
+        if not refused:
+            row.setdefault("MiB", {})[backend] = peak_mib(both(by(backend, r)))
+
+
+def clustered(n: int, block: int) -> AttentionRequest:
+    """Queries that look at two of eight clusters of key blocks, as heads do that look up by content."""
+    count, tile = n // block, min(128, n)
+    of_block = torch.randint(8, (KV_HEADS, count), device=DEVICE)
+    centres = torch.randn(KV_HEADS, 8, DIM, device=DEVICE)
+    keys = torch.gather(centres, 1, of_block[:, :, None].expand(-1, -1, DIM)).repeat_interleave(block, 1)
+    two = torch.rand(KV_HEADS, n // tile, 8, device=DEVICE).topk(2).indices
+    wanted = torch.stack(
+        [torch.gather(centres, 1, two[:, :, i, None].expand(-1, -1, DIM)) for i in (0, 1)]
+    ).sum(0)
+    query = wanted.repeat_interleave(tile, 1).repeat_interleave(HEADS // KV_HEADS, 0)
+    r = request(CallStructure(1, n, n, causal=True))
+    r.query, r.key = r.query + query.to(DTYPE)[None], r.key + keys.to(DTYPE)[None]
+    return r
+
+
+def kept_request(n: int, block: int) -> tuple[AttentionRequest, float]:
+    """A call that keeps blocks of 0.95 of the mass in every head, and the share of the causal blocks that are kept."""
+    r = clustered(n, block)
+    r.per_head = HeadRules((0,) * 8, (16,) * 8, (0.95,) * 8, ("model",) * 8, block)
+    segments = r.structure.segments()
+    assert segments is not None
+    kept = picked_blocks(r, segments[0], 0.95, 16, [0], block)
+    return r, float(kept.sum()) / sum(row // block + 1 for row in range(n))
+
+
+def blocks(section: Section) -> None:
+    """Kept blocks of keys, their choice included, and what each of the four launches takes."""
+    from .measure import profile
+
+    for thousand in (8, 32):
+        for block in (64, 128):
+
+            def cell(row: Cell, n: int = max(256, length(thousand * 1024)), block: int = block) -> None:
+                r, density = kept_request(n, block)
+                row["density"] = density
+                row["FLOP"] = 2.0 * HEADS * n * n * DIM * density
+                timed(row, r, "triton")
+                row["profile"] = profile(by("triton", r))
+
+            section.add(f"{thousand}k, blocks of {block}", cell)
+
+
+def structures(section: Section) -> None:
+    """Masks, and what Transformers' sdpa does with a dense mask."""
+    n, long = length(4096), length(16384)
+    left = torch.ones(8, n, dtype=torch.bool)
+    for i in range(8):
+        left[i, : n * i // 8] = False
+    documents = torch.repeat_interleave(torch.arange(16), long // 16)[None].to(DEVICE)
+    made = {
+        "left-padded 8 × 4k": CallStructure(
+            8, n, n, causal=True, key_padding=left.to(DEVICE), pads_queries=True
+        ),
+        "packed 16 × 1k": CallStructure(
+            1, long, long, causal=True, q_segments=documents, k_segments=documents
+        ),
+        "window 1k at 16k": CallStructure(1, long, long, causal=True, window=length(1024)),
+        "512 queries behind 7.5k": CallStructure(
+            4, length(512), length(8192), causal=True, q_offset=length(7680)
+        ),
+        "static cache, 4k of 16k in use": CallStructure(
+            8, 1, long, causal=True, q_offset=torch.tensor(n - 1, device=DEVICE)
+        ),
+    }
+    for name, structure in made.items():
+
+        def cell(row: Cell, structure: CallStructure = structure) -> None:
+            r = request(structure)
+            groups = HEADS // KV_HEADS
+            mask = structure.visible(device=DEVICE).expand(
+                structure.batch, 1, structure.q_len, structure.kv_len
+            )
+            row["FLOP"] = 4.0 * HEADS * DIM * float(mask.sum())
+            row["sdpa"] = microseconds(
+                lambda: F.scaled_dot_product_attention(
+                    r.query, r.key.repeat_interleave(groups, 1), r.value.repeat_interleave(groups, 1), attn_mask=mask
+                )
+            )  # fmt: skip
+            timed(row, r, *FLASH, "triton", "auto")
+
+        section.add(name, cell)

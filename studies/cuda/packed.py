@@ -1,0 +1,115 @@
+"""Packed and padded calls beside dense ones of the same visible pairs, and whole models that once lost to stock."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import BertConfig, BertModel
+
+import adaattn_hf
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends import select
+from adaattn_hf.backends.base import spec_of
+
+from .kernels import FLASH
+from .measure import (  # fmt: skip
+    DEVICE,
+    DIM,
+    DTYPE,
+    HEADS,
+    KV_HEADS,
+    ON_CUDA,
+    Cell,
+    Section,
+    by,
+    draw,
+    length,
+    microseconds,
+    profile,
+    refusals,
+    request,
+    timed,
+)
+
+
+def packed(section: Section) -> None:
+    """All cells."""
+    n = length(1024)
+    documents = torch.repeat_interleave(torch.arange(16), n)[None].to(DEVICE)
+    runs = CallStructure(1, 16 * n, 16 * n, causal=True, q_segments=documents, k_segments=documents)
+    section.add("packed 16 × 1k", lambda row: _beside_dense(row, runs, [(16, n)]))
+    n = length(4096)
+    left = torch.ones(8, n, dtype=torch.bool)
+    for i in range(8):
+        left[i, : n * i // 8] = False
+    padded = CallStructure(8, n, n, causal=True, key_padding=left.to(DEVICE), pads_queries=True)
+    rows = [(1, n - n * i // 8) for i in range(8)]
+    section.add("left-padded 8 × 4k", lambda row: _beside_dense(row, padded, rows))
+    section.add("BERT-base, 16 rows of 512 to 12 tokens", _bert)
+    for n in (1024, 4096):
+        section.add(f"float32, causal {n // 1024}k, 32/8 × 128", lambda row, n=n: _grouped(row, length(n)))  # type: ignore[misc]
+
+
+def _beside_dense(row: Cell, structure: CallStructure, runs: list[tuple[int, int]]) -> None:
+    """A call of runs beside dense calls of the same `(batch, length)` by their fastest kernel, one after another."""
+    row["FLOP"] = sum(2.0 * batch * HEADS * n * n * DIM for batch, n in runs)
+    row["dense"] = 0.0
+    for batch, n in runs:
+        r = request(CallStructure(batch, n, n, causal=True))
+        names = [name for name in (*FLASH, "triton", "sdpa") if not refusals(name, r)]
+        row["dense"] += min(microseconds(by(name, r), 20) for name in names)
+    r = request(structure)
+    row["sdpa"] = None  # a dense mask: in the section of masks
+    timed(row, r, *FLASH, "triton", "auto")
+    row["profile"] = profile(by("auto", r))
+
+
+@torch.no_grad()
+def _bert(row: Cell) -> None:
+    """A padded batch through an encoder: stock sdpa, ours, and ours with the padding taken out around the model."""
+    layers, longest = (12, 512) if ON_CUDA else (2, 24)
+    config = BertConfig(num_hidden_layers=layers)
+    torch.manual_seed(0)
+    stock = BertModel._from_config(
+        config, dtype=DTYPE if ON_CUDA else torch.float32, attn_implementation="sdpa"
+    )
+    stock = stock.eval().to(DEVICE)
+    real = torch.linspace(longest, 12, 16).round().long()
+    mask = (torch.arange(longest)[None] < real[:, None]).long().to(DEVICE)
+    inputs = {"input_ids": torch.ones(16, longest, dtype=torch.long, device=DEVICE), "attention_mask": mask}
+    ours = copy.deepcopy(stock)
+    ours.set_attn_implementation("adaattn")
+    bare: Any = copy.deepcopy(ours)
+    bare = adaattn_hf.prepare(bare)
+    row["stock"] = microseconds(lambda: stock(**inputs), 100)
+    row["auto"] = microseconds(lambda: ours(**inputs), 100)
+    row["prepared"] = microseconds(lambda: bare(**inputs), 100)
+    # what the kernels alone take is the sum of the profile's device column
+    row["profile"] = profile(lambda: bare(**inputs))
+    row["note"] = "stock's longest kernels: " + ", ".join(
+        f"{e['name'][:50]} {e['device µs']:.0f} µs" for e in profile(lambda: stock(**inputs))[:4]
+    )
+
+
+def _grouped(row: Cell, n: int) -> None:
+    """Grouped heads in float32, where a fused kernel would write the whole score matrix."""
+    q, k, v = (draw(1, n, h).float() for h in (HEADS, KV_HEADS, KV_HEADS))
+    r = AttentionRequest(q, k, v, CallStructure(1, n, n, causal=True), DIM**-0.5)
+    row["FLOP"] = 2.0 * HEADS * n * n * DIM
+    row["stock"] = microseconds(lambda: _eager(q, k, v))
+    timed(row, r, "auto")
+    row["eager, ours"] = microseconds(by("eager", r))
+    row["auto takes"] = select.choose(spec_of(r)).name
+    row["profile"] = profile(by("auto", r))
+
+
+def _eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """What Transformers' eager attention does with a causal mask."""
+    groups, n = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    mask = torch.full((n, n), torch.finfo(q.dtype).min, device=q.device).triu(1)
+    weights = torch.softmax(q @ k.transpose(2, 3) * DIM**-0.5 + mask, dim=-1, dtype=torch.float32)
+    return (weights.to(q.dtype) @ v).transpose(1, 2).contiguous()

@@ -1,0 +1,185 @@
+"""Other tiles of the Triton kernels than the package's, cell by cell: `best` is the fastest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.triton import blocks as blocks_launch
+from adaattn_hf.backends.triton import prefill, step, training
+from adaattn_hf.backends.triton.sizes import Tile
+
+from .kernels import PLANS, kept_request
+from .measure import (
+    DEVICE,
+    DIM,
+    DTYPE,
+    FAILURES,
+    HEADS,
+    ON_CUDA,
+    Cell,
+    Section,
+    by,
+    captured,
+    length,
+    microseconds,
+    request,
+    rules_of,
+)
+
+TRIED = None if ON_CUDA else 1
+"""How many variants a trial tries."""
+FORWARD = [
+    Tile(64, 64, 4, 3),
+    Tile(64, 64, 4, 2),
+    Tile(64, 64, 4, 4),
+    Tile(128, 64, 4, 3),
+    Tile(128, 64, 8, 2),
+    Tile(128, 64, 8, 3),
+    Tile(128, 64, 8, 4),
+    Tile(64, 128, 4, 2),
+    Tile(128, 128, 8, 2),
+    Tile(128, 128, 8, 3),
+    Tile(64, 32, 4, 4),
+]
+
+
+@contextmanager
+def _instead(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value of a module's name inside the block."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _each(
+    row: Cell, module: Any, name: str, choices: list[Any], call: Callable[[], Any], as_is: bool = False
+) -> None:
+    """Times of a call under each choice; one that the device cannot hold is noted."""
+    row["as it is"] = microseconds(call, 30)
+    for choice in choices[:TRIED]:
+        shown = "/".join(map(str, choice)) if isinstance(choice, tuple) else str(choice)
+        try:
+            with _instead(module, name, choice if as_is else lambda *_, c=choice: c):
+                row[shown] = microseconds(call, 30)
+        except FAILURES as error:
+            row.setdefault("refused", {})[shown] = f"{type(error).__name__}: {str(error)[:120]}"
+    times = {key: value for key, value in row.items() if isinstance(value, float) and key != "FLOP"}
+    best = min(times, key=lambda key: times[key])
+    row["note"] = f"best: {best}, {row['as it is'] / times[best]:.3f} times as it is"
+
+
+def variants(section: Section) -> None:
+    """Dense, padded, packed and windowed prefill; one query; both gradients."""
+    long, n = length(16384), length(4096)
+    documents = torch.repeat_interleave(torch.arange(16), long // 16)[None].to(DEVICE)
+    left = torch.ones(8, n, dtype=torch.bool)
+    for i in range(8):
+        left[i, : n * i // 8] = False
+    eight, longest = length(8192), length(32768)
+    calls: dict[str, tuple[CallStructure, Any, int, int]] = {
+        "dense 1 × 16k, 16/16": (CallStructure(1, long, long, causal=True), None, 16, DIM),
+        "dense 4 × 4k": (CallStructure(4, n, n, causal=True), None, HEADS, DIM),
+        "dense 1 × 32k": (CallStructure(1, longest, longest, causal=True), None, HEADS, DIM),
+        "dense 2 × 8k, head 64": (CallStructure(2, eight, eight, causal=True), None, HEADS, DIM // 2),
+        "packed 16 × 1k": (
+            CallStructure(1, long, long, causal=True, q_segments=documents, k_segments=documents), None, HEADS, DIM,
+        ),
+        "left-padded 8 × 4k": (
+            CallStructure(8, n, n, causal=True, key_padding=left.to(DEVICE), pads_queries=True), None, HEADS, DIM,
+        ),
+    }  # fmt: skip
+    at_8k = CallStructure(1, eight, eight, causal=True)
+    calls |= {f"8k, {name}": (at_8k, rules_of(windows), HEADS, DIM) for name, windows in PLANS.items()}
+    for name, (structure, rules, heads, dim) in calls.items():
+
+        def cell(
+            row: Cell, s: CallStructure = structure, rules: Any = rules, heads: int = heads, dim: int = dim
+        ) -> None:
+            r = request(s, rules, heads=heads, kv_heads=heads if heads == 16 and HEADS != 16 else 8, dim=dim)
+            if s.plain and rules is None:
+                row["FLOP"] = 2.0 * s.batch * heads * s.q_len * s.q_len * dim
+            _each(row, prefill, "forward_tile", FORWARD, by("triton", r))
+
+        section.add(name, cell)
+    for batch, thousand in ((1, 32), (8, 32), (1, 128)):
+        for name, windows in {"exact": (0,) * 8, **PLANS}.items():
+            section.add(
+                f"decode {batch} × {thousand}k, {name}",
+                lambda row, b=batch, n=thousand, w=windows: _decode(row, b, length(n * 1024), w),  # type: ignore[misc]
+            )
+    section.add("training, window 1024 at 16k", lambda row: _training(row, long))
+    for thousand, block in ((8, 128), (32, 64), (32, 128)):
+        section.add(
+            f"choice of blocks, {thousand}k, {block}",
+            lambda row, n=thousand, b=block: _choice(row, max(256, length(n * 1024)), b),  # type: ignore[misc]
+        )
+
+
+def _decode(row: Cell, batch: int, n: int, windows: tuple[int, ...]) -> None:
+    """Waves, fewest keys of a program and tiles, each in a captured graph."""
+    r = request(
+        CallStructure(batch, 1, n, causal=True, q_offset=n - 1), rules_of(windows) if any(windows) else None
+    )
+    row["bytes"] = 2.0 * batch * DIM * DTYPE.itemsize * sum(min(w + 16, n) if w else n for w in windows)
+    call = by("triton", r)
+    row["as it is"] = microseconds(captured(call), 30)
+    for waves in (1, 2, 3, 4, 6)[:TRIED]:
+        for tile in ((64, 4, 3), (128, 4, 3), (128, 8, 3), (64, 4, 4), (64, 2, 4))[:TRIED]:
+            try:
+                with _instead(step, "_WAVES", waves), _instead(step, "step_tile", lambda _, t=tile: t):
+                    row[f"{waves} waves, {tile}"] = microseconds(captured(call), 30)
+            except FAILURES as error:
+                row.setdefault("refused", {})[f"{waves} {tile}"] = (
+                    f"{type(error).__name__}: {str(error)[:120]}"
+                )
+    times = {key: value for key, value in row.items() if isinstance(value, float) and key != "bytes"}
+    best = min(times, key=lambda key: times[key])
+    row["note"] = f"best: {best}, {row['as it is'] / times[best]:.3f} times as it is"
+
+
+def _training(row: Cell, n: int) -> None:
+    """Tiles of both gradient kernels, one after the other."""
+    r = request(CallStructure(1, n, n, causal=True, window=length(1024)), grad=True)
+    grad = torch.randn(1, n, HEADS, DIM, device=DEVICE, dtype=DTYPE)
+    call = lambda: torch.autograd.grad(by("triton", r)().out, (r.query, r.key, r.value), grad)  # noqa: E731
+    tiles = [
+        Tile(64, 64, 4, 2),
+        Tile(64, 64, 4, 3),
+        Tile(64, 128, 8, 2),
+        Tile(32, 64, 4, 3),
+        Tile(64, 64, 8, 2),
+    ]
+    keys: Cell = {}
+    _each(keys, training, "keys_tile", tiles, call)
+    queries: Cell = {}
+    tiles = [
+        Tile(64, 64, 4, 2),
+        Tile(64, 64, 4, 3),
+        Tile(128, 64, 8, 2),
+        Tile(128, 32, 8, 3),
+        Tile(64, 32, 4, 3),
+    ]
+    _each(queries, training, "queries_tile", tiles, call)
+    row |= {f"keys {key}": value for key, value in keys.items() if isinstance(value, float)}
+    row |= {f"queries {key}": value for key, value in queries.items() if isinstance(value, float)}
+    row["note"] = f"keys: {keys['note']}; queries: {queries['note']}"
+
+
+def _choice(row: Cell, n: int, block: int) -> None:
+    """Rows and warps of the kernel that chooses blocks."""
+    r, row["density"] = kept_request(n, block)
+    _each(
+        row,
+        blocks_launch,
+        "choice_tile",
+        [(16, 4), (32, 4), (64, 4), (32, 8), (64, 8), (128, 8), (16, 8)],
+        by("triton", r),
+    )

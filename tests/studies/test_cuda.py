@@ -1,0 +1,58 @@
+"""The study of CUDA devices without one: cells are kept as found, failures are said, the page has the figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("triton")
+
+from studies.cuda.__main__ import TITLES, app
+from studies.cuda.measure import Cell, Section
+from studies.cuda.model import BUDGETS, HEADS, LAYERS, records
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+PEAKS = {"TFLOP/s": 800.0, "TB/s": 4.0}
+
+
+def measured(row: Cell) -> None:
+    row |= {"FLOP": 4e11, "sdpa": 1000.0, "triton": 800.0, "MiB": {"triton": 64.0}}
+
+
+def refused(row: Cell) -> None:
+    row["sdpa"] = 50.0
+    raise RuntimeError("no room\nbelow")
+
+
+def test_cells_are_kept_and_the_page_has_them(tmp_path: Path) -> None:
+    section = Section(tmp_path / "dense.json", {"commit": "abc", "device": "one"}, PEAKS)
+    section.add("4 × 4k", measured)
+    section.add("1 × 32k", refused)
+    again = Section(tmp_path / "dense.json", {"commit": "abc", "device": "one"}, PEAKS)
+    again.add("4 × 4k", refused)
+    assert again.cells == section.cells
+    assert Section(tmp_path / "dense.json", {"commit": "abd", "device": "one"}, PEAKS).cells == []
+    done = CliRunner().invoke(app, ["page", "--from", str(tmp_path), "--write", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "gpu_plans.md").read_text(encoding="utf-8")
+    assert f"## {TITLES['dense']}" in page
+    assert "| 800 (1.25×) [500, 62%] |" in page
+    assert "* RuntimeError: no room (1 × 32k)" in page
+    assert json.loads((tmp_path / "gpu_plans.json").read_text())["sections"]["dense"] == section.cells
+
+
+def test_no_section_is_said(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["page", "--from", str(tmp_path), "--write", str(tmp_path)])
+    assert "got no file of a section" in str(done.exception)
+
+
+def test_the_plans_that_the_rule_takes_hold_their_budgets() -> None:
+    found = records(RESULTS / "budget.json")
+    assert set(found) == set(BUDGETS)
+    for name, record in found.items():
+        assert len(record["picks"]) == LAYERS * HEADS
+        assert max(test["upper"] for test in record["test"].values()) <= BUDGETS[name]
+    assert found["1 %"]["budget"] > found["0.1 %"]["budget"]
