@@ -246,7 +246,7 @@ def shaped(shape: str, device: torch.device) -> Any:
     """A model of SHAPES in bfloat16, made on the device."""
     sizes: dict[str, Any] = {"vocab_size": 128256} | SHAPES[shape][1]
     config = LlamaConfig(
-        **sizes, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, rope_theta=5e5
+        **sizes, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=1 << 18
     )
     torch.manual_seed(0)
     with device:

@@ -14,6 +14,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,12 @@ def model(section: Section) -> None:
     )
     for thousand in (8, 32, 128):
         section.add(
-            f"prefill {thousand}k, ms", lambda row, n=thousand: _prefill(row, found, ways, length(n * 1024))
-        )  # type: ignore[misc]
+            f"prefill {thousand}k, ms", partial(_prefill, found=found, ways=ways, n=length(thousand * 1024))
+        )
     for thousand in (8, 32, 128):
         section.add(
             f"decode behind {thousand}k, ms a step",
-            lambda row, n=thousand: _decode(row, found, ways, length(n * 1024), reads),  # type: ignore[misc]
+            partial(_decode, found=found, ways=ways, n=length(thousand * 1024), reads=reads),
         )
 
 
@@ -126,14 +127,15 @@ def _prefill(row: Cell, found: Any, ways: dict[str, tuple[str, Plan | None]], n:
 def _decode(row: Cell, found: Any, ways: dict[str, tuple[str, Plan | None]], n: int, reads: str) -> None:
     token = torch.ones(1, 1, dtype=torch.long, device=DEVICE)
     stock = {arm.name: arm for arm in ARMS}
-    made = [("sdpa", "DynamicCache", None), ("sdpa, StaticCache", "StaticCache", None)]
+    made: list[tuple[str, str, Plan | None]] = [
+        ("sdpa", "DynamicCache", None),
+        ("sdpa, StaticCache", "StaticCache", None),
+    ]
     made += [(name, "AdaAttnCache model", plan) for name, (way, plan) in ways.items() if way == "adaattn"]
     for name, cache_name, plan in made:
         arm = stock[cache_name]
         with _by(found, arm.implementation, plan):
             cache = filled(arm, found, 1, n, n + 256)
-            row[name] = _milliseconds(
-                lambda c=cache: found(token, past_key_values=c), 0.5 if ON_CUDA else 0.0
-            )  # type: ignore[misc]
+            row[name] = _milliseconds(partial(found, token, past_key_values=cache), 0.5 if ON_CUDA else 0.0)
             del cache
     row["note"] = reads
