@@ -121,10 +121,11 @@ def _cache_line(settings: Mapping[str, Any]) -> list[str]:
     """What the arms read their windows over, where it is a cache."""
     if settings.get("cache") is None:
         return []
+    heads = " with streaming heads" if settings.get("streaming") else ""
     return [
         f"* Cache: windows are read in pieces of {settings['cache_piece']} tokens, by the tested arm over an "
-        f"`AdaAttnCache` of {settings['cache']}, by the others over a `DynamicCache`. Its rounding is no part of the "
-        "activation rate."
+        f"`AdaAttnCache` of {settings['cache']}{heads}, by the others over a `DynamicCache`. Its rounding is no part "
+        "of the activation rate."
     ]
 
 

@@ -35,8 +35,8 @@ from .windows import Window
 FORMAT = 1
 REPORT = "report.json"
 Collate = Callable[[Sequence[Window]], scoring.Batch]
-Forward = Callable[[scoring.Batch], torch.Tensor]
-"""An arm: inputs to logits."""
+Forward = Callable[..., torch.Tensor]
+"""An arm: inputs to logits, with the keywords of `scoring.forward`."""
 Progress = Callable[[int, int], None]
 """Called with (scored tokens done, scored tokens in all) at the start and after each batch."""
 
@@ -96,14 +96,22 @@ def measure(
     models = arms(checkpoint, settings.implementations, settings.plans)
     plans = tuple(_plan_entry(m, path) for m, path in zip(models, settings.plans, strict=True))
     calls = [
-        partial(scoring.forward, model, cache=cache, piece=settings.cache_piece)
+        partial(scoring.forward, model, cache=cache, piece=settings.cache_piece, streaming=settings.streaming)
         for model, cache in zip(models, settings.caches, strict=True)
     ]
     if settings.cache is not None:
         try:
-            check_stored(models[1], settings.cache)
+            check_stored(models[1], settings.cache, settings.streaming)
         except ValueError as error:
             raise UsageError(str(error)) from error
+    if settings.streaming:
+        plan = plan_of(models[1])
+        limit = 0 if plan is None else plan.max_length
+        if task.context > limit:
+            raise UsageError(
+                f"streaming: got windows of {task.context} tokens and a plan that speaks for {limit}, expected "
+                f"--context {limit} or less"
+            )
     planned = tuple(activation.has_plan(m, name) for m, (_, name) in zip(models, roles, strict=True))
     fingerprint = _fingerprint(checkpoint, corpus, settings, task)
     fingerprint["plans"] = [plan and plan["sha256"] for plan in plans]
@@ -225,7 +233,7 @@ def _run(
             logits[arm], elapsed[arm] = timing.timed(partial(calls[arm], inputs), device)
         watched = [plan and activation.is_watched(index, len(batches)) for plan in planned]
         counts = tuple(
-            activation.watch(model, partial(call, inputs)) if watch else None
+            activation.watch(model, partial(call, inputs, streaming=False)) if watch else None
             for model, call, watch in zip(models, calls, watched, strict=True)
         )
         return BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed), counts)

@@ -83,7 +83,9 @@ def collate(
     return Batch({name: value.to(device) for name, value in keywords.items()}, offsets)
 
 
-def forward(model: Any, batch: Batch, cache: str | None = None, piece: int = 64) -> torch.Tensor:
+def forward(
+    model: Any, batch: Batch, cache: str | None = None, piece: int = 64, streaming: bool = False
+) -> torch.Tensor:
     """Logits `[batch, length, vocab]` without gradients.
 
     Args:
@@ -92,13 +94,18 @@ def forward(model: Any, batch: Batch, cache: str | None = None, piece: int = 64)
         cache: What a cache stores over which the tokens are read in pieces (teacher-forced decoding), `dynamic` for
             Transformers' `DynamicCache`; None reads all at once, without a cache.
         piece: Tokens of a piece.
+        streaming: Heads with a window in the plan keep it alone in the cache.
     """
     if cache is not None:
         from transformers import DynamicCache
 
         from adaattn_hf.patches.cache.stored import AdaAttnCache
 
-        keys: Any = DynamicCache(config=model.config) if cache == "dynamic" else AdaAttnCache(model, cache)
+        keys: Any = (
+            DynamicCache(config=model.config)
+            if cache == "dynamic"
+            else AdaAttnCache(model, cache, streaming=streaming)
+        )
         with torch.inference_mode():
             parts = batch.keywords["input_ids"].split(piece, dim=1)
             return torch.cat(

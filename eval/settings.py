@@ -40,6 +40,7 @@ class Settings:
         cache: what the cache of `impl` stores (see `AdaAttnCache`): every arm then reads its windows in pieces over
             a cache, as decoding does, the others over `DynamicCache`; None reads windows whole, without one.
         cache_piece: tokens of such a piece.
+        streaming: heads to which the plan of `impl` gives a window keep it alone in that cache.
     """
 
     impl: str = "adaattn"
@@ -60,6 +61,7 @@ class Settings:
     against_plan: str | None = None
     cache: str | None = None
     cache_piece: int = 64
+    streaming: bool = False
 
     def __post_init__(self) -> None:
         if self.windows not in RECIPES:
@@ -79,6 +81,8 @@ class Settings:
             raise UsageError(
                 f"cache: got {self.cache!r} with padding {self.padding!r}, expected --padding none"
             )
+        if self.streaming and self.cache is None:
+            raise UsageError("streaming: got no cache, expected --cache model, int8 or k8v4 beside it")
         for name, implementation in (("plan", self.impl), ("against_plan", self.against)):
             if getattr(self, name) is not None and not implementation.startswith("adaattn"):
                 raise UsageError(

@@ -68,6 +68,10 @@ def evaluate(
         ),
     ] = None,
     cache_piece: Annotated[int, typer.Option(help="Tokens of such a piece.")] = 64,
+    streaming: Annotated[
+        bool,
+        typer.Option("--streaming", help="Heads with a window in the plan keep it alone in that cache."),
+    ] = False,
     anchor: Annotated[
         str | None,
         typer.Option(
@@ -171,6 +175,7 @@ def evaluate(
                     against_plan=against_plan,
                     cache=cache,
                     cache_piece=cache_piece,
+                    streaming=streaming,
                 ),
                 Loading(dtype, device, tokenizer, revision, gguf_file, objective, trust_remote_code),
                 Limits(max_delta_nll, max_ppl_ratio),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import transformers
 from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
-from adaattn_hf.eval import activation, corpora, runner
+from adaattn_hf.errors import UsageError
+from adaattn_hf.eval import activation, corpora, report, runner
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.plans import store
@@ -72,6 +74,45 @@ def test_two_plans_are_compared_with_each_other(llama: Path, tmp_path: Path) -> 
     stock = divergence(plan=narrow)
     assert stock["activation"][1]["rate"] > 0.1
     assert stock["plans"][0] is None
+
+
+def test_streaming_heads_are_measured_over_their_cache(llama: Path, tmp_path: Path) -> None:
+    """Behind a full cache the same plan computes the same; in codes it does not."""
+    loaded = checkpoint.load(llama, device="cpu")
+    corpus = corpora.wikitext_corpus(PAGES, "own pages")
+    plan = kept(loaded, tmp_path / "plan", 16)
+
+    def evaluated(cache: str, against: str = plan, streaming: bool = True) -> dict[str, Any]:
+        return runner.evaluate(
+            loaded,
+            corpus,
+            Settings(
+                against="adaattn",
+                plan=plan,
+                against_plan=against,
+                cache=cache,
+                cache_piece=5,
+                streaming=streaming,
+            ),
+        )
+
+    assert evaluated("model")["quality"]["comparisons"][0]["kl_mean"] < 1e-9
+    dropped = evaluated("model", "none")
+    assert dropped["quality"]["comparisons"][0]["kl_mean"] > 1e-6
+    assert "`AdaAttnCache` of model with streaming heads, by" in report.markdown([dropped])
+    assert evaluated("int8")["quality"]["comparisons"][0]["kl_mean"] > 1e-9
+
+
+def test_streaming_without_what_it_needs_is_refused(llama: Path, tmp_path: Path) -> None:
+    corpus = corpora.wikitext_corpus(PAGES, "own pages")
+    with pytest.raises(UsageError, match="streaming: got no cache"):
+        Settings(streaming=True)
+    loaded = checkpoint.load(llama, device="cpu")
+    with pytest.raises(UsageError, match="without a plan"):
+        runner.evaluate(loaded, corpus, Settings(cache="int8", streaming=True))
+    store.attach(loaded.model, replace(plan_of(loaded, 16), lengths=(32,)))
+    with pytest.raises(UsageError, match="windows of 64 tokens and a plan that speaks for 32"):
+        runner.evaluate(loaded, corpus, Settings(cache="int8", streaming=True))
 
 
 @pytest.mark.parametrize(
