@@ -1,7 +1,9 @@
-"""What a loss budget buys, as tables from a study: `python -m studies.budget.report DIRECTORY TARGET.json`.
+"""What a loss budget buys, as tables: `python -m studies.budget.report DIRECTORY TARGET.json [BEFORE.json]`.
 
 Merges the files that `study`, `curve`, `speed`, `replay` and `peers` wrote into one JSON, and
 writes the page beside it. Every number of the page is in the JSON, or a quotient of two that are.
+The plans of an earlier study are set beside those of this one, at the prices of this one; its curve and its peers
+are kept where this one has none.
 """
 
 from __future__ import annotations
@@ -15,16 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from adaattn_hf.eval.pages import loss, percent, table, verdicts_of
+from adaattn_hf.policy.prices import PriceTable
 
 from .curve_report import curve_sections
 
 PARTS = ("prices", "curve", "speed", "replay", "peers")
+KEPT = ("curve", "peers")
+"""Parts that are kept from an earlier study where this one has none."""
 WITHIN = 1.5
 """Factor that a prediction is meant to keep."""
 
 
-def merge(directory: Path) -> dict[str, Any]:
+def merge(directory: Path, before: Path | None = None) -> dict[str, Any]:
     """Returns a study from its directory: `seeds/*.json` and whichever of `PARTS` is there.
+
+    Args:
+        directory: The directory.
+        before: JSON of an earlier study.
 
     Raises:
         FileNotFoundError: If no seed was measured.
@@ -35,41 +44,124 @@ def merge(directory: Path) -> dict[str, Any]:
             f"{directory / 'seeds'} has no seed-*.json; make them with python -m studies.budget.study seeds"
         )
     study: dict[str, Any] = {"seeds": [json.loads(path.read_text(encoding="utf-8")) for path in files]}
+    for record in study["seeds"]:
+        record["report"].pop("table", None)  # large, and in the plan's own report
     for part in PARTS:
         path = directory / f"{part}.json"
         if path.is_file():
             study[part] = json.loads(path.read_text(encoding="utf-8"))
+    if before is not None:
+        old = json.loads(before.read_text(encoding="utf-8"))
+        study["before"] = _before(old, study)
+        study["kept"] = [part for part in KEPT if part in old and part not in study]
+        study |= {part: old[part] for part in study["kept"]}
     return study
+
+
+def _before(old: dict[str, Any], study: dict[str, Any]) -> list[dict[str, Any]]:
+    """The plans of an earlier study with what is set beside this one's; their speed by this one's prices."""
+    table = PriceTable.from_json(json.dumps(study["prices"])) if "prices" in study else None
+    heads = study["seeds"][0]["kv_heads"]
+    return [
+        {
+            "budget": one["budget"],
+            "met": one["met"],
+            "report": {"verdicts": [{"upper": verdict["upper"]} for verdict in one["report"]["verdicts"]]},
+            "ratio": {
+                n: value if table is None else times_exact(one["picks"], heads, table, int(n))
+                for n, value in one["ratio"].items()
+            },
+        }
+        for one in old["seeds"]
+    ]
+
+
+def times_exact(picks: Sequence[str], heads: int, table: PriceTable, length: int) -> float:
+    """Returns how many times faster than exact attention the launches of a plan are, by a price table.
+
+    Args:
+        picks: Label of each unit's choice, layers rising.
+        heads: Key/value heads of a layer.
+        table: The prices.
+        length: Tokens of the prefill.
+    """
+
+    def seconds(labels: Sequence[str]) -> float:
+        prices = {label: table.price("prefill", length, label) for label in labels}
+        launches: dict[str, float] = {}
+        for label, price in prices.items():
+            name = table.launch(label)
+            launches[name] = max(launches.get(name, 0.0), price.constant)
+        return sum(prices[label].slope for label in labels) + sum(launches.values())
+
+    layers = [picks[start : start + heads] for start in range(0, len(picks), heads)]
+    return len(layers) * seconds(["exact"] * heads) / sum(map(seconds, layers))
+
+
+def inside(record: dict[str, Any]) -> bool:
+    """Whether a plan met its budget on the held-out text, and its bound keeps it on the text of another kind, too."""
+    return record["met"] and all(one["upper"] <= record["budget"] for one in record.get("check", {}).values())
 
 
 def _short(study: dict[str, Any]) -> list[str]:
     """What the seeds show, counted."""
-    lines = []
+    lengths = list(study["seeds"][0]["ratio"])
+    rows, lines = [], []
+    for budget in sorted({record["budget"] for record in study["seeds"]}):
+        for name, records in (("", study["seeds"]), (", earlier search", study.get("before", []))):
+            mine = [record for record in records if record["budget"] == budget]
+            if mine:
+                rows.append([percent(budget) + name, *_counted(mine, budget, lengths)])
     for budget in sorted({record["budget"] for record in study["seeds"]}):
         mine = [record for record in study["seeds"] if record["budget"] == budget]
-        met, seeds = [record for record in mine if record["met"]], len({record["seed"] for record in mine})
+        met = [record for record in mine if record["met"]]
         tries = [len(verdicts_of(record)) for record in met]
         verdicts = [verdict for record in met for verdict in record["report"]["verdicts"]]
-        gaps = [verdict["predicted_kl"] / verdict["kl"] for verdict in verdicts]
-        worst = [v["predicted_kl"] / v["kl"] for v in (verdicts_of(record)[-1] for record in met)]
-        ratios = ", ".join(
-            f"{statistics.median(record['ratio'][n] for record in met):.2f} at {n}" for n in mine[0]["ratio"]
-        )
-        lines.append(
-            f"* {percent(budget)}: {len(met)} of {len(mine)} plans of {seeds} seeds met the budget on text of a source"
-            " that calibration never saw, "
-            f"{sum(count == 1 for count in tries)} of them at the first try; the largest upper bound is "
-            f"{loss(max(v['upper'] for v in verdicts))} of {loss(budget)} nats/token; predicted over measured KL"
-            f" at the length that decides {min(worst):.2f} to {max(worst):.2f}, over all lengths "
-            f"{min(gaps):.2f} to {max(gaps):.2f} with median {statistics.median(gaps):.2f}, "
-            f"{sum(1 / WITHIN <= gap <= WITHIN for gap in gaps)} of {len(gaps)} within a factor of {WITHIN}; attention "
-            f"{ratios} times as fast as exact, by the price table, in the median."
-        )
+        gaps = [verdict["predicted_kl"] / verdict["kl"] for verdict in verdicts if verdict["kl"]]
+        if met:
+            lines.append(
+                f"* {percent(budget)}: {sum(count == 1 for count in tries)} of {len(met)} plans are the first that was"
+                f" proved; the largest upper bound is {loss(max(v['upper'] for v in verdicts))} of {loss(budget)}"
+                f" nats/token; predicted over measured KL {min(gaps):.2f} to {max(gaps):.2f}, median"
+                f" {statistics.median(gaps):.2f}."
+            )
         lines += [
             f"    * seed {record['seed']}: {record['sentence']}" for record in mine if not record["met"]
         ]
+        lines += [
+            f"    * seed {record['seed']}: inside on the held-out text, and on the text of another kind the bound is "
+            f"{loss(max(one['upper'] for one in record['check'].values()))}"
+            for record in met
+            if not inside(record)
+        ]
         lines += _needles([v for r in mine for v in (*r["report"]["verdicts"], *verdicts_of(r)[:-1])])
-    return [*lines, ""]
+    head = ["budget", "met, held-out text", "inside on both texts", "bound/budget, held-out text"]
+    head += ["bound/budget, other kind", *(f"attention, times exact, {n}" for n in lengths)]
+    return ["Medians over the seeds that met their budget, in brackets the least and the most.", "",
+            *table(head, rows), *lines, ""]  # fmt: skip
+
+
+def _counted(records: Sequence[dict[str, Any]], budget: float, lengths: Sequence[str]) -> list[str]:
+    """How many of some plans keep a budget, how much of it they use, and how fast they are."""
+    met = [record for record in records if record["met"]]
+    other = [record for record in met if record.get("check")]
+    both = f"{sum(map(inside, records))} of {len(records)}" if other else "–"
+    cells = [f"{len(met)} of {len(records)}", both]
+    used = [max(v["upper"] for v in record["report"]["verdicts"]) / budget for record in met]
+    elsewhere = [max(v["upper"] for v in record["check"].values()) / budget for record in other]
+    for shares in (used, elsewhere):
+        words = (
+            (f"{value:.0%}" for value in (statistics.median(shares), min(shares), max(shares)))
+            if shares
+            else None
+        )
+        cells.append("{} ({} to {})".format(*words) if words else "–")
+    for length in lengths:
+        ratios = [record["ratio"][length] for record in met if length in record["ratio"]]
+        cells.append(
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "–"
+        )
+    return cells
 
 
 def _needles(verdicts: Sequence[dict[str, Any]]) -> list[str]:
@@ -92,11 +184,16 @@ def _made(study: dict[str, Any]) -> list[str]:
     lines = [
         f"* model: {settings['model']} in {settings['dtype']}; lengths {settings['lengths']}",
         f"* calibration text: {', '.join(settings['data'])}; held-out text: {', '.join(settings['verify_data'])}",
+        *(
+            f"* text of another kind, on which plans are measured once they are made: "
+            f"{', '.join(settings['check_data'])}, {settings['check']} sequences per length; bounds one-sided at 95 %"
+            for _ in range("check_data" in settings)
+        ),
         f"* losses: measured on {made['device']} (torch {made['versions']['torch']}, "
         f"transformers {made['versions']['transformers']})",
         f"* seeds: {settings['sequences']} sequences per length for risks, {settings['rows']} rows, "
-        f"{settings['labels']} labels, {settings['joint']} sequences to re-scale, {settings['held_out']} held-out "
-        "sequences per length and try",
+        f"{settings['labels']} labels, {settings['joint']} sequences to re-scale, {settings['held_out']} to "
+        f"{settings.get('most_held_out', settings['held_out'])} held-out sequences per length and plan",
     ]
     if "prices" in study:
         lines.append(
@@ -143,13 +240,16 @@ def _seeds(study: dict[str, Any]) -> list[str]:
             "yes" if record["met"] else "no",
             str(len(verified)),
         ]
-        for verdict in record["report"]["verdicts"]:
-            gap = verdict["predicted_kl"] / verdict["kl"]
-            cells += [loss(verdict[name]) for name in ("delta_nll", "upper", "kl")]
-            cells += [f"{gap:.2f}", f"{verdict['top1']:.2%}"]
+        for place in range(len(lengths)):
+            found = record["report"]["verdicts"][place : place + 1]
+            cells += [loss(v[name]) for v in found for name in ("delta_nll", "upper", "kl")] or [""] * 3
+            cells += [f"{v['top1']:.2%}" for v in found] or [""]
+        others = [record.get("check", {}).get(n) for n in lengths]
+        cells += ["" if one is None else loss(one[name]) for one in others for name in ("delta_nll", "upper")]
         rows.append(cells + [f"{record['ratio'][n]:.2f}" for n in lengths])
-    head = ["budget", "seed", "met", "tries"]
-    head += [f"{what}, {n}" for n in lengths for what in ("Δnll", "upper", "KL", "predicted/KL", "top-1")]
+    head = ["budget", "seed", "met", "plans proved"]
+    head += [f"{what}, {n}" for n in lengths for what in ("Δnll", "upper", "KL", "top-1")]
+    head += [f"{what}, other kind, {n}" for n in lengths for what in ("Δnll", "upper")]
     return [
         "## Verified on text of another source",
         "",
@@ -231,19 +331,14 @@ def markdown(study: dict[str, Any]) -> str:
         "Generated by `studies/budget/report.py`; losses in nats/token.",
         "",
     ]
-    lines += _made(study) + _short(study)
-    for part, section in (
-        ("curve", curve_sections),
-        ("speed", _speed),
-        ("replay", _replay),
-        ("peers", _peers),
-    ):
-        if part == "speed":
-            lines += _seeds(study)
+    lines += _made(study) + _short(study) + _seeds(study)
+    for part, section in (("speed", _speed), ("replay", _replay), ("prices", _prices), ("curve", curve_sections),
+                          ("peers", _peers)):  # fmt: skip
         if part in study:
-            lines += section(study[part])
-        if part == "replay" and "prices" in study:
-            lines += _prices(study["prices"])
+            found = section(study[part])
+            if part in study.get("kept", ()):
+                found.insert(1, "\nOf an earlier study, whose prices and times are those of another machine.")
+            lines += found
     return "\n".join(lines)
 
 
@@ -254,13 +349,13 @@ def write_page(source: Path, target: Path) -> None:
     write_atomically(target, markdown(json.loads(source.read_text(encoding="utf-8"))).encode())
 
 
-def main(directory: Path, target: Path) -> None:
+def main(directory: Path, target: Path, before: Path | None = None) -> None:
     """Merges a study into `target` and writes the page beside it."""
     from .study import write
 
-    write(target, merge(directory))
+    write(target, merge(directory, before))
     write_page(target, target.with_suffix(".md"))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))

@@ -2,14 +2,16 @@
 
 Losses are measured on any device, CUDA included; prices on the machine whose speed is of interest, and handed
 over as a file. Every seed and every budget is a file of its own, and a file that is there is not measured
-again: an interrupted study goes on, and `--limit` stops between two of them.
+again: an interrupted study goes on, and `--limit` stops between two of them. Several processes may share the seeds,
+one a GPU, and write into one directory. Text of another kind (`--check-data`) is read once a plan is made: it
+decides nothing and says what the plan loses there.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -36,9 +38,12 @@ Families = Annotated[str, typer.Option(help="Kinds of choices, by commas.")]
 Rows = Annotated[int, typer.Option(help="Query rows sampled per sequence.")]
 Labels = Annotated[int, typer.Option(help="Label draws per sequence.")]
 HeldOut = Annotated[int, typer.Option(help="Held-out sequences per length and try.")]
+Check = Annotated[list[Path] | None, typer.Option(help="Text that plans are measured on once they are made.")]
 Masses = Annotated[str, typer.Option(help="Shares of attention that blocks may keep, by commas.")]
 FAMILIES = "window,bf16,int8,rank"
 MASSES = "0.95,0.98,0.99,0.995"
+REMEMBERED = 12 << 30
+"""Bytes of exact hidden states that a process keeps: seeds and budgets read the same stretches of text."""
 
 
 def load(
@@ -58,6 +63,29 @@ def load(
         return tuple(loaded.encode(text))
 
     return loaded.model.to(resolve_device(device)), encode
+
+
+def remembering(arms: Any, most: int = REMEMBERED) -> Any:
+    """Returns a model's arms whose exact arm remembers the hidden states of what it has read, up to `most` bytes."""
+    from adaattn_hf.calibration.scoring import reading_of
+
+    known: dict[bytes, Any] = {}
+    exact, room = arms.exact, most
+
+    def remembered(given: Any) -> Any:
+        nonlocal room
+        reading = reading_of(given)
+        parts = (reading.tokens, reading.places)
+        key = b"|".join(b"" if part is None else part.cpu().numpy().tobytes() for part in parts)
+        if key in known:
+            return known[key]
+        states = exact(given)
+        if (room := room - states.nbytes) > 0:
+            known[key] = states
+        return states
+
+    arms.exact = remembered
+    return arms
 
 
 def numbers(text: str) -> list[int]:
@@ -114,7 +142,12 @@ def done(path: Path, settings: dict[str, Any]) -> bool:
 
 
 def described(
-    settings: Any, model: Any, data: Sequence[Path], verify_data: Sequence[Path] | None
+    settings: Any,
+    model: Any,
+    data: Sequence[Path],
+    verify_data: Sequence[Path] | None,
+    check_data: Sequence[Path] | None = None,
+    check: int = 0,
 ) -> dict[str, Any]:
     """Returns what a record belongs to, as JSON data: settings, model and texts by name."""
     words = {
@@ -124,8 +157,27 @@ def described(
         "data": [path.name for path in data],
         "verify_data": [path.name for path in verify_data or ()],
     }
+    if check_data:
+        words |= {"check_data": [path.name for path in check_data], "check": check}
     plain: dict[str, Any] = json.loads(json.dumps(words))
     return plain
+
+
+def checked(measurement: Any, plan: Any, texts: Mapping[int, Sequence[Any]]) -> dict[str, dict[str, float]]:
+    """Returns what text that nothing was learned from says of a plan, by length; bounds one-sided at 95 %."""
+    from adaattn_hf.calibration import verify
+    from adaattn_hf.calibration.arms import programs_of
+
+    inputs, found = measurement.inputs, {}
+    programs = programs_of(plan, measurement.layers.tensors)
+    for length, sequences in texts.items():
+        evidence = verify.gather(inputs.arms, programs, sequences, scoring=inputs.scoring)
+        bound = evidence.bound(0.95)
+        found[str(length)] = {
+            "delta_nll": bound.mean, "upper": bound.upper, "kl": evidence.mean_kl(), "documents": bound.clusters,
+            "tokens": bound.tokens, "top1": evidence.agree / bound.tokens,
+        }  # fmt: skip
+    return found
 
 
 def seed_study(
@@ -138,6 +190,9 @@ def seed_study(
     budgets: Sequence[float],
     output: Path,
     say: Callable[[str], None] = lambda _: None,
+    check_data: Sequence[Path] | None = None,
+    check: int = 24,
+    arms: Any = None,
 ) -> list[Path]:
     """Calibrates one seed at several budgets from one measurement of its risks; returns the files, old and new.
 
@@ -151,32 +206,51 @@ def seed_study(
         budgets: Losses in nats/token.
         output: Directory of the files.
         say: Told what was found.
+        check_data: Text of another kind, which plans are measured on once they are made.
+        check: Sequences per length of it.
+        arms: The model's arms, where they are at hand.
     """
-    from adaattn_hf.calibration.calibrate import choose_and_verify, measure_model
+    from adaattn_hf.calibration import corpus
+    from adaattn_hf.calibration.calibrate import choose_and_verify, save_plan
+    from adaattn_hf.calibration.inputs import open_inputs
+    from adaattn_hf.calibration.measure import measure
     from adaattn_hf.calibration.search import picks_of
+    from adaattn_hf.plans import store
 
     wanted = [replace(settings, budget=budget) for budget in budgets]
     paths = [output / f"seed-{settings.seed:03d}-{budget:.6f}.json" for budget in budgets]
-    words = [described(one, model, data, verify_data) for one in wanted]
+    words = [described(one, model, data, verify_data, check_data, check) for one in wanted]
     missing = [place for place, path in enumerate(paths) if not done(path, words[place])]
     if not missing:
         return paths
     start = time.perf_counter()
-    measurement = measure_model(model, encode, data, wanted[0], verify_data=verify_data, prices=table)
+    inputs = open_inputs(model, encode, data, wanted[0], verify_data=verify_data)
+    measurement = measure(inputs if arms is None else replace(inputs, arms=arms), prices=table)
+    texts = {
+        length: corpus.draw(check_data, encode, length, {"check": check}, settings.seed).parts["check"]
+        for length in (settings.lengths if check_data else ())
+    }
     measuring = time.perf_counter() - start
     for place in missing:
         start = time.perf_counter()
         result = choose_and_verify(measurement, wanted[place])
         picks = picks_of(measurement, result.plan)
         result.report.pop("prices")
+        if result.met:
+            kept = output / "plans" / paths[place].stem
+            kept.mkdir(parents=True, exist_ok=True)
+            save_plan(model, result, kept)
+            store.remove_plan(model)
         record = {
             "settings": words[place],
             "budget": wanted[place].budget,
             "seed": settings.seed,
             "met": result.met,
             "sentence": result.sentence,
+            "kv_heads": measurement.layers.kv_heads,
             "picks": [measurement.layers.candidates.choices[pick].label for pick in picks],
             "report": result.report,
+            "check": checked(measurement, result.plan, texts),
             "ratio": {str(n): measurement.ratio(picks, n) for n in settings.lengths},
             "prices": table.digest,
             "seconds": {"measure": measuring, "choose_and_verify": time.perf_counter() - start},
@@ -239,8 +313,12 @@ def seeds(
     labels: Labels = 2,
     joint: Annotated[int, typer.Option(help="Sequences per length that re-scale the risks.")] = 4,
     held_out: HeldOut = 16,
-    haystacks: Annotated[int, typer.Option(help="Held-out sequences that carry needles.")] = 2,
+    most_held_out: Annotated[int, typer.Option(help="Held-out sequences of the last look.")] = 36,
+    haystacks: Annotated[int, typer.Option(help="Held-out sequences that carry needles.")] = 4,
+    check_data: Check = None,
+    check: Annotated[int, typer.Option(help="Sequences per length of --check-data.")] = 24,
     families: Families = FAMILIES,
+    masses: Masses = MASSES,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
@@ -250,12 +328,14 @@ def seeds(
     ),
 ) -> None:
     """Calibrate once per seed and budget, and keep what held-out text said. Exit code 3: the limit came first."""
+    from adaattn_hf.calibration.arms import ModelArms
     from adaattn_hf.calibration.calibrate import CalibrationSettings
     from adaattn_hf.cli.options import nats
     from adaattn_hf.policy.prices import PriceTable
 
     begin = time.perf_counter()
     loaded, encode = load(model, dtype, device, gguf_file, threads)
+    arms = remembering(ModelArms(loaded))
     table = PriceTable.from_json(prices.read_text(encoding="utf-8"))
     wanted = [nats(part) for part in budgets.split(",")]
     longest = 0.0
@@ -266,9 +346,23 @@ def seeds(
             raise typer.Exit(3)
         settings = CalibrationSettings(
             lengths=tuple(numbers(lengths)), seed=seed, sequences=sequences, rows=rows, labels=labels, joint=joint,
-            held_out=held_out, haystacks=haystacks, families=tuple(families.split(",")),
+            held_out=held_out, most_held_out=max(held_out, most_held_out), haystacks=haystacks,
+            families=tuple(families.split(",")), masses=shares(masses),
         )  # fmt: skip
-        seed_study(loaded, encode, data, verify_data, table, settings, wanted, output, say=typer.echo)
+        seed_study(
+            loaded,
+            encode,
+            data,
+            verify_data,
+            table,
+            settings,
+            wanted,
+            output,
+            typer.echo,
+            check_data,
+            check,
+            arms,
+        )
         longest = max(longest, time.perf_counter() - start)
 
 
