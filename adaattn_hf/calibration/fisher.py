@@ -176,11 +176,12 @@ def label_gradients(arms: ModelArms, hidden: Tensor, generator: torch.Generator,
         piece = state[:, start : start + 256].requires_grad_()
         logits = arms.logits(piece)
         likelihood = logits.log_softmax(-1)
-        drawn = torch.multinomial(
-            likelihood[0].detach().exp().cpu(), labels, replacement=True, generator=generator
-        )
+        # numbers of the CPU's generator, drawn labels of the device: whole distributions stay where they are
+        below = likelihood[0].detach().double().exp().cumsum(-1)
+        place = torch.rand(len(below), labels, generator=generator, dtype=torch.float64).to(state.device)
+        drawn = torch.searchsorted(below, place * below[:, -1:])
         for index in range(labels):
-            chosen = likelihood[0].gather(1, drawn[:, index : index + 1].to(state.device)).sum()
+            chosen = likelihood[0].gather(1, drawn[:, index : index + 1]).sum()
             (gradient,) = torch.autograd.grad(chosen, piece, retain_graph=index + 1 < labels)
             gradients[index][:, start : start + 256] = gradient
     return gradients
