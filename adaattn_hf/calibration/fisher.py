@@ -168,6 +168,16 @@ class FisherRecorder:
         }
 
 
+def drawn_labels(likelihood: Tensor, labels: int, generator: torch.Generator) -> Tensor:
+    """Returns labels `[n, labels]` drawn from log-likelihoods `[n, vocabulary]`, on their device.
+
+    The generator is the CPU's, so that its numbers are the same everywhere; the distributions stay where they are.
+    """
+    below = likelihood.double().exp().cumsum(-1)
+    place = torch.rand(len(below), labels, generator=generator, dtype=torch.float64).to(below.device)
+    return torch.searchsorted(below, place * below[:, -1:])
+
+
 def label_gradients(arms: ModelArms, hidden: Tensor, generator: torch.Generator, labels: int) -> list[Tensor]:
     """Returns, for each of `labels` draws y ~ model, the gradient of sum log p(y) with respect to the hidden states."""
     state = hidden.detach()
@@ -176,10 +186,7 @@ def label_gradients(arms: ModelArms, hidden: Tensor, generator: torch.Generator,
         piece = state[:, start : start + 256].requires_grad_()
         logits = arms.logits(piece)
         likelihood = logits.log_softmax(-1)
-        # numbers of the CPU's generator, drawn labels of the device: whole distributions stay where they are
-        below = likelihood[0].detach().double().exp().cumsum(-1)
-        place = torch.rand(len(below), labels, generator=generator, dtype=torch.float64).to(state.device)
-        drawn = torch.searchsorted(below, place * below[:, -1:])
+        drawn = drawn_labels(likelihood[0].detach(), labels, generator)
         for index in range(labels):
             chosen = likelihood[0].gather(1, drawn[:, index : index + 1]).sum()
             (gradient,) = torch.autograd.grad(chosen, piece, retain_graph=index + 1 < labels)

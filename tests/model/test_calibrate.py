@@ -452,6 +452,14 @@ def test_comparing_an_arm_with_itself_gives_nothing(model: LlamaForCausalLM) -> 
     torch.testing.assert_close(torch.from_numpy(scores.nll[0]).float(), stock, atol=1e-5, rtol=1e-5)
 
 
+def test_labels_are_drawn_as_often_as_they_are_likely() -> None:
+    chances = torch.tensor([[0.5, 0.0, 0.3, 0.2], [0.0, 0.0, 1.0, 0.0]])
+    drawn = fisher.drawn_labels(chances.log(), 20_000, torch.Generator().manual_seed(0))
+    seen = torch.stack([(drawn == label).double().mean(-1) for label in range(4)], dim=-1)
+    assert (seen - chances).abs().max() < 4 * 0.5 / 20_000**0.5
+    assert (seen[chances == 0] == 0).all()
+
+
 def test_fisher_gradients_equal_autograd(model: LlamaForCausalLM) -> None:
     """g of the recorder is the gradient of the sampled log-likelihood with respect to the attention output."""
     tokens = torch.randint(0, 128, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -462,8 +470,8 @@ def test_fisher_gradients_equal_autograd(model: LlamaForCausalLM) -> None:
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        chances = model(tokens).logits[0].softmax(-1)
-    labels = torch.multinomial(chances, 1, replacement=True, generator=generator)
+        likelihood = model(tokens).logits[0].log_softmax(-1)
+    labels = fisher.drawn_labels(likelihood, 1, generator)
     step = 1e-2 * recorder.changes[1][0]
 
     def shifted(sign: float) -> float:

@@ -205,8 +205,8 @@ def test_gradients_of_masked_labels_equal_differences(
         generator=torch.Generator().manual_seed(3), on_products=found.append,
     )  # fmt: skip
     with torch.no_grad():
-        chances = model(reading.tokens).logits[0, reading.places].softmax(-1)
-    labels = torch.multinomial(chances, 1, replacement=True, generator=torch.Generator().manual_seed(3))
+        likelihood = model(reading.tokens).logits[0, reading.places].log_softmax(-1)
+    labels = fisher.drawn_labels(likelihood, 1, torch.Generator().manual_seed(3))
     step = 1e-2 * recorder.changes[2][0]
 
     def shifted(sign: float) -> float:

@@ -1,0 +1,80 @@
+"""The page of a budget study: what is counted, what text of another kind says, what is kept of an earlier study."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaattn_hf.policy.prices import Price, PriceTable
+from studies.budget import texts
+from studies.budget.report import inside, main, times_exact
+
+TABLE = PriceTable(
+    "a machine", {"exact": "one", "bf16": "one"},
+    {"prefill": {64: {"exact": Price(1.0, 4.0), "bf16": Price(1.0, 1.0), "w16": Price(0.5, 0.5)}}},
+)  # fmt: skip
+
+
+def record(
+    budget: float, seed: int, upper: float, elsewhere: float | None, picks: list[str]
+) -> dict[str, Any]:
+    verdict = {
+        "upper": upper, "delta_nll": upper / 2, "kl": 1e-4, "predicted_kl": 1.2e-4, "top1": 0.99, "passed": True,
+        "retrieval_stock": None, "sentence": "passed",
+    }  # fmt: skip
+    settings = {
+        "model": "m", "dtype": "float32", "lengths": [64], "data": ["a.txt"], "verify_data": ["b.txt"], "sequences": 1,
+        "rows": 8, "labels": 1, "joint": 1, "held_out": 2, "most_held_out": 4, "check_data": ["c.txt"], "check": 2,
+    }  # fmt: skip
+    found = {
+        "settings": settings, "budget": budget, "seed": seed, "met": True, "sentence": "passed", "kv_heads": 2,
+        "picks": picks, "report": {"verdicts": [verdict], "history": [{"verified": verdict}], "table": {"large": 1}},
+        "ratio": {"64": 2.0}, "prices": TABLE.digest,
+        "provenance": {"device": "cpu", "versions": {"torch": "2", "transformers": "5"}},
+    }  # fmt: skip
+    if elsewhere is not None:
+        found["check"] = {"64": {"upper": elsewhere, "delta_nll": elsewhere / 2}}
+    return found
+
+
+def test_speed_of_a_plan_by_a_price_table() -> None:
+    """A launch is paid for once a layer: exact and bf16 heads share one, a window has its own."""
+    exact, mixed, windows = 1.0 + 8.0, 1.0 + 4.0 + 1.0, 0.5 + 1.0
+    found = times_exact(["exact", "bf16", "w16", "w16"], 2, TABLE, 64)
+    assert found == pytest.approx(2 * exact / (mixed + windows))
+
+
+def test_a_page_counts_both_texts_and_sets_earlier_plans_beside_them(tmp_path: Path) -> None:
+    seeds = tmp_path / "study" / "seeds"
+    seeds.mkdir(parents=True)
+    records = [record(1e-3, 0, 8e-4, 9e-4, ["w16"] * 4), record(1e-3, 1, 6e-4, 1.1e-3, ["w16"] * 4)]
+    assert [inside(one) for one in records] == [True, False]
+    for one in records:
+        (seeds / f"seed-{one['seed']:03d}-0.001000.json").write_text(json.dumps(one))
+    (tmp_path / "study" / "prices.json").write_text(TABLE.to_json())
+    old = tmp_path / "old.json"
+    peers = {"words": ["peers"], "rows": [{"what": "a peer", "KL": 1.0}]}
+    old.write_text(json.dumps({"seeds": [record(1e-3, 0, 3e-4, None, ["bf16"] * 4)], "peers": peers}))
+    main(tmp_path / "study", tmp_path / "page.json", old)
+    page = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "| 0.1 % | 2 of 2 | 1 of 2 | 70% (60% to 80%) | 100% (90% to 110%) | 2.00 (2.00 to 2.00) |" in page
+    speed = times_exact(["bf16"] * 4, 2, TABLE, 64)
+    earlier = f"| 0.1 %, earlier search | 1 of 1 | – | 30% (30% to 30%) | – | {speed:.2f} ("
+    assert earlier in page
+    assert (
+        "seed 1: inside on the held-out text, and on the text of another kind the bound is 1.10e-03" in page
+    )
+    assert "| a peer | 1 |" in page
+    assert "Of an earlier study" in page
+    assert "large" not in (tmp_path / "page.json").read_text(encoding="utf-8")
+
+
+def test_modules_of_a_library_are_documents(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py", "test/c.py", "short.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x" * (1 if name == "short.py" else texts.SHORTEST), encoding="utf-8")
+    assert [one["name"] for one in texts.modules(tmp_path)] == ["a.py", "b.py"]
+    assert [one["name"] for one in texts.modules(tmp_path, enough=1)] == ["a.py"]
