@@ -228,7 +228,8 @@ def seed_study(
     measurement = measure(inputs if arms is None else replace(inputs, arms=arms), prices=table)
     texts = {
         length: corpus.draw(check_data, encode, length, {"check": check}, settings.seed).parts["check"]
-        for length in (settings.lengths if check_data else ())
+        for length in settings.lengths
+        if check_data
     }
     measuring = time.perf_counter() - start
     for place in missing:
