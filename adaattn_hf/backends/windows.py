@@ -20,11 +20,13 @@ def head_windows(structure: CallStructure, rules: HeadRules | None, kv_heads: in
         if structure.window is None or not structure.windowed:
             return None
         return ((structure.window, structure.sinks),) * kv_heads
-    found = [rules.window_in(structure, head) for head in range(kv_heads)]
-    length = structure.kv_len
-    # towards later keys no sink is exempt from a window that looks both ways
-    if all(
-        window is None or window + (sinks if structure.causal else 0) >= length for window, sinks in found
-    ):
-        return None
-    return tuple((ALL, 0) if window is None else (window, sinks) for window, sinks in found)
+    # all steps of a generation ask, and only the length of their keys differs
+    memo = rules.__dict__.setdefault("_windows_in", {})
+    own = (structure.window, structure.sinks, structure.causal, kv_heads)
+    if own not in memo:
+        found = [rules.window_in(structure, head) for head in range(kv_heads)]
+        # towards later keys no sink is exempt from a window that looks both ways
+        reaches = [w + (sinks if structure.causal else 0) for w, sinks in found if w is not None]
+        memo[own] = tuple((ALL, 0) if w is None else (w, s) for w, s in found), min(reaches, default=ALL)
+    windows, reach = memo[own]
+    return windows if reach < structure.kv_len else None

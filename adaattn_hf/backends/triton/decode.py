@@ -68,7 +68,7 @@ def _scale(code):  # type: ignore[no-untyped-def]
 # lengths grow by one in every step: they must not be compiled in
 @triton.jit(do_not_specialize=["kv_len", "offset", "most"])
 def decode(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, done_ptr, rows_ptr, offset_ptr, real_ptr, work_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, rows_ptr, offset_ptr, real_ptr, work_ptr,
     k_scale_ptr, v_scale_ptr, mean_ptr, first_ptr,
     q_b, q_h, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_d, l_b, l_h, r_b, r_n,
     ks_b, ks_h, ks_n, vs_b, vs_h, vs_n,
@@ -85,7 +85,7 @@ def decode(  # type: ignore[no-untyped-def]
     batch row of its number; HAS_OFFSET reads the offset from the device, HAS_REAL leaves out keys that `real` denies.
     BITS says what the values are of a cache that stores codes, 8 or 4 (keys are int8 then), 0 for numbers; scales are
     read beside the codes, `mean` is that of a head's keys, `first` the first key of the batch row.
-    `part` holds `[sequences, heads, most, DIM_V]` products of the shares, `stats` their maxima and sums.
+    `part` holds `[sequences, heads, most, DIM_V]` products of the shares, behind them their maxima and sums.
     """
     sequence = tl.program_id(1)
     entry = work_ptr + 5 * tl.program_id(0)
@@ -192,6 +192,7 @@ def decode(  # type: ignore[no-untyped-def]
             tl.store(lse_ptr + row * l_b + head * l_h, lse, mask=inside)
     else:
         pair = (sequence * kv_heads + kv_head).to(tl.int64)
+        stats_ptr = part_ptr + tl.num_programs(1).to(tl.int64) * kv_heads * GROUPS * most * DIM_V
         mine = (pair * GROUPS + g) * most + share
         tl.store(
             part_ptr + mine[:, None] * DIM_V + dv[None, :], acc, mask=inside[:, None] & (dv < DIM_V)[None, :]

@@ -50,16 +50,17 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         return AttentionResult(out.to(query.dtype), lse)
     groups = heads // kv_heads
     block, warps, stages = step_tile(max(dim, value_dim) * query.dtype.itemsize)
-    counts = (kv_len,) * kv_heads if windows is None else tuple(min(w + s, kv_len) for w, s in windows)
     programs = _WAVES * _processors(query.device)
-    entries, most = shares_of(counts, windows, sequences, programs, max(block, _LEAST_KEYS), query.device)
-    part, stats, done = _scratch(sequences, heads, kv_heads, most, value_dim, query.device)
+    entries, most = shares_of(
+        windows, kv_heads, kv_len, sequences, programs, max(block, _LEAST_KEYS), query.device
+    )
+    part, done = _scratch(sequences, heads, kv_heads, most, value_dim, query.device)
     offset = structure.q_offset
     sink = request.sink_logits
     member_heads = 1 << (groups - 1).bit_length()
     value_pad = padded(value_dim)
     decode[(entries.shape[0], sequences)](
-        query, key, value, out, lse if lse is not None else out, sink if sink is not None else out, part, stats, done,
+        query, key, value, out, lse if lse is not None else out, sink if sink is not None else out, part, done,
         rows if rows is not None else done, offset if isinstance(offset, Tensor) else done,
         real if real is not None else done, entries,
         *(_codes(stored, query) if stored is not None else (done, done, done, done)),
@@ -106,15 +107,15 @@ def _processors(device: torch.device) -> int:
 
 def _scratch(
     sequences: int, heads: int, kv_heads: int, most: int, value_dim: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Products, maxima with sums, and counters of the shares that are done."""
+) -> tuple[Tensor, Tensor]:
+    """Products with maxima and sums behind them, and counters of the shares that are done."""
     if most == 1:
         unused = torch.empty(1, dtype=torch.float32, device=device)
-        return unused, unused, unused
+        return unused, unused
     shares = sequences * heads * most
     part = torch.empty(shares * (value_dim + 2), dtype=torch.float32, device=device)
     done = torch.zeros(sequences * kv_heads, dtype=torch.int32, device=device)
-    return part, part[shares * value_dim :], done
+    return part, done
 
 
 def _rows(structure: CallStructure, device: torch.device) -> tuple[Tensor | None, Tensor | None, bool, int]:

@@ -149,32 +149,36 @@ def _longest_first(
 
 
 def shares_of(
-    counts: tuple[int, ...],
     windows: HeadWindows | None,
+    kv_heads: int,
+    kv_len: int,
     sequences: int,
     programs: int,
     least: int,
     device: torch.device,
 ) -> tuple[Tensor, int]:
-    """How a step's keys are shared out: int32 `[entries, 5]`, and most shares of a head.
+    """How a step's keys are shared out: int32 `[entries, 5]`, and most shares of a head; made once for `least` steps.
 
     An entry is (head, share, shares of that head, its window, its sinks).
 
     Args:
-        counts: Keys that each key/value head reads, at most.
         windows: Of `head_windows`.
+        kv_heads: Key/value heads.
+        kv_len: Keys of a sequence.
         sequences: Sequences that are read alike.
         programs: As many as keep the device busy.
         least: Fewest keys worth a program.
         device: Where the table goes.
     """
-    span = max(least, -(-sum(counts) * sequences // programs))
-    shares = tuple(max(1, -(-count // span)) for count in counts)
+    length = -(-kv_len // least) * least
 
-    def make() -> Tensor:
-        order = sorted(range(len(shares)), key=lambda head: -counts[head])
-        rules = windows or ((ALL, 0),) * len(shares)
+    def make() -> tuple[Tensor, int]:
+        rules = windows or ((ALL, 0),) * kv_heads
+        counts = [min(window + sinks, length) for window, sinks in rules]
+        span = max(least, -(-sum(counts) * sequences // programs))
+        shares = [max(1, -(-count // span)) for count in counts]
+        order = sorted(range(kv_heads), key=lambda head: -counts[head])
         entries = [(head, i, shares[head], *rules[head]) for head in order for i in range(shares[head])]
-        return torch.tensor(entries, dtype=torch.int32).to(device, non_blocking=True)
+        return torch.tensor(entries, dtype=torch.int32).to(device, non_blocking=True), max(shares)
 
-    return _remembered(("shares", shares, windows, device), make), max(shares)
+    return _remembered(("shares", windows, kv_heads, length, sequences, programs, least, device), make)
