@@ -28,6 +28,7 @@ SECTIONS = {
     "packed": ("packed", "packed", "Packed and padded calls beside dense ones"),
     "stored": ("stored", "stored", "One decode step over a cache of codes"),
     "eight": ("eight", "eight", "Scores in int8, a study"),
+    "specialised": ("specialised", "specialised", "Warps with tasks of their own, a study"),
     "variants": ("variants", "variants", "Tile sizes of the Triton kernels"),
     "model": ("model", "model", "A model shaped like LLaMA-8B, 32 layers, random weights"),
 }

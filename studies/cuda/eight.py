@@ -34,7 +34,7 @@ PAYS = 1.15
 def attention(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_bulk, v_bulk, q_scale_ptr, k_scale_ptr, out_ptr, n_len, scale, blocks,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, INT8: tl.constexpr, BULK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPECIALISED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of one block of queries; tensors are contiguous `[heads, n, DIM]`, longest blocks first."""
     head = tl.program_id(0) % HEADS
@@ -52,7 +52,7 @@ def attention(  # type: ignore[no-untyped-def]
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     all_stop = (first + 1) // BLOCK_N * BLOCK_N
-    for n in range(0, all_stop, BLOCK_N):
+    for n in tl.range(0, all_stop, BLOCK_N, warp_specialize=SPECIALISED):
         j = n + tl.arange(0, BLOCK_N)
         if BULK:
             k = k_bulk.load([0, kv_head, n, 0]).reshape(BLOCK_N, DIM).T
@@ -101,8 +101,10 @@ def rounded(x: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return (x / scale[..., None]).round().to(torch.int8), scale
 
 
-def launch(q: Any, k: Any, v: Tensor, tile: tuple[int, int, int, int], scaling: float) -> Tensor:
-    """Attention of 16-bit tensors, or of `(codes, scales)` of queries and keys."""
+def launch(
+    q: Any, k: Any, v: Tensor, tile: tuple[int, int, int, int], scaling: float, specialised: bool = False
+) -> Tensor:
+    """Attention of 16-bit tensors, or of `(codes, scales)` of queries and keys; `specialised`: warps with tasks."""
     eight = isinstance(q, tuple)
     codes_q, q_scale = q if eight else (q, v)
     codes_k, k_scale = k if eight else (k, v)
@@ -115,7 +117,7 @@ def launch(q: Any, k: Any, v: Tensor, tile: tuple[int, int, int, int], scaling: 
     attention[(blocks * heads,)](
         codes_q, codes_k, v, k_bulk if bulk else codes_k, v_bulk if bulk else v, q_scale, k_scale, out,
         n, scaling * 1.4426950408889634, blocks, GROUPS=heads // codes_k.shape[0], HEADS=heads, DIM=dim, INT8=eight,
-        BULK=bulk, BLOCK_M=rows, BLOCK_N=columns, num_warps=warps, num_stages=stages,
+        BULK=bulk, SPECIALISED=specialised, BLOCK_M=rows, BLOCK_N=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 

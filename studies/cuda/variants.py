@@ -27,6 +27,7 @@ from .measure import (
     captured,
     length,
     microseconds,
+    profile,
     request,
     rules_of,
 )
@@ -107,6 +108,9 @@ def variants(section: Section) -> None:
             if s.plain and rules is None:
                 row["FLOP"] = 2.0 * s.batch * heads * s.q_len * s.q_len * dim
             _each(row, prefill, "forward_tile", FORWARD, by("triton", r))
+            if not s.plain or rules is not None:
+                with _instead(prefill, "_BULK_EDGES", False):
+                    row["edges without the copy engine"] = microseconds(by("triton", r), 30)
 
         section.add(name, cell)
     for batch, thousand in ((1, 32), (8, 32), (1, 128)):
@@ -174,12 +178,15 @@ def _training(row: Cell, n: int) -> None:
 
 
 def _choice(row: Cell, n: int, block: int) -> None:
-    """Rows and warps of the kernel that chooses blocks."""
+    """Rows and warps of the kernel that chooses blocks, its shared memory, and how the tiles at edges come."""
     r, row["density"] = kept_request(n, block)
-    _each(
-        row,
-        blocks_launch,
-        "choice_tile",
-        [(16, 4), (32, 4), (64, 4), (32, 8), (64, 8), (128, 8), (16, 8)],
-        by("triton", r),
-    )
+    call = by("triton", r)
+    tiles = [(16, 4), (32, 4), (64, 4), (32, 8), (64, 8), (128, 8), (16, 8), (32, 16)]
+    _each(row, blocks_launch, "choice_tile", tiles, call)
+    note = row["note"]
+    for part in (8192, 32768)[:TRIED]:
+        _each(row, blocks_launch, "_PART", [part], call, as_is=True)
+    with _instead(blocks_launch, "_BULK_EDGES", False):
+        row["edges without the copy engine"] = microseconds(call, 30)
+    row["note"] = note
+    row["profile"] = profile(call)

@@ -18,7 +18,11 @@ from .tables import work_of
 
 __all__ = ["attend_blocks"]
 
-_STEPS = 16
+_STEPS = 14
+_PART = 16384
+"""Entries of the mean keys that a program multiplies at a time, for the sake of shared memory."""
+_BULK_EDGES = True
+"""As in `prefill`."""
 
 
 def attend_blocks(
@@ -53,7 +57,7 @@ def attend_blocks(
     choose[(by_choice.entries.shape[0],)](
         query, pooled, bits, by_choice.segments, by_choice.entries, masses, *query.stride(),
         len(segments), kv_heads, blocks, batch, q_len, words, abs(request.scaling), request.softcap or 0.0,
-        GROUPS=groups, DIM=dim, PAD=pad, PART=min(pad, 128) if width <= 256 else max(16, 16384 // width), CAUSAL=causal,
+        GROUPS=groups, DIM=dim, PAD=pad, PART=min(pad, max(16, _PART // width)), CAUSAL=causal,
         HAS_CAP=request.softcap is not None, ROWS=rows, WIDTH=width, BLOCK=block, STEPS=_STEPS,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
@@ -75,6 +79,7 @@ def attend_blocks(
     )  # fmt: skip
     k_bulk, v_bulk = bulk_of(key, columns), bulk_of(value, columns)
     bulk = k_bulk is not None and v_bulk is not None
+    ends = all(s.k_len % block == 0 or s.k_start + s.k_len == key.shape[2] for s in segments)
     sink = request.sink_logits
     over_lists[(groups, entries)](
         query, key, value, k_bulk if bulk else key, v_bulk if bulk else value, out, lse if lse is not None else out,
@@ -85,7 +90,8 @@ def attend_blocks(
         abs(scale_of(request.scaling, request.softcap)), request.softcap or 0.0,
         GROUPS=groups, DIM=dim, DIM_V=value_dim, PAD=pad, PAD_V=value_pad, CAUSAL=causal, WINDOW=windowed,
         HAS_CAP=request.softcap is not None, HAS_SINK=sink is not None, HAS_LSE=lse is not None, BULK=bulk,
-        BLOCK_M=tile, BLOCK_N=columns, PIECES=block // columns, num_warps=4, num_stages=3 if columns == 64 else 2,
+        EDGES=bulk and ends and _BULK_EDGES, BLOCK_M=tile, BLOCK_N=columns, PIECES=block // columns, num_warps=4,
+        num_stages=3 if columns == 64 else 2,
     )  # fmt: skip
     return AttentionResult(out, lse)
 

@@ -15,13 +15,13 @@ def forward(  # type: ignore[no-untyped-def]
     scale, softcap,
     GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr, PAD_V: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
-    BULK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BULK: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head; programs are (query head of its group, entry of the work table).
 
     An entry is (segment, first query, key/value head); `rules` holds each key/value head's window and sinks. With BULK
-    the device's copy engine brings the tiles that all queries of a block see: `k_bulk` and `v_bulk` are descriptors of
-    the keys and values.
+    the device's copy engine brings the tiles that all queries of a block see, and with EDGES the others, too, whose keys
+    then end with a tile or with the tensor: `k_bulk` and `v_bulk` are descriptors of the keys and values.
     """
     entry = work_ptr + 3 * tl.program_id(1)
     segment = tl.load(entry)
@@ -87,8 +87,12 @@ def forward(  # type: ignore[no-untyped-def]
             n = tl.where(tile < of_sinks, tile * BLOCK_N, n)
             limit = tl.where(tile < of_sinks, tl.minimum(sinks, start), k_len)
         j = n + tl.arange(0, BLOCK_N)
-        k = columns_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False)
-        v = rows_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False)
+        if EDGES:
+            k = k_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD).T
+            v = v_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD_V)
+        else:
+            k = columns_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False)
+            v = rows_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False)
         s = scores(q, k, scale, softcap, HAS_CAP)
         s = tl.where(visible(p, j, limit, window, sinks, CAUSAL, WINDOW), s, float("-inf"))
         acc, m, l = step(acc, m, l, s, v)

@@ -81,6 +81,7 @@ def choose(  # type: ignore[no-untyped-def]
             scored = scored & (b[None, :] < own[:, None])
         else:
             forced = forced | (b[None, :] == own[:, None] + 1)
+        kept = _words(forced, ROWS, WIDTH)
         pair = (run * kv_heads + kv_head).to(tl.int64) * blocks * PAD
         second = runs.to(tl.int64) * kv_heads * blocks * PAD
         d = tl.arange(0, PART)
@@ -115,23 +116,25 @@ def choose(  # type: ignore[no-untyped-def]
             s = tl.where(scored, s * 1.4426950408889634, float("-inf"))
             top = tl.max(s, 1)
             e = tl.exp2(s - tl.where(top == float("-inf"), 0.0, top)[:, None])
-            goal = mass * tl.sum(e, 1)
-            least = tl.full([ROWS], -40.0, tl.float32)
+            whole = tl.sum(e, 1)
+            goal = mass * whole
+            # blocks of less than this weight hold less than the share that may be left out
+            least = tl.log2((1.0 - mass) * tl.maximum(whole, 1.0) / tl.maximum(count, 1)) - 0.01
             most = tl.zeros([ROWS], tl.float32)
             for _ in range(0, STEPS):
                 middle = 0.5 * (least + most)
                 enough = tl.sum(tl.where(e >= tl.exp2(middle)[:, None], e, 0.0), 1) >= goal
                 least = tl.where(enough, middle, least)
                 most = tl.where(enough, most, middle)
-            forced = forced | (e >= tl.exp2(least)[:, None])
-        tl.store(rows + w[None, :], _words(forced, ROWS, WIDTH), mask=there)
+            kept = kept | _words(e >= tl.exp2(least)[:, None], ROWS, WIDTH)
+        tl.store(rows + w[None, :], kept, mask=there)
 
 
 @triton.jit
 def _words(flags, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Booleans `[ROWS, WIDTH]` as bits of int32 `[ROWS, WIDTH / 32]`."""
-    bits = tl.reshape(flags.to(tl.int32), [ROWS, WIDTH // 32, 32])
-    return tl.sum(bits << tl.arange(0, 32)[None, None, :], 2)
+    bits = tl.reshape(flags.to(tl.int8), [ROWS, WIDTH // 32, 32])  # threads exchange bytes
+    return tl.sum(bits.to(tl.int32) << tl.arange(0, 32)[None, None, :], 2)
 
 
 @triton.jit
@@ -206,9 +209,9 @@ def over_lists(  # type: ignore[no-untyped-def]
     batch, q_rows, words, width, scale, softcap,
     GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr, PAD_V: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
-    BULK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr,
+    BULK: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one head over the blocks of its list, PIECES tiles of keys each; programs as in `forward`.
+    """One tile of rows of one head over the blocks of its list, PIECES tiles of keys each; all as in `forward`.
 
     `bits` is int8 here.
     """
@@ -247,9 +250,14 @@ def over_lists(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
     for t in range(0, tl.load(counts_ptr + 2 * tile + 1) * PIECES):
         block = tl.load(lists + width - 1 - t // PIECES)
-        j = (block * PIECES + t % PIECES) * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = columns_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, False)
-        v = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, False)
+        n = (block * PIECES + t % PIECES) * BLOCK_N
+        j = n + tl.arange(0, BLOCK_N)
+        if EDGES:
+            k = k_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD).T
+            v = v_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD_V)
+        else:
+            k = columns_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, False)
+            v = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, False)
         s = scores(q, k, scale, softcap, HAS_CAP)
         kept = (tl.load(bits + block // 8, mask=i < q_len, other=0) >> (block % 8)) & 1
         seen = visible(p, j, k_len, window, sinks, CAUSAL, WINDOW) & (kept != 0)[:, None]

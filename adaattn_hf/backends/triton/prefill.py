@@ -19,6 +19,9 @@ from .tables import work_of
 
 __all__ = ["attend_forward", "bulk_of", "forward_tile"]
 
+# Whether the copy engine brings tiles at the edges of what queries see, where it can.
+_BULK_EDGES = True
+
 
 def blank(request: AttentionRequest, covered: bool, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Output and log-sum-exp to write into; rows that segments do not cover are those of queries that see nothing."""
@@ -109,7 +112,8 @@ def attend_forward(
         abs(scale_of(request.scaling, request.softcap)), request.softcap or 0.0,
         GROUPS=heads // kv_heads, DIM=dim, DIM_V=value_dim, PAD=padded(dim), PAD_V=padded(value_dim),
         CAUSAL=structure.causal, WINDOW=windows is not None, HAS_CAP=request.softcap is not None,
-        HAS_SINK=sink is not None, HAS_LSE=lse is not None, BULK=bulk, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+        HAS_SINK=sink is not None, HAS_LSE=lse is not None, BULK=bulk,
+        EDGES=bulk and work.ends and _BULK_EDGES, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return AttentionResult(out, lse)

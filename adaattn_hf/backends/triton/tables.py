@@ -41,11 +41,13 @@ class Work(NamedTuple):
         segments: int32 `[segments, 6]`.
         entries: int32 `[entries, 3]`: segment, first row, key/value head; those with most to do come first.
         rules: int32 `[kv_heads, 2]`, window and sinks; the entries where no head has a window.
+        ends: Whether every segment's keys end with one of their tiles or with the tensor.
     """
 
     segments: Tensor
     entries: Tensor
     rules: Tensor
+    ends: bool
 
 
 def work_of(
@@ -72,11 +74,12 @@ def work_of(
 
     def find() -> Work:
         return _remembered(
-            (key, structure.causal, tuple(segments)),
+            (key, structure.causal, structure.kv_len, tuple(segments)),
             lambda: _placed(
                 np.array(segments, dtype=np.int32).reshape(-1, 6),
                 _entries(of == "queries", structure.causal, segments, windows, kv_heads, blocks),
                 windows,
+                all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == structure.kv_len for s in segments),
                 device,
             ),
         )
@@ -85,14 +88,18 @@ def work_of(
 
 
 def _placed(
-    segments: NDArray[np.int32], entries: NDArray[np.int32], windows: HeadWindows | None, device: torch.device
+    segments: NDArray[np.int32],
+    entries: NDArray[np.int32],
+    windows: HeadWindows | None,
+    ends: bool,
+    device: torch.device,
 ) -> Work:
     """The tables in one copy to the device."""
     rules = np.array(windows or (), dtype=np.int32).ravel()
     parts = [segments.ravel(), entries.ravel(), rules]
     table = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
     a, b, c = table.split([len(part) for part in parts])
-    return Work(a.view(-1, 6), b.view(-1, 3), c.view(-1, 2) if windows else b)
+    return Work(a.view(-1, 6), b.view(-1, 3), c.view(-1, 2) if windows else b, ends)
 
 
 def _tiles(lengths: NDArray[np.int64], block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
