@@ -100,6 +100,8 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             or sinks is not None
             or position_bias is not None
         )
+        if not compiling and (prompt := getattr(key, "_adaattn_prompt", None)) is not None:
+            prompt.reread(query, key)  # what its cache rounded it into, see `cache.tokens.PROMPT`
         if not (compiling or extras) and isinstance(key, Tensor):
             structure = fast_path.structure_at_hand(
                 module, query, key, attention_mask, is_causal, sliding_window

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from ..attention.request import AttentionRequest
-from ..attention.stored import StoredKV, hadamard, quantise
+from ..attention.stored import StoredKV, direction_of, hadamard, quantise
 from ..attention.tap import Tap
 from ..backends import select
 from ..plans import execute
@@ -37,7 +37,8 @@ def over_codes(request: AttentionRequest, stored: str) -> AttentionRequest:
     key, value = request.key, request.value
     first = key[:, :, :FIRST].float()
     mean = (first.mean(dim=2) @ hadamard(key.shape[3], key.device)).contiguous()
-    keys, key_scale = quantise(key, mean=mean)
+    along = direction_of(request.query[:, :, :FIRST], key.shape[1])
+    keys, key_scale = quantise(key, mean=mean, along=along)
     values, value_scale = quantise(value, bits=4 if stored == "k8v4" else 8)
     record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].float().contiguous())
     return replace(request, key=keys, value=values, stored=record)

@@ -22,7 +22,7 @@ class CacheMemory:
         stored: What it keeps, one of `CACHES`.
         layers: Of each layer that keeps keys and values, or of its heads that keep as many tokens: bytes per token,
             the same in the model's dtype, and the tokens kept at most, None for all.
-        per_sequence: Bytes that belong to a sequence as a whole (means and first keys, in fp32).
+        per_sequence: Bytes that belong to a sequence as a whole (means, first keys and directions, in fp32).
     """
 
     stored: str
@@ -88,6 +88,6 @@ def memory_of(cache: Cache, stored: str, spans: Mapping[int, Spans] | None = Non
         )
         if tokens is None:
             continue
-        per_sequence += 2 * 4 * layer.keys.shape[1] * layer.keys.shape[3]
+        per_sequence += 3 * 4 * layer.keys.shape[1] * layer.keys.shape[3]
     windowed = (sum(span is not None for span in streams), len(streams))
     return CacheMemory(stored, tuple(layers), per_sequence, windowed)

@@ -21,7 +21,7 @@ from adaattn_hf.attention.stored import CHANNELS, FORMATS
 
 from .growing import GROWTH
 from .layers import grow_in_place, holds_tokens, negative
-from .tokens import StoredTokens
+from .tokens import PROMPT, StoredTokens
 
 __all__ = ["CACHES", "AdaAttnCache", "StoredLayer", "StoredSlidingLayer", "check_stored", "store_in_place"]
 
@@ -68,6 +68,11 @@ class _Stored:
             )
         self.tokens.append(key_states, value_states)
         self._look()
+
+    def _prompt(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """A prompt as it came, for attention, which tells the tokens of its queries."""
+        setattr(key_states, PROMPT, self.tokens)
+        return key_states, value_states
 
     def take(self, held: dict[str, Tensor], dtype: torch.dtype) -> None:
         """Fill an empty layer with what `StoredTokens.held` gave."""
@@ -134,7 +139,7 @@ class StoredLayer(_Stored, DynamicLayer):
         """Append `[batch, heads, n, head_dim]`; returns all keys and values: as they came if they are the first."""
         first = self.get_seq_length() == 0
         self._append(key_states, value_states)
-        return (key_states, value_states) if first else (self.keys, self.values)
+        return self._prompt(key_states, value_states) if first else (self.keys, self.values)
 
     def get_max_length(self) -> int:
         """`max_cache_len`, -1 where the layer grows."""
@@ -167,7 +172,7 @@ class StoredSlidingLayer(_Stored, DynamicSlidingWindowLayer):
             self.tokens.drop_front(self.sliding_window - 1)
             self._look()
         if first:
-            return key_states, value_states
+            return self._prompt(key_states, value_states)
         visible = self.sliding_window - 1 + key_states.shape[2]
         return (keys, values) if keys.shape[2] <= visible else self.tokens.carriers(visible)
 

@@ -154,11 +154,14 @@ class StreamingLayer(DynamicLayer):
             StreamedTensor(value_states, total, self),
         )
 
-    def read(self, starts: tuple[int, ...]) -> list[tuple[tuple[int, ...], Ring | Tokens, Read]]:
+    def read(
+        self, starts: tuple[int, ...], queries: Tensor | None = None
+    ) -> list[tuple[tuple[int, ...], Ring | Tokens, Read]]:
         """Write what came with `update`; returns of each group its heads, its storage and what the call reads of it.
 
         Args:
             starts: Position of the first real token of each row, the number of tokens where there is none yet.
+            queries: Those of the tokens, where they are a prompt.
 
         Raises:
             ValueError: A row begins elsewhere than it did, and what its heads read is gone.
@@ -178,6 +181,9 @@ class StreamingLayer(DynamicLayer):
         read: list[tuple[tuple[int, ...], Ring | Tokens, Read]] = []
         for heads, store in self.groups:
             own = some_heads(keys, heads), some_heads(values, heads)
+            tokens = store.tokens if isinstance(store, Ring) else store
+            if not past and queries is not None:
+                tokens.expect(queries.unflatten(1, (keys.shape[1], -1))[:, list(heads)].flatten(1, 2))
             if isinstance(store, Ring):
                 read.append((heads, store, store.append(*own, starts)))
             else:

@@ -53,7 +53,7 @@ def attend_streams(
         program = _checked(module, layer)
         masked = request.structure.mask is not None or request.bias is not None
         structure = _served(legible(request) if masked else request, program)
-        read = layer.read(starts_of(structure))
+        read = layer.read(starts_of(structure), query)
     except ValueError:
         layer.withdraw()
         raise

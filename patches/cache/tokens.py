@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from adaattn_hf.attention.stored import StoredKV, hadamard
+from adaattn_hf.attention.stored import StoredKV, direction_of, hadamard
 from adaattn_hf.backends.native.storing import write
 
 from .carrier import StoredTensor
 from .growing import GROWTH, GrowingTensor
 
-__all__ = ["SMOOTHED", "StoredTokens", "Tokens", "value_width"]
+__all__ = ["PROMPT", "SMOOTHED", "StoredTokens", "Tokens", "value_width"]
 
 SMOOTHED = 16
 """Tokens of a sequence from which the mean of its keys is taken; before so many are there nothing is taken off."""
+PROMPT = "_adaattn_prompt"
+"""Attribute of a prompt's keys on their way to attention: the `StoredTokens` that they were rounded into."""
 
 
 PARTS = ("key_codes", "key_scale", "value_codes", "value_scale")
+_BESIDE = ("mean", "first", "along")
 
 
 def value_width(stored: str, head_dim: int) -> tuple[torch.dtype, int]:
@@ -75,6 +78,9 @@ class Tokens:
 
     def begin(self, keys: Tensor) -> None:
         """Take note of keys that come next, before they are written."""
+
+    def expect(self, queries: Tensor) -> None:
+        """Take note of a prompt's queries `[batch, heads, n, head_dim]`, whose like will read the keys."""
 
     def write(self, keys: Tensor, values: Tensor, room: Sequence[Tensor]) -> None:
         """Write tokens into room for each part, `[batch, num_kv_heads, n, …]`."""
@@ -151,6 +157,7 @@ class StoredTokens(Tokens):
         super().__init__(keys, values, reserve, growth, most)
         self.mean: Tensor | None = None
         self.first: Tensor | None = None
+        self.along: Tensor | None = None
 
     def _extents(self, keys: Tensor, values: Tensor) -> tuple[tuple[torch.dtype, int], ...]:
         code = value_width(self._stored, values.shape[3])
@@ -167,8 +174,20 @@ class StoredTokens(Tokens):
 
     def write(self, keys: Tensor, values: Tensor, room: Sequence[Tensor]) -> None:
         """Round tokens into room for each part."""
-        write(keys, room[0], room[1][..., 0], mean=self.mean)
+        write(keys, room[0], room[1][..., 0], mean=self.mean, along=self.along)
         write(values, room[2], room[3][..., 0])
+
+    def expect(self, queries: Tensor) -> None:
+        """Let the errors of keys that are written from now on cancel along the mean of these queries."""
+        enough = queries.shape[2] >= SMOOTHED
+        self.along = direction_of(queries, self.parts[0].view().shape[1]) if enough else None
+
+    def reread(self, queries: Tensor, keys: Tensor) -> None:
+        """Round a prompt's keys, which are all that there are, again, now that its queries are known."""
+        self.expect(queries)
+        if self.along is not None:
+            views = self.views()
+            write(keys[:, :, -len(self) :], views[0], views[1][..., 0], mean=self.mean, along=self.along)
 
     @staticmethod
     def _mean_of(keys: Tensor) -> Tensor:
@@ -180,7 +199,7 @@ class StoredTokens(Tokens):
         views = self.views()
         there = self.record(views).keys(views[0], torch.float32)
         self.mean = self._mean_of(torch.cat([there, more.float()], dim=2))
-        write(there, views[0], views[1][..., 0], mean=self.mean)
+        write(there, views[0], views[1][..., 0], mean=self.mean, along=self.along)
 
     def record(self, parts: Sequence[Tensor], first: bool = True) -> StoredKV:
         """What turns these parts into numbers."""
@@ -213,14 +232,13 @@ class StoredTokens(Tokens):
 
     def held(self) -> dict[str, Tensor]:
         """Everything that the tokens are, by name; `take` of empty tokens is the way back."""
-        return super().held() | {
-            k: t for k, t in (("mean", self.mean), ("first", self.first)) if t is not None
-        }
+        beside = {name: getattr(self, name) for name in _BESIDE}
+        return super().held() | {name: t for name, t in beside.items() if t is not None}
 
     def take(self, held: dict[str, Tensor]) -> None:
         """Become what `held` says."""
         super().take(held)
-        self.mean, self.first = held.get("mean"), held.get("first")
+        self.mean, self.first, self.along = (held.get(name) for name in _BESIDE)
 
     def drop_front(self, keep: int) -> None:
         """Forget all but the last `keep` tokens, and give back room that a long prompt took."""
@@ -233,21 +251,25 @@ class StoredTokens(Tokens):
     def select(self, rows: Tensor) -> None:
         """Make batch row `i` what row `rows[i]` was."""
         super().select(rows)
-        self.mean, self.first = (None if t is None else t[rows.to(t.device)] for t in (self.mean, self.first))
+        self._beside(lambda t: t[rows.to(t.device)])
 
     def repeat(self, times: int) -> None:
         """Repeat each batch row."""
         super().repeat(times)
-        self.mean, self.first = (
-            None if t is None else t.repeat_interleave(times, dim=0) for t in (self.mean, self.first)
-        )
+        self._beside(lambda t: t.repeat_interleave(times, dim=0))
 
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device."""
         super().to(device)
-        self.mean, self.first = (None if t is None else t.to(device) for t in (self.mean, self.first))
+        self._beside(lambda t: t.to(device))
+
+    def _beside(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change what belongs to the sequences."""
+        for name in _BESIDE:
+            there = getattr(self, name)
+            setattr(self, name, None if there is None else change(there))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the room, of tokens and of what belongs to the sequences."""
-        return super().nbytes + sum(t.nbytes for t in (self.mean, self.first) if t is not None)
+        return super().nbytes + sum(t.nbytes for t in (self.mean, self.first, self.along) if t is not None)

@@ -124,6 +124,33 @@ def test_a_prompt_of_single_tokens_is_smoothed_as_soon_as_there_are_tokens_enoug
     assert distance(torch.cat([before, after], 1), exact) < NEAR["int8"]
 
 
+def test_a_prompt_is_rounded_for_the_queries_that_came_with_it() -> None:
+    """By its attention, in the same call; what a query is like is not known before."""
+    model, tokens = llama(), ids(2, 60)
+    told: list[Tensor] = []
+    hook = model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *a: told.append(a[2]))
+    cache, short = AdaAttnCache(model, "int8"), AdaAttnCache(model, "int8")
+    in_pieces(model, tokens, cache, 40)
+    hook.remove()
+    layer: Any = cache.layers[0]
+    assert layer.tokens.along.shape == (2, 2, 32)
+    plain = StoredTokens(layer.tokens.first[:, :, None], layer.tokens.first[:, :, None], "int8")
+    keys = torch.randn(2, 2, 40, 32, generator=torch.Generator().manual_seed(2))
+    plain.append(keys, keys)
+    before = plain.views()[0].clone()
+    queries = told[0].view(2, 40, 4, 32).transpose(1, 2)
+    plain.reread(queries, keys)
+    assert plain.along is not None
+    assert not torch.equal(before, plain.views()[0])
+    in_pieces(model, tokens, short, SMOOTHED - 1, 20)
+    few: Any = short.layers[0]
+    assert few.tokens.along is None
+    in_pieces(model, tokens[:, 40:], cache, 20)
+    cache.reset()
+    in_pieces(model, tokens[:1], cache, 30, 5)
+    assert layer.tokens.along.shape == (1, 2, 32)
+
+
 @pytest.mark.parametrize("stored", FORMATS)
 def test_left_padded_rows_come_near_their_unpadded_selves(stored: str) -> None:
     model, tokens = llama(), ids(2, 40)

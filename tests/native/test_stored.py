@@ -10,7 +10,15 @@ from torch import Tensor
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.stored import StoredKV, decode_scale, dequantise, encode_scale, hadamard, quantise
+from adaattn_hf.attention.stored import (
+    StoredKV,
+    decode_scale,
+    dequantise,
+    direction_of,
+    encode_scale,
+    hadamard,
+    quantise,
+)
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.library import LEVELS, level_names
@@ -109,6 +117,38 @@ def test_storing_rounds_as_the_definition_does(level: str, bits: int, dtype: tor
     assert sqnr(dequantise(codes, scale), dequantise(ours[:, :, 5:45], scales[:, :, 5:45])) > 45
     assert not ours[:, :, :5].any()
     assert not ours[:, :, 45:].any()
+
+
+@pytest.mark.parametrize("level", level_names())
+@pytest.mark.parametrize("dim", [32, 64, 80])
+def test_errors_cancel_along_the_mean_of_the_queries(level: str, dim: int) -> None:
+    """The scores of queries that lie around a mean lose less than half of their rounding, and the others no more."""
+    x, away = tokens(5, 2, 3, 200, dim), torch.randn(3, dim, generator=torch.Generator().manual_seed(6))
+    around = torch.randn(2, 6, 100, dim, generator=torch.Generator().manual_seed(7))
+    queries = around + 2 * away.repeat_interleave(2, 0)[None, :, None]
+    mean = (x @ hadamard(dim)).mean(2).contiguous()
+    along = direction_of(queries, 3)
+    torch.testing.assert_close(along.norm(dim=2), torch.ones(2, 3))
+    plain, plain_scale = quantise(x, mean=mean)
+    wanted, scale = quantise(x, mean=mean, along=along)
+    codes, scales = torch.zeros_like(wanted), torch.zeros_like(scale)
+    store(x, codes, scales, mean=mean, along=along, rotated=True, level=LEVELS.index(level))
+    assert (codes != wanted).any(
+        3
+    ).float().mean() < 0.05  # where costs or neighbours are equal to the last bit of a sum
+    assert sqnr(dequantise(wanted, scale), dequantise(codes, scales)) > 45
+
+    def lost(codes: Tensor, scale: Tensor, q: Tensor) -> float:
+        keys = StoredKV(scale, scale, mean).keys(codes, torch.float32).repeat_interleave(2, 1)
+        return float(((keys - x.repeat_interleave(2, 1)) @ q.transpose(2, 3)).square().mean())
+
+    for made, its in ((wanted, scale), (codes, scales)):
+        assert lost(made, its, queries) < 0.5 * lost(plain, plain_scale, queries)
+        assert lost(made, its, around) < 1.1 * lost(plain, plain_scale, around)
+        assert int((made.short() - plain.short()).abs().max()) == 1
+    peaks = torch.full((1, 1, 4, dim), 127.0)  # codes at the end of their range have one neighbour
+    edge, _ = quantise(peaks, along=torch.ones(1, 1, dim) / dim**0.5, rotated=False)
+    assert int(edge.max()) <= 127
 
 
 def test_storing_in_four_bits_needs_groups_of_channels() -> None:

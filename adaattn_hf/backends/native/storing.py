@@ -14,7 +14,7 @@ from .library import DTYPES, library, missing
 __all__ = ["store", "write"]
 
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
-_ARGUMENTS = struct.Struct("=4Q3q4q4q4q3q2q")
+_ARGUMENTS = struct.Struct("=4Q3q4q4q4q3q2qQ")
 
 
 def store(
@@ -23,6 +23,7 @@ def store(
     scale: Tensor,
     *,
     mean: Tensor | None = None,
+    along: Tensor | None = None,
     rotated: bool = False,
     level: int | None = None,
 ) -> None:
@@ -33,6 +34,7 @@ def store(
         codes: Gets int8 `[batch, heads, n, head_dim]`, or codes of four bits: uint8 with half the channels.
         scale: Gets uint8 `[batch, heads, n]`.
         mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off after turning.
+        along: The same of length 1, the direction along which the errors of int8 codes cancel.
         rotated: Turn by `hadamard(head_dim)` first.
         level: Number of an instruction set, for tests; the library's own choice when None.
 
@@ -42,7 +44,7 @@ def store(
     """
     dim = x.shape[-1] if x.dim() else 0
     channels = dim // 2 if codes.dtype is torch.uint8 else dim
-    tensors = (x, codes, scale) if mean is None else (x, codes, scale, mean)
+    extras = [t for t in (mean, along) if t is not None]
     fits = (
         x.dim() == 4
         and codes.shape == (*x.shape[:3], channels)
@@ -51,9 +53,10 @@ def store(
         and scale.shape == x.shape[:3]
         and scale.dtype is torch.uint8
         and x.dtype in _NATIVE
-        and (mean is None or (mean.shape == (x.shape[0], x.shape[1], x.shape[3]) and mean.is_contiguous()))
-        and (mean is None or mean.dtype is torch.float32)
+        and all(t.shape == (*x.shape[:2], dim) and t.is_contiguous() for t in extras)
+        and all(t.dtype is torch.float32 for t in extras)
     )
+    tensors = (x, codes, scale, *extras)
     if not fits or not all(_in_memory(t) for t in tensors):
         raise ValueError(
             f"codes, scale, mean: got {[(tuple(t.shape), t.dtype, t.device.type) for t in tensors]} for tokens first, "
@@ -68,6 +71,7 @@ def store(
             DTYPES[x.dtype], DTYPES[codes.dtype], rotated,
             *x.shape, *x.stride(), *codes.stride(), *scale.stride(),
             torch.get_num_threads(), native.level if level is None else level,
+            0 if along is None else along.data_ptr(),
         )
     )  # fmt: skip
     if status:
@@ -82,7 +86,13 @@ def _in_memory(t: Tensor) -> bool:
 
 
 def write(
-    x: Tensor, codes: Tensor, scale: Tensor, *, mean: Tensor | None = None, rotated: bool = True
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    mean: Tensor | None = None,
+    along: Tensor | None = None,
+    rotated: bool = True,
 ) -> None:
     """Write codes and scales of `x` where they belong; what they are says `quantise`.
 
@@ -91,12 +101,14 @@ def write(
         codes: Gets int8 `[batch, heads, n, head_dim]`, or uint8 with half the channels for four bits.
         scale: Gets uint8 `[batch, heads, n]`.
         mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off after turning.
+        along: As in `quantise`; elsewhere than on CPUs a single token does without, which would take many small steps.
         rotated: Turn by `hadamard(head_dim)` first.
     """
     if x.is_cpu and x.dtype in _NATIVE and library() is not None:
-        store(x, codes, scale, mean=mean, rotated=rotated)
+        store(x, codes, scale, mean=mean, along=along, rotated=rotated)
         return
     bits = 4 if codes.dtype is torch.uint8 else 8
-    made, scales = quantise(x, bits=bits, mean=mean, rotated=rotated)
+    along = along if x.is_cpu or x.shape[2] > 1 else None
+    made, scales = quantise(x, bits=bits, mean=mean, along=along, rotated=rotated)
     codes.copy_(made)
     scale.copy_(scales)

@@ -70,6 +70,8 @@ struct ada_store_args {
   int64_t batch, heads, n, dim;
   int64_t xs[4], cs[4], ss[3];
   int64_t threads, level;
+  // [batch, heads, dim], contiguous, of length 1: the direction along which a token's errors cancel (ADA_I8); null: none
+  const float *along;
 };
 
 #ifdef __cplusplus

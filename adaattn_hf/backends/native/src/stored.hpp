@@ -35,6 +35,26 @@ ADA_INLINE void rotate(float *x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] *= f;
 }
 
+// Moves up to three codes to their other neighbour, so that `error` (codes less what they stand for, in steps) cancels
+// along `p`; the definition is `attention.stored.cancelled`.
+ADA_INLINE void cancel(int8_t *codes, float *error, const float *p, int64_t n) {
+  const float weight = 0.5f * (float)n;
+  for (int64_t turn = 0; turn < 3; ++turn) {
+    float off = 0, least = 0;
+    for (int64_t d = 0; d < n; ++d) off += error[d] * p[d];
+    int64_t at = -1;
+    for (int64_t d = 0; d < n; ++d) {
+      const float sign = error[d] > 0 ? 1.0f : -1.0f, rest = off - sign * p[d];
+      const float cost = weight * (rest * rest - off * off) + 1 - 2 * fabsf(error[d]);
+      if (cost < least && fabsf((float)codes[d] - sign) <= 127) least = cost, at = d;
+    }
+    if (at < 0) return;
+    const float sign = error[at] > 0 ? 1.0f : -1.0f;
+    codes[at] = (int8_t)((float)codes[at] - sign);
+    error[at] -= sign;
+  }
+}
+
 // Rounds one token of one head; `scratch` has room for a head.
 static void store_row(const ada_store_args &a, int64_t row, float *x) {
   const int64_t t = row % a.n, h = row / a.n % a.heads, b = row / a.n / a.heads;
@@ -54,9 +74,11 @@ static void store_row(const ada_store_args &a, int64_t row, float *x) {
   int8_t *to = (int8_t *)a.codes + b * a.cs[0] + h * a.cs[1] + t * a.cs[2];
   if (!halves) {
     for (int64_t d = 0; d < a.dim; ++d) {
-      const float y = nearbyintf(x[d] * inverse);
-      to[d] = (int8_t)(y > 127 ? 127 : y < -127 ? -127 : y);
+      const float y = nearbyintf(x[d] * inverse), code = y > 127 ? 127 : y < -127 ? -127 : y;
+      to[d] = (int8_t)code;
+      x[d] = code - x[d] * inverse;
     }
+    if (a.along) cancel(to, x, a.along + (b * a.heads + h) * a.dim, a.dim);
     return;
   }
   for (int64_t d = 0; d < a.dim; ++d) {
