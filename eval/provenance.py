@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import adaattn_hf
 import adaattn_hf.eval
 import adaattn_hf.patches
+from adaattn_hf.backends import capability
 
 PACKAGES = (
     "adaattn-hf",
@@ -36,7 +36,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "versions": _versions(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": cpu_name(),
+        "cpu": capability.cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -50,10 +50,7 @@ def driver(device: torch.device) -> str | None:
     """CUDA's version and that of the driver, as far as they are known; None on a CPU."""
     if device.type != "cuda":
         return None
-    version = Path("/proc/driver/nvidia/version")
-    text = version.read_text(encoding="utf-8") if version.is_file() else ""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return f"CUDA {torch.version.cuda}, driver {found.group() if found else 'unknown'}"
+    return f"CUDA {torch.version.cuda}, driver {capability.driver()}"
 
 
 def source_digest() -> str:
@@ -78,16 +75,6 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def cpu_name() -> str:
-    """The processor's name as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def commit(directory: Path) -> str | None:

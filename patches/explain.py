@@ -20,6 +20,7 @@ from adaattn_hf.plans.store import plan_of
 
 from .cache.memory import CacheMemory, memory_of
 from .cache.stored import AdaAttnCache
+from .tuned import elsewhere
 
 __all__ = ["Explanation", "LayerChoice", "explain"]
 
@@ -36,6 +37,7 @@ class LayerChoice:
         spec: The facts of the call.
         backend: Name of the backend that serves it.
         refused: Per other backend, all its reasons against the call; no reason means that it stands behind in order.
+        measured: Per backend, the calls like this one that this machine's table gives to it against the built-in order.
         plan: What the plan asks of the layer's key/value heads, in words; empty where the layer is exact. Heads that
             compute something else may run on another backend than exact ones.
     """
@@ -46,6 +48,7 @@ class LayerChoice:
     backend: str
     refused: dict[str, tuple[str, ...]]
     plan: str = ""
+    measured: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Explanation:
             lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
             if plan:
                 lines.append(f"           plan: {plan}")
+            lines += [f"           measured: {words}" for words in why[key].measured]
         lines += _why_not(said or {})
         if self.cache is not None and self.cache.layers:
             lines.append(f"  cache    {self.cache}")
@@ -158,8 +162,17 @@ def explain(
             refused = {name: refusals_of(name, spec) for name in dict.fromkeys(others)}
             index = getattr(module, "layer_idx", None)
             of_plan = asked.get(index, "") if isinstance(index, int) else ""
-            choices.append(LayerChoice(key[0], phase, spec, backend, refused, of_plan))
+            measured = () if forced is not None else _measured(spec)
+            choices.append(LayerChoice(key[0], phase, spec, backend, refused, of_plan, measured))
     return Explanation(type(model).__name__, str(implementation), tuple(choices), kept[0] if kept else None)
+
+
+def _measured(spec: CallSpec) -> tuple[str, ...]:
+    """What the machine's table says of calls like this one, whatever their length."""
+    return tuple(
+        f"{name} for " + ", ".join(f"{c.length // 2 + 1} to {c.length} keys (work {c.work})" for c in cells)
+        for name, cells in elsewhere(spec).items()
+    )
 
 
 def _in_words(layer: LayerPlan) -> str:

@@ -7,7 +7,8 @@ from types import MappingProxyType
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from adaattn_hf.backends.select import BACKENDS
+from adaattn_hf.attention.request import CallSpec
+from adaattn_hf.backends.select import BACKENDS, use_measured
 from adaattn_hf.errors import unknown
 
 from .interface import attention_function
@@ -30,8 +31,16 @@ def resolve(name: str) -> str | None:
     return NAMES[name]
 
 
+def _measured(spec: CallSpec, default: str) -> tuple[str, ...]:
+    """What this machine's table says of a call, looked for at the first one."""
+    from .tuned import preferred
+
+    return preferred(spec, default)
+
+
 def register() -> None:
     """Make the names known to Transformers, in this process. Harmless when repeated."""
+    use_measured(_measured)
     for name, backend in NAMES.items():
         AttentionInterface.register(name, attention_function(backend))
         # without a mask function of the same name Transformers drops padding in silence

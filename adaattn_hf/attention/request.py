@@ -254,9 +254,9 @@ class CallSpec(NamedTuple):
     `head_windows`, `head_blocks` and `head_precision` say what `HeadRules` ask for: any window, the keys per kept block
     (0 where all are kept), and the precision of the products, `mixed` where heads differ.
     `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
-    Sizes are rounded, so that few specs differ, and 0 where no choice depends on them: for one query on CUDA `keys`,
-    down to a multiple of 128, elsewhere the bytes of keys and values, up to a power of two; on CUDA the pairs of
-    queries and keys of all heads, down to a power of two.
+    Sizes are rounded, so that few specs differ, and 0 where no choice depends on them: `length`, the keys up to a power
+    of two; for one query on CUDA `keys`, down to a multiple of 128, elsewhere the bytes of keys and values, up to a
+    power of two; on CUDA the pairs of queries and keys of all heads, down to a power of two.
     `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): operations of torch alone can
     compute with them.
     """
@@ -292,6 +292,7 @@ class CallSpec(NamedTuple):
     keys: int = 0
     kv_bytes: int = 0
     pairs: int = 0
+    length: int = 0
 
     def words(self) -> str:
         """The facts in words, those that are false left out."""
@@ -350,8 +351,9 @@ class CallSpec(NamedTuple):
             # kernels that walk runs are no better off than with a dense mask
             kind = "irregular" if holes else kind
         _, heads, q_len, head_dim = q.shape
-        keys = kv_bytes = pairs = 0
+        keys = kv_bytes = pairs = length = 0
         if not (compiling or opaque):
+            length = 1 << (k.shape[2] - 1).bit_length() if k.shape[2] else 0
             if device == "cuda":
                 keys = k.shape[2] // 128 * 128 if q_len == 1 else 0
                 pairs = 1 << (heads * q_len * k.shape[0] * k.shape[2]).bit_length() >> 1
@@ -384,4 +386,5 @@ class CallSpec(NamedTuple):
             keys,
             kv_bytes,
             pairs,
+            length,
         )

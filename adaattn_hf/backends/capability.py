@@ -1,13 +1,16 @@
-"""What a CUDA device can do, as one record that backends refuse by."""
+"""What a device can do, as one record that backends refuse by, and what the machine is called."""
 
 from __future__ import annotations
 
 import functools
+import platform
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-__all__ = ["Capability", "capability", "of_sm"]
+__all__ = ["Capability", "capability", "cpu_name", "driver", "of_level", "of_sm"]
 
 
 @dataclass(frozen=True)
@@ -15,18 +18,28 @@ class Capability:
     """Facts of a device.
 
     Attributes:
-        sm: Compute capability, as `(9, 0)` for Hopper's datacentre devices.
-        bf16: Matrix units take bfloat16.
-        fp8: Matrix units take fp8.
-        copy_engine: An engine copies tiles into shared memory.
-        shared_memory: Bytes of it that one program may have.
+        sm: Compute capability of a CUDA device, as `(9, 0)` for Hopper's datacentre devices; `(0, 0)` for a processor.
+        level: Instruction set of the native kernels on a processor; empty for a CUDA device.
+        bf16: Multiplies bfloat16 without widening it first.
+        fp8: Multiplies fp8.
+        int8: Multiplies bytes into 32 bits (VNNI on a processor).
+        tiles: Loads tiles whole: by the copy engine of a CUDA device, into the AMX registers of a processor.
+        shared_memory: Bytes of it that one program of a CUDA device may have.
     """
 
     sm: tuple[int, int]
+    level: str
     bf16: bool
     fp8: bool
-    copy_engine: bool
-    shared_memory: int
+    int8: bool
+    tiles: bool
+    shared_memory: int = 0
+
+    def words(self) -> str:
+        """What it can do, in words."""
+        kinds = {"bf16": self.bf16, "fp8": self.fp8, "int8": self.int8, "whole tiles": self.tiles}
+        memory = [f"{self.shared_memory >> 10} KiB of shared memory"] if self.shared_memory else []
+        return ", ".join([*(name for name, can in kinds.items() if can), *memory]) or "float32 alone"
 
 
 # CUDA C++ programming guide, table of technical specifications: shared memory per thread block, in KiB.
@@ -49,7 +62,14 @@ _SHARED_KIB = {
 
 def of_sm(sm: tuple[int, int]) -> Capability:
     """The record of a compute capability; one that the table lacks is taken to have the least shared memory, 48 KiB."""
-    return Capability(sm, sm >= (8, 0), sm >= (8, 9), sm >= (9, 0), _SHARED_KIB.get(sm, 48) * 1024)
+    kib = _SHARED_KIB.get(sm, 48)
+    return Capability(sm, "", sm >= (8, 0), sm >= (8, 9), sm >= (7, 2), sm >= (9, 0), kib * 1024)
+
+
+def of_level(level: str) -> Capability:
+    """The record of an instruction set that the native kernels are compiled for."""
+    half = level in ("avx512_bf16", "amx")  # that level is compiled with VNNI, too
+    return Capability((0, 0), level, bf16=half, fp8=False, int8=half, tiles=level == "amx")
 
 
 @functools.cache
@@ -57,8 +77,27 @@ def _of_device(index: int) -> Capability:
     return of_sm(torch.cuda.get_device_capability(index))
 
 
-def capability() -> Capability | None:
-    """The record of the current CUDA device, None where there is none, or one of another vendor."""
+def capability(device: torch.device | None = None) -> Capability | None:
+    """The record of a CUDA device, by default the current one; None where there is none, or one of another vendor."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
-    return _of_device(torch.cuda.current_device())
+    index = None if device is None else device.index
+    return _of_device(torch.cuda.current_device() if index is None else index)
+
+
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def driver() -> str:
+    """Version of the NVIDIA driver, `unknown` where the system does not say."""
+    version = Path("/proc/driver/nvidia/version")
+    text = version.read_text(encoding="utf-8") if version.is_file() else ""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return found.group() if found else "unknown"

@@ -1,12 +1,13 @@
 """Which backend serves a call: decided once per kind of call, never by trying.
 
-`auto` takes the first backend of the device's order that refuses nothing. A backend that the user names is taken or
-raises with its refusals.
+`auto` takes the first backend of the device's order that refuses nothing, or one that was measured on this machine to
+be clearly faster (`use_measured`). A backend that the user names is taken or raises with its refusals.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,7 +20,16 @@ from .native.backend import NativeBackend
 from .sdpa import SdpaBackend
 from .triton import TritonBackend
 
-__all__ = ["BACKENDS", "BackendRefusal", "attend", "choose", "order", "refusals_of", "serving"]
+__all__ = [
+    "BACKENDS",
+    "BackendRefusal",
+    "attend",
+    "choose",
+    "order",
+    "refusals_of",
+    "serving",
+    "use_measured",
+]
 
 logger = logging.getLogger("adaattn_hf")
 
@@ -50,6 +60,11 @@ _MOST = 1024
 _chosen: dict[tuple[CallSpec, str | None], Backend] = {}
 _unserved: set[tuple[CallSpec, str | None]] = set()
 _said: set[tuple[str, str, str]] = set()
+
+
+Measured = Callable[[CallSpec, str], Sequence[str]]
+"""Maps a call and the first backend of its order to those that were measured to be clearly faster, best first."""
+_measured: Measured | None = None
 
 
 class BackendRefusal(RuntimeError):
@@ -95,6 +110,13 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     return ("fa4", "fa3", "fa3_fwd", "triton", "fa2", "sdpa", "eager")
 
 
+def use_measured(measured: Measured | None) -> None:
+    """Let measurements have a say in what `auto` takes, or none; what was chosen before is chosen anew."""
+    global _measured
+    _measured = measured
+    _chosen.clear()
+
+
 def by_name(name: str) -> Backend:
     """The backend of that name.
 
@@ -132,6 +154,9 @@ def choose(spec: CallSpec, forced: str | None = None) -> Backend:
     for name in names:
         reasons = refusals_of(name, spec)
         if not reasons:
+            if forced is None and not spec.compiling and _measured is not None:
+                faster = (n for n in _measured(spec, name) if not refusals_of(n, spec))
+                name = next(faster, name)
             backend = BACKENDS[name]
             if not spec.compiling:
                 if len(_chosen) >= _MOST:

@@ -103,11 +103,13 @@ def processor() -> Iterator[Finding]:
     """The CPU, its threads, the compiler and the native kernels."""
     import torch
 
+    from adaattn_hf.backends.capability import of_level
     from adaattn_hf.backends.native.build import compiler
     from adaattn_hf.backends.native.library import level_names, library, missing
 
     yield Finding("cpu", "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     yield Finding("cpu", "instruction set", f"torch sees {torch.backends.cpu.get_cpu_capability()}")
+    yield table_of("cpu")
     yield Finding("cpu", "threads", f"{torch.get_num_threads()} (torch.set_num_threads, OMP_NUM_THREADS)")
     found = compiler()
     yield Finding(
@@ -121,7 +123,8 @@ def processor() -> Iterator[Finding]:
         yield Finding("cpu", "native kernels", "; ".join(missing()), "python -m adaattn_hf.backends.native")
     else:
         state = (
-            f"{kernels.level_name} of {', '.join(level_names())}; {kernels.threads or 'all threads of torch'}"
+            f"{kernels.level_name} of {', '.join(level_names())} ({of_level(kernels.level_name).words()}); "
+            f"{kernels.threads or 'all threads of torch'}"
         )
         yield Finding("cpu", "native kernels", state)
 
@@ -129,6 +132,8 @@ def processor() -> Iterator[Finding]:
 def devices() -> Iterator[Finding]:
     """The GPUs that torch sees."""
     import torch
+
+    from adaattn_hf.backends.capability import capability
 
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
@@ -138,9 +143,31 @@ def devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         facts: Any = torch.cuda.get_device_properties(index)
         memory = f"{facts.total_memory / 2**30:.0f} GiB"
+        can = capability(torch.device("cuda", index))
         yield Finding(
-            "gpu", f"cuda:{index}", f"{facts.name}, {memory}, compute capability {facts.major}.{facts.minor}"
+            "gpu",
+            f"cuda:{index}",
+            f"{facts.name}, {memory}, compute capability {facts.major}.{facts.minor}: {can.words() if can else 'ROCm'}",
         )
+    if torch.cuda.is_available():
+        yield table_of("cuda")
+
+
+def table_of(device: str) -> Finding:
+    """What was measured on a device of this machine, by which `auto` goes."""
+    from adaattn_hf.backends.table import Table, TableError
+    from adaattn_hf.patches.tuned import key_of, path_of, setting
+
+    path = path_of(device)
+    about = {"cpu": "cpu", "cuda": "gpu"}[device]
+    try:
+        found = len(Table.read(path, key_of(device)).cells) if path.exists() else None
+    except TableError as error:
+        return Finding(about, "measured table", f"not used: {error}")
+    state = "none, the built-in order holds (`adaattn tune` measures)"
+    if found is not None:
+        state = f"{found} classes of calls in {path}"
+    return Finding(about, "measured table", f"{state}; ADAATTN_TUNE is {setting()}")
 
 
 def backends() -> Iterator[Finding]:

@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "plan": "adaattn_hf.cli.plan:plan",
     "ablate": "adaattn_hf.cli.ablate:ablate",
     "bench": "adaattn_hf.cli.bench:bench",
+    "tune": "adaattn_hf.cli.tune:tune",
     "doctor": "adaattn_hf.cli.doctor:doctor",
     "run": "adaattn_hf.cli.run:run",
 }

@@ -33,8 +33,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 KNOW_TRANSFORMERS = (f"{P}.patches", f"{P}.eval", f"{P}.cli")
 BACKEND_ROOMS_OPEN_TO_ALL = tuple(
-    f"{P}.backends.{name}" for name in ("base", "capability", "sinks", "windows")
+    f"{P}.backends.{name}" for name in ("base", "capability", "clocks", "probes", "sinks", "table", "windows")
 )
+KNOW_ALL_BACKENDS = tuple(f"{P}.backends.{name}" for name in ("select", "tuning"))
 FORBIDDEN_ROOMS = {
     f"{P}.attention.reference": (f"{P}.backends", f"{P}.policy", f"{P}.stats", f"{P}.plans"),
     f"{P}.backends": (f"{P}.attention.reference", f"{P}.policy", f"{P}.stats", f"{P}.plans", f"{P}.config"),
@@ -86,11 +87,11 @@ def backend_room(name: str) -> str | None:
 
 
 def between_backends(modules: Mapping[str, Module]) -> list[str]:
-    """Imports from one backend of another; `select`, which knows them all, is not one."""
+    """Imports from one backend of another; what chooses and what measures knows them all and is none."""
     found = []
     for importer, imported, statement in arrows(modules):
         mine, other = backend_room(importer), backend_room(imported)
-        if mine is None or other is None or mine == other or mine == f"{P}.backends.select":
+        if mine is None or other is None or mine == other or mine in KNOW_ALL_BACKENDS:
             continue
         if other not in BACKEND_ROOMS_OPEN_TO_ALL:
             found.append(f"{importer}:{statement.line} imports {imported}")

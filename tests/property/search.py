@@ -123,8 +123,8 @@ def record(done: dict[str, Any], directory: Path) -> None:
     import torch
 
     from adaattn_hf._files import write_atomically
+    from adaattn_hf.backends.capability import cpu_name
     from adaattn_hf.backends.native.library import library
-    from adaattn_hf.eval.provenance import cpu_name
 
     native = library()
     assert native is not None

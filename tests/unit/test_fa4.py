@@ -233,18 +233,3 @@ def test_serves_devices_that_it_was_written_for(
 def test_says_when_the_package_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "flash-attn-4 is not installed" in Flash4Backend().missing()[0]
-
-
-@pytest.mark.parametrize(
-    ("sm", "bf16", "fp8", "copies", "kib"),
-    [((7, 5), False, False, False, 64), ((8, 0), True, False, False, 163), ((8, 9), True, True, False, 99),
-     ((9, 0), True, True, True, 227), ((12, 0), True, True, True, 99), ((13, 0), True, True, True, 48)],
-)  # fmt: skip
-def test_what_devices_can_do(sm: tuple[int, int], bf16: bool, fp8: bool, copies: bool, kib: int) -> None:
-    record = of_sm(sm)
-    assert (record.bf16, record.fp8, record.copy_engine, record.shared_memory) == (
-        bf16,
-        fp8,
-        copies,
-        kib * 1024,
-    )

@@ -208,9 +208,9 @@ def test_reads_what_a_build_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_says_what_is_not_installed() -> None:
-    assert FlashBackend(FlashVariant("fa9", 3, "no_such_module_anywhere", "flash-attn 9")).missing() == (
-        "flash-attn 9 is not installed (no module no_such_module_anywhere)",
-    )
+    assert FlashBackend(
+        FlashVariant("fa9", 3, "no_such_module_anywhere", "flash-attn 9", (9, 0), (10, 0))
+    ).missing() == ("flash-attn 9 is not installed (no module no_such_module_anywhere)",)
 
 
 def test_holes_in_the_padding_are_an_error(backend: FlashBackend) -> None:

@@ -27,6 +27,7 @@ class FlashVariant:
         version: 2 or 3; the keywords differ.
         module: Python module that holds the functions.
         package: What a user installs.
+        least, below: Compute capabilities that it is built for, from the one to below the other.
         flags_module: Module whose `CONFIG["build_flags"]` says what the build left out, if there is one.
     """
 
@@ -34,13 +35,15 @@ class FlashVariant:
     version: int
     module: str
     package: str
+    least: tuple[int, int]
+    below: tuple[int, int]
     flags_module: str | None = None
 
 
 # flash-attn 4 shares the package's name, but not this module
-FA2 = FlashVariant("fa2", 2, "flash_attn.flash_attn_interface", "flash-attn")
-FA3 = FlashVariant("fa3", 3, "flash_attn_interface", "flash-attn 3", "flash_attn_config")
-FA3_FWD = FlashVariant("fa3_fwd", 3, "fa3_fwd_interface", "fa3-fwd", "fa3_fwd_config")
+FA2 = FlashVariant("fa2", 2, "flash_attn.flash_attn_interface", "flash-attn", (8, 0), (99, 0))
+FA3 = FlashVariant("fa3", 3, "flash_attn_interface", "flash-attn 3", (9, 0), (10, 0), "flash_attn_config")
+FA3_FWD = FlashVariant("fa3_fwd", 3, "fa3_fwd_interface", "fa3-fwd", (9, 0), (10, 0), "fa3_fwd_config")
 
 
 class Packing(NamedTuple):
@@ -80,9 +83,15 @@ class FlashBackend(Backend):
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What flash-attn's kernels cannot compute."""
+        from ..capability import capability  # of CUDA alone: registering names does not ask for devices
+
         reasons = head_refusals(spec, "flash-attn's kernels")
         if spec.device != "cuda":
             reasons.append(f"flash-attn runs on CUDA, got {spec.device} tensors")
+        elif (facts := capability()) and not self.variant.least <= facts.sm < self.variant.below:
+            reasons.append(
+                f"{self.variant.package} has no kernels for compute capability {facts.sm[0]}.{facts.sm[1]}"
+            )
         if spec.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"flash-attn computes in float16 or bfloat16, got {spec.dtype}")
         if max(spec.head_dim, spec.head_dim_v) > 256:

@@ -107,6 +107,8 @@ class NativeBackend(Backend):
 def _refused_rules(spec: CallSpec) -> list[str]:
     """Why rules per head cannot be served."""
     from ...attention.blocks import BLOCK
+    from ..capability import of_level
+    from .library import library
 
     reasons = []
     if spec.needs_grad:
@@ -115,16 +117,14 @@ def _refused_rules(spec: CallSpec) -> list[str]:
         reasons.append("rules per head need data that cannot be read while a graph is traced")
     if spec.head_blocks not in (0, BLOCK):
         reasons.append(f"the native kernels keep blocks of {BLOCK} keys, got {spec.head_blocks}")
-    if spec.head_precision in ("int8", "mixed") and not _has_int8():
-        reasons.append("the native kernels have no int8 products on this processor")
+    if spec.head_precision in ("int8", "mixed"):
+        loaded = library()
+        level = "none" if loaded is None else loaded.level_name
+        if not of_level(level).int8:
+            reasons.append(
+                f"the native kernels multiply int8 at level avx512_bf16 or amx, this processor runs {level}"
+            )
     return reasons
-
-
-def _has_int8() -> bool:
-    from .library import library
-
-    loaded = library()
-    return loaded is not None and loaded.level_name in ("avx512_bf16", "amx")
 
 
 def _needs_grad(request: AttentionRequest) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure, Segment
+from ..capability import capability
 from . import limits
 
 __all__ = ["Gathered", "Layout", "compacted", "layout_for", "packed_attention", "scattered"]
@@ -174,8 +175,8 @@ def _suits_flash(query: Tensor, value: Tensor, layout: Layout) -> bool:
 
 @functools.cache
 def _has_flash(device: torch.device) -> bool:
-    available = torch.backends.cuda.is_flash_attention_available()
-    return bool(available and torch.cuda.get_device_capability(device) >= (8, 0))
+    facts = capability(device)
+    return torch.backends.cuda.is_flash_attention_available() and facts is not None and facts.bf16
 
 
 def _flash(

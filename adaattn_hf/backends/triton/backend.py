@@ -36,6 +36,8 @@ class TritonBackend(Backend):
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What the kernels cannot compute."""
+        from ..capability import capability  # of CUDA alone: registering names does not ask for devices
+
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
         served = spec._replace(
             head_windows=False, head_blocks=0, head_precision="model" if same else spec.head_precision
@@ -43,6 +45,10 @@ class TritonBackend(Backend):
         reasons = head_refusals(served, "the Triton kernels")
         if spec.device != "cuda":
             reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
+        elif spec.dtype == torch.bfloat16 and (facts := capability()) is not None and not facts.bf16:
+            reasons.append(
+                "the device's matrix units take no bfloat16, which begins at compute capability 8.0"
+            )
         if spec.dtype not in _DTYPES and not (
             spec.decode and not spec.needs_grad and spec.dtype == torch.float32
         ):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import Segment
+from ..capability import capability
 from ..windows import HeadWindows
 from .forward import forward
 from .sizes import Tile, padded, scale_of
@@ -61,7 +62,8 @@ def _descriptors() -> Any:
 @functools.cache
 def _copies_tiles(device: torch.device) -> bool:
     """Whether the device has an engine that copies tiles (Hopper and later)."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    facts = capability(device) if device.type == "cuda" else None
+    return device.type != "cuda" or (facts is not None and facts.tiles)
 
 
 def bulk_of(tensor: Tensor, rows: int) -> Any:

@@ -1,0 +1,80 @@
+"""Times calls beside one another, in turn, so that what else the machine does strikes all alike.
+
+On CUDA the time of a call is the longer one of the device's, with nothing of the call in the L2 cache, and the host's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["Clock", "clock_of", "quartiles"]
+
+Calls = Mapping[str, Callable[[], Any]]
+Clock = Callable[[Calls], Mapping[str, list[float]]]
+"""Maps calls to microseconds of several runs of each."""
+
+ROUNDS, FEWER, PATIENCE = 11, 5, 0.5
+"""Runs of each call; how many where a round of all takes more than so many seconds."""
+_LEAST = 5e-4
+"""Seconds of a run, below which a processor repeats the call: clocks are coarse."""
+_COLD_BYTES = 1 << 28
+
+
+def clock_of(device: str) -> Clock:
+    """The clock of a device."""
+    return _on_device if device == "cuda" else _on_processor
+
+
+def _rounds(calls: Calls) -> Iterator[list[str]]:
+    """Names of the calls, as often as there is patience for, another one first each time."""
+    names, started = list(calls), time.perf_counter()
+    for number in range(ROUNDS):
+        if number >= FEWER and time.perf_counter() - started > PATIENCE * number:
+            return
+        turn = number % max(len(names), 1)
+        yield names[turn:] + names[:turn]
+
+
+def _on_processor(calls: Calls) -> dict[str, list[float]]:
+    """By the wall clock."""
+    repeats, runs = {}, {name: [] for name in calls}  # type: dict[str, int], dict[str, list[float]]
+    for name, call in calls.items():
+        started = time.perf_counter()
+        call()
+        repeats[name] = max(1, int(_LEAST / (time.perf_counter() - started)))
+    for names in _rounds(calls):
+        for name in names:
+            call, started = calls[name], time.perf_counter()
+            for _ in range(repeats[name]):
+                call()
+            runs[name].append((time.perf_counter() - started) / repeats[name] * 1e6)
+    return runs
+
+
+def _on_device(calls: Calls) -> dict[str, list[float]]:
+    """By events, and by the time that the host is busy."""
+    runs: dict[str, list[float]] = {name: [] for name in calls}
+    cold = torch.empty(_COLD_BYTES, dtype=torch.int8, device="cuda")
+    for names in _rounds(calls):
+        for name in names:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cold.zero_()
+            first.record()
+            started = time.perf_counter()
+            calls[name]()
+            host = time.perf_counter() - started
+            last.record()
+            last.synchronize()
+            runs[name].append(max(first.elapsed_time(last) * 1e3, host * 1e6))
+    return runs
+
+
+def quartiles(runs: list[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile."""
+    low, middle, high = (round(x, 3) for x in statistics.quantiles(runs, n=4))
+    return low, middle, high

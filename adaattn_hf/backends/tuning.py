@@ -1,0 +1,70 @@
+"""Measures the exact backends against one another on random tensors of a class of calls.
+
+Each class is tried at both ends. A call is made as a layer makes it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..attention.request import AttentionRequest
+from .base import spec_of
+from .clocks import Clock, clock_of, quartiles
+from .probes import probes
+from .select import BACKENDS, refusals_of
+from .table import Cell, Times
+
+__all__ = ["measure"]
+
+
+def measure(device: str, cell: Cell, clock: Clock | None = None) -> Times:
+    """Times of every backend that serves all probes of a class; empty where fewer than two do."""
+    clock = clock or clock_of(device)
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    made = 0
+    # whoever calls may be in the middle of a forward pass
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(cell.gradient),
+        torch.autocast(device, enabled=False),
+    ):
+        try:
+            for request in probes(device, cell):
+                made += 1
+                for name, runs in clock(_calls(request)).items():
+                    found.setdefault(name, []).append(quartiles(runs))
+        except torch.OutOfMemoryError as error:
+            warnings.warn(f"adaattn: {cell} is not measured: {error}", stacklevel=2)
+            return {}
+    whole = {name: spreads for name, spreads in found.items() if len(spreads) == made}
+    return whole if len(whole) > 1 else {}
+
+
+def _calls(request: AttentionRequest) -> dict[str, Callable[[], Any]]:
+    """The request through each backend that serves it exactly, but the one whose score matrix fills the memory."""
+    spec, calls = spec_of(request), {}
+    for name in BACKENDS:
+        if name == "eager" or refusals_of(name, spec):
+            continue
+        call = _call(name, request)
+        try:
+            call()  # compiles what is compiled at the first call
+        except RuntimeError as error:
+            warnings.warn(f"adaattn: {name} fails at {spec.words()}: {error}", stacklevel=2)
+            continue
+        calls[name] = call
+    return calls
+
+
+def _call(name: str, request: AttentionRequest) -> Callable[[], Any]:
+    """One call as a layer makes it, with the backward pass where a gradient is wanted."""
+    backend, inputs = BACKENDS[name], (request.query, request.key, request.value)
+    if request.query.requires_grad:
+        grad = torch.ones_like(backend.attend(request).out)
+        return lambda: torch.autograd.grad(backend.attend(request).out, inputs, grad)
+    bare = backend.fast_call(spec_of(request), request)
+    return (lambda: backend.attend(request)) if bare is None else (lambda: bare(*inputs, request.scaling))
