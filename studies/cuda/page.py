@@ -22,6 +22,7 @@ FACTS = (
     "failed",
     "profile",
     "auto takes",
+    "built-in order",
     "note",
 )
 """Entries of a row that are not times of an arm."""
@@ -93,7 +94,7 @@ def table(rows: list[Cell], peaks: Mapping[str, float]) -> list[str]:
     """The rows of a section."""
     columns = ["cell", *(c for c in ("ideal ×", "density") if any(c in row for row in rows))]
     columns += dict.fromkeys(key for row in rows for key in row if key not in FACTS)
-    columns += [c for c in ("auto takes", "MiB") if any(c in row for row in rows)]
+    columns += [c for c in ("built-in order", "auto takes", "MiB") if any(c in row for row in rows)]
     lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
     lines += ["| " + " | ".join(_shown(row, c, peaks) for c in columns) + " |" for row in rows]
     return lines

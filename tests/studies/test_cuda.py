@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from studies.cuda.__main__ import TITLES, app
 from studies.cuda.measure import Cell, Section
 from studies.cuda.model import BUDGETS, HEADS, LAYERS, records
+from studies.cuda.tuned import tuned
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 PEAKS = {"TFLOP/s": 800.0, "TB/s": 4.0}
@@ -56,3 +57,13 @@ def test_the_plans_that_the_rule_takes_hold_their_budgets() -> None:
         assert len(record["picks"]) == LAYERS * HEADS
         assert max(test["upper"] for test in record["test"].values()) <= BUDGETS[name]
     assert found["1 %"]["budget"] > found["0.1 %"]["budget"]
+
+
+def test_auto_beside_every_kernel_is_tried_without_a_device(tmp_path: Path) -> None:
+    section = Section(tmp_path / "tuned.json", {"commit": "abc", "device": "one"}, PEAKS)
+    tuned(section)
+    assert not [row for row in section.cells if "failed" in row]
+    for row in section.cells:
+        times = [row[name] for name in ("native", "sdpa") if name in row]
+        assert row["share of the best ×"] == pytest.approx(min(times) / row["auto"])
+        assert {row["auto takes"], row["built-in order"]} <= {"native", "sdpa"}

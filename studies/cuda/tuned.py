@@ -1,0 +1,129 @@
+"""`auto` by a measured table beside every installed kernel, in the exact calls of the other sections.
+
+The table is made call by call, as ADAATTN_TUNE=first makes it, in a directory of its own. Then `auto`, every backend
+that serves the call and torch's kernels by name are timed in turn, so that the clock of a warm device strikes all
+alike: the longer one of the device's time (nothing in the L2 cache) and the host's, median of eleven.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends import select
+from adaattn_hf.backends.base import spec_of
+from adaattn_hf.backends.clocks import clock_of, quartiles
+from adaattn_hf.patches.tuned import forget
+
+from .measure import DEVICE, ON_CUDA, Cell, Section, by, length, request, stock
+
+Call = Callable[[], Any]
+
+
+def tuned(section: Section) -> None:
+    """Every call once with a table of its own."""
+    with table_aside():
+        for name, make in calls().items():
+
+            def cell(row: Cell, make: Callable[[], AttentionRequest] = make) -> None:
+                asked = make()
+                spec = spec_of(asked)
+                first = next(name for name in select.order(spec) if not select.refusals_of(name, spec))
+                row["auto takes"] = select.choose(spec).name  # measures
+                row["built-in order"] = first
+                found = ways(asked)
+                for call in found.values():
+                    call()
+                times = {way: quartiles(runs)[1] for way, runs in clock_of(DEVICE.type)(found).items()}
+                best = min(time for way, time in times.items() if way != "auto")
+                row |= {"share of the best ×": best / times["auto"], **times}
+
+            section.add(name, cell)
+
+
+@contextmanager
+def table_aside() -> Iterator[None]:
+    """Measure at the first call of each class, into a cache of its own."""
+    with tempfile.TemporaryDirectory() as cache:
+        with mock.patch.dict(os.environ, {"ADAATTN_TUNE": "first", "XDG_CACHE_HOME": cache}):
+            forget()
+            yield
+        forget()
+
+
+def calls() -> dict[str, Callable[[], AttentionRequest]]:
+    """What makes each call: dense, masks, steps, both passes."""
+    n, long = length(4096), length(16384)
+    left = torch.ones(8, n, dtype=torch.bool)
+    for i in range(8):
+        left[i, : n * i // 8] = False
+    documents = torch.repeat_interleave(torch.arange(16), long // 16)[None].to(DEVICE)
+    used = torch.tensor(n - 1, device=DEVICE)
+    made = {
+        "left-padded 8 × 4k": CallStructure(
+            8, n, n, causal=True, key_padding=left.to(DEVICE), pads_queries=True
+        ),
+        "packed 16 × 1k": CallStructure(
+            1, long, long, causal=True, q_segments=documents, k_segments=documents
+        ),
+        "window 1k at 16k": CallStructure(1, long, long, causal=True, window=length(1024)),
+        "512 queries behind 7.5k": CallStructure(
+            4, length(512), length(8192), causal=True, q_offset=length(7680)
+        ),
+        "static cache, 4k of 16k in use": CallStructure(8, 1, long, causal=True, q_offset=used),
+        "causal 16k": CallStructure(1, long, long, causal=True),
+    }
+    found = {name: _asked(structure) for name, structure in made.items()}
+    for batch, keys in ((1, 4096), (1, 32768), (8, 32768), (1, 131072)):
+        step = CallStructure(batch, 1, length(keys), causal=True, q_offset=length(keys) - 1)
+        found[f"step, {batch} × {keys // 1024}k"] = _asked(step)
+    shapes = ((1, 512, 32, 8, 128), (1, 2048, 32, 8, 128), (1, 16384, 16, 16, 128), (4, 4096, 32, 8, 128))
+    for batch, keys, heads, kv_heads, dim in (*shapes, (2, 8192, 32, 32, 64), (1, 32768, 32, 8, 128)):
+        structure = CallStructure(batch, length(keys), length(keys), causal=True)
+        name = f"causal, {batch} × {keys}, {heads}/{kv_heads} × {dim}"
+        found[name] = _asked(structure, heads=heads, kv_heads=kv_heads, dim=dim)
+    for name in ("window 1k at 16k", "packed 16 × 1k", "causal 16k"):
+        found[f"{name}, both passes"] = _asked(made[name], grad=True)
+    return found
+
+
+def _asked(structure: CallStructure, **shape: Any) -> Callable[[], AttentionRequest]:
+    return lambda: request(structure, **shape)
+
+
+def ways(asked: AttentionRequest) -> dict[str, Call]:
+    """The call through `auto`, through every backend that serves it, and through torch's kernels where they can."""
+    spec, inputs = spec_of(asked), (asked.query, asked.key, asked.value)
+    names = [name for name in select.BACKENDS if name != "eager" and not select.refusals_of(name, spec)]
+
+    def passes(call: Call) -> Call:
+        if not spec.needs_grad:
+            return call
+        grad = torch.ones_like(call().out)
+        return lambda: torch.autograd.grad(call().out, inputs, grad)
+
+    found = {name: passes(by(name, asked)) for name in ("auto", *names)}
+    plain = spec.kind == "causal" or (spec.kind == "suffix" and spec.decode)
+    if ON_CUDA and plain and not spec.needs_grad:
+        for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            found[f"torch {kernel.name.split('_')[0].lower()}"] = _under(kernel, stock(asked))
+    return found
+
+
+def _under(kernel: SDPBackend, call: Call) -> Call:
+    """A call of torch's operator by one of its kernels."""
+
+    def run() -> Any:
+        with sdpa_kernel(kernel):
+            return call()
+
+    return run
