@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,10 +47,12 @@ def tune(
     Exit codes: 0 done; 2 usage; 130 interrupted.
     """
     try:
-        report = _tune(device, dtype, head_dim, kinds, longest, threads, reset, quiet=as_json)
+        found = _tune(device, dtype, head_dim, kinds, longest, threads, reset, quiet=as_json)
     except EvalError as error:
         leave(error)
-    typer.echo(json.dumps(report, indent=1) if as_json else "\n".join(_lines(report)))
+    from .classes import lines
+
+    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(lines(found)))
 
 
 def _tune(
@@ -64,6 +65,7 @@ def _tune(
 
     from ..backends.probes import KINDS
     from ..backends.table import LONGEST, Table, TableError
+    from .classes import grid, report
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if where not in LONGEST or (where == "cuda" and not torch.cuda.is_available()):
@@ -93,38 +95,11 @@ def _tune(
         if cell.length <= (longest or LONGEST[where])
     ]  # fmt: skip
     _measure(where, cells, quiet)
-    return _report(where, cells)
+    return report(where, cells)
 
 
 PLAIN = ("full", "causal", "suffix", "step")
 """Kinds whose backends lie close together on a CPU."""
-
-
-def grid(
-    device: str, dtypes: Iterable[str], head_dims: Iterable[int], kinds: Iterable[str], threads: int
-) -> Iterator[Cell]:
-    """Classes of calls without gradients, of all lengths: heads alike and grouped, one example and eight of them."""
-    import torch
-
-    from ..backends.probes import HEADS, SHORTEST
-    from ..backends.table import LONGEST, Cell
-
-    lengths = [1 << n for n in range(LONGEST[device].bit_length())]
-    for dtype, dim, kind, length in itertools.product(dtypes, head_dims, kinds, lengths):
-        if length < SHORTEST.get(kind, 1):
-            continue
-        rows = 1 if "step" in kind else max(2, min(512, length // 4)) if kind == "suffix" else length
-        for grouped, examples in itertools.product((False, True), (1, 8)):
-            cell = Cell(kind, dtype, dim, grouped, False, length, 0, threads)
-            if device == "cuda":
-                work = (HEADS * examples * rows * length).bit_length() // 3
-            else:
-                work = (
-                    (2 * 8 * examples * length * dim * getattr(torch, dtype).itemsize).bit_length() // 3
-                    if rows == 1
-                    else 0
-                )
-            yield cell._replace(work=work)
 
 
 def _names(argument: str, text: str, known: Sequence[str]) -> list[str]:
@@ -149,43 +124,3 @@ def _measure(device: str, cells: Sequence[Cell], quiet: bool) -> None:
                     typer.echo(f"{number} of {len(lacking)} classes of calls", err=True)
         except KeyboardInterrupt:
             interrupted("what was measured lies in the table; the same command goes on")
-
-
-def _report(device: str, cells: Sequence[Cell]) -> dict[str, Any]:
-    """The classes that were asked for: which backend is first in the built-in order, which is taken, all times."""
-    from adaattn_hf.patches import tuned
-
-    from ..backends.base import spec_of
-    from ..backends.probes import probes
-    from ..backends.select import order
-    from ..backends.table import clearly_faster
-
-    table = tuned.current(device)
-    rows = []
-    for cell in cells:
-        times = {} if table is None else table.cells.get(cell, {})
-        for request in itertools.islice(probes(device, cell, blank=True), 1):
-            first = next((name for name in order(spec_of(request)) if name in times), None)
-            taken = None if first is None else next(iter(clearly_faster(times, first)), first)
-            rows.append({**cell._asdict(), "default": first, "taken": taken, "times": times})
-    return {"file": str(tuned.path_of(device)), "key": tuned.key_of(device), "cells": rows}
-
-
-def _lines(report: dict[str, Any]) -> Iterator[str]:
-    """The file, and the classes that leave the built-in order."""
-    if "deleted" in report:
-        yield f"{report['file']}: {'deleted' if report['deleted'] else 'there was none'}"
-        return
-    rows = [row for row in report["cells"] if row["taken"] != row["default"]]
-    yield f"{report['file']}: {len(report['cells'])} classes of calls, {len(rows)} leave the built-in order"
-    for row in rows:
-        heads = "grouped heads" if row["grouped"] else "heads"
-        times = ", ".join(
-            f"{name} {' and '.join(f'{middle:.3g}' for _, middle, _ in probes)} µs"
-            for name, probes in row["times"].items()
-            if name in (row["taken"], row["default"])
-        )
-        yield (
-            f"  {row['kind']}, {row['dtype']}, {heads} of {row['head_dim']}, {row['length'] // 2 + 1} to "
-            f"{row['length']} keys, work class {row['work']}: {row['taken']} for {row['default']} ({times})"
-        )

@@ -22,7 +22,7 @@ from adaattn_hf.backends.probes import KINDS, probes
 from adaattn_hf.backends.select import BACKENDS, attend, choose
 from adaattn_hf.backends.table import Cell, Table, TableError, cell_of, clearly_faster
 from adaattn_hf.cli import main
-from adaattn_hf.cli.tune import grid
+from adaattn_hf.cli.classes import grid
 from adaattn_hf.patches import tuned
 
 from ..support.models import config_of
