@@ -66,7 +66,6 @@ def dense(section: Section) -> None:
             for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) if ON_CUDA else ():
                 with sdpa_kernel(kernel):
                     row[kernel.name.split("_")[0].lower()] = microseconds(stock(r))
-            row["flex"] = _flex(r, lambda b, h, q, k: k <= q)
             timed(row, r, *FLASH, "triton", "auto")
             _skip_softmax(row, r)
 
@@ -80,7 +79,9 @@ def _flex(r: AttentionRequest, mask: Callable[..., Tensor]) -> float | None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     s = r.structure
-    blocks = create_block_mask(mask, s.batch, HEADS, s.q_len, s.kv_len, device="cuda", _compile=True)
+    blocks = create_block_mask(
+        mask, s.batch, r.query.shape[1], s.q_len, s.kv_len, device="cuda", _compile=True
+    )
     run = torch.compile(flex_attention)
     grouped = r.query.shape[1] != r.key.shape[1]
     return microseconds(lambda: run(r.query, r.key, r.value, block_mask=blocks, enable_gqa=grouped))

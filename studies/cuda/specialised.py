@@ -1,4 +1,4 @@
-"""Warps with tasks of their own in the kernel of `eight`: each tile in a process of its own, since one may never end."""
+"""Warps with tasks of their own in the kernel of `eight`: each tile in a process of its own, as one may never end."""
 
 from __future__ import annotations
 
