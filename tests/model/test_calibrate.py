@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
@@ -29,7 +30,7 @@ from adaattn_hf.calibration.calibrate import (
     save_plan,
 )
 from adaattn_hf.calibration.corpus import draw, read_documents
-from adaattn_hf.calibration.needles import build
+from adaattn_hf.calibration.needles import build, most, retrieved
 from adaattn_hf.calibration.search import JointPasses
 from adaattn_hf.calibration.state import FILE, CalibrationState
 from adaattn_hf.cli.options import nats
@@ -520,6 +521,37 @@ def test_needles_lie_where_they_say() -> None:
         assert int((windows == question).all(1).sum()) == 2
     with pytest.raises(ValueError, match="expected at most"):
         build(torch.arange(50), 3, torch.Generator())
+
+
+def test_a_key_of_two_values_may_bring_either_to_mind() -> None:
+    """64 needles to a length by default, a quarter of them with the key of another one."""
+    settings = CalibrationSettings()
+    assert settings.haystacks * min(settings.needles, most(1024)) == 64
+    haystack = build(torch.arange(1024), 16, torch.Generator().manual_seed(0))
+    keys = [tuple(haystack.tokens[at - 6 : at].tolist()) for at in haystack.answers]
+    assert keys[8:12] == keys[:4]
+    assert len(set(keys)) == 12
+    assert [len(own) for own in haystack.likely] == [2] * 4 + [1] * 4 + [2] * 4 + [1] * 4
+    assert all(haystack.depths[i + 8] - haystack.depths[i] == 0.5 for i in range(4))
+
+    class Arms:
+        """Answers every question by the value that the key had first, and the rest as it is."""
+
+        device = torch.device("cpu")
+
+        def hidden(self, tokens: Tensor) -> Tensor:
+            right = tokens.roll(-1, 1)
+            for index in range(8, 12):
+                right[0, haystack.answers[index] - 1] = haystack.tokens[haystack.answers[index - 8]]
+            return right
+
+        def logits(self, hidden: Tensor) -> Tensor:
+            return torch.nn.functional.one_hot(hidden, 1024).float()
+
+    arms: Any = Arms()
+    assert all(retrieved(arms, haystack, None))
+    wrong = replace(haystack, likely=tuple(own[-1:] for own in haystack.likely))
+    assert retrieved(arms, wrong, None) == (False,) * 4 + (True,) * 4 + (False,) * 4 + (True,) * 4
 
 
 def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
