@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ from .measure import (
     by,
     captured,
     length,
-    microseconds,
     package,
     peak_mib,
+    race,
     refusals,
     request,
     rules_of,
@@ -62,47 +63,52 @@ def dense(section: Section) -> None:
             n = length(n)
             r = request(CallStructure(batch, n, n, causal=True), heads=heads, kv_heads=kv, dim=dim)
             row["FLOP"] = 2.0 * batch * heads * n * n * dim
-            row["sdpa"] = microseconds(stock(r))
-            for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) if ON_CUDA else ():
-                with sdpa_kernel(kernel):
-                    row[kernel.name.split("_")[0].lower()] = microseconds(stock(r))
-            timed(row, r, *FLASH, "triton", "auto")
-            _skip_softmax(row, r)
+            beside = {"sdpa": stock(r), **_skip_softmax(row, r)}
+            if ON_CUDA:
+                beside |= {"cudnn": _forced(r, SDPBackend.CUDNN_ATTENTION)}
+                beside |= {"flash": _forced(r, SDPBackend.FLASH_ATTENTION)}
+            timed(row, r, *FLASH, "triton", "auto", beside=beside)
 
         section.add(f"{batch} × {n // 1024}k, {heads}/{kv_heads} × {dim}", cell)
 
 
-def _flex(r: AttentionRequest, mask: Callable[..., Tensor]) -> float | None:
+def _forced(r: AttentionRequest, kernel: SDPBackend) -> Callable[[], Any]:
+    """torch's operator by one of its kernels."""
+    exact = stock(r)
+
+    def call() -> Any:
+        with sdpa_kernel(kernel):
+            return exact()
+
+    return call
+
+
+def _flex(r: AttentionRequest, mask: Callable[..., Tensor]) -> Callable[[], Any]:
     """torch's flex attention, compiled, by a mask of positions."""
-    if not ON_CUDA:
-        return None
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    s = r.structure
-    blocks = create_block_mask(
-        mask, s.batch, r.query.shape[1], s.q_len, s.kv_len, device="cuda", _compile=True
-    )
+    s, heads = r.structure, r.query.shape[1]
+    blocks = create_block_mask(mask, s.batch, heads, s.q_len, s.kv_len, device="cuda", _compile=True)
     run = torch.compile(flex_attention)
-    grouped = r.query.shape[1] != r.key.shape[1]
-    return microseconds(lambda: run(r.query, r.key, r.value, block_mask=blocks, enable_gqa=grouped))
+    grouped = heads != r.key.shape[1]
+    return lambda: run(r.query, r.key, r.value, block_mask=blocks, enable_gqa=grouped)
 
 
-def _skip_softmax(row: Cell, r: AttentionRequest) -> None:
-    """ModelOpt's Triton kernel, which leaves out tiles whose weights are small; exact where its threshold is 0."""
+def _skip_softmax(row: Cell, r: AttentionRequest) -> dict[str, Callable[[], Any]]:
+    """ModelOpt's Triton kernel, as it is and leaving out tiles whose weights are below its threshold."""
     try:
         kernel: Any = package("modelopt.torch.kernels.common.attention.triton_fa").attention
     except (ImportError, RuntimeError) as error:
         row.setdefault("refused", {})["skip-softmax"] = str(error)[:200]
-        return
+        return {}
     batch, _, n, dim = r.query.shape
     q, k, v = (t.transpose(1, 2).reshape(-1, t.shape[1], dim) for t in (r.query, r.key, r.value))
     start = torch.arange(batch, device=DEVICE, dtype=torch.int32) * n
     lengths = torch.full((batch,), n, device=DEVICE, dtype=torch.int32)
-    for threshold in (None, 1e-3):
-        name = "skip-softmax" if threshold else "ModelOpt, exact"
-        row[name] = microseconds(
-            lambda t=threshold: kernel(q, k, v, start, lengths, n, skip_softmax_threshold=t)  # type: ignore[misc]
-        )
+    return {
+        name: partial(kernel, q, k, v, start, lengths, n, skip_softmax_threshold=threshold)
+        for name, threshold in (("ModelOpt", None), ("skip-softmax 1e-3", 1e-3))
+    }
 
 
 def seen_share(n: int, windows: tuple[int, ...]) -> float:
@@ -122,13 +128,13 @@ def prefill(section: Section) -> None:
                 share = seen_share(n, windows)
                 row["ideal ×"] = 1 / share
                 row["FLOP"] = 2.0 * HEADS * n * n * DIM * share
-                timed(row, r, "fa4", "triton", "auto")
                 groups = HEADS // KV_HEADS
                 table = torch.tensor([w or 1 << 30 for w in windows], device=DEVICE).repeat_interleave(groups)
-                if len(set(windows)) > 2:
-                    row["flex"] = _flex(r, lambda b, h, q, k: (k <= q) & ((q - k < table[h]) | (k < 16)))
                 bare = AttentionRequest(r.query, r.key, r.value, r.structure, r.scaling)
-                row["exact, auto"] = microseconds(by("auto", bare))
+                beside = {"sdpa": stock(r), "exact, auto": by("auto", bare)}
+                if ON_CUDA and len(set(windows)) > 2:
+                    beside["flex"] = _flex(r, lambda b, h, q, k: (k <= q) & ((q - k < table[h]) | (k < 16)))
+                timed(row, r, "fa4", "triton", "auto", beside=beside)
 
             section.add(f"{thousand}k, {name}", cell)
 
@@ -148,9 +154,8 @@ def decode(section: Section) -> None:
                 r = request(structure, rules_of(windows) if any(windows) else None)
                 keys = sum(min(w + 16, n) if w else n for w in windows)
                 row["bytes"] = 2.0 * batch * keys * DIM * DTYPE.itemsize
-                timed(row, r, "triton", "auto")
-                row["sdpa, captured"] = microseconds(captured(stock(r)))
-                row["captured"] = microseconds(captured(by("triton", r)))
+                graphs = {"sdpa, captured": captured(stock(r)), "captured": captured(by("triton", r))}
+                timed(row, r, "triton", "auto", beside={"sdpa": stock(r), **graphs})
 
             section.add(f"{batch} × {thousand}k, {name}", cell)
 
@@ -196,12 +201,13 @@ def _trained(row: Cell, structure: CallStructure, rules: HeadRules | None) -> No
         return lambda: torch.autograd.grad(attend().out, inputs, grad)
 
     exact = stock(r)
-    row["sdpa, causal"] = microseconds(lambda: torch.autograd.grad(exact(), inputs, grad.transpose(1, 2)))
-    for backend in ("fa4", "triton", "auto"):
-        refused = () if backend == "auto" else refusals(backend, r)
-        row[backend] = None if refused else microseconds(both(by(backend, r)))
-        if not refused:
-            row.setdefault("MiB", {})[backend] = peak_mib(both(by(backend, r)))
+    arms: dict[str, Callable[[], Any]] = {
+        "sdpa, causal": lambda: torch.autograd.grad(exact(), inputs, grad.transpose(1, 2))
+    }
+    arms |= {name: both(by(name, r)) for name in ("fa4", "triton") if not refusals(name, r)}
+    arms["auto"] = both(by("auto", r))
+    race(row, arms)
+    row["MiB"] = {name: peak_mib(call) for name, call in arms.items()}
 
 
 def clustered(n: int, block: int) -> AttentionRequest:
@@ -278,11 +284,11 @@ def structures(section: Section) -> None:
                 structure.batch, 1, structure.q_len, structure.kv_len
             )
             row["FLOP"] = 4.0 * HEADS * DIM * float(mask.sum())
-            row["sdpa"] = microseconds(
-                lambda: F.scaled_dot_product_attention(
-                    r.query, r.key.repeat_interleave(groups, 1), r.value.repeat_interleave(groups, 1), attn_mask=mask
-                )
-            )  # fmt: skip
-            timed(row, r, *FLASH, "triton", "auto")
+
+            def exact() -> Tensor:
+                k, v = r.key.repeat_interleave(groups, 1), r.value.repeat_interleave(groups, 1)
+                return F.scaled_dot_product_attention(r.query, k, v, attn_mask=mask)
+
+            timed(row, r, *FLASH, "triton", "auto", beside={"sdpa": exact})
 
         section.add(name, cell)

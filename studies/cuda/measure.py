@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -31,13 +32,15 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.eval.provenance import commit
+from adaattn_hf.eval.timing import turn
 
 Cell = dict[str, Any]
 ON_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
 DTYPE = torch.bfloat16 if ON_CUDA else torch.float16
 HEADS, KV_HEADS, DIM = (32, 8, 128) if ON_CUDA else (16, 8, 32)
-FAILURES = (RuntimeError, ValueError, TypeError, ImportError, TritonError)
+ROUNDS = 3 if ON_CUDA else 1
+FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, AssertionError, TritonError)
 """What a call that a device or a version cannot run ends in."""
 SMALLER = 1 if ON_CUDA else 128
 """What lengths and windows are divided by where sections are only tried."""
@@ -142,11 +145,12 @@ class Section:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Take what the same setting found before."""
+        """Take what the same setting found before; what failed is tried again."""
         if self.path.is_file():
             before = json.loads(self.path.read_text(encoding="utf-8"))
             if before["setting"] == dict(self.setting):
-                self.cells, self.seconds = before["cells"], before["seconds"]
+                self.cells = [cell for cell in before["cells"] if "failed" not in cell]
+                self.seconds = before["seconds"]
 
     def add(self, name: str, make: Callable[[Cell], None]) -> None:
         """Measure a cell into the row that `make` is given, unless it is there; what it could not do is in the row."""
@@ -157,9 +161,7 @@ class Section:
         try:
             make(row)
         except FAILURES as error:
-            row["failed"] = (
-                f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
-            )
+            row["failed"] = said(error)
         if ON_CUDA:
             torch.cuda.empty_cache()
         self.seconds += time.perf_counter() - started
@@ -173,19 +175,45 @@ class Section:
         sys.stdout.flush()
 
 
-def timed(row: Cell, r: AttentionRequest, *backends: str) -> None:
-    """Microseconds of `sdpa` unless the row has them, and of backends; None where one refuses, with its reasons."""
-    if "sdpa" not in row:
-        row["sdpa"] = microseconds(stock(r))
+def said(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+def race(row: Cell, arms: Mapping[str, Callable[[], Any]]) -> None:
+    """Microseconds of arms into a row: the median of rounds that take them in turn.
+
+    One after another they would not be alike: a device that multiplies for long lowers its clock.
+    """
+    found: dict[str, list[float]] = {}
+    for name, call in arms.items():
+        try:
+            call()
+            found[name] = []
+        except FAILURES as error:
+            row[name] = None
+            row.setdefault("refused", {})[name] = said(error)
+    for number in range(ROUNDS):
+        for place in turn(len(found), number):
+            name = list(found)[place]
+            found[name].append(microseconds(arms[name], 15))
+    row |= {name: statistics.median(times) for name, times in found.items()}
+
+
+def timed(
+    row: Cell, r: AttentionRequest, *backends: str, beside: Mapping[str, Callable[[], Any]] | None = None
+) -> None:
+    """Microseconds of `beside`, by default of `sdpa`, and of backends; None where one refuses, with its reasons."""
+    arms: dict[str, Callable[[], Any]] = dict({"sdpa": stock(r)} if beside is None else beside)
     for backend in backends:
         refused = () if backend == "auto" else refusals(backend, r)
         if refused:
             row[backend] = None
             row.setdefault("refused", {})[backend] = refused[0]
-            continue
-        row[backend] = microseconds(by(backend, r))
-        if backend in ("auto", "triton"):
-            row.setdefault("MiB", {})[backend] = peak_mib(by(backend, r))
+        else:
+            arms[backend] = by(backend, r)
+    race(row, arms)
+    row["MiB"] = {name: peak_mib(arms[name]) for name in ("sdpa", "fa4", "triton", "auto") if row.get(name)}
     if "auto" in backends:
         row["auto takes"] = select.choose(spec_of(r)).name
 

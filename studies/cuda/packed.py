@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,6 @@ from transformers import BertConfig, BertModel
 import adaattn_hf
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends import select
-from adaattn_hf.backends.base import spec_of
 
 from .kernels import FLASH
 from .measure import (  # fmt: skip
@@ -29,6 +28,7 @@ from .measure import (  # fmt: skip
     length,
     microseconds,
     profile,
+    race,
     refusals,
     request,
     timed,
@@ -62,8 +62,7 @@ def _beside_dense(row: Cell, structure: CallStructure, runs: list[tuple[int, int
         names = [name for name in (*FLASH, "triton", "sdpa") if not refusals(name, r)]
         row["dense"] += min(microseconds(by(name, r), 20) for name in names)
     r = request(structure)
-    row["sdpa"] = None  # a dense mask: in the section of masks
-    timed(row, r, *FLASH, "triton", "auto")
+    timed(row, r, *FLASH, "triton", "auto", beside={})
     row["profile"] = profile(by("auto", r))
 
 
@@ -84,9 +83,8 @@ def _bert(row: Cell) -> None:
     ours.set_attn_implementation("adaattn")
     bare: Any = copy.deepcopy(ours)
     bare = adaattn_hf.prepare(bare)
-    row["stock"] = microseconds(lambda: stock(**inputs), 100)
-    row["auto"] = microseconds(lambda: ours(**inputs), 100)
-    row["prepared"] = microseconds(lambda: bare(**inputs), 100)
+    arms = {"stock": stock, "auto": ours, "prepared": bare}
+    race(row, {name: partial(one, **inputs) for name, one in arms.items()})
     # what the kernels alone take is the sum of the profile's device column
     row["profile"] = profile(lambda: bare(**inputs))
     row["note"] = "stock's longest kernels: " + ", ".join(
@@ -99,10 +97,7 @@ def _grouped(row: Cell, n: int) -> None:
     q, k, v = (draw(1, n, h).float() for h in (HEADS, KV_HEADS, KV_HEADS))
     r = AttentionRequest(q, k, v, CallStructure(1, n, n, causal=True), DIM**-0.5)
     row["FLOP"] = 2.0 * HEADS * n * n * DIM
-    row["stock"] = microseconds(lambda: _eager(q, k, v))
-    timed(row, r, "auto")
-    row["eager, ours"] = microseconds(by("eager", r))
-    row["auto takes"] = select.choose(spec_of(r)).name
+    timed(row, r, "auto", "eager", beside={"stock": lambda: _eager(q, k, v)})
     row["profile"] = profile(by("auto", r))
 
 

@@ -26,7 +26,7 @@ FACTS = (
     "note",
 )
 """Entries of a row that are not times of an arm."""
-BASES = ("sdpa", "sdpa, causal", "stock", "dense", "bf16")
+BASES = ("sdpa", "sdpa, causal", "stock", "dense", "bf16, sdpa", "bf16", "as it is", "alike")
 """The arm that ratios of a row are to: the first of these that it has."""
 
 
@@ -93,7 +93,8 @@ def _facts(setting: Mapping[str, Any]) -> str:
 def table(rows: list[Cell], peaks: Mapping[str, float]) -> list[str]:
     """The rows of a section."""
     columns = ["cell", *(c for c in ("ideal ×", "density") if any(c in row for row in rows))]
-    columns += dict.fromkeys(key for row in rows for key in row if key not in FACTS)
+    arms = dict.fromkeys(key for row in rows for key in row if key not in FACTS)
+    columns += sorted(arms, key=lambda arm: arm not in BASES)
     columns += [c for c in ("built-in order", "auto takes", "MiB") if any(c in row for row in rows)]
     lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
     lines += ["| " + " | ".join(_shown(row, c, peaks) for c in columns) + " |" for row in rows]
@@ -114,9 +115,9 @@ def _shown(row: Cell, column: str, peaks: Mapping[str, float]) -> str:
     base = next((row[name] for name in BASES if isinstance(row.get(name), float)), None)
     if base is not None and base != value:
         text += f" ({base / value:.2f}×)"
-    dense = column == "sdpa, causal" or (column in ("sdpa", "exact, auto") and "ideal ×" in row)
-    if dense:
-        return text  # computes more than the row asks for
+    whole = column in ("sdpa", "exact, auto") and ("ideal ×" in row or "density" in row)
+    if whole or column == "sdpa, causal" or column.startswith("bf16, "):
+        return text  # computes or reads more than the row asks for
     for amount, unit, scale in (("FLOP", "TFLOP/s", 1e-6), ("bytes", "TB/s", 1e-6)):
         if amount in row:
             rate = row[amount] / value * scale

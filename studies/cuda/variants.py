@@ -30,6 +30,7 @@ from .measure import (
     profile,
     request,
     rules_of,
+    said,
 )
 
 TRIED = None if ON_CUDA else 1
@@ -71,7 +72,7 @@ def _each(
             with _instead(module, name, choice if as_is else lambda *_, c=choice: c):
                 row[shown] = microseconds(call, 30)
         except FAILURES as error:
-            row.setdefault("refused", {})[shown] = f"{type(error).__name__}: {str(error)[:120]}"
+            row.setdefault("refused", {})[shown] = said(error)
     times = {key: value for key, value in row.items() if isinstance(value, float) and key != "FLOP"}
     best = min(times, key=lambda key: times[key])
     row["note"] = f"best: {best}, {row['as it is'] / times[best]:.3f} times as it is"
@@ -141,9 +142,7 @@ def _decode(row: Cell, batch: int, n: int, windows: tuple[int, ...]) -> None:
                 with _instead(step, "_WAVES", waves), _instead(step, "step_tile", lambda _, t=tile: t):
                     row[f"{waves} waves, {tile}"] = microseconds(captured(call), 30)
             except FAILURES as error:
-                row.setdefault("refused", {})[f"{waves} {tile}"] = (
-                    f"{type(error).__name__}: {str(error)[:120]}"
-                )
+                row.setdefault("refused", {})[f"{waves} {tile}"] = said(error)
     times = {key: value for key, value in row.items() if isinstance(value, float) and key != "bytes"}
     best = min(times, key=lambda key: times[key])
     row["note"] = f"best: {best}, {row['as it is'] / times[best]:.3f} times as it is"
