@@ -154,6 +154,7 @@ def decode(section: Section) -> None:
                 r = request(structure, rules_of(windows) if any(windows) else None)
                 keys = sum(min(w + 16, n) if w else n for w in windows)
                 row["bytes"] = 2.0 * batch * keys * DIM * DTYPE.itemsize
+                row["ideal ×"] = n * KV_HEADS / keys
                 graphs = {"sdpa, captured": captured(stock(r)), "captured": captured(by("triton", r))}
                 timed(row, r, "triton", "auto", beside={"sdpa": stock(r), **graphs})
 

@@ -115,7 +115,7 @@ def _shown(row: Cell, column: str, peaks: Mapping[str, float]) -> str:
     base = next((row[name] for name in BASES if isinstance(row.get(name), float)), None)
     if base is not None and base != value:
         text += f" ({base / value:.2f}×)"
-    whole = column in ("sdpa", "exact, auto") and ("ideal ×" in row or "density" in row)
+    whole = column.startswith(("sdpa", "exact")) and (row.get("ideal ×", 1.0) != 1.0 or "density" in row)
     if whole or column == "sdpa, causal" or column.startswith("bf16, "):
         return text  # computes or reads more than the row asks for
     for amount, unit, scale in (("FLOP", "TFLOP/s", 1e-6), ("bytes", "TB/s", 1e-6)):

@@ -34,7 +34,7 @@ def test_cells_are_kept_and_the_page_has_them(tmp_path: Path) -> None:
     section.add("1 × 32k", refused)
     again = Section(tmp_path / "dense.json", {"commit": "abc", "device": "one"}, PEAKS)
     again.add("4 × 4k", refused)
-    assert again.cells == section.cells
+    assert again.cells == section.cells[:1]  # what failed is tried again
     assert Section(tmp_path / "dense.json", {"commit": "abd", "device": "one"}, PEAKS).cells == []
     done = CliRunner().invoke(app, ["page", "--from", str(tmp_path), "--write", str(tmp_path)])
     assert done.exit_code == 0, done.output
