@@ -46,13 +46,13 @@ PACKAGES = {
 }  # fmt: skip
 
 
-def setting() -> str:
-    """What ADAATTN_TUNE says.
+def setting(asked: str | None = None) -> str:
+    """How tables are used: what is asked for, else what ADAATTN_TUNE says, else `file`.
 
     Raises:
         ValueError: None of SETTINGS.
     """
-    asked = os.environ.get(VARIABLE) or "file"
+    asked = asked or os.environ.get(VARIABLE) or "file"
     if asked not in SETTINGS:
         raise ValueError(unknown(VARIABLE, asked, SETTINGS))
     return asked

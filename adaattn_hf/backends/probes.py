@@ -34,7 +34,7 @@ def probes(device: str, cell: Cell, *, blank: bool = False) -> Iterator[Attentio
     def draw(*shape: int) -> Tensor:
         if blank:
             return torch.zeros((), device=device, dtype=dtype).expand(shape)
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     for structure, heads in _shapes(device, cell):
         kv_heads = heads // _GROUPS if cell.grouped else heads

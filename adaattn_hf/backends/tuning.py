@@ -20,6 +20,9 @@ from .table import Cell, Times
 
 __all__ = ["measure"]
 
+FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AssertionError)
+"""What a kernel ends in that a device or a version cannot run, or that cannot be compiled."""
+
 
 def measure(device: str, cell: Cell, clock: Clock | None = None) -> Times:
     """Times of every backend that serves all probes of a class; empty where fewer than two do."""
@@ -35,7 +38,10 @@ def measure(device: str, cell: Cell, clock: Clock | None = None) -> Times:
         try:
             for request in probes(device, cell):
                 made += 1
-                for name, runs in clock(_calls(request)).items():
+                calls = _calls(request)
+                if len(calls) < 2:
+                    return {}
+                for name, runs in clock(calls).items():
                     found.setdefault(name, []).append(quartiles(runs))
         except torch.OutOfMemoryError as error:
             warnings.warn(f"adaattn: {cell} is not measured: {error}", stacklevel=2)
@@ -50,10 +56,10 @@ def _calls(request: AttentionRequest) -> dict[str, Callable[[], Any]]:
     for name in BACKENDS:
         if name == "eager" or refusals_of(name, spec):
             continue
-        call = _call(name, request)
         try:
+            call = _call(name, request)
             call()  # compiles what is compiled at the first call
-        except RuntimeError as error:
+        except FAILURES as error:
             warnings.warn(f"adaattn: {name} fails at {spec.words()}: {error}", stacklevel=2)
             continue
         calls[name] = call

@@ -23,10 +23,12 @@ import adaattn_hf
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BackendRefusal, by_name
+from adaattn_hf.backends.table import Table, TableError
 from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
 from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.tuned import setting
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.plan import Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
@@ -127,6 +129,18 @@ CASES = (
         lambda: attend(backend="fa2"),
         BackendRefusal,
         ("'fa2'", "got cpu tensors", "runs on CUDA", 'attn_implementation="adaattn"'),
+    ),
+    Case(
+        "misspells how the measured table is used",
+        lambda: setting("frist"),
+        ValueError,
+        ("ADAATTN_TUNE", "'frist'", "expected one of", "Did you mean 'first'?"),
+    ),
+    Case(
+        "has a measured table that is none",
+        lambda: Table.read(Path("tuned.json"), {}),
+        TableError,
+        ("tuned.json", "no table of measurements", "FileNotFoundError", "`adaattn tune --reset`"),
     ),
     Case(
         "loads a model that computes attention by itself",

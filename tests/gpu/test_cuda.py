@@ -16,7 +16,11 @@ from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import spec_of
+from adaattn_hf.backends.probes import KINDS, probes
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, refusals_of
+from adaattn_hf.backends.table import cell_of
+from adaattn_hf.backends.tuning import measure
+from adaattn_hf.cli.classes import grid
 
 pytestmark = pytest.mark.gpu
 
@@ -326,3 +330,14 @@ def test_a_step_reads_the_codes_of_a_cache(name: str, dtype: torch.dtype, bits: 
     truth = reference.attention(asked.widened()).out
     atol = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(backend.attend(asked).out.double(), truth, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_class_of_calls_can_be_measured(kind: str, gradient: bool) -> None:
+    cell = next(c for c in grid("cuda", ["bfloat16"], [64], [kind], 0) if c.length == 2048)
+    cell = cell._replace(gradient=gradient)
+    assert {cell_of(spec_of(asked)) for asked in probes("cuda", cell, blank=True)} == {cell}
+    times = measure("cuda", cell)
+    assert {"sdpa", "triton"} <= set(times)
+    assert all(0 < low <= middle <= high for spreads in times.values() for low, middle, high in spreads)

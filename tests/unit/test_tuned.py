@@ -242,6 +242,16 @@ def test_gradients_are_measured_with_both_passes() -> None:
     assert set(tuned.keep("cpu", cell).cells[cell]) == {"native", "sdpa"}
 
 
+def test_a_backend_that_fails_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(BACKENDS["sdpa"], "attend", fail)
+    monkeypatch.setattr(BACKENDS["sdpa"], "fast_call", lambda *args: None)
+    with pytest.warns(UserWarning, match="sdpa fails at causal, float32, .*: no such kernel"):
+        assert tuned.keep("cpu", CELL).cells[CELL] == {}
+
+
 def test_explain_and_doctor_show_it() -> None:
     made = tf.AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation="adaattn")
     choice = adaattn_hf.explain(made).layers[0]
