@@ -24,6 +24,8 @@ def merge(directory: Path) -> dict[str, Any]:
             f"{directory} has no seed-*.json; make them with python -m studies.budget.masked seeds"
         )
     study: dict[str, Any] = {"seeds": [json.loads(path.read_text(encoding="utf-8")) for path in files]}
+    for record in study["seeds"]:
+        record["report"].pop("table", None)  # large, and in the plan's own report
     for part in ("prices", "curve", "speed"):
         path = directory / f"{part}.json"
         if path.is_file():
@@ -61,8 +63,13 @@ def summary(study: Mapping[str, Any]) -> list[str]:
             last = [record["report"]["verdicts"][-1] for record in met]
             gaps = [verdict["predicted_kl"] / verdict["kl"] for verdict in last]
             ratios = [value for record in met for value in record["ratio"].values()]
+            used = [
+                [share / budget for share in (one["upper"], max(one["upper"], one["kl"]))] for one in last
+            ]
+            bound, larger = (statistics.median(column) for column in zip(*used, strict=True))
             text += (
                 f"; the largest upper bound is {max(one['upper'] for one in last):.2e} of {budget:.2e} nats/token, "
+                f"{bound:.0%} of it in the median, the larger of bound and mean KL {larger:.0%}; "
                 f"Δnll {min(one['delta_nll'] for one in last):+.1e} to {max(one['delta_nll'] for one in last):+.1e}; "
                 f"predicted over measured KL {min(gaps):.2f} to {max(gaps):.2f}, median {statistics.median(gaps):.2f}; "
                 f"attention {min(ratios):.2f} to {max(ratios):.2f} times as fast as exact by the price table, "

@@ -315,6 +315,7 @@ def seeds(
     joint: Annotated[int, typer.Option(help="Sequences per length that re-scale the risks.")] = 4,
     held_out: HeldOut = 16,
     most_held_out: Annotated[int, typer.Option(help="Held-out sequences of the last look.")] = 36,
+    bolder: Annotated[int, typer.Option(help="Bolder plans that may follow one that passed with room.")] = 2,
     haystacks: Annotated[int, typer.Option(help="Held-out sequences that carry needles.")] = 4,
     check_data: Check = None,
     check: Annotated[int, typer.Option(help="Sequences per length of --check-data.")] = 24,
@@ -347,7 +348,7 @@ def seeds(
             raise typer.Exit(3)
         settings = CalibrationSettings(
             lengths=tuple(numbers(lengths)), seed=seed, sequences=sequences, rows=rows, labels=labels, joint=joint,
-            held_out=held_out, most_held_out=max(held_out, most_held_out), haystacks=haystacks,
+            held_out=held_out, most_held_out=max(held_out, most_held_out), bolder=bolder, haystacks=haystacks,
             families=tuple(families.split(",")), masses=shares(masses),
         )  # fmt: skip
         seed_study(
