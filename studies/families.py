@@ -26,9 +26,9 @@ app = typer.Typer(add_completion=False)
 
 
 def build(
-    family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 6, width: int = 192
+    family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 6, width: int = 192, window: int = WINDOW
 ) -> PreTrainedModel:
-    """Returns a model with fresh weights, five of six layers with a window of 512 of their own.
+    """Returns a model with fresh weights, five of six layers with a window of their own.
 
     Args:
         family: `gemma`: Gemma 3, two query heads and one key/value head of 256. `qwen`: Qwen 3, eight query heads and
@@ -36,6 +36,7 @@ def build(
         tokenizer: Gives the vocabulary.
         layers: Number of layers.
         width: Size of the hidden states.
+        window: Keys that these five see.
 
     Raises:
         ValueError: The family is neither.
@@ -45,7 +46,7 @@ def build(
     kinds = ["full_attention" if place % 6 == 5 else "sliding_attention" for place in range(layers)]
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer), "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers,
-        "max_position_embeddings": CONTEXT, "sliding_window": WINDOW, "layer_types": kinds, "initializer_range": 0.05,
+        "max_position_embeddings": CONTEXT, "sliding_window": window, "layer_types": kinds, "initializer_range": 0.05,
         "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": True,
     }  # fmt: skip

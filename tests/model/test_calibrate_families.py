@@ -1,0 +1,84 @@
+"""A search on families with windows of their own and one large key/value head: it decides, and changes something."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings, calibrate
+from adaattn_hf.calibration.search import MOST_JOINT_STEPS
+from adaattn_hf.eval.demo import calibration_pages, demo_model_path
+from adaattn_hf.policy.prices import Price, PriceTable
+from studies.families import build, parts_of
+
+LENGTH, OWN = 192, 48
+WINDOWS = {"w16+16": 0.3, "w32+16": 0.4, "w64+16": 0.6}
+SETTINGS = CalibrationSettings(
+    lengths=(LENGTH,), sequences=1, rows=32, labels=1, joint=2, held_out=4, most_held_out=8, tries=2, bolder=1,
+    haystacks=0, windows=(16, 32, 64), families=("window", "bf16"),
+)  # fmt: skip
+
+
+def prices() -> PriceTable:
+    """Windows save time everywhere they are narrower; layers with a window of their own are cheap already."""
+    row = (
+        {"exact": 1.0, "bf16": 0.8} | WINDOWS | {f"{name} bf16": 0.8 * cost for name, cost in WINDOWS.items()}
+    )
+    row |= {f"{label} in {OWN}": 0.5 * cost for label, cost in row.items()}
+    every = {label: Price(0.0, cost) for label, cost in row.items()}
+    return PriceTable("a table", {}, {"prefill": {LENGTH: every}, "decode": {LENGTH: every}})
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "pages.txt"
+    path.write_text("\n\n".join(calibration_pages()[:40]), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("family", ["gemma", "qwen"])
+@pytest.mark.parametrize("budget", [1e-2, 1e-9])
+def test_a_search_decides_and_its_plan_changes_something(family: str, budget: float, text: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(demo_model_path("llama"))
+    torch.manual_seed(0)
+    model = build(family, tokenizer, layers=6, width=64, window=OWN)
+    model.set_attn_implementation("adaattn")
+    with torch.no_grad():
+        for module in model.modules():  # scores far from even, so that windows cost something
+            for name in ("q_proj", "k_proj", "v_proj"):
+                if hasattr(module, name):
+                    getattr(module, name).weight.mul_(6.0)
+
+    def encode(words: str) -> list[int]:
+        return list(tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"])
+
+    settings = replace(SETTINGS, budget=budget)
+    result: Calibration = calibrate(model, encode, [text], settings, prices=prices())
+    steps = [entry for entry in result.report["history"] if "measured" in entry]
+    assert len(steps) <= MOST_JOINT_STEPS * (settings.tries + settings.bolder)
+    chosen = [(layer.layer, choice) for layer in result.plan.layers for choice in layer.choices]
+    if budget < 1e-6:
+        assert not result.met
+        assert all(not choice.parts for _, choice in chosen)
+        return
+    assert result.met, result.sentence
+    assert steps
+    assert any(choice.parts for _, choice in chosen)
+    for layer, choice in chosen:
+        own = OWN if layer % 6 != 5 else None
+        assert choice.beside_window(own) == choice, (
+            f"layer {layer}: {choice.label} changes nothing beside {own}"
+        )
+    assert all(verdict["activation"] > 0.0 for verdict in result.report["verdicts"])
+
+
+def test_parts_of_a_text_are_disjoint_and_whole() -> None:
+    whole = "\n".join(f"line {place}" for place in range(200))
+    parts = parts_of(whole)
+    assert "".join(parts.values()) == whole
+    assert len(parts["train"]) > 5 * len(parts["heldout"]) > 0
