@@ -7,7 +7,7 @@ They are for the search for a plan (one key/value head of 256, windows of their 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -82,7 +82,7 @@ def main(
     width: Annotated[int, typer.Option(help="Size of the hidden states.")] = 192,
 ) -> None:
     """Train a small model of a family; the same command goes on with what an interrupted one has left."""
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path("llama"))
+    tokenizer: PreTrainedTokenizerFast = cast(Any, AutoTokenizer.from_pretrained(demo_model_path("llama")))
     parts = parts_of(text.read_text(encoding="utf-8"))
     streams = Streams(*(
         torch.tensor(tokenizer(parts[name], add_special_tokens=False, verbose=False)["input_ids"], device=device)
