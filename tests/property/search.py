@@ -3,7 +3,7 @@
 Valid calls are compared with the reference in double precision, forward and backward. Malformed ones must be refused
 in words or be answered as the formula has it. Work goes in chunks, each in a process of its own, so that a crash is an
 observation and not the end; what is done is kept in a state file, and the same command goes on from there. The record
-of a finished search is written to `--write`.
+of what was done is written to `--write`, at the end or alone by `--record`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # the other tests
 
-CHUNK = 2000
+CHUNK = 5000
 KINDS = {"valid": 1.0, "malformed": 0.7, "rules": 0.2, "stored": 0.1}
 """Kinds of calls with their shares: of the valid ones, and of the malformed ones."""
 WORDS = {
@@ -77,27 +78,33 @@ def chunk(kind: str, seed: int, cases: int, library: Path | None) -> dict[str, A
     return {"verdicts": dict(verdicts), "failed": failed[:5]}
 
 
-def search(cases: int, seed: int, state: Path, library: Path | None) -> dict[str, Any]:
-    """Runs what the state file does not hold yet; returns its content."""
+def search(cases: int, seed: int, state: Path, library: Path | None, jobs: int = 1) -> dict[str, Any]:
+    """Runs what the state file does not hold yet, in `jobs` processes; returns its content."""
     from adaattn_hf._files import write_atomically
     from adaattn_hf.eval.provenance import commit
 
     done: dict[str, Any] = json.loads(state.read_text()) if state.is_file() else {}
     if done.get("seed") != seed:
-        done = {
-            "seed": seed,
-            "chunks": dict.fromkeys(KINDS, 0),
-            "verdicts": {},
-            "failed": [],
-            "commits": [],
-        }
-    for kind, share in KINDS.items():
-        size = min(CHUNK, int(cases * share)) or 1
-        while done["chunks"][kind] * size < cases * share:
-            number = done["chunks"][kind]
-            command = [sys.executable, __file__, "--chunk", kind, "--seed", str(seed * 1_000_003 + number)]
-            command += ["--cases", str(size), *(["--library", str(library)] if library else [])]
-            ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = {"seed": seed, "chunks": [], "verdicts": {}, "failed": [], "commits": []}
+    # the last chunk of a kind is smaller; another number of cases keeps the chunks that it shares
+    asked = [
+        [kind, number, min(CHUNK, (round(cases * share) or 1) - number * CHUNK)]
+        for kind, share in KINDS.items()
+        for number in range(-(-(round(cases * share) or 1) // CHUNK))
+    ]
+    asked = sorted((part for part in asked if part not in done["chunks"]), key=lambda part: int(part[1]))
+
+    def run(part: list[Any]) -> tuple[list[Any], str, subprocess.CompletedProcess[str]]:
+        kind, number, size = part
+        command = [sys.executable, __file__, "--chunk", kind, "--seed", str(seed * 1_000_003 + number)]
+        command += ["--cases", str(size), *(["--library", str(library)] if library else [])]
+        here = commit(ROOT / "adaattn_hf")
+        return part, here, subprocess.run(command, capture_output=True, text=True, check=False)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in as_completed([pool.submit(run, part) for part in asked]):
+            part, here, ran = future.result()
+            kind, number = part[:2]
             if ran.returncode:
                 told = (ran.stdout + ran.stderr)[-3000:]
                 found: dict[str, Any] = {
@@ -110,8 +117,7 @@ def search(cases: int, seed: int, state: Path, library: Path | None) -> dict[str
             counts.update(found["verdicts"])
             done["verdicts"][kind] = dict(counts)
             done["failed"] = (done["failed"] + found["failed"])[:50]
-            done["chunks"][kind] = number + 1
-            here = commit(ROOT / "adaattn_hf")
+            done["chunks"].append(part)
             done["commits"] = list(dict.fromkeys([*done["commits"], here]))
             write_atomically(state, json.dumps(done, indent=1) + "\n")
             print(f"{kind}: {sum(counts.values())} calls, {dict(counts)}", flush=True)
@@ -160,6 +166,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "fuzz.json")
     parser.add_argument("--write", type=Path, help="directory for fuzz.json and fuzz.md")
+    parser.add_argument("--record", action="store_true", help="write what the state file holds, and stop")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; each computes with one thread")
     parser.add_argument("--library", type=Path, help="directory of another build of the native kernels")
     parser.add_argument("--chunk", choices=list(KINDS), help="run one chunk in this process")
     asked = parser.parse_args()
@@ -167,7 +175,10 @@ def main() -> int:
     if asked.chunk:
         print(json.dumps(chunk(asked.chunk, asked.seed, asked.cases, asked.library)))
         return 0
-    done = search(asked.cases, asked.seed, asked.state, asked.library)
+    if asked.record:
+        done = json.loads(asked.state.read_text())
+    else:
+        done = search(asked.cases, asked.seed, asked.state, asked.library, asked.jobs)
     if asked.write:
         record(done, asked.write)
     for failure in done["failed"]:
