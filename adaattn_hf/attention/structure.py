@@ -88,8 +88,11 @@ class CallStructure:
         if self.window is None:
             return False
         length = self.kv_len
-        if isinstance(self.q_offset, int) and self.q_offset + self.q_len > length:
-            length = self.q_offset + self.q_len
+        if isinstance(self.q_offset, int):
+            if self.q_offset + self.q_len > length:
+                length = self.q_offset + self.q_len
+            elif self.q_offset < 0 and not self.causal:
+                length -= self.q_offset  # from a query before the first key to the last one
         # towards later keys no sink is exempt from a window that looks both ways
         return self.window + (self.sinks if self.causal else 0) < length
 

@@ -113,6 +113,7 @@ STEPS = {
         3, 1, 9, key_padding=PADDED & torch.tensor([[1], [0], [1]]).bool()
     ),
     "before the first key": CallStructure(3, 1, 9, causal=True, q_offset=-1),
+    "a window that ends before the last key": CallStructure(3, 1, 9, q_offset=-1, window=9),
 }
 
 
@@ -124,10 +125,16 @@ def test_one_query(
     case: str, share: float, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "PADDING_SHARE", share)
-    query = torch.randn(3, 2 * groups, 1, 16).to(dtype)
-    # two layouts: keys in a cache of their own, and a slice of a wider one
-    wide = torch.randn(2, 3, 2, 12, 16).to(dtype)
-    for key, value in ((wide[0, :, :, :9], wide[1, :, :, :9]), wide[:, :, :, :9].contiguous()):
+    # two layouts: keys in a cache of their own, and a slice of a wider one; queries with and without gaps
+    wide, apart = (
+        torch.randn(2, 3, 2, 12, 16).to(dtype),
+        torch.randn(3, 2 * groups, 1, 16, 2).to(dtype)[..., 0],
+    )
+    for query, (key, value) in zip(
+        (apart, apart.contiguous(), apart),
+        (wide[:, :, :, :9], wide[:, :, :, :9].contiguous(), wide[:, :, :, :9].contiguous()),
+        strict=True,
+    ):
         request = AttentionRequest(query, key, value, STEPS[case].with_changes(), 0.25)
         truth = reference.attention(request).out
         found = BACKEND.attend(request).out
