@@ -227,7 +227,7 @@ def _attend_anew(
     if adapted:
         from .planned import by_plan  # calls without settings never load what plans need
 
-        out, weights = by_plan(module, request, forced, config, tap, wanted)
+        out, weights = by_plan(module, request, forced, config, tap, wanted, sliding_window)
     elif tap is not None:
         out = tap(module, request.widened())
     elif compiling or opaque or wanted or recorder is not None or _extended(request):

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.config import raw_settings
 
 from . import fast_path
 from .families import needs_dense_mask, skips_padding
@@ -102,7 +103,7 @@ def adaattn_mask(
         )
     else:
         structure = _structure(pattern, batch_size, q_length, kv_length, offset, kv_offset, padding, config)
-    return StructuredMask(_settled(structure, mask_device), mask_device)
+    return StructuredMask(_settled(structure, mask_device, padding, config), mask_device)
 
 
 def _causality(mask_function: Callable[..., Any]) -> bool | None:
@@ -151,19 +152,25 @@ def _structure(
     )
 
 
-def _settled(structure: CallStructure, device: Any) -> CallStructure:
-    """As it is; while a graph is traced, with the dense mask fixed once for all layers if one is needed."""
-    if torch.compiler.is_compiling():
-        if structure.plain:
-            return structure
-        return CallStructure(
-            structure.batch,
-            structure.q_len,
-            structure.kv_len,
-            q_offset=structure.q_offset,
-            mask=structure.visible(device=device),
-        )
-    return structure
+def _settled(structure: CallStructure, device: Any, padding: Tensor | None, config: Any) -> CallStructure:
+    """As it is; while a graph is traced, with the dense mask fixed once for all layers if one is needed.
+
+    Plans count keys from where a sequence begins: models with settings keep the padding beside the mask.
+    """
+    if not torch.compiler.is_compiling() or structure.plain:
+        return structure
+    batch, q_len, kv_len = structure.batch, structure.q_len, structure.kv_len
+    known = None
+    if raw_settings(config) is not None:
+        known = torch.ones(batch, kv_len, dtype=torch.bool, device=device) if padding is None else padding
+    return CallStructure(
+        batch,
+        q_len,
+        kv_len,
+        q_offset=structure.q_offset,
+        key_padding=known,
+        mask=structure.visible(device=device),
+    )
 
 
 def _hides_nothing(attention_mask: Any, length: int) -> bool:

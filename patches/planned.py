@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from adaattn_hf.backends.select import attend
 from adaattn_hf.config import settings_in
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.monitor import watched
+from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import program_of
 
 from . import shadow
@@ -28,18 +30,24 @@ def by_plan(
     config: Any,
     tap: Tap | None,
     wanted: bool,
+    window: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Output and, where asked for, weights of a layer whose model has settings: by its plan, if it has one."""
     compiling = torch.compiler.is_compiling()
     program = program_of(module, compiling)
+    if compiling and program is None and request.structure.mask is not None:
+        # the mask says it all; beside it stands what plans count from
+        request = replace(request, structure=request.structure.with_changes(key_padding=None))
     if tap is not None:
         out = tap(module, request.widened())
     elif program is None:
         out = attend(request, forced).out
     else:
+        if compiling and getattr(config, "attention_chunk_size", None):
+            _refuse_chunks(module, program)
         if not compiling and settings_in(config).monitor and active_seats() is None:
             program = watched(module, program, request.widened())
-        out = execute.attend(program, request, forced).out
+        out = execute.attend(program, request, forced, window).out
     if not compiling and tap is None and (limit := settings_in(config).shadow):
         shadow.compare(
             module, request, forced, program, out, limit=limit, action=settings_in(config).mismatch
@@ -47,3 +55,17 @@ def by_plan(
     if not wanted:
         return out, None
     return out, attention_weights(request) if program is None else execute.weights(program, request)
+
+
+def _refuse_chunks(module: nn.Module, program: Program) -> None:
+    """Refuses choices that count keys where a mask cannot say from which one.
+
+    Raises:
+        ValueError: The plan has such a choice.
+    """
+    if any(choice.keys is not None for choice in program.plan.choices):
+        raise ValueError(
+            f"plan of layer {program.plan.layer}: counts keys from a sequence's first, which a traced graph of "
+            f"{type(module).__name__} does not tell from a chunk's; run the model without torch.compile, or remove the "
+            "plan with adaattn_hf.remove_plan(model)"
+        )

@@ -14,11 +14,15 @@ from .structure import CallStructure
 __all__ = ["legible"]
 
 
-def legible(request: AttentionRequest) -> AttentionRequest | None:
+def legible(request: AttentionRequest, window: int | None = None) -> AttentionRequest | None:
     """Returns the request with rules in place of a dense mask, itself without such a mask, None where none fit.
 
     Causality, padding on either side, one window, documents and preallocated keys are found; the rules found make
     exactly the mask that was given. A bias that only hides keys counts as a mask. Looks at data.
+
+    Args:
+        request: A call. Where its structure knows the padding beside the mask, nothing else is taken for padding.
+        window: The window that the layer says it has, which one row of a mask cannot tell from padding.
     """
     structure, bias = request.structure, request.bias
     if structure.mask is None and bias is not None and structure.kind == "full" and not bias.requires_grad:
@@ -29,33 +33,39 @@ def legible(request: AttentionRequest) -> AttentionRequest | None:
         request = replace(request, structure=structure, bias=None)
     if structure.mask is None or structure.spans is not None:
         return request
-    found = structure.cached("legible", lambda: _read(structure))
+    found = structure.cached(("legible", window), lambda: _read(structure, window))
     return None if found is None else replace(request, structure=found)
 
 
-def _read(structure: CallStructure) -> CallStructure | None:
+def _read(structure: CallStructure, window: int | None) -> CallStructure | None:
     visible = structure.visible(device=structure.mask.device if structure.mask is not None else "cpu")
     if visible.shape[1] > 1:
         if not bool((visible == visible[:, :1]).all()):
             return None
         visible = visible[:, :1]
     visible = visible.expand(structure.batch, *visible.shape[1:])
-    for candidate in _candidates(structure, visible[:, 0]):
+    for candidate in _candidates(structure, visible[:, 0], window):
         if torch.equal(candidate.visible(device=visible.device).expand_as(visible), visible):
             return candidate
     return None
 
 
-def _candidates(structure: CallStructure, visible: Tensor) -> Iterator[CallStructure]:
+def _candidates(structure: CallStructure, visible: Tensor, window: int | None) -> Iterator[CallStructure]:
     """Rules that may have made the mask `[batch, q_len, kv_len]`, the likeliest first."""
     batch, q_len, kv_len = visible.shape
+    square = q_len == kv_len
+    if structure.key_padding is not None:
+        for causal in (True, False):
+            yield structure.with_changes(mask=None, causal=causal, window=window)
+        if square:
+            yield from _documents(visible, window, structure.key_padding)
+        return
     seen = visible.any(1)
     rows = visible.any(2)
     if not bool(rows.any()):
         return
     index = torch.arange(kv_len, device=visible.device)
     last = torch.where(visible, index, -1).amax(2)
-    first = torch.where(visible, index, kv_len).amin(2)
     offset = int((last - torch.arange(q_len, device=visible.device))[rows].max())
     padding = None if bool(seen.all()) else seen
     causal = CallStructure(batch, q_len, kv_len, causal=True, q_offset=offset, key_padding=padding)
@@ -71,8 +81,23 @@ def _candidates(structure: CallStructure, visible: Tensor) -> Iterator[CallStruc
     widest = int(visible.sum(2).max())
     for pads in (False, True) if padding is not None else (False,):
         yield causal.with_changes(window=widest, pads_queries=pads)
-    if q_len == kv_len and bool(rows.all()):
-        starts = torch.diff(first, prepend=first[:, :1], dim=1) != 0
-        documents = starts.cumsum(1)
-        yield CallStructure(batch, q_len, kv_len, causal=True, q_segments=documents, k_segments=documents)
-        yield CallStructure(batch, q_len, kv_len, q_segments=documents, k_segments=documents)
+    if square and bool(rows.all()):
+        yield from _documents(visible, window, None)
+
+
+def _documents(visible: Tensor, window: int | None, padding: Tensor | None) -> Iterator[CallStructure]:
+    """Documents, which begin where a row does not see the key before its own."""
+    batch, length, _ = visible.shape
+    sees = visible.diagonal(offset=-1, dim1=1, dim2=2)
+    numbers = torch.cat([sees.new_zeros(batch, 1), ~sees], 1).cumsum(1)
+    for causal in (True, False):
+        yield CallStructure(
+            batch,
+            length,
+            length,
+            causal,
+            window=window,
+            key_padding=padding,
+            q_segments=numbers,
+            k_segments=numbers,
+        )

@@ -58,13 +58,16 @@ def launch_names(
     return found
 
 
-def attend(program: Program, request: AttentionRequest, backend: str | None = None) -> AttentionResult:
+def attend(
+    program: Program, request: AttentionRequest, backend: str | None = None, window: int | None = None
+) -> AttentionResult:
     """Returns what the plan computes, `[batch, q_len, heads, head_dim_v]`, in the query's dtype.
 
     Args:
         program: The layer's plan and tensors.
         request: The call.
         backend: Name of the backend that every launch must use; chosen per launch when absent.
+        window: The layer's own window, where a traced graph has it in a dense mask alone.
 
     Raises:
         ValueError: If the plan is for another number of key/value heads.
@@ -77,7 +80,7 @@ def attend(program: Program, request: AttentionRequest, backend: str | None = No
             f"{kv_heads}; calibrate the model in the form in which it runs (tensor parallelism splits heads)"
         )
     if torch.compiler.is_compiling():
-        return AttentionResult(_traced(program, request, backend))
+        return AttentionResult(_traced(program, request, backend, window))
     if request.stored is not None:
         program = program.over_stored
     if request.structure.mask is not None or request.bias is not None:
@@ -275,7 +278,7 @@ _NAMESPACE = __name__.partition(".")[0]
     f"{_NAMESPACE}::planned",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink_logits, SymInt program, str? backend, "
-    f"float scaling, float? softcap, {OPERANDS}) -> Tensor",
+    f"SymInt? own_window, float scaling, float? softcap, {OPERANDS}) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 def planned_op(
@@ -286,12 +289,13 @@ def planned_op(
     sink_logits: Tensor | None,
     program: int,
     backend: str | None,
+    own_window: int | None,
     scaling: float,
     softcap: float | None,
     *operands: Any,
 ) -> Tensor:
     """A layer's plan as one node of a traced graph: when the graph runs, it does what it does without one."""
-    structure = CallStructure.of_operands(query, key, *operands).settled()
+    structure = CallStructure.of_operands(query, key, *operands)
     found = PROGRAMS.get(program)
     if found is None:
         raise RuntimeError(
@@ -300,6 +304,9 @@ def planned_op(
     request = AttentionRequest(
         query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias
     )
+    if mask is not None or bias is not None:
+        request = legible(request, own_window) or request
+    request = replace(request, structure=request.structure.settled())
     with torch.no_grad():
         return attend(found, request, backend).out.contiguous()
 
@@ -310,7 +317,7 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty((batch, q_len, heads, value.shape[3]))
 
 
-def _traced(program: Program, request: AttentionRequest, backend: str | None) -> Tensor:
+def _traced(program: Program, request: AttentionRequest, backend: str | None, window: int | None) -> Tensor:
     """The request as one node of the graph that is being traced."""
     if torch.compiler.is_exporting():
         raise ValueError(
@@ -324,6 +331,6 @@ def _traced(program: Program, request: AttentionRequest, backend: str | None) ->
         )
     out: Tensor = planned_op(
         request.query, request.key, request.value, request.bias, request.sink_logits,
-        program.handle, backend, request.scaling, request.softcap, *request.structure.operands(),
+        program.handle, backend, window, request.scaling, request.softcap, *request.structure.operands(),
     )  # fmt: skip
     return out

@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+)
 
 from adaattn_hf.attention.legible import legible
 from adaattn_hf.attention.request import AttentionRequest
@@ -23,32 +34,49 @@ CHOICES = [
     make_choice("blocks", mass=0.3, sinks=1),
     make_choice(precision="int8"),
     make_choice(precision="bf16"),
+    make_choice(rank=6),
+    make_choice("window", 32, 4, rank=6, precision="int8"),
 ]
+LLAMA: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3,
+)  # fmt: skip
+
+
+def bases(layer: int, heads: int) -> dict[str, torch.Tensor]:
+    """Bases and means of a layer with heads of 16 columns."""
+    source = torch.Generator().manual_seed(layer)
+    found = {
+        f"layers.{layer}.{name}.{head}": torch.randn(16, 6, generator=source) / 4
+        for name in ("query_basis", "key_basis")
+        for head in range(heads)
+    }
+    return found | {f"layers.{layer}.key_mean": torch.randn(heads, 16, generator=source)}
 
 
 def planned(choice: Choice, family: str = "llama") -> Any:
     """A small model with one choice in every head of its two layers."""
     torch.manual_seed(0)
+    heads = 2
     if family == "llama":
-        model: Any = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3,
-            )
-        )  # fmt: skip
-        heads = 2
+        model: Any = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    elif family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=48))
+    elif family == "llama4":
+        more = dict(num_local_experts=2, intermediate_size_mlp=64, head_dim=16, attention_chunk_size=48)
+        model = Llama4ForCausalLM(Llama4TextConfig(**LLAMA, **more))
     else:
         model = GPT2LMHeadModel(
             GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=512, initializer_range=0.3)
         )
-        heads = 2
     model.eval().set_attn_implementation("adaattn")
     modules = dict(store.attention_modules(model, model.config.model_type))
+    tensors = bases(0, heads) | bases(1, heads)
     plan = Plan(
         format=PLAN_FORMAT, model_type=model.config.model_type, weight_hash="", dtype="float32", adaattn="0", torch="0",
         transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={}, lengths=(512,), verified=None,
         layers=tuple(LayerPlan(i, store.weight_hash(m), (choice,) * heads) for i, m in modules.items()),
-        units=(), tensors="",
+        units=(), tensors=store.remember_tensors(tensors) if choice.columns else "",
     )  # fmt: skip
     store.attach(model, plan, unverified=True)
     return model
@@ -65,7 +93,7 @@ def _fresh() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("padding", ["left", "right", "packed"])
 def test_compiled_equals_uncompiled(choice: Choice, padding: str) -> None:
     model = planned(choice)
     ids = tokens(2)
@@ -74,9 +102,12 @@ def test_compiled_equals_uncompiled(choice: Choice, padding: str) -> None:
         mask[1, :130] = 0
     elif padding == "right":
         mask[1, 70:] = 0
-    given: dict[str, Any] = {} if padding == "none" else {"attention_mask": mask}
+    given: dict[str, Any] = {"attention_mask": mask}
+    if padding == "packed":
+        ids, mask = ids[:1], mask[:1]
+        given = {"position_ids": torch.cat([torch.arange(6), torch.arange(LENGTH - 6)])[None]}
     plain = model(ids, use_cache=False, **given).logits
-    found = torch.compile(model, backend="aot_eager")(ids, use_cache=False, **given).logits
+    found = torch.compile(model, backend="eager")(ids, use_cache=False, **given).logits
     real = mask.bool()
     torch.testing.assert_close(found[real], plain[real], atol=1e-5, rtol=1e-5)
     store.remove_plan(model)
@@ -86,17 +117,31 @@ def test_compiled_equals_uncompiled(choice: Choice, padding: str) -> None:
 
 
 @torch.no_grad()
-def test_compiled_steps_in_a_static_cache_equal_uncompiled_ones() -> None:
-    model = planned(make_choice("window", 32, 4))
-    ids = tokens(1, 101)
+@pytest.mark.parametrize("kept", ["static", "dynamic"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_compiled_steps_in_a_cache_equal_uncompiled_ones(family: str, kept: str) -> None:
+    """One row of a mask shows neither where a sequence began nor whether a window or padding hides its first keys."""
+    model = planned(make_choice("window", 32, 4), family)
+    ids = tokens(2, 101)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
     logits = []
-    for forward in (model, torch.compile(model, backend="aot_eager")):
-        cache = StaticCache(config=model.config, max_cache_len=128)
-        forward(ids[:, :100], past_key_values=cache, use_cache=True)
-        logits.append(forward(ids[:, 100:], past_key_values=cache, use_cache=True).logits)
+    for forward in (model, torch.compile(model, backend="eager")):
+        cache = StaticCache(config=model.config, max_cache_len=128) if kept == "static" else DynamicCache()
+        forward(ids[:, :100], past_key_values=cache, use_cache=True, attention_mask=mask[:, :100])
+        step = forward(ids[:, 100:], past_key_values=cache, use_cache=True, attention_mask=mask)
+        logits.append(step.logits)
     torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-5)
-    whole = model(ids, use_cache=False).logits[:, -1:]
+    whole = model(ids, use_cache=False, attention_mask=mask).logits[:, -1:]
     torch.testing.assert_close(logits[1], whole, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_chunks_are_refused_before_they_are_traced() -> None:
+    model = planned(make_choice("window", 32, 4), "llama4")
+    model(tokens(), use_cache=False)
+    with pytest.raises(Exception, match="does not tell from a chunk's"):
+        torch.compile(model, backend="eager", fullgraph=True)(tokens(), use_cache=False)
 
 
 @torch.no_grad()

@@ -34,10 +34,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # the other tests
 
 CHUNK = 10_000
-KINDS = {"valid": 1.0, "malformed": 0.7, "rules": 0.2, "stored": 0.1}
+KINDS = {"valid": 0.9, "plans": 0.1, "malformed": 0.7, "rules": 0.2, "stored": 0.1}
 """Kinds of calls with their shares: of the valid ones, and of the malformed ones."""
 WORDS = {
     "valid": "valid calls, forward or with gradients, against double precision",
+    "plans": "valid calls under random plans, as they are and as a traced graph holds them",
     "malformed": "malformed calls of the attention function",
     "rules": "malformed rules of the native kernels",
     "stored": "malformed tokens on their way into a cache",
@@ -75,12 +76,13 @@ def chunk(kind: str, seed: int, cases: int, library: Path | None) -> dict[str, A
         native._library, native._missing = native.load(library)
     if native.missing():
         raise SystemExit("; ".join(native.missing()))
-    from tests.support import malformed, malformed_rules, valid
+    from tests.support import malformed, malformed_rules, planned, valid
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     kinds: dict[str, tuple[Any, Callable[[Any], str]]] = {
         "valid": (valid.calls(), valid.judge),
+        "plans": (planned.planned(), planned.judge),
         "malformed": (malformed.malformed(), malformed.judge),
         "rules": (malformed_rules.native_calls(), malformed_rules.judge_native),
         "stored": (malformed_rules.stored_calls(), malformed_rules.judge_stored),

@@ -1,0 +1,46 @@
+"""Random plans over random calls: what runs is the definition, and a traced graph computes the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.plans.choices import Choice, Window
+from adaattn_hf.plans.plan import LayerPlan
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.tensors import LayerTensors
+
+from ..support import planned as support
+from ..support.planned import Planned, as_traced, judge, planned
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=150)
+@given(call=planned())
+def test_a_plan_computes_its_definition_traced_or_not(call: Planned) -> None:
+    assert judge(call)
+
+
+def test_the_judgement_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = AttentionRequest(
+        torch.randn(1, 2, 40, 8), torch.randn(1, 1, 40, 8), torch.randn(1, 1, 40, 8),
+        CallStructure(1, 40, 40, causal=True), 0.3,
+    )  # fmt: skip
+    narrow, wide = (Program(LayerPlan(0, "", (Choice.of(Window(w, 1)),)), LayerTensors(), 99) for w in (5, 9))
+    assert judge(Planned(narrow, request, "eager")) == "served"
+    run = support.execute.attend
+    with monkeypatch.context() as patch:
+        patch.setattr(support.execute, "attend", lambda program, *a: run(wide, *a))
+        with pytest.raises(AssertionError, match="off by"):
+            judge(Planned(narrow, request, "eager"))
+    monkeypatch.setattr(
+        support, "as_traced",
+        lambda r: replace(as_traced(r), structure=as_traced(r).structure.with_changes(q_offset=1)),
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match=r"counts keys|from a dense mask"):
+        judge(Planned(narrow, replace(request, structure=request.structure.with_changes(q_offset=2)), None))

@@ -1,0 +1,153 @@
+"""Plans of any choices for calls of any shape, drawn by hypothesis, and their judgement by their definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import some_heads
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.select import BackendRefusal
+from adaattn_hf.plans import execute
+from adaattn_hf.plans.choices import Blocks, Choice, Part, Precision, Rank, Window, precision_of
+from adaattn_hf.plans.plan import LayerPlan
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.tensors import LayerTensors
+
+from .malformed import Shown
+from .requests import HALF, bound, generator, requests
+
+__all__ = ["Planned", "choices", "judge", "planned"]
+
+
+@st.composite
+def choices(draw: st.DrawFn, columns: int) -> Choice:
+    """Any choice for a head of so many columns, the exact one among them."""
+    sinks = draw(st.sampled_from([0, 1, 4, 70]))
+    keys = [
+        None,
+        Window(draw(st.integers(1, 90)), sinks),
+        Blocks(draw(st.sampled_from([0.05, 0.3, 0.7])), sinks),
+    ]
+    rank = Rank(draw(st.integers(1, columns)))
+    drawn: list[Part | None] = [draw(st.sampled_from(keys)), draw(st.sampled_from([None, None, rank]))]
+    drawn.append(draw(st.sampled_from([None, None, Precision("bf16"), Precision("int8")])))
+    return Choice.of(*(part for part in drawn if part is not None))
+
+
+@dataclass(repr=False)
+class Planned(Shown):
+    """A layer's plan, a call, and the backend that is named for it."""
+
+    program: Program
+    request: AttentionRequest
+    backend: str | None
+
+    def __repr__(self) -> str:
+        """The plan and the call without their numbers."""
+        r, p = self.request, self.program
+        labels = [choice.label for choice in p.plan.choices]
+        shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
+        more = f"{r.softcap}, sinks {r.sink_logits is not None}, bias {r.bias is not None}"
+        return f"Planned({labels}, {p.max_length}, {self.backend}, {r.query.dtype}, {shapes}, {r.structure}, {more})"
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> Planned:
+    """A plan with its means and bases, and a call that is long enough for blocks to be left out now and then."""
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float32, *HALF]))
+    request = replace(draw(requests(dtype=dtype, longest=draw(st.sampled_from([70, 300])))), need_lse=False)
+    # a dense mask is read as rules, which is a test of its own: tests/model/test_plan_compile.py
+    request = replace(request, structure=request.structure.with_changes(mask=None).settled())
+    heads, dim = request.key.shape[1], request.key.shape[3]
+    taken = [draw(choices(dim)) for _ in range(heads)]
+    if draw(st.booleans()):
+        taken = [taken[0]] * heads
+    random = generator(draw(st.integers(0, 999)))
+    query_basis, key_basis = (
+        {head: torch.randn(dim, dim, generator=random) / dim**0.5 for head in range(heads)} for _ in range(2)
+    )
+    mean = torch.randn(heads, dim, generator=random) if draw(st.booleans()) else None
+    limit = draw(st.sampled_from([10**6, 10**6, request.key.shape[2] // 2]))
+    program = Program(LayerPlan(0, "", tuple(taken)), LayerTensors(mean, query_basis, key_basis), limit)
+    return Planned(program, request, draw(st.sampled_from([None, "native", "sdpa", "eager"])))
+
+
+def definition(program: Program, request: AttentionRequest) -> tuple[Tensor, float]:
+    """What the plan computes by its choices' own definitions, in double precision, and how far rounding may lead."""
+    parts, limits = [], []
+    for head, choice in enumerate(program.plan.choices):
+        changed = choice.defined(some_heads(request, [head]), [head], program.tensors)
+        parts.append(reference.attention(changed).out)
+        limits.append(bound(changed, parts[-1]))
+        if precision_of(choice) == "bf16":
+            limits[-1] = max(limits[-1], 0.05 * max(1.0, float(parts[-1].abs().amax())))
+    within = execute.rows_within(request.structure, program.max_length, request.query.device)
+    exact = reference.attention(request).out
+    out = torch.cat(parts, 2)
+    if within is not True:
+        out = exact if within is False else torch.where(within[:, :, None, None], out, exact)
+    return out, max(*limits, bound(request, exact))
+
+
+def as_traced(request: AttentionRequest) -> AttentionRequest:
+    """The call as a traced graph holds it: its rules are a dense mask, beside which its padding stands."""
+    rules = request.structure
+    padding = rules.key_padding
+    if padding is None:
+        padding = torch.ones(rules.batch, rules.kv_len, dtype=torch.bool)
+    silent = rules.with_changes(pads_queries=False)  # as stock masks, which hide nothing from padding
+    mask = silent.visible().expand(rules.batch, -1, -1, -1)
+    traced = CallStructure(
+        rules.batch,
+        rules.q_len,
+        rules.kv_len,
+        q_offset=torch.tensor(rules.q_offset),
+        key_padding=padding,
+        mask=mask,
+    )
+    return replace(request, structure=traced)
+
+
+def judge(call: Planned) -> str:
+    """`served`, or `refused` where the kernels that are named do not take such a call.
+
+    Raises:
+        AssertionError: The output is not what the definition has; or the operator of traced graphs computes otherwise.
+    """
+    program, request, backend = call.program, call.request, call.backend
+    rounds_weights = (
+        any(precision_of(choice) == "int8" for choice in program.plan.choices) and backend != "eager"
+    )
+    try:
+        with torch.no_grad():
+            found = execute.attend(program, request, backend).out
+    except BackendRefusal:
+        return "refused"
+    assert found.dtype == request.query.dtype
+    if not rounds_weights:  # tests/native/test_plans.py holds int8 products to their signal-to-noise ratio
+        truth, limit = definition(program, request)
+        error = float((found.double() - truth).abs().amax())
+        assert error <= limit, f"off by {error:.2e}, allowed {limit:.2e}"
+    with torch.no_grad():
+        assert torch.equal(execute._traced(program, request, backend, None), found), "traced differs"
+        rules = request.structure
+        if rules.chunk is not None or rules.sinks or rules.spans is not None:
+            return "served"  # no traced graph of a model has these beside a plan
+        try:
+            traced = execute._traced(program, as_traced(request), backend, rules.window)
+        except ValueError as error:
+            if "counts keys from a sequence's first" in str(error):
+                return "served"
+            raise
+    real = torch.ones(found.shape[:2], dtype=torch.bool)
+    if rules.pads_queries and rules.key_padding is not None:
+        real = rules.key_padding
+    error = float((traced.double() - found.double())[real].abs().amax()) if real.any() else 0.0
+    assert error <= bound(request, found.double()), f"from a dense mask: off by {error:.2e}"
+    return "served"
