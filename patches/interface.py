@@ -165,6 +165,10 @@ def _attend_anew(
         from .refusals import check_additions
 
         check_additions(query, attention_mask, position_bias)
+    if scaling is not None and type(scaling) is not float:
+        from .refusals import check_scaling
+
+        check_scaling(scaling)
     if not _KNOWN.issuperset(kwargs):
         _refuse_unknown(module, kwargs)
     if sliding_window is not None and attention_mask is None and sliding_window < key.shape[2]:

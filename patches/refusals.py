@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_additions"]
+__all__ = ["check_additions", "check_scaling"]
+
+
+def check_scaling(scaling: Any) -> None:
+    """Refuse what no score can be multiplied by.
+
+    Raises:
+        ValueError: Names it and what it should be.
+    """
+    if not isinstance(scaling, (Real, Tensor, torch.SymFloat, torch.SymInt)):
+        raise ValueError(f"scaling: got {scaling!r:.80}, expected a number, or None for head_dim**-0.5")
 
 
 def check_additions(query: Tensor, attention_mask: Any, position_bias: Any) -> None:

@@ -304,7 +304,7 @@ def planned_op(
     request = AttentionRequest(
         query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias
     )
-    if mask is not None or bias is not None:
+    if structure.mask is not None or bias is not None:
         request = legible(request, own_window) or request
     request = replace(request, structure=request.structure.settled())
     with torch.no_grad():

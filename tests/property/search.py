@@ -113,14 +113,14 @@ def search(cases: int, seed: int, state: Path, library: Path | None, jobs: int =
     if done.get("seed") != seed:
         done = {"seed": seed, "chunks": [], "verdicts": {}, "failed": [], "commits": []}
     # the last chunk of a kind is smaller; another number of cases keeps the chunks that it shares
-    asked = [
+    parts: list[list[Any]] = [
         [kind, number, min(CHUNK, (round(cases * share) or 1) - number * CHUNK)]
         for kind, share in KINDS.items()
         for number in range(-(-(round(cases * share) or 1) // CHUNK))
     ]
-    asked = sorted((part for part in asked if part not in done["chunks"]), key=lambda part: int(part[1]))
+    asked = sorted((part for part in parts if part not in done["chunks"]), key=lambda part: int(part[1]))
 
-    def run(part: list[Any]) -> tuple[list[Any], str, subprocess.CompletedProcess[str]]:
+    def run(part: list[Any]) -> tuple[list[Any], str | None, subprocess.CompletedProcess[str]]:
         kind, number, size = part
         command = [sys.executable, __file__, "--chunk", kind, "--seed", str(seed * 1_000_003 + number)]
         command += ["--cases", str(size), *(["--library", str(library)] if library else [])]

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.plans import execute
 from adaattn_hf.plans.choices import Choice, Window
 from adaattn_hf.plans.plan import LayerPlan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support import planned as support
-from ..support.planned import Planned, as_traced, judge, planned
+from ..support.planned import Planned, judge, planned
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -33,14 +34,12 @@ def test_the_judgement_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
     )  # fmt: skip
     narrow, wide = (Program(LayerPlan(0, "", (Choice.of(Window(w, 1)),)), LayerTensors(), 99) for w in (5, 9))
     assert judge(Planned(narrow, request, "eager")) == "served"
-    run = support.execute.attend
+    run = execute.attend
     with monkeypatch.context() as patch:
-        patch.setattr(support.execute, "attend", lambda program, *a: run(wide, *a))
+        patch.setattr(execute, "attend", lambda _, *a: run(wide, *a))
         with pytest.raises(AssertionError, match="off by"):
             judge(Planned(narrow, request, "eager"))
-    monkeypatch.setattr(
-        support, "as_traced",
-        lambda r: replace(as_traced(r), structure=as_traced(r).structure.with_changes(q_offset=1)),
-    )  # fmt: skip
-    with pytest.raises(AssertionError, match=r"counts keys|from a dense mask"):
-        judge(Planned(narrow, replace(request, structure=request.structure.with_changes(q_offset=2)), None))
+    later = request.structure.with_changes(q_offset=2)
+    monkeypatch.setattr(support, "as_traced", lambda r: replace(r, structure=later))
+    with pytest.raises(AssertionError, match="from a dense mask: off by"):
+        judge(Planned(narrow, request, "eager"))

@@ -330,7 +330,9 @@ def judge(call: Call) -> str:
     shown = (call.given.get(name) for name in ("key", "value", "position_bias"))
     clean = all(torch.isfinite(t.detach()).all() for t in shown if isinstance(t, Tensor))
     beyond = truth.abs() > torch.finfo(out.dtype).max
-    # weights of 0 do not keep a hidden key's not-a-number out, in torch's kernels neither
+    own = ~torch.isfinite(call.given["query"].detach()).all(3).transpose(1, 2).expand_as(finite)
+    # weights of 0 do not keep a hidden key's not-a-number out, in torch's kernels neither, nor that of a blind query
+    bad = bad | own
     assert (finite | bad | beyond.any(3)).all() or not clean, f"{told}: not-a-numbers out of nothing"
     if scores * coarse > 0.1:
         return "served"  # rounding decides between keys

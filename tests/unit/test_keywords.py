@@ -44,6 +44,13 @@ def test_a_keyword_that_nobody_knows_is_refused_by_name(name: str) -> None:
     assert torch.equal(called(**{name: None}), called())
 
 
+@pytest.mark.parametrize("scaling", ["half", [1.0], {}])
+def test_a_scaling_that_is_no_number_is_refused(scaling: Any) -> None:
+    with pytest.raises(ValueError, match=r"scaling: got .*, expected a number"):
+        called(scaling=scaling)
+    assert torch.equal(called(scaling=1), called(scaling=1.0))
+
+
 @pytest.mark.parametrize("name", sorted(HARMLESS))
 def test_a_harmless_keyword_changes_nothing(name: str) -> None:
     assert name not in served()
