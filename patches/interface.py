@@ -102,7 +102,8 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         )
         if not compiling and (prompt := getattr(key, "_adaattn_prompt", None)) is not None:
             prompt.reread(query, key)  # what its cache rounded it into, see `cache.tokens.PROMPT`
-        if not (compiling or extras) and isinstance(key, Tensor):
+        known = scaling is None or type(scaling) is float
+        if known and not (compiling or extras) and isinstance(key, Tensor):
             structure = fast_path.structure_at_hand(
                 module, query, key, attention_mask, is_causal, sliding_window
             )
