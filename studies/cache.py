@@ -7,16 +7,18 @@ random keys, steps take the arms in turn, and ratios are of each round. Loss is 
 
 On a CUDA device (`--device cuda --shape 8b`, without MODEL no loss) a model shaped like LLaMA-8B is made there, and the
 arms follow one another, each with the device's memory to itself; the page is `cache_cuda.md`.
+
+kvpress asks for older Transformers than these, and runs beside them: `pip install --no-deps kvpress cachetools fire`.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,22 +41,10 @@ from adaattn_hf._files import write_atomically
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import ratio_summary, timed, turn
 from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
-from adaattn_hf.stats.paired import clustered_ratio, score_tokens
 
-STOCK = "DynamicCache"
-PIECE = 64
-"""Tokens that are read at a time where loss is measured."""
-CONFIDENCE = 0.95
+from .cache_text import CONFIDENCE, PIECE, STOCK, Arm, behind_prompts, losses
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A cache under an attention implementation; `make(model, room)` is empty and has room for so many tokens."""
-
-    name: str
-    implementation: str
-    make: Callable[[Any, int], Any]
 
 
 def _quantised(backend: str, **options: int) -> Callable[[Any, int], Any]:
@@ -65,12 +55,23 @@ def _ours(stored: str) -> Callable[[Any, int], Any]:
     return lambda model, room: AdaAttnCache(model, stored, reserve=room)
 
 
+def _dynamic(model: Any, room: int) -> DynamicCache:
+    return DynamicCache(config=model.config)
+
+
+def _press(name: str) -> Callable[[], Any]:
+    """Makes a press of kvpress that drops half of a prompt's tokens."""
+    return lambda: getattr(importlib.import_module("kvpress"), f"{name}Press")(compression_ratio=0.5)
+
+
+PRESSES = ("Knorm", "SnapKV", "ExpectedAttention")
 ARMS = (
-    Arm(STOCK, "sdpa", lambda model, room: DynamicCache(config=model.config)),
+    Arm(STOCK, "sdpa", _dynamic),
     Arm("StaticCache", "sdpa", lambda model, room: StaticCache(config=model.config, max_cache_len=room)),
     Arm("QuantizedCache fp8", "sdpa", _quantised("fp8")),
     Arm("QuantizedCache quanto, 4 bits", "sdpa", _quantised("quanto", nbits=4)),
     Arm("QuantizedCache hqq, 8 bits", "sdpa", _quantised("hqq", nbits=8, axis_key=1, axis_value=1)),
+    *(Arm(f"kvpress {press}, half", "sdpa", _dynamic, 0.5, _press(press)) for press in PRESSES),
     *(Arm(f"AdaAttnCache {stored}", "adaattn", _ours(stored)) for stored in CACHES),
 )
 
@@ -88,6 +89,8 @@ def present(model: Any, skipped: Sequence[str]) -> tuple[list[Arm], dict[str, st
             absent[arm.name] = "left out"
             continue
         try:
+            if arm.press is not None:
+                arm.press()
             model.set_attn_implementation(arm.implementation)
             cache = arm.make(model, 8)
             with torch.no_grad():
@@ -135,7 +138,7 @@ def filled(arm: Arm, model: Any, batch: int, length: int, room: int) -> Any:
     generator = torch.Generator(model.device).manual_seed(0)
     model.set_attn_implementation(arm.implementation)
     cache = arm.make(model, room)
-    shape = (batch, config.num_key_value_heads, length, dim)
+    shape = (batch, config.num_key_value_heads, max(1, int(length * arm.keep)), dim)
     key = torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype)
     for layer in range(config.num_hidden_layers):
         cache.update(key.clone(), key.clone(), layer)
@@ -196,33 +199,6 @@ def _paired(stock: list[float], arm: list[float]) -> tuple[list[float], list[flo
     return stock[:count], arm[:count]
 
 
-@torch.no_grad()
-def losses(model: Any, arms: Sequence[Arm], windows: Tensor) -> list[dict[str, Any]]:
-    """Loss over each cache less that over `DynamicCache`, nats/token, of windows `[windows, tokens]` of a text."""
-
-    def logits(arm: Arm, window: Tensor) -> Tensor:
-        model.set_attn_implementation(arm.implementation)
-        cache = arm.make(model, windows.shape[1])
-        parts = [model(piece, past_key_values=cache).logits[0] for piece in window[None].split(PIECE, dim=1)]
-        return torch.cat(parts)[:-1]
-
-    deltas: dict[str, list[float]] = {arm.name: [] for arm in arms if arm.name != STOCK}
-    stock = next(arm for arm in arms if arm.name == STOCK)
-    for window in windows:
-        exact = logits(stock, window)
-        for arm in arms:
-            if arm is not stock:
-                score = score_tokens((exact, logits(arm, window)), window[1:])
-                deltas[arm.name].append(float(score.delta[0].sum()))
-    rows = []
-    for name, sums in deltas.items():
-        ratio = clustered_ratio(np.array(sums), np.full(len(sums), windows.shape[1] - 1))
-        rows.append(
-            {"cache": name, "delta_nll": ratio.mean, "upper": ratio.upper(CONFIDENCE), "windows": len(sums)}
-        )
-    return rows
-
-
 SHAPES = {
     "1b": (
         "LLaMA-3.2-1B",
@@ -263,8 +239,7 @@ def page(found: dict[str, Any]) -> str:
         f"`python -m studies.cache`, {_where(made)}, commit {made['commit']}. Decode steps "
         f"of whole models behind a filled cache, at most {found['rounds']} rounds of {found['steps']} steps that take "
         f"the caches {'one after another' if made['driver'] else 'in turn'}; "
-        f"times are ratios to {STOCK} under sdpa in the same round (median, quartiles), by the "
-        "clock and by the "
+        f"times are ratios to {STOCK} under sdpa in the same round (median, quartiles), by the clock and by the "
         "process's time. Bytes are those of every storage that the cache holds, divided by the tokens in it.",
         "",
     ]
@@ -282,19 +257,40 @@ def page(found: dict[str, Any]) -> str:
                 f"{row['tokens_per_second']:.2f} | {wall['median']:.2f} | {wall['quartile_25']:.2f} to "
                 f"{wall['quartile_75']:.2f} | {row['process']['median']:.2f} |"
             )
-        lines.append("")
+        bounds = [
+            f"{floor / row['tokens_per_second']:.2f} (batch {batch}, {row['length']} tokens)"
+            for batch, floor in found["floor"][model].items()
+            for row in rows
+            if row["cache"] == STOCK and row["batch"] == batch
+        ]
+        lines += [
+            "",
+            f"With no cache to read a step would be as many times as fast: {', '.join(bounds)}.",
+            "",
+        ]
     if found["loss"]:
         lines += [
             "## Loss",
             "",
-            f"Teacher-forced in pieces of {PIECE} tokens, {found['loss_of']}; Δnll against {STOCK}, nats/token, upper "
-            f"bound at {CONFIDENCE:.0%} over windows.",
+            f"Teacher-forced in pieces of {PIECE} tokens behind a first one, {found['loss_of']}; Δnll against {STOCK}, "
+            f"nats/token, upper bound at {CONFIDENCE:.0%} over windows.",
             "",
             "| cache | Δnll | at most | windows |",
             "|---|---|---|---|",
             *(
                 f"| {row['cache']} | {row['delta_nll']:+.2e} | {row['upper']:+.2e} | {row['windows']} |"
                 for row in found["loss"]
+            ),
+        ]
+        lines += [
+            "",
+            "The same behind half a window read at once, pressed where an arm presses; needles found in such a prompt.",
+            "",
+            "| cache | Δnll | at most | needles found |",
+            "|---|---|---|---|",
+            *(
+                f"| {row['cache']} | {row['delta_nll']:+.2e} | {row['upper']:+.2e} | {row['found']}/{row['needles']} |"
+                for row in found["behind"]
             ),
         ]
     if found["absent"]:
@@ -364,7 +360,8 @@ def main(
     made = provenance(place)
     made["commit"] = os.environ.get("ADAATTN_COMMIT", made["commit"])
     found: dict[str, Any] = {
-        "provenance": made, "rounds": rounds, "steps": steps, "absent": {}, "loss": [], "loss_of": "", "speed": {}
+        "provenance": made, "rounds": rounds, "steps": steps, "absent": {}, "loss": [], "loss_of": "", "behind": [],
+        "speed": {}, "floor": {},
     }  # fmt: skip
     makes: list[tuple[str, Callable[[], Any]]] = [
         (f"{SHAPES[one][0]}'s shape, random weights, bfloat16", partial(shaped, one, place)) for one in shapes
@@ -375,6 +372,7 @@ def main(
         named = named.to(place)
         arms, found["absent"] = present(named, left_out)
         found["loss"] = losses(named, arms, ids.to(place))
+        found["behind"] = behind_prompts(named, arms, ids.to(place))
         found["loss_of"] = (
             f"{name or model.name} in float32, {windows} windows of {window} tokens of {text.name}"
         )
@@ -383,6 +381,10 @@ def main(
         one = make()
         arms, found["absent"] = present(one, left_out)
         found["speed"][title] = rows = []
+        found["floor"][title] = {
+            batch: speed(one, arms[:1], batch, 1, rounds, steps, most)[0]["tokens_per_second"]
+            for batch in map(int, batches.split(","))
+        }
         for length in map(int, lengths.split(",")):
             for batch in map(int, batches.split(",")):
                 rows += speed(one, arms, batch, length, rounds, steps, most)

@@ -10,6 +10,7 @@ haystack before it, with a value of its own; both are asked for, and the first t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,13 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
     return Haystack(torch.cat(pieces), tuple(answers), depths, likely)
 
 
+def is_found(haystack: Haystack, needle: int, likeliest: Sequence[int]) -> bool:
+    """Returns whether the likeliest tokens in the place of a needle's value are what its key may bring to mind."""
+    answer = haystack.answers[needle]
+    rest = haystack.tokens[answer + 1 : answer + VALUE].tolist()
+    return likeliest[0] in haystack.likely[needle] and list(likeliest[1:]) == rest
+
+
 @torch.no_grad()
 def retrieved(arms: ModelArms, haystack: Haystack, tap: Tap | None) -> tuple[bool, ...]:
     """Returns for each needle whether its value tokens are the model's likeliest, given those before.
@@ -94,8 +102,7 @@ def retrieved(arms: ModelArms, haystack: Haystack, tap: Tap | None) -> tuple[boo
     with tapping(tap):
         hidden = arms.hidden(haystack.tokens[None].to(arms.device))
     found = []
-    for answer, likely in zip(haystack.answers, haystack.likely, strict=True):
+    for needle, answer in enumerate(haystack.answers):
         logits = arms.logits(hidden[:, answer - 1 : answer + VALUE - 1])
-        first, *rest = logits[0].argmax(-1).tolist()
-        found.append(first in likely and rest == haystack.tokens[answer + 1 : answer + VALUE].tolist())
+        found.append(is_found(haystack, needle, logits[0].argmax(-1).tolist()))
     return tuple(found)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from adaattn_hf.eval.demo import demo_model_path, pages_path
 from studies.cache import ARMS, app
+from studies.cache_text import Arm, losses, read
 
 
 def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) -> None:
@@ -38,5 +44,44 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
     loss = {row["cache"]: row for row in found["loss"]}
     assert loss["AdaAttnCache model"]["delta_nll"] == pytest.approx(0, abs=1e-5)
     assert 0 < abs(loss["AdaAttnCache int8"]["delta_nll"]) < 0.01
+    behind = {row["cache"]: row for row in found["behind"]}
+    assert set(behind) == {"DynamicCache", *loss}
+    assert behind["AdaAttnCache model"]["delta_nll"] == pytest.approx(0, abs=1e-5)
+    assert behind["AdaAttnCache model"]["found"] == behind["DynamicCache"]["found"]
+    assert {row["needles"] for row in behind.values()} == {9}
     words = (tmp_path / "cache.md").read_text()
+    assert words.count("With no cache to read a step would be as many times as fast") == 2
     assert all(f"| {name} |" in words for name in ran)
+
+
+def test_a_press_is_at_work_while_the_prompt_is_read_and_no_longer() -> None:
+    """By the way in which those of kvpress are called: entered with the model, told the positions of the prompt."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).eval()
+    seen: list[int] = []
+
+    @contextmanager
+    def press(inside: Any) -> Iterator[None]:
+        def half(module: Any, args: Any, kwargs: Any, out: Any) -> None:
+            seen.append(len(kwargs["cache_position"]))
+            layer = kwargs["past_key_values"].layers[0]
+            layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+
+        hook = inside.model.layers[0].self_attn.register_forward_hook(half, with_kwargs=True)
+        yield
+        hook.remove()
+
+    def dynamic(model: Any, room: int) -> DynamicCache:
+        return DynamicCache(config=model.config)
+
+    plain = Arm("DynamicCache", "sdpa", dynamic)
+    pressed = Arm("pressed", "sdpa", dynamic, 0.5, lambda: press)
+    tokens = torch.randint(61, (200,), generator=torch.Generator().manual_seed(0))
+    exact, less = read(model, plain, tokens, 100), read(model, pressed, tokens, 100)
+    assert seen == [100]
+    assert exact.shape == less.shape == (100, 61)
+    assert not torch.allclose(exact, less)
+    with torch.no_grad():
+        torch.testing.assert_close(exact, model(tokens[None]).logits[0, 100:], atol=1e-5, rtol=0)
+    assert losses(model, [plain, pressed], tokens[None]) == []
