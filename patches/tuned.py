@@ -27,7 +27,18 @@ from adaattn_hf.backends.table import Cell, Table, TableError, cell_of, clearly_
 from adaattn_hf.backends.tuning import measure
 from adaattn_hf.errors import unknown
 
-__all__ = ["SETTINGS", "current", "elsewhere", "forget", "keep", "key_of", "path_of", "preferred", "setting"]
+__all__ = [
+    "SETTINGS",
+    "begin",
+    "current",
+    "elsewhere",
+    "forget",
+    "keep",
+    "key_of",
+    "path_of",
+    "preferred",
+    "setting",
+]
 
 VARIABLE = "ADAATTN_TUNE"
 SETTINGS = {
@@ -107,6 +118,19 @@ def current(device: str) -> Table | None:
         except TableError as error:
             warnings.warn(f"adaattn: {error}; until then, calls go by the built-in order", stacklevel=2)
     return _tables[device]
+
+
+def begin(device: str) -> str:
+    """Make room for measurements: a file that cannot be used here is deleted. Says why, empty where none was."""
+    path, said = path_of(device), ""
+    try:
+        if path.exists():
+            Table.read(path, key_of(device))
+    except TableError as error:
+        said = str(error)
+        path.unlink()
+    forget()
+    return said
 
 
 def forget() -> None:

@@ -20,14 +20,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 def tune(
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Dtypes by commas. Default: bfloat16, on a CPU float32, too.")
+        str | None, typer.Option(help="By commas. Default: bfloat16, on a CPU float32, too.")
     ] = None,
     head_dim: Annotated[str, typer.Option(help="Head sizes by commas.")] = "64,128",
     kinds: Annotated[
-        str | None,
-        typer.Option(
-            help="Kinds of calls by commas. Default: full,causal,suffix,step, on CUDA window,ragged,'padded step', too."
-        ),
+        str | None, typer.Option(help="By commas. Default: full,causal,suffix,step, on CUDA all.")
     ] = None,
     longest: Annotated[
         int | None, typer.Option(min=1, help="Greatest length. Default: that of the table.")
@@ -64,7 +61,7 @@ def _tune(
     from adaattn_hf.patches import tuned
 
     from ..backends.probes import KINDS
-    from ..backends.table import LONGEST, Table, TableError
+    from ..backends.table import LONGEST
     from .classes import grid, report
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,13 +79,8 @@ def _tune(
     dims = [int(one) for one in head_dim.split(",") if one.strip().isdigit() and int(one) > 0]
     if not dims or len(dims) != len(head_dim.split(",")):
         raise UsageError(f"head-dim: got {head_dim!r}, expected head sizes by commas, such as 64,128")
-    try:
-        if path.exists():
-            Table.read(path, tuned.key_of(where))
-    except TableError as error:
-        typer.echo(f"begun anew: {error}", err=True)
-        path.unlink()
-    tuned.forget()
+    if said := tuned.begin(where):
+        typer.echo(f"begun anew: {said}", err=True)
     number = torch.get_num_threads() if where == "cpu" else 0
     cells = [
         cell for cell in dict.fromkeys(grid(where, dtypes, dims, asked, number))
