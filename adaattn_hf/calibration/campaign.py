@@ -9,6 +9,7 @@ fails by a smaller one.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -72,6 +73,10 @@ class Campaign:
         sentence = "no choice saves time inside the budget on this machine"
         inputs.say(self.forecast())
         while not self.attempts.exhausted:
+            if self.late():
+                over = f"{inputs.settings.minutes:g} minutes are over"
+                sentence = f"{sentence}; {over}" if self.history else over
+                break
             most = self.most()
             if most < min(inputs.settings.held_out, self.pool()) or most < 2:
                 sentence = f"{sentence}; the held-out text is used up"
@@ -122,6 +127,12 @@ class Campaign:
             return replace(result, met=met, sentence=sentence, report=report)
         plan = replace(result.plan, protocol={**result.plan.protocol, PROTOCOL: found})
         return replace(result, plan=plan, met=True, sentence=sentence, report=report)
+
+    def late(self) -> bool:
+        """Whether the time that was given is over, by the clock of the process that leads."""
+        inputs = self.measurement.inputs
+        minutes = inputs.settings.minutes
+        return minutes is not None and inputs.team.tell(time.monotonic() - inputs.opened > 60.0 * minutes)
 
     def pool(self) -> int:
         """Held-out sequences that there are at the length with the fewest."""

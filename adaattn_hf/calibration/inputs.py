@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,6 +55,7 @@ class Inputs:
         say: Told in words what the user should know before it takes time.
         other_source: Whether the held-out text is of a source of its own.
         team: The processes that share the work.
+        opened: When the model was opened, by `time.monotonic`.
     """
 
     model: nn.Module
@@ -66,6 +68,7 @@ class Inputs:
     say: Callable[[str], None] = unsaid
     other_source: bool = False
     team: team.Team = field(default_factory=team.present)
+    opened: float = field(default_factory=time.monotonic)
 
     @property
     def fingerprint(self) -> str:

@@ -12,7 +12,7 @@ from ..policy.candidates import FAMILIES, MASSES, WINDOWS
 
 _OF_THE_PROOF = (
     "budget", "direct", "held_out", "most_held_out", "tries", "bolder", "haystacks", "needles", "top1", "kl_p999",
-    "needles_lost", "alpha", "rounds", "optimize", "kv_bytes",
+    "needles_lost", "alpha", "minutes", "rounds", "optimize", "kv_bytes",
 )  # fmt: skip
 """Settings that no measurement of risks depends on."""
 
@@ -48,6 +48,7 @@ class CalibrationSettings:
         masses: Shares of attention to keep by blocks.
         decode_tokens: Decode steps per prefill, which weigh the prices of the phases.
         alpha: Level of the test over all tries.
+        minutes: Minutes after the start from which no further plan is begun; `None` for no end.
         rounds: Rounds in which whole forward passes are timed once a plan has passed; 0 for none.
         optimize: `time`; or `memory`, which also looks for the smallest cache, see `storage`.
         kv_bytes: Bytes of the cache that are asked for, as a share of those of all tokens in the model's dtype.
@@ -75,6 +76,7 @@ class CalibrationSettings:
     masses: tuple[float, ...] = MASSES
     decode_tokens: int = 64
     alpha: float = 0.05
+    minutes: float | None = None
     rounds: int = 4
     optimize: str = "time"
     kv_bytes: float | None = None
@@ -103,6 +105,8 @@ class CalibrationSettings:
             raise ValueError(
                 f"kv_bytes is {self.kv_bytes}, expected a share of the bytes below 1, such as 0.4x"
             )
+        if self.minutes is not None and not self.minutes > 0.0:
+            raise ValueError(f"minutes is {self.minutes}, expected a time above 0, or None for no end")
         if self.bolder < 0:
             raise ValueError(f"bolder is {self.bolder}, expected a number of plans, 0 for none")
         if self.most_held_out < self.held_out:

@@ -70,6 +70,9 @@ def calibrate(
     ] = 36,
     tries: Annotated[int, typer.Option(help="Plans that may fail before the answer is exact.")] = 3,
     bolder: Annotated[int, typer.Option(help="Bolder plans that may follow one that passed with room.")] = 2,
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin no further plan when so many minutes are over.")
+    ] = None,
     top1: Annotated[
         str | None,
         typer.Option(help="Least agreement on the likeliest token (99%). Default: as the budget."),
@@ -150,6 +153,7 @@ def calibrate(
             most_held_out=max(held_out, most_held_out),
             tries=tries,
             bolder=bolder,
+            minutes=minutes,
             top1=share(top1, "top1") or 0.0,
             kl_p999=kl_p999,
             needles_lost=share(needles, "needles"),

@@ -41,9 +41,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", ["gemma", "qwen"])
-@pytest.mark.parametrize("budget", [1e-2, 1e-9])
-def test_a_search_decides_and_its_plan_changes_something(family: str, budget: float, text: Path) -> None:
+def found(family: str, text: Path, settings: CalibrationSettings) -> Calibration:
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_model_path("llama"))
     torch.manual_seed(0)
     model = build(family, tokenizer, layers=6, width=64, window=OWN)
@@ -57,8 +55,14 @@ def test_a_search_decides_and_its_plan_changes_something(family: str, budget: fl
     def encode(words: str) -> list[int]:
         return list(tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"])
 
+    return calibrate(model, encode, [text], settings, prices=prices())
+
+
+@pytest.mark.parametrize("family", ["gemma", "qwen"])
+@pytest.mark.parametrize("budget", [1e-2, 1e-9])
+def test_a_search_decides_and_its_plan_changes_something(family: str, budget: float, text: Path) -> None:
     settings = replace(SETTINGS, budget=budget)
-    result: Calibration = calibrate(model, encode, [text], settings, prices=prices())
+    result = found(family, text, settings)
     steps = [entry for entry in result.report["history"] if "measured" in entry]
     assert len(steps) <= MOST_JOINT_STEPS * (settings.tries + settings.bolder)
     chosen = [(layer.layer, choice) for layer in result.plan.layers for choice in layer.choices]
@@ -75,6 +79,15 @@ def test_a_search_decides_and_its_plan_changes_something(family: str, budget: fl
             f"layer {layer}: {choice.label} changes nothing beside {own}"
         )
     assert all(verdict["activation"] > 0.0 for verdict in result.report["verdicts"])
+
+
+def test_no_plan_is_begun_once_the_time_is_over(text: Path) -> None:
+    late = found("gemma", text, replace(SETTINGS, budget=1e-2, minutes=1e-6))
+    assert not late.met
+    assert late.sentence.endswith("1e-06 minutes are over; the plan is exact")
+    assert late.report["history"] == []
+    with pytest.raises(ValueError, match="minutes is 0"):
+        replace(SETTINGS, minutes=0.0)
 
 
 def test_parts_of_a_text_are_disjoint_and_whole() -> None:
