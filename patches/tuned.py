@@ -104,6 +104,8 @@ def _digest() -> str:
 
 
 _tables: dict[str, Table | None] = {}
+_unusable: set[str] = set()
+"""Devices whose file is damaged, or speaks for something else."""
 
 
 def current(device: str) -> Table | None:
@@ -116,6 +118,7 @@ def current(device: str) -> Table | None:
             if os.path.exists(path):
                 _tables[device] = Table.read(path, key_of(device))
         except TableError as error:
+            _unusable.add(device)
             warnings.warn(f"adaattn: {error}; until then, calls go by the built-in order", stacklevel=2)
     return _tables[device]
 
@@ -136,6 +139,7 @@ def begin(device: str) -> str:
 def forget() -> None:
     """Read the tables anew at the next call, and choose anew."""
     _tables.clear()
+    _unusable.clear()
     key_of.cache_clear()
     use_measured(preferred)
 
@@ -176,12 +180,11 @@ def keep(device: str, cell: Cell, clock: Clock | None = None) -> Table:
         cell: What is measured.
         clock: Measures instead of the device's own clock.
     """
-    path, table = path_of(device), current(device)
-    ours = table is not None or not os.path.exists(path)
-    table = _tables[device] = table or Table(key_of(device))
+    path = path_of(device)
+    table = _tables[device] = current(device) or Table(key_of(device))
     table.cells[cell] = measure(device, cell, clock)
     try:
-        if ours:
+        if device not in _unusable:
             write_atomically(path, table.text())
     except OSError as error:
         warnings.warn(f"adaattn: {path} cannot be written ({error}); set XDG_CACHE_HOME", stacklevel=2)

@@ -48,10 +48,17 @@ def cell_of(spec: CallSpec) -> Cell | None:
         or spec.per_head or spec.stored is not None or spec.head_dim != spec.head_dim_v
     )  # fmt: skip
     unread = spec.kind == "ragged" and spec.holes is None and not spec.decode
-    if extras or unread or not spec.length or spec.kind == "irregular" or spec.device not in LONGEST:
+    unlike = spec.windowed and (spec.kind != "window" or spec.decode)
+    if (
+        extras
+        or unread
+        or unlike
+        or not spec.length
+        or spec.kind == "irregular"
+        or spec.device not in LONGEST
+    ):
         return None
-    one = spec.decode and not spec.windowed
-    kind = spec.kind if not one else "padded step" if spec.kind == "ragged" else "step"
+    kind = spec.kind if not spec.decode else "padded step" if spec.kind == "ragged" else "step"
     size = spec.pairs if spec.device == "cuda" else spec.kv_bytes
     return Cell(
         kind, str(spec.dtype).removeprefix("torch."), spec.head_dim, spec.groups > 1, spec.needs_grad,

@@ -68,7 +68,8 @@ def test_auto_follows_the_table_for_its_class_of_calls_alone() -> None:
     assert choose(inside, "native").name == "native"  # a named backend is that backend
     others = [
         {"head_dim": 24, "head_dim_v": 24}, {"dtype": torch.bfloat16}, {"needs_grad": True}, {"softcap": True},
-        {"need_lse": True}, {"compiling": True}, {"kind": "window", "windowed": True}, {"head_windows": True},
+        {"need_lse": True}, {"compiling": True}, {"kind": "window", "windowed": True}, {"windowed": True},
+        {"head_windows": True},
         {"kind": "ragged"}, {"stored": "int8"},
     ]  # fmt: skip
     assert [choose(inside._replace(**other)).name for other in others] == ["native"] * len(others)
@@ -222,7 +223,21 @@ def test_first_leaves_the_table_of_another_machine_alone(monkeypatch: pytest.Mon
     monkeypatch.setenv("ADAATTN_TUNE", "first")
     with pytest.warns(UserWarning, match="until then"):
         choose(spec_of(call(32)))
+    choose(spec_of(call(33)))
     assert path.read_text() == "{"
+    assert tuned.begin("cpu").startswith(str(path))
+    choose(spec_of(call(33)))
+    assert len(Table.read(path, tuned.key_of("cpu")).cells) == 1
+
+
+def test_one_query_behind_a_window_is_no_call_of_the_table() -> None:
+    x = torch.zeros(1, 2, 64, 16)
+    step = CallStructure(1, 1, 64, causal=True, q_offset=63, window=8)
+    padding = torch.arange(64)[None] >= torch.tensor([[0], [20]])
+    padded = CallStructure(2, 64, 64, causal=True, window=8, key_padding=padding, pads_queries=True)
+    assert cell_of(spec_of(AttentionRequest(x[:, :, :1], x, x, step, 0.25))) is None
+    both = x.expand(2, -1, -1, -1)
+    assert cell_of(spec_of(AttentionRequest(both, both, both, padded, 0.25))._replace(holes=False)) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
