@@ -1,0 +1,118 @@
+"""What is done to caches between calls, in every format, streaming or not: what comes next does not notice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import adaattn_hf
+from adaattn_hf.eval.timing import peak_bytes
+from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
+from studies.cache import held_bytes
+
+from ..support.choices import make_choice
+from .test_streaming_cache import EXACT, NEAR, give, ids, model_for, run
+
+Operation = Callable[[Any, Any, Path, "Tensor | None"], "tuple[Any, list[int]]"]
+
+
+def saved(model: Any, cache: Any, directory: Path, mask: Tensor | None) -> tuple[Any, list[int]]:
+    return adaattn_hf.load_cache(adaattn_hf.save_cache(cache, directory / "cache"), model), [0, 1, 2]
+
+
+def prefix(model: Any, cache: Any, directory: Path, mask: Tensor | None) -> tuple[Any, list[int]]:
+    """Used again, after another text has followed it."""
+    kept = copy.deepcopy(cache)
+    run(model, ids(3, 200).flip(1), cache, 30, 1, mask=mask)
+    return kept, [0, 1, 2]
+
+
+def offloaded(model: Any, cache: Any, directory: Path, mask: Tensor | None) -> tuple[Any, list[int]]:
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+    return cache, [0, 1, 2]
+
+
+def reordered(model: Any, cache: Any, directory: Path, mask: Tensor | None) -> tuple[Any, list[int]]:
+    cache.reorder_cache(torch.tensor([2, 2, 0]))
+    return cache, [2, 2, 0]
+
+
+def split(model: Any, cache: Any, directory: Path, mask: Tensor | None) -> tuple[Any, list[int]]:
+    cache.batch_select_indices(torch.tensor([1]))
+    return cache, [1]
+
+
+def repeated(model: Any, cache: Any, directory: Path, mask: Tensor | None) -> tuple[Any, list[int]]:
+    cache.batch_repeat_interleave(2)
+    return cache, [0, 0, 1, 1, 2, 2]
+
+
+def cropped(model: Any, cache: Any, directory: Path, mask: Tensor | None) -> tuple[Any, list[int]]:
+    """Before a window is passed, as streaming heads ask for."""
+    run(model, ids(3, 200).flip(1), cache, 1, 3, mask=mask)
+    cache.crop(-4)
+    return cache, [0, 1, 2]
+
+
+OPERATIONS: dict[str, Operation] = {
+    f.__name__: f for f in (saved, prefix, offloaded, reordered, split, repeated, cropped)
+}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("streaming", [False, True], ids=["full", "streaming"])
+@pytest.mark.parametrize("stored", CACHES)
+def test_what_follows_does_not_notice(
+    stored: str, streaming: bool, operation: str, padded: bool, tmp_path: Path
+) -> None:
+    """Pieces of a prompt, single tokens, and rows that begin later than others."""
+    model, tokens = model_for(stored), ids(3, 200)
+    mask: Tensor | None = torch.ones_like(tokens) if padded else None
+    if mask is not None:
+        mask[2, :5] = 0
+    before = (9,) if operation == "cropped" else (40, 1, 13)
+
+    def read(rows: list[int]) -> Any:
+        cache = AdaAttnCache(model, stored, streaming=streaming)
+        run(model, tokens[rows], cache, *before, mask=None if mask is None else mask[rows])
+        return cache
+
+    def follow(cache: Any, rows: list[int]) -> Tensor:
+        return run(model, tokens[rows], cache, 20, 1, 1, 33, mask=None if mask is None else mask[rows])
+
+    cache, rows = OPERATIONS[operation](model, read([0, 1, 2]), tmp_path, mask)
+    assert cache.get_seq_length() == sum(before)
+    torch.testing.assert_close(follow(cache, rows), follow(read(rows), rows), atol=NEAR, rtol=0)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["full", "streaming"])
+@pytest.mark.parametrize("stored", CACHES)
+def test_the_peak_of_decode_steps_is_what_explain_says(stored: str, streaming: bool) -> None:
+    """What is held and what steps take beside it, within 5 % of the bytes that are told before a token is there.
+
+    Of 12 rows, since the kernels' own buffers are half a megabyte whatever the cache.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=64
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("adaattn")
+    if streaming:
+        give(model, ((EXACT, EXACT, EXACT, make_choice("window", 256, 4)),) * 2, 2000)
+    told = adaattn_hf.explain(model, cache=stored, streaming=streaming).cache
+    cache = AdaAttnCache(model, stored, reserve=2000, streaming=streaming)
+    run(model, ids(12, 2000), cache, *[165] * 12)
+    steps, _ = peak_bytes(lambda: run(model, ids(12, 2000), cache, *[1] * 20), torch.device("cpu"))
+    assert told is not None
+    assert held_bytes(cache) + steps == pytest.approx(told.predict(12, 2000), rel=0.05)
