@@ -14,10 +14,39 @@ from .steps import capped, scores, step, step_over_codes
 
 
 @triton.jit
+def _signs(d, e, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows `d` and columns `e` of `attention.stored.hadamard`, blocks of BLOCK channels, without its factor."""
+    both = d[:, None] & e[None, :] & (BLOCK - 1)
+    both = both ^ (both >> 4)
+    both = both ^ (both >> 2)
+    odd = (both ^ (both >> 1)) & 1
+    return tl.where(d[:, None] // BLOCK == e[None, :] // BLOCK, 1 - 2 * odd, 0)
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    out_ptr, acc, head, inside, o_h, o_d,
+    DIM_V: tl.constexpr, PAD_V: tl.constexpr, TURN_V: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Outputs of heads, `acc` turned back by blocks of TURN_V channels unless that is 0, so many columns at a time."""
+    d = tl.arange(0, PAD_V)
+    rows = out_ptr + head[:, None] * o_h
+    if TURN_V:
+        for first in range(0, DIM_V, COLUMNS):
+            e = first + tl.arange(0, COLUMNS)
+            part = tl.sum(acc[:, :, None] * _signs(d, e, TURN_V).to(tl.float32)[None, :, :], 1)
+            part = (part * TURN_V**-0.5).to(out_ptr.dtype.element_ty)
+            tl.store(rows + e[None, :] * o_d, part, mask=inside[:, None] & (e < DIM_V)[None, :])
+    else:
+        acc = acc.to(out_ptr.dtype.element_ty)
+        tl.store(rows + d[None, :] * o_d, acc, mask=inside[:, None] & (d < DIM_V)[None, :])
+
+
+@triton.jit
 def _together(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, most, o_h, o_d, l_h,
     GROUPS: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
-    HEADS: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, TURN_V: tl.constexpr,
 ):  # fmt: skip
     """All shares of a key/value head by their log-sum-exp, CHUNK at a time, for its HEADS (a power of two) query heads."""
     g = tl.arange(0, HEADS)
@@ -49,11 +78,7 @@ def _together(  # type: ignore[no-untyped-def]
         acc = acc * decay[:, None] + tl.sum(its * w[:, :, None], 1)
         m = top
     acc = acc / tl.where(l == 0, 1.0, l)[:, None]
-    tl.store(
-        out_ptr + head[:, None] * o_h + dv[None, :] * o_d,
-        acc.to(out_ptr.dtype.element_ty),
-        mask=inside[:, None] & (dv < DIM_V)[None, :],
-    )
+    _write(out_ptr, acc, head, inside, o_h, o_d, DIM_V, PAD_V, TURN_V, CHUNK)
     if HAS_LSE:
         lse = (m + tl.log2(tl.where(l == 0, 1.0, l))) * 0.6931471805599453
         tl.store(lse_ptr + head * l_h, lse, mask=inside)
@@ -77,6 +102,7 @@ def decode(  # type: ignore[no-untyped-def]
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr, BLOCK_N: tl.constexpr,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
+    TURN: tl.constexpr, TURN_V: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A share of the keys of one sequence and key/value head, for the one query of all its query heads.
 
@@ -84,7 +110,8 @@ def decode(  # type: ignore[no-untyped-def]
     its sinks). A sequence is a row of `(batch row, first key, number of keys, offset)` with TABLE, else all keys of the
     batch row of its number; HAS_OFFSET reads the offset from the device, HAS_REAL leaves out keys that `real` denies.
     BITS says what the values are of a cache that stores codes, 8 or 4 (keys are int8 then), 0 for numbers; scales are
-    read beside the codes, `mean` is that of a head's keys, `first` the first key of the batch row.
+    read beside the codes, `mean` is that of a head's keys, `first` the first key of the batch row. TURN and TURN_V are the
+    blocks of channels by which keys and values were turned (`attention.stored.hadamard`), 0 where they were not.
     `part` holds `[sequences, heads, most, DIM_V]` products of the shares, behind them their maxima and sums.
     """
     sequence = tl.program_id(1)
@@ -134,12 +161,15 @@ def decode(  # type: ignore[no-untyped-def]
     v_base = v_base + row * v_b + column[None, :] * v_d
     shift = tl.zeros([ROWS], tl.float32)
     of_first = tl.zeros([ROWS], tl.float32)
-    if HAS_MEAN:
-        mean = tl.load(mean_ptr + (row * kv_heads + kv_head) * DIM + d, mask=d < DIM, other=0.0)
-        shift = tl.sum(q.to(tl.float32) * mean[None, :], 1)
     if HAS_FIRST:
         first = tl.load(first_ptr + (row * kv_heads + kv_head) * DIM + d, mask=d < DIM, other=0.0)
         of_first = tl.sum(q.to(tl.float32) * first[None, :], 1)
+    if TURN:  # products of turned queries and turned keys are those of both as they were
+        turned = tl.dot(q, _signs(d, d, TURN).to(q.dtype), input_precision="ieee")
+        q = (turned * TURN**-0.5).to(q.dtype)
+    if HAS_MEAN:
+        mean = tl.load(mean_ptr + (row * kv_heads + kv_head) * DIM + d, mask=d < DIM, other=0.0)
+        shift = tl.sum(q.to(tl.float32) * mean[None, :], 1)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PAD_V], tl.float32)
@@ -182,11 +212,7 @@ def decode(  # type: ignore[no-untyped-def]
             acc = acc * tl.exp2(m - top)[:, None]
             m = top
         acc = acc / tl.where(l == 0, 1.0, l)[:, None]
-        tl.store(
-            out_ptr + row * o_b + head[:, None] * o_h + dv[None, :] * o_d,
-            acc.to(out_ptr.dtype.element_ty),
-            mask=inside[:, None] & (dv < DIM_V)[None, :],
-        )
+        _write(out_ptr + row * o_b, acc, head, inside, o_h, o_d, DIM_V, PAD_V, TURN_V, COLUMNS)
         if HAS_LSE:
             lse = (m + tl.log2(tl.where(l == 0, 1.0, l))) * 0.6931471805599453
             tl.store(lse_ptr + row * l_b + head * l_h, lse, mask=inside)
@@ -203,5 +229,5 @@ def decode(  # type: ignore[no-untyped-def]
         if tl.atomic_add(done_ptr + pair, 1, sem="acq_rel") == shares - 1:
             _together(
                 out_ptr + row * o_b, lse_ptr + row * l_b, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, most, o_h, o_d, l_h,
-                GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK,
+                GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, TURN_V,
             )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
-from ...attention.stored import StoredKV, hadamard
+from ...attention.stored import StoredKV
 from ...attention.structure import CallStructure
 from ..windows import head_windows
 from .decode import decode
@@ -32,22 +32,17 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
     batch, heads, _, dim = query.shape
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], head_dim_of(value)
     stored = request.stored
-    turned = stored is not None and stored.rotated
-    if turned:  # scores of turned queries over turned keys are those of both as they were
-        query = (query.float() @ hadamard(dim, query.device)).to(query.dtype)
     windows = head_windows(structure, request.per_head, kv_heads)
     rows, real, covered, sequences = _rows(structure, query.device)
     make = torch.empty if covered else torch.zeros
-    out = make(
-        (batch, 1, heads, value_dim), dtype=torch.float32 if turned else query.dtype, device=query.device
-    )
+    out = make((batch, 1, heads, value_dim), dtype=query.dtype, device=query.device)
     lse = None
     if request.need_lse:
         lse = torch.full((batch, heads, 1), float("-inf"), dtype=torch.float32, device=query.device)
         if request.sink_logits is not None:
             lse = request.sink_logits.float()[None, :, None].repeat(batch, 1, 1)
     if not sequences:
-        return AttentionResult(out.to(query.dtype), lse)
+        return AttentionResult(out, lse)
     groups = heads // kv_heads
     block, warps, stages = step_tile(max(dim, value_dim) * query.dtype.itemsize)
     programs = _WAVES * _processors(query.device)
@@ -78,20 +73,18 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         BITS=0 if stored is None else 4 if value.dtype is torch.uint8 else 8,
         HAS_MEAN=stored is not None and stored.key_mean is not None,
         HAS_FIRST=stored is not None and stored.first_key is not None,
+        TURN=dim & -dim if stored is not None and stored.rotated else 0,
+        TURN_V=value_dim & -value_dim if stored is not None and stored.rotated else 0,
+        COLUMNS=max(1, 8192 // (max(16, member_heads) * value_pad)),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if turned:
-        out = (out @ hadamard(value_dim, out.device)).to(query.dtype)
     return AttentionResult(out, lse)
 
 
 def _codes(stored: StoredKV, query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scales, the mean and the first key of a cache of codes, the key turned as the queries are."""
+    """Scales, the mean and the first key of a cache of codes."""
     mean = query if stored.key_mean is None else stored.key_mean
-    first = query if stored.first_key is None else stored.first_key
-    if stored.first_key is not None and stored.rotated:
-        first = (first @ hadamard(first.shape[2], first.device)).contiguous()
-    return stored.key_scale, stored.value_scale, mean, first
+    return stored.key_scale, stored.value_scale, mean, query if stored.first_key is None else stored.first_key
 
 
 def step_tile(width: int) -> tuple[int, int, int]:
