@@ -54,10 +54,13 @@ def attend_blocks(
     pool[(blocks, kv_heads, len(segments))](
         key, pooled, by_choice.segments, *key.stride(), blocks, DIM=dim, PAD=pad, BLOCK=block, num_warps=4
     )
+    part = min(pad, max(16, _PART // width))
+    # the engine copies at most 256 rows, and at least 64 bytes of each
+    means = bulk_of(pooled.view(1, 1, -1, pad), width, part) if width <= 256 and part >= 32 else None
     choose[(by_choice.entries.shape[0],)](
-        query, pooled, bits, by_choice.segments, by_choice.entries, masses, *query.stride(),
-        len(segments), kv_heads, blocks, batch, q_len, words, abs(request.scaling), request.softcap or 0.0,
-        GROUPS=groups, DIM=dim, PAD=pad, PART=min(pad, max(16, _PART // width)), CAUSAL=causal,
+        query, pooled, pooled if means is None else means, bits, by_choice.segments, by_choice.entries, masses,
+        *query.stride(), len(segments), kv_heads, blocks, batch, q_len, words, abs(request.scaling),
+        request.softcap or 0.0, GROUPS=groups, DIM=dim, PAD=pad, PART=part, BULK=means is not None, CAUSAL=causal,
         HAS_CAP=request.softcap is not None, ROWS=rows, WIDTH=width, BLOCK=block, STEPS=_STEPS,
         num_warps=warps, num_stages=1,
     )  # fmt: skip

@@ -41,15 +41,16 @@ def pool(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["runs", "kv_heads", "blocks", "q_rows"])
 def choose(  # type: ignore[no-untyped-def]
-    q_ptr, pooled_ptr, bits_ptr, runs_ptr, work_ptr, masses_ptr, q_b, q_h, q_n, q_d, runs, kv_heads, blocks, batch, q_rows, words,
+    q_ptr, pooled_ptr, pooled_bulk, bits_ptr, runs_ptr, work_ptr, masses_ptr, q_b, q_h, q_n, q_d, runs, kv_heads, blocks, batch, q_rows, words,
     scaling, softcap,
     GROUPS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, PART: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_CAP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    HAS_CAP: tl.constexpr, BULK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Bits of the blocks that ROWS rows keep for a key/value head; programs are entries (run, first row, head).
 
     `masses` is float32 `[kv_heads, 2]`: a head's share of mass (0 keeps all) and its sinks. WIDTH is at least the number
     of blocks; PART columns of queries and means are multiplied at a time. `bits` is int32 `[kv_heads, batch, q_rows, words]`.
+    With BULK the copy engine brings the means, whose addresses would take half of the registers.
     """
     entry = work_ptr + 3 * tl.program_id(0)
     run = tl.load(entry)
@@ -85,27 +86,26 @@ def choose(  # type: ignore[no-untyped-def]
         pair = (run * kv_heads + kv_head).to(tl.int64) * blocks * PAD
         second = runs.to(tl.int64) * kv_heads * blocks * PAD
         d = tl.arange(0, PART)
+        place, behind = (run * kv_heads + kv_head) * blocks, runs * kv_heads * blocks
         means = pooled_ptr + pair + b[None, :] * PAD + d[:, None]
         inside = (b < blocks)[None, :]
-        high = tl.load(means, mask=inside, other=0.0)
-        low = tl.load(means + second, mask=inside, other=0.0)
         for member in range(0, GROUPS):
             q_base = q_ptr + row * q_b + (kv_head * GROUPS + member) * q_h + q_start.to(tl.int64) * q_n
             q_rows_at = q_base + i.to(tl.int64)[:, None] * q_n
-            q = tl.load(
-                q_rows_at + d[None, :] * q_d, mask=(i < q_len)[:, None] & (d < DIM)[None, :], other=0.0
-            )
-            s = tl.dot(q, high, input_precision="ieee")
-            s = tl.dot(q, low, s, input_precision="ieee")
-            for part in range(PART, PAD, PART):
+            s = tl.zeros([ROWS, WIDTH], tl.float32)
+            for part in range(0, PAD, PART):
                 at = part + d
                 q = tl.load(
                     q_rows_at + at[None, :] * q_d, mask=(i < q_len)[:, None] & (at < DIM)[None, :], other=0.0
                 )
-                s = tl.dot(q, tl.load(means + part, mask=inside, other=0.0), s, input_precision="ieee")
-                s = tl.dot(
-                    q, tl.load(means + second + part, mask=inside, other=0.0), s, input_precision="ieee"
-                )
+                if BULK:
+                    high = pooled_bulk.load([0, 0, place, part]).reshape(WIDTH, PART).T
+                    low = pooled_bulk.load([0, 0, place + behind, part]).reshape(WIDTH, PART).T
+                else:
+                    high = tl.load(means + part, mask=inside, other=0.0)
+                    low = tl.load(means + second + part, mask=inside, other=0.0)
+                s = tl.dot(q, high, s, input_precision="ieee")
+                s = tl.dot(q, low, s, input_precision="ieee")
             s = s * scaling
             if HAS_CAP:
                 s = softcap * tanh(s / softcap)

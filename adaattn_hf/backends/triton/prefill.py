@@ -66,8 +66,14 @@ def _copies_tiles(device: torch.device) -> bool:
     return device.type != "cuda" or (facts is not None and facts.tiles)
 
 
-def bulk_of(tensor: Tensor, rows: int) -> Any:
-    """A descriptor of tiles `[1, 1, rows, width]` of a tensor, None where the copy engine cannot take them."""
+def bulk_of(tensor: Tensor, rows: int, columns: int | None = None) -> Any:
+    """A descriptor of tiles `[1, 1, rows, columns]` of a tensor, None where the copy engine cannot take them.
+
+    Args:
+        tensor: `[batch, heads, length, width]`.
+        rows: Of a tile.
+        columns: Of a tile; all of them when absent.
+    """
     width = tensor.shape[3]
     size = tensor.element_size()
     if (
@@ -81,7 +87,7 @@ def bulk_of(tensor: Tensor, rows: int) -> Any:
     strides = tensor.stride()
     if strides[3] != 1 or any(s * size % 16 or not s for s in strides[:3]) or tensor.data_ptr() % 16:
         return None
-    return _descriptors()(tensor, list(tensor.shape), list(strides), [1, 1, rows, width])
+    return _descriptors()(tensor, list(tensor.shape), list(strides), [1, 1, rows, columns or width])
 
 
 def attend_forward(
