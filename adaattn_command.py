@@ -31,5 +31,8 @@ def command_line() -> ModuleType:
 
 
 def main() -> None:
-    """Run the command line; exits the process with the command's code."""
-    command_line().main()
+    """Run the command line; exits the process with the command's code, 130 where Ctrl-C came before there was one."""
+    try:
+        command_line().main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

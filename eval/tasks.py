@@ -33,12 +33,26 @@ class Task:
     context: int
 
 
+def check(corpus: Corpus, settings: Settings) -> None:
+    """Refuses settings that do not fit a text, which needs no model.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if corpus.kind == "lastword" and settings.limit_tokens is not None:
+        raise UsageError(
+            f"limit_tokens: got {settings.limit_tokens} for {corpus.name}, whose last-word items are not cut; pass "
+            "--limit-docs instead"
+        )
+
+
 def build(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> Task:
     """The windows of a corpus for a model.
 
     Raises:
         UsageError: settings that do not fit the model or the text.
     """
+    check(corpus, settings)
     corpus = corpus.head(settings.limit_docs)
     context = _context(checkpoint, settings)
     if checkpoint.objective == "masked" and checkpoint.tokenizer.mask_token_id is None:
@@ -156,8 +170,6 @@ def _masked_pages(
 
 
 def _last_words(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: int) -> Task:
-    if settings.limit_tokens is not None:
-        raise UsageError("limit_tokens: last-word items are not cut; pass --limit-docs instead")
     tokenizer = checkpoint.tokenizer
     texts = [d.text for d in corpus.documents]
     if checkpoint.objective == "masked":

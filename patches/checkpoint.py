@@ -206,6 +206,13 @@ def load(
     except _LOADING as error:
         raise _not_loaded(model, error) from error
     kind = _objective(config, objective, name)
+    try:
+        tokens = AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))
+    except _LOADING as error:
+        raise ModelUnavailable(
+            f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; "
+            "pass --tokenizer NAME_OR_PATH"
+        ) from error
     auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
     try:
         attention = {} if implementation is None else {"attn_implementation": implementation}
@@ -224,20 +231,15 @@ def load(
             "loss. Take the checkpoint that this one was made from; a plan of its goes with "
             "adaattn_hf.load_plan(model, directory)"
         )
-    try:
-        tokens = AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))
-    except _LOADING as error:
-        raise ModelUnavailable(
-            f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; "
-            "pass --tokenizer NAME_OR_PATH"
-        ) from error
     return Checkpoint(name, loaded.eval().to(where), tokens, kind)
 
 
 def _not_loaded(model: str | Path, error: Exception) -> ModelUnavailable:
+    files = sorted(path.name for path in Path(model).glob("*.gguf")) if Path(model).is_dir() else []
     return ModelUnavailable(
         f"model: cannot load {str(model)!r}: {why_not(model, error)}. Expected a hub id that can be reached or is "
-        "cached, or a directory that save_pretrained wrote (a GGUF file needs --gguf-file)"
+        "cached, or a directory that save_pretrained wrote (a GGUF file needs --gguf-file"
+        f"{' '.join(['', *files[:1]])})"
     )
 
 

@@ -168,13 +168,20 @@ def report(
 
 def solver_table(measurement: Measurement, alpha: Array) -> SolverTable:
     """Returns what the solver chose by, risks re-scaled by the factors `[lengths]`."""
-    layers = measurement.layers
+    from .storage import kept_tokens
+
+    layers, inputs = measurement.layers, measurement.inputs
+    choices, longest = layers.candidates.choices, max(inputs.settings.lengths)
+    kept = [
+        [kept_tokens(choice, layers.windows[unit[0]], longest) for choice in choices] for unit in layers.units
+    ]
     return SolverTable(
         layers.units,
-        [choice.label for choice in layers.candidates.choices],
+        [choice.label for choice in choices],
         measurement.prices,
         measurement.risks() * alpha[:, None, None],
         measurement.launches,
+        np.array(kept) if inputs.scoring.generates else None,
     )
 
 

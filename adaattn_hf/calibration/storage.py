@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..attention.stored import CHANNELS, FORMATS
+from ..plans.choices import EXACT, Choice
 from ..plans.program import Program
 from ..policy.acceptance import Gates
 from .over_codes import stored_tap
@@ -22,7 +23,7 @@ from .proof import Test, prove
 if TYPE_CHECKING:
     from .measure import Measurement
 
-__all__ = ["PROTOCOL", "Storage", "choose_storage"]
+__all__ = ["PROTOCOL", "Storage", "choose_storage", "kept_tokens"]
 
 PROTOCOL = "cache"
 """Where a plan's protocol says what its cache stores."""
@@ -48,6 +49,13 @@ class Storage:
         return f"{self.stored}{' with streaming heads' * self.streaming} ({self.share:.2f}x of the bytes)"
 
 
+def kept_tokens(choice: Choice, own: int | None, length: int) -> int:
+    """Returns how many tokens of a sequence a streaming head keeps; `own` is the window of the layer itself."""
+    most = length if own is None else min(length, own - 1)
+    # layers with a window of their own keep that, whatever the plan says
+    return most if choice.span is None or own is not None else min(most, sum(choice.span))
+
+
 def storages(measurement: Measurement, programs: Mapping[int, Program]) -> list[Storage]:
     """Returns the ways to keep the cache of a plan, the fewest bytes first.
 
@@ -58,13 +66,10 @@ def storages(measurement: Measurement, programs: Mapping[int, Program]) -> list[
     layers, length = measurement.layers, max(measurement.inputs.settings.lengths)
     kept = whole = 0
     for index in layers.indices:
-        own = layers.windows[index]
-        most = length if own is None else min(length, own - 1)
-        program = programs.get(index)
-        spans = [None] * layers.kv_heads if program is None else [one.span for one in program.plan.choices]
-        # layers with a window of their own keep that, whatever the plan says
-        kept += sum(most if span is None or own is not None else min(most, sum(span)) for span in spans)
-        whole += most * layers.kv_heads
+        own, program = layers.windows[index], programs.get(index)
+        choices = [EXACT] * layers.kv_heads if program is None else program.plan.choices
+        kept += sum(kept_tokens(choice, own, length) for choice in choices)
+        whole += kept_tokens(EXACT, own, length) * layers.kv_heads
     call = layers.calls[length]
     dim, dim_v = call.key.shape[3], call.value.shape[3]
     bytes_of = {

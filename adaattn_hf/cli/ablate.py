@@ -103,7 +103,9 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 def terminal_table(result: Mapping[str, Any]) -> Table:
     """Returns the result as a table for the terminal."""
-    shown = Table(title="loss (nats/token) against price, longest length")
+    shown = Table(
+        title="loss (nats/token) against price, longest length", caption="the budget binds the predicted KL"
+    )
     for name in _HEAD:
         shown.add_column(name, justify="left" if name == "arm" else "right")
     for row in result["rows"]:

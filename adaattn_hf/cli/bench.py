@@ -49,7 +49,16 @@ def bench(
         ),
     ] = "",
     ours: Annotated[str, typer.Option(help="Our name: adaattn, adaattn_sdpa, …")] = OURS,
-    output: Annotated[Path | None, typer.Option(help="JSON to write; a `.md` is written beside it.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON to write, a `.md` beside it; cells that it holds stay where this machine and these versions "
+            "measured them."
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin again where others measured the cells of --output.")
+    ] = False,
     table: Annotated[
         Path | None, typer.Option(help="Where the Markdown goes instead, e.g. BENCHMARKS.md.")
     ] = None,
@@ -91,6 +100,7 @@ def bench(
                     implementations,
                     ours,
                     kept,
+                    overwrite,
                     table,
                     gate,
                     memory,
@@ -150,6 +160,7 @@ def _run(
     implementations: str,
     ours: str,
     output: Path | None,
+    overwrite: bool,
     table: Path | None,
     gate: bool,
     memory: bool,
@@ -174,7 +185,7 @@ def _run(
         "cells": [],
     }
     # a run of some cells keeps the others' figures, each with the commit that it was measured at
-    earlier = _earlier(output, report)
+    earlier = _earlier(output, report, overwrite)
     failed = []
     for cell in cells:
         asked = [ours, *(name for name in present if name not in PEERS or takes(name, cell))]
@@ -208,17 +219,25 @@ def _fixed(cell: Cell, data: Grid) -> dict[str, Any]:
     return {"note": cell.note, "dtype": cell.dtype, "shape": shape_of(cell, data)}
 
 
-def _earlier(output: Path | None, report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Cells that a file holds already; only what the same machine and versions measured in the same way is kept."""
+def _earlier(output: Path | None, report: dict[str, Any], overwrite: bool) -> dict[str, dict[str, Any]]:
+    """Cells that a file holds already, measured in the same way by the same machine and versions.
+
+    Raises:
+        UsageError: They were measured otherwise, and are not to be overwritten.
+    """
     if output is None or not output.exists():
         return {}
     old = json.loads(output.read_text(encoding="utf-8"))
+    made, here = old["provenance"], report["provenance"]
     same = ("versions", "python", "cpu", "cores", "threads", "device")
-    if old["ours"] != report["ours"] or any(
-        old["provenance"][name] != report["provenance"][name] for name in same
-    ):
-        return {}
-    return {cell["title"]: cell for cell in old["cells"]}
+    changed = [f"{name} was {made[name]}, is {here[name]}" for name in same if made[name] != here[name]]
+    changed += [f"ours was {old['ours']}, is {report['ours']}"] * (old["ours"] != report["ours"])
+    if changed and not overwrite:
+        raise UsageError(
+            f"output: {output} holds cells that were measured otherwise ({'; '.join(changed)}); give another file, or "
+            "--overwrite"
+        )
+    return {} if changed else {cell["title"]: cell for cell in old["cells"]}
 
 
 def _below(found: dict[str, Any]) -> bool:

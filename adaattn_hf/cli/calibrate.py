@@ -30,7 +30,8 @@ def calibrate(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Rise of the perplexity (0.1%) or nats/token (1e-3). Default: the preset's, or 0.1%."
+            help="Rise of the perplexity (0.1%) or nats/token (1e-3). Default: the preset's, or 0.1%; 1% for the "
+            "packaged model."
         ),
     ] = None,
     preset: Annotated[

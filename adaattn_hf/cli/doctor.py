@@ -64,14 +64,16 @@ def doctor(
 
 def show(findings: list[Finding], console: Console) -> None:
     """Print one table per subject."""
+    from rich.markup import escape
+
     for about in dict.fromkeys(finding.about for finding in findings):
         table = Table(title=about, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for finding in findings:
             if finding.about == about:
-                missing = f"[yellow]missing[/] {finding.remedy}" if finding.remedy else ""
-                table.add_row(finding.name, f"{finding.state} {missing}".strip())
+                missing = f"[yellow]missing[/] {escape(finding.remedy)}" if finding.remedy else ""
+                table.add_row(finding.name, f"{escape(finding.state)} {missing}".strip())
         console.print(table)
         console.print()
 

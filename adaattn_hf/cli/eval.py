@@ -234,7 +234,7 @@ def _run(
         raise UsageError("resume: got both --resume and --overwrite, expected one of them")
     if output.resume and not chosen:
         raise UsageError("resume: got no --output, expected the directory of the interrupted run")
-    from adaattn_hf.eval import bounds, corpora, report, runner
+    from adaattn_hf.eval import bounds, corpora, report, runner, tasks
     from adaattn_hf.patches.checkpoint import load
 
     from ..calibration import team
@@ -255,6 +255,8 @@ def _run(
         raise UsageError(
             f"data: got {', '.join(c.name for c in texts)}, expected different names: each has a directory"
         )
+    for corpus in texts:
+        tasks.check(corpus, settings)
     crew, device_index = team.join()
     if crew.size > 1 and loading.device in (None, "cuda") and _sees_cuda():
         loading = replace(loading, device=f"cuda:{device_index}")

@@ -97,11 +97,23 @@ def _explanation(
     trust_remote_code: bool,
 ) -> Explanation:
     import torch
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+    )  # fmt: skip
 
     import adaattn_hf
     from adaattn_hf.patches.cache.stored import CACHES
-    from adaattn_hf.patches.checkpoint import known_implementations, resolve_device, resolve_dtype, why_not
+    from adaattn_hf.patches.checkpoint import (
+        is_masked,
+        known_implementations,
+        resolve_device,
+        resolve_dtype,
+        why_not,
+    )  # fmt: skip
     from adaattn_hf.plans.plan import PlanError
     from adaattn_hf.plans.store import read_plan
 
@@ -120,7 +132,10 @@ def _explanation(
         config = AutoConfig.from_pretrained(model, **{k: v for k, v in keywords.items() if v})
         names = " ".join(config.architectures or [])
         auto: Any = AutoModelForMaskedLM if "ForMaskedLM" in names else AutoModelForCausalLM
-        auto = auto if any(t in names for t in ("ForMaskedLM", "ForCausalLM", "LMHeadModel")) else AutoModel
+        # a GGUF file names no class
+        unnamed = not names and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not is_masked(config)
+        if not unnamed and not any(t in names for t in ("ForMaskedLM", "ForCausalLM", "LMHeadModel")):
+            auto = AutoModel
         with torch.device("meta"):
             ghost = auto.from_config(config, attn_implementation=impl)
         kind: Any = (config.dtype or torch.float32) if wanted == "auto" else wanted

@@ -10,8 +10,10 @@ Nothing of the package is imported here, so that help, version and completion do
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.metadata
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +52,17 @@ def load_command(name: str) -> Any:
         group.command(name, context_settings=settings)(getattr(module, function))
     command = typer.main.get_command(group)
     command.name = name
+    for one in (command, *getattr(command, "commands", {}).values()):
+        # a paragraph is one line: it is the terminal that knows where it breaks
+        one.help = re.sub(r"(?<=\S)\n(?=\S)", " ", one.help or "")
     return command
+
+
+def no_foreign_bars() -> None:
+    """Turn off the progress bars of other libraries, in this process alone."""
+    from tqdm.std import tqdm
+
+    tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
 
 
 def summary(name: str) -> str:
@@ -69,11 +81,9 @@ class Deferred(TyperCommand):
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Import the command, and let it read its arguments."""
         try:
-            command = load_command(str(self.name))
             if not sys.stderr.isatty():
-                from transformers.utils import logging
-
-                logging.disable_progress_bar()  # a bar that nobody sees grow is a line of noise
+                no_foreign_bars()  # a bar that nobody sees grow is a line of noise
+            command = load_command(str(self.name))
         except KeyboardInterrupt as error:
             typer.echo("interrupted before anything was begun", err=True)
             raise typer.Exit(130) from error

@@ -131,9 +131,10 @@ def explore(
         return
     for stop in data["stops"]:
         proved = f", proved at most {stop['proof']['upper']:.2e}" if stop["proof"] else ""
+        cache = f", cache {stop['memory']:.0%}" if stop["memory"] is not None else ""
         typer.echo(
             f"{stop['name']:>24}: predicted loss {stop['loss']:.2e} nats/token{proved}, attention {stop['speed']:.2f} "
-            "times as fast"
+            f"times as fast{cache}"
         )
     typer.echo(f"page: {html}")
 

@@ -21,9 +21,9 @@ def page(data: Mapping[str, Any]) -> str:
     Args:
         data: `title`; `about`, lines below it; `rows`, the layers; `width`, heads of a layer; `choices`, labels,
             exact first; `stops`, plans in the order of the slider, each with `name`, `loss` in nats/token, `speed`,
-            perhaps a `proof`, and per unit `picks`, `risk` in nats/token and `time` as a share of the exact one;
-            `start`, the stop that is shown first; `offers`, `risk` and `time` of every unit and choice, or None;
-            `compared`, whether stops are plans to be compared.
+            perhaps `memory`, a share of the cache's bytes, and a `proof`, and per unit `picks`, `risk` in nats/token
+            and `time` as a share of the exact one; `start`, the stop that is shown first; `offers`, `risk` and `time`
+            of every unit and choice, or None; `compared`, whether stops are plans to be compared.
     """
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))

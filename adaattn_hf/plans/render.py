@@ -75,6 +75,12 @@ def summary(plan: Plan) -> list[str]:
         if plan.is_exact
         else "not verified"
     )
+    rate = plan.protocol.get("settings", {}).get("alpha")
+    if plan.verified and rate is not None:
+        level = plan.verified.confidence
+        lines.append(
+            f"{level:.2%}: this look at this plan may err by {1 - level:.2%}, all looks at all plans by {rate:.0%}"
+        )
     return [printable(line) for line in lines]
 
 

@@ -30,6 +30,8 @@ class SolverTable:
         prices: `[units, choices]`, seconds; infinite is no choice.
         risks: `[lengths, units, choices]`, nats/token, re-scaled by what whole plans lost.
         launches: Fixed costs of launches.
+        kept: `[units, choices]`, tokens of a sequence of the longest length that a streaming cache keeps; None where
+            that was not recorded, or the model keeps no cache.
     """
 
     units: Sequence[tuple[int, int]]
@@ -37,6 +39,7 @@ class SolverTable:
     prices: Array
     risks: Array
     launches: Launches
+    kept: NDArray[np.int64] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; what is infinite is null."""
@@ -47,6 +50,7 @@ class SolverTable:
             "risks": _finite(self.risks),
             "launch": self.launches.launch.tolist(),
             "constant": self.launches.constant.tolist(),
+            "kept": None if self.kept is None else self.kept.tolist(),
         }
 
     @classmethod
@@ -62,18 +66,24 @@ class SolverTable:
             prices, risks = _infinite(data["prices"]), _infinite(data["risks"])
             launch = np.array(data["launch"], dtype=np.int64)
             constant = np.array(data["constant"], dtype=float)
+            kept = None if data.get("kept") is None else np.array(data["kept"], dtype=np.int64)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"table: not one that `adaattn calibrate` wrote ({error!r}); calibrate again"
             ) from error
         shape = (len(units), len(choices))
-        if prices.shape != shape or risks.shape[1:] != shape or launch.shape != shape[1:]:
+        if (
+            prices.shape != shape
+            or risks.shape[1:] != shape
+            or launch.shape != shape[1:]
+            or not (kept is None or (kept.shape == shape and kept[:, 0].all()))
+        ):
             raise ValueError(
-                f"table: {shape[0]} units and {shape[1]} choices, but prices {prices.shape}, risks {risks.shape}; "
-                "calibrate again"
+                f"table: {shape[0]} units and {shape[1]} choices, but prices {prices.shape}, risks {risks.shape}, "
+                f"kept tokens {None if kept is None else kept.shape}; calibrate again"
             )
         layers = np.array([layer for layer, _ in units], dtype=np.int64)
-        return cls(units, choices, prices, risks, Launches(layers, launch, constant))
+        return cls(units, choices, prices, risks, Launches(layers, launch, constant), kept)
 
     def solve(self, budget: float) -> Allocation:
         """Returns the cheapest allocation whose predicted loss is within a budget in nats/token at every length."""
@@ -171,5 +181,8 @@ def _stop(name: str, table: SolverTable, found: Allocation, base: float) -> dict
         "time": [rounded(v) for v in (price / full).tolist()],
         "loss": rounded(float(found.risk.max())),
         "speed": rounded(base / found.price),
+        "memory": None
+        if table.kept is None
+        else rounded(float(table.kept[units, found.picks].sum() / table.kept[:, 0].sum())),
         "proof": None,
     }

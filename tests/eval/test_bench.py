@@ -335,10 +335,15 @@ def test_a_run_of_some_cells_keeps_the_figures_of_the_others(tmp_path: Path) -> 
     after = json.loads(output.read_text(encoding="utf-8"))
     assert after["cells"][0] == before["cells"][0]
     assert after["cells"][1]["times"] != before["cells"][1]["times"]
-    # what another version measured is no neighbour
+    # what another version measured is no neighbour, and is not thrown away unasked
     after["provenance"]["versions"]["torch"] = "0.1"
     output.write_text(json.dumps(after), encoding="utf-8")
-    assert bench(*arguments, "--only", "padded").exit_code == 0
+    refused = bench(*arguments, "--only", "padded")
+    assert refused.exit_code == UsageError.exit_code
+    assert "versions was" in refused.output
+    assert "--overwrite" in refused.output
+    assert json.loads(output.read_text(encoding="utf-8")) == after
+    assert bench(*arguments, "--only", "padded", "--overwrite").exit_code == 0
     assert [c["title"] for c in json.loads(output.read_text(encoding="utf-8"))["cells"]] == [
         "padded (float32)"
     ]

@@ -125,6 +125,7 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(
         (("--data", "{pages}", "--data", "{pages}"), 2, "different names"),
         (("--data", "{pages}", "--objective", "seq2seq"), 2, "objective: got 'seq2seq'"),
         (("--data", "{passages}", "--limit-tokens", "9"), 2, "--limit-docs"),
+        (("--data", "{passages}", "--limit-tokens", "9", "--tokenizer", "/nowhere"), 2, "--limit-docs"),
         (("--data", "nowhere.txt"), 3, "no file or directory here"),
         (("--data", "{pages}", "--tokenizer", "/nowhere"), 4, "tokenizer: cannot load"),
         (("--data", "{pages}", "--no-such-option",), 2, "No such option"),
@@ -156,6 +157,9 @@ def test_models_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> 
     tf.AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "headless")
     headless = evaluate(tmp_path / "headless", *data)
     assert (headless.exit_code, "language-model head" in headless.output) == (4, True)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.Q4.gguf").touch()
+    assert "--gguf-file model.Q4.gguf" in evaluate(tmp_path / "folder", *data).output
     forced = evaluate(tmp_path / "headless", *data, "--objective", "causal")
     assert (forced.exit_code, "would be random" in forced.output) == (4, True)
 

@@ -97,6 +97,7 @@ def test_the_command_writes_figures_and_their_page(tmp_path: Path, text: list[Pa
     assert done.exit_code == 0, done.output
     result = json.loads(output.read_text(encoding="utf-8"))
     assert json.loads(done.stdout) == result
+    assert "the budget binds the predicted KL" in " ".join(done.stderr.split())
     assert [row["arm"] for row in result["rows"]] == [*ARMS, "uniform"]
     assert result["provenance"]["versions"]["torch"]
     found = output.with_suffix(".md").read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from typer.testing import CliRunner
 from adaattn_hf.calibration.assemble import save_plan, solver_table
 from adaattn_hf.calibration.calibrate import choose_and_verify, measure_model
 from adaattn_hf.calibration.measure import Measurement
-from adaattn_hf.calibration.search import picks_of, solve
+from adaattn_hf.calibration.search import picks_of, programs, solve
 from adaattn_hf.calibration.settings import Calibration
+from adaattn_hf.calibration.storage import storages
 from adaattn_hf.cli.main import app
 from adaattn_hf.policy.explore import SolverTable, explorer
+from adaattn_hf.presets import load_preset
 
 from ..support.browser import CONTRASTS, drawn, needs_browser
 from ..unit.test_plan_page import embedded
@@ -65,10 +68,23 @@ def test_every_plan_of_the_page_is_the_solvers(
     (own,) = [stop for stop in data["stops"] if stop["proof"]]
     assert own["picks"] == picks_of(measurement, result.plan).tolist()
     assert own["proof"]["upper"] == result.plan.verified.upper  # type: ignore[union-attr]
+    every = storages(measurement, programs(measurement, np.array(own["picks"])))
+    (storage,) = [one for one in every if one.stored == "model"]
+    assert own["memory"] == pytest.approx(storage.share, rel=1e-3)
+    assert data["stops"][0]["memory"] == 1.0 > data["stops"][-1]["memory"]
     losses = [stop["loss"] for stop in data["stops"]]
     assert losses == sorted(losses)
     exact, plan = result.report["price_exact_seconds"], result.report["price_plan_seconds"]
     assert own["speed"] == pytest.approx(exact / plan, rel=1e-3)
+
+
+def test_presets_that_may_spend_more_buy_more(made: tuple[Measurement, Calibration]) -> None:
+    table = solver_table(made[0], np.ones(1))
+    found = [
+        table.solve(math.log1p(load_preset(name).budget or 0.0)) for name in ("exact", "balanced", "fast")
+    ]
+    assert not found[0].picks.any()
+    assert found[0].price > found[1].price > found[2].price
 
 
 def test_a_table_survives_its_file_and_refuses_what_is_none(made: tuple[Measurement, Calibration]) -> None:

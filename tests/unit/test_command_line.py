@@ -107,6 +107,29 @@ def test_the_shell_completes(words: str, offered: str) -> None:
     assert offered in done.stdout.split()
 
 
+def test_ctrl_c_before_there_is_a_command_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(adaattn_command, "command_line", interrupted)
+    with pytest.raises(SystemExit) as end:
+        adaattn_command.main()
+    assert end.value.code == 130
+
+
+def test_bars_of_other_libraries_can_be_turned_off() -> None:
+    drawn = "from adaattn_hf.cli import main; {} import tqdm.auto; list(tqdm.auto.tqdm([1]))"
+    assert "1/1" in python(drawn.format("")).stderr
+    assert not python(drawn.format("main.no_foreign_bars();")).stderr
+
+
+def test_paragraphs_of_a_help_page_are_broken_by_the_terminal_alone() -> None:
+    for name in main.COMMANDS:
+        command = main.load_command(name)
+        for one in (command, *getattr(command, "commands", {}).values()):
+            assert all("\n" not in part for part in one.help.split("\n\n")), (name, one.name)
+
+
 def test_an_interrupted_import_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(name: str) -> Any:
         raise KeyboardInterrupt
@@ -203,6 +226,15 @@ def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPa
     assert by_name["torch"]["remedy"].startswith("pip install 'torch")
     assert by_name["transformers"]["remedy"], "9999 is beyond the bound"
     assert by_name["absent-package"]["remedy"] == "pip install absent-package"
+
+
+def test_doctor_prints_the_brackets_of_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor, "backends", lambda: [doctor.Finding("backends", "x", "pip install a[b]", "c[d]")]
+    )
+    result = CliRunner().invoke(main.app, ["doctor"])
+    assert "pip install a[b]" in result.output
+    assert "c[d]" in result.output
 
 
 def test_doctor_draws_tables_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
