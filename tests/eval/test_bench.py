@@ -168,7 +168,7 @@ def test_every_kind_of_cell_does_the_same_work_under_every_name(tmp_path: Path) 
 def test_ctrl_c_keeps_the_finished_cells_and_says_so(tmp_path: Path) -> None:
     names = [{"name": f"causal {size}", "q_len": size} for size in range(20, 60)]
     grid, output = write_grid(tmp_path / "grid.yaml", *names), tmp_path / "out.json"
-    words = ["bench", "--grid", str(grid), "--rounds", "3", "--no-memory", "--output", str(output)]
+    words = ["bench", "--grid", str(grid), "--rounds", "60", "--no-memory", "--output", str(output)]
     done = interrupted(words, output)
     assert done.returncode == 130, done.stderr
     assert (
