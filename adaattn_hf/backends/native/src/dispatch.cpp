@@ -13,7 +13,7 @@ struct Job {
   AdaUnit *units;
   int64_t n_units;
   int64_t pack_tasks, tasks;
-  int64_t unit_bytes = 0;  // packed bytes of the largest unit
+  int64_t unit_bytes = 0;  // bytes that the largest unit asks of a thread
   std::atomic<int64_t> next{0};
   std::atomic<int64_t> *packed;  // tiles done, per unit
   std::atomic<bool> failed{false};
@@ -61,6 +61,18 @@ void work(void *data) {
   t_scratch.done();
 }
 
+// Whether all rows of a unit walk one packed tile before the next one is packed over it, their unfinished outputs lying in
+// `out`: its packed keys and values then stay in the core's cache, and cost the memory of one tile.
+bool tile_by_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u) {
+  return sh.compute == ADA_F32 && a.q_dtype == ADA_F32 && a.out && a.os[3] == 1 && sh.dv == a.dim_v && !a.keep &&
+         u.window < 0 && u.tiles > 1;
+}
+
+// Bytes in which a thread packs a unit, and keeps the state of its rows.
+int64_t own_bytes(const ada_args &a, const AdaShape &sh, const AdaUnit &u) {
+  return tile_by_tile(a, sh, u) ? u.tile_bytes + u.qn * sh.group * 8 : u.tiles * u.tile_bytes;
+}
+
 // The same where there are units enough for all threads: whoever packs a unit computes it, from its own cache, and packs
 // the next one over it.
 void work_units(void *data) {
@@ -74,8 +86,15 @@ void work_units(void *data) {
   for (int64_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.n_units;) {
     AdaUnit u = job.units[i];
     u.pack = pack;
-    for (int64_t t = 0; t < u.tiles; ++t) job.k->pack(*job.a, job.shape, u, t, scratch);
-    for (int64_t t = 0; t < u.tasks; ++t) job.k->forward(*job.a, job.shape, u, t, scratch);
+    const bool single = tile_by_tile(*job.a, job.shape, u);
+    if (single) u.state = reinterpret_cast<float *>(pack + u.tile_bytes);
+    u.to = 0;
+    do {
+      u.from = u.to;
+      u.to = single ? u.from + 1 : u.tiles;
+      for (int64_t t = u.from; t < u.to; ++t) job.k->pack(*job.a, job.shape, u, t, scratch);
+      for (int64_t t = 0; t < u.tasks; ++t) job.k->forward(*job.a, job.shape, u, t, scratch);
+    } while (u.to < u.tiles);
   }
   t_scratch.done();
   t_own.done();
@@ -214,7 +233,7 @@ void fill_unit(const ada_args &a, const AdaShape &sh, AdaUnit &u, int64_t s, int
     int64_t last = u.qn + u.offset;
     u.kn = last < u.kn ? (last > 0 ? last : 0) : u.kn;
   }
-  u.tiles = (u.kn + ADA_KEYS - 1) / ADA_KEYS;
+  u.tiles = u.to = (u.kn + ADA_KEYS - 1) / ADA_KEYS;
   u.pitch = u.kn < ADA_KEYS ? (u.kn + 63) / 64 * 64 : ADA_KEYS;
   u.k_bytes = (u.pitch * sh.k_size + 63) / 64 * 64;
   u.tile_bytes = u.k_bytes + (u.pitch * sh.v_size + sh.extra + 63) / 64 * 64;
@@ -337,7 +356,7 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
     for (int64_t i = 0; i < count; ++i) {
       AdaUnit &u = job.units[i];
       fill_unit(a, job.shape, u, (at + i) / a.kv_heads, (at + i) % a.kv_heads);
-      if (u.tiles * u.tile_bytes > job.unit_bytes) job.unit_bytes = u.tiles * u.tile_bytes;
+      if (own_bytes(a, job.shape, u) > job.unit_bytes) job.unit_bytes = own_bytes(a, job.shape, u);
       u.first_task = job.tasks;
       job.tasks += u.tasks;
       job.pack_tasks += u.tiles;

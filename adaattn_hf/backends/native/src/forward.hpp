@@ -5,6 +5,16 @@
 
 namespace ADA_NS {
 
+// Maximum and sum of a row whose keys are walked in several calls.
+ADA_INLINE float *unfinished_row(const AdaUnit &u, const AdaShape &sh, const Row &row) {
+  return u.state + 2 * ((row.head - u.head * sh.group) * u.qn + row.i);
+}
+
+// Its output, float32 and not yet divided by the sum.
+ADA_INLINE float *unfinished_out(const ada_args &a, const AdaUnit &u, const Row &row) {
+  return (float *)a.out + u.row * a.os[0] + row.head * a.os[1] + (u.q0 + row.i) * a.os[2];
+}
+
 template <class T>
 static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u, int64_t task, char *scratch) {
   typedef typename T::elem elem;
@@ -26,9 +36,24 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
       st.sink = greater(st.sink, w.rows[r].sink);
     }
   }
+  const bool resumed = u.from > 0, unfinished = u.to < u.tiles;
+  if (resumed && unfinished) {  // rows that see nothing here stay as they are
+    int64_t hi = 0;
+    for (int64_t i = 0; i < strips; ++i) hi = greater(hi, w.strips[i].hi);
+    if (hi <= u.from * KEYS) return;
+  }
   for (int64_t r = 0; r < ROWS + W; ++r) {
     w.m[r] = -INFINITY;
     w.l[r] = 0;
+  }
+  if (resumed) {
+    for (int64_t i = 0; i < strips; ++i) w.strips[i].started = w.strips[i].hi > 0;
+    for (int64_t r = 0; r < n; ++r) {
+      const float *kept = unfinished_row(u, sh, w.rows[r]);
+      w.m[r] = kept[0];
+      w.l[r] = kept[1];
+      memcpy(w.o + r * sh.dv, unfinished_out(a, u, w.rows[r]), (size_t)sh.dv * 4);
+    }
   }
   for (int64_t r = 0; r < n; ++r) {
 #ifdef ADA_HAS_BF16
@@ -47,8 +72,9 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
       for (int64_t d = 0; d < a.dim_v * size; d += 64) __builtin_prefetch(o + d, 1);
     }
   if (T::STEP == 2) open_tiles();
-  for (int64_t t = 0; t < u.tiles; ++t) {
+  for (int64_t t = u.from; t < u.to; ++t) {
     const int64_t t0 = t * KEYS;
+    const char *pack = u.pack + (t - u.from) * u.tile_bytes;
     uint64_t any = 0;
     for (int64_t i = 0; i < strips; ++i) {
       Strip &st = w.strips[i];
@@ -61,10 +87,9 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
       any |= st.panels;
     }
     if (!any) continue;
-    const elem *kp = (const elem *)(u.pack + t * u.tile_bytes);
-    const elem *vp = (const elem *)(u.pack + t * u.tile_bytes + u.k_bytes);
+    const elem *kp = (const elem *)pack, *vp = (const elem *)(pack + u.k_bytes);
 #ifdef ADA_HAS_BF16
-    const Scales &sc = *(const Scales *)(u.pack + (t + 1) * u.tile_bytes - (int64_t)sizeof(Scales));  // int8 alone
+    const Scales &sc = *(const Scales *)(pack + u.tile_bytes - (int64_t)sizeof(Scales));  // int8 alone
     (void)sc;
 #endif
     for (int64_t j = 0; j < KEYS / NR; ++j) {
@@ -132,6 +157,15 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
     for (int64_t i = 0; i < strips; ++i) w.strips[i].started |= w.strips[i].panels != 0;
   }
   if (T::STEP == 2) close_tiles();
+  if (unfinished) {
+    for (int64_t r = 0; r < n; ++r) {
+      float *kept = unfinished_row(u, sh, w.rows[r]);
+      kept[0] = w.m[r];
+      kept[1] = w.l[r];
+      memcpy(unfinished_out(a, u, w.rows[r]), w.o + r * sh.dv, (size_t)sh.dv * 4);
+    }
+    return;
+  }
   for (int64_t r = 0; r < n; ++r)
     finish_row(a, u, w.rows[r], w.o + r * sh.dv, w.m[r], w.l[r], a.dim_v);
 }
@@ -141,7 +175,8 @@ static void pack_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u, i
   typedef typename T::elem elem;
   Work<T> w;
   layout<T>(w, scratch, sh.dk, sh.dv);
-  elem *kp = (elem *)(u.pack + t * u.tile_bytes), *vp = (elem *)(u.pack + t * u.tile_bytes + u.k_bytes);
+  char *pack = u.pack + (t - u.from) * u.tile_bytes;
+  elem *kp = (elem *)pack, *vp = (elem *)(pack + u.k_bytes);
   const int64_t key = u.k0 + t * KEYS, n = lesser(KEYS, u.kn - t * KEYS);
   const int64_t kb = u.row * a.ks[0] + u.head * a.ks[1] + key * a.ks[2];
   const int64_t vb = u.row * a.vs[0] + u.head * a.vs[1] + key * a.vs[2];

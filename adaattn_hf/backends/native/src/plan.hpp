@@ -6,8 +6,10 @@
 struct AdaUnit {  // one segment and one key/value head
   int64_t row, head, q0, qn, k0, kn, offset;
   int64_t window, sinks;
-  char *pack;         // packed keys and values of this unit
+  char *pack;         // packed keys and values of this unit, of the tiles from `from` on
   int64_t tiles;      // key tiles
+  int64_t from, to;   // those that are walked now
+  float *state;       // where not all are walked at once: maximum and sum of each row so far; its output lies in `out`
   int64_t pitch;      // keys that a packed tile has room for
   int64_t k_bytes;    // packed bytes of the keys of a tile
   int64_t tile_bytes; // of keys, values and scales together
