@@ -307,10 +307,14 @@ def test_threads_of_python_do_not_disturb_one_another() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("q_len", [1, 600])
-def test_result_does_not_depend_on_the_number_of_threads(q_len: int) -> None:
-    q = tensor(1, (1, 4, q_len, 64), torch.bfloat16, 0)
-    k, v = (tensor(i, (1, 2, 3000, 64), torch.bfloat16, 0) for i in (2, 3))
+@pytest.mark.parametrize(
+    ("q_len", "heads", "dtype"),
+    [(1, 2, torch.bfloat16), (600, 2, torch.bfloat16), (600, 1, torch.float32), (3000, 3, torch.float32)],
+)
+def test_result_does_not_depend_on_the_number_of_threads(q_len: int, heads: int, dtype: torch.dtype) -> None:
+    """One thread packs float32 tile by tile; several share what is packed where there are fewer heads than threads."""
+    q = tensor(1, (1, 2 * heads, q_len, 64), dtype, 0)
+    k, v = (tensor(i, (1, heads, 3000, 64), dtype, 0) for i in (2, 3))
     rules, before = Rules(causal=True, offset=3000 - q_len), torch.get_num_threads()
     results = []
     try:

@@ -65,7 +65,7 @@ void work(void *data) {
 // `out`: its packed keys and values then stay in the core's cache, and cost the memory of one tile.
 bool tile_by_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u) {
   return sh.compute == ADA_F32 && a.q_dtype == ADA_F32 && a.out && a.os[3] == 1 && sh.dv == a.dim_v && !a.keep &&
-         u.window < 0 && u.tiles > 1;
+         u.window < 0 && u.tiles > 2;
 }
 
 // Bytes in which a thread packs a unit, and keeps the state of its rows.
