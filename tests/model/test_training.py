@@ -380,7 +380,7 @@ def test_lora_adapters_train_like_under_eager() -> None:
 
 @pytest.mark.slow
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
-    """DDP and FSDP, torch's and accelerate's, each process with half of the batch; tensor parallelism and its plans."""
+    """DDP and FSDP, torch's and accelerate's, each process with half a batch; tensor parallelism, stages with plans."""
     script = Path(__file__).parent.parent / "support" / "two_processes.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -395,7 +395,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
     ways = ["ddp", "fsdp", "fsdp-checkpointing"]
     if importlib.util.find_spec("accelerate"):
         ways += ["accelerate", "accelerate-fsdp"]
-    assert done.stdout.split() == [*ways, "fsdp-plan", "tp"]
+    assert done.stdout.split() == [*ways, "fsdp-plan", "tp", "stages"]
 
 
 def test_training_libraries_are_tested_where_they_belong() -> None:

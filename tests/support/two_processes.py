@@ -156,6 +156,53 @@ def gathered_plan() -> None:
             raise SystemExit("fsdp: the plan changed nothing")
 
 
+class Stage(torch.nn.Module):
+    """A layer of the model with what stands before the first or behind the last."""
+
+    def __init__(self, net: Any, rank: int) -> None:
+        """`net` loses its other layer."""
+        super().__init__()
+        self.inner, self.head, self.first = net.model, net.lm_head, rank == 0
+        self.inner.layers = self.inner.layers[rank : rank + 1]
+        if self.first:
+            self.inner.norm, self.head = torch.nn.Identity(), torch.nn.Identity()
+
+    def forward(self, given: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Tokens to hidden states, or those to logits; the mask is every stage's own."""
+        given_as = {"input_ids" if self.first else "inputs_embeds": given}
+        out: torch.Tensor = self.head(
+            self.inner(**given_as, attention_mask=mask, use_cache=False).last_hidden_state
+        )
+        return out
+
+
+def pipeline_stages(rank: int) -> None:
+    """Torch's pipeline over two micro-batches, exact and by a plan that differs between the stages."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    ids, mask = batch()
+    plan = plan_for(model(), Choice())
+    layers = tuple(
+        dataclasses.replace(layer, choices=(Choice(Window(2 + layer.layer)), Choice()))
+        for layer in plan.layers
+    )
+    found = []
+    for settings in (None, {"plan": dataclasses.replace(plan, layers=layers).to_dict(), "unverified": True}):
+        one, net = model().eval(), model().eval()
+        one.config.adaattn = net.config.adaattn = settings
+        schedule = ScheduleGPipe(PipelineStage(Stage(net, rank), rank, 2, torch.device("cpu")), 2)
+        with torch.no_grad():
+            expected = one(ids, attention_mask=mask, use_cache=False).logits
+            out = schedule.step(*((ids,) if rank == 0 else ()), mask=mask)
+        found.append(expected)
+        if rank == 1 and float((out - expected).abs().max()) > TOLERANCE:
+            raise SystemExit(
+                f"stages: logits under {settings} differ by {float((out - expected).abs().max())}"
+            )
+    if float((found[0] - found[1]).abs().max()) < 100 * TOLERANCE:
+        raise SystemExit("stages: the plan changed nothing")
+
+
 def worker(rank: int, port: int, directory: str) -> None:
     """One process."""
     place = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
@@ -185,8 +232,9 @@ def worker(rank: int, port: int, directory: str) -> None:
             print(way, flush=True)
     gathered_plan()
     split_heads(directory)
+    pipeline_stages(rank)
     if rank == 0:
-        print("fsdp-plan", "tp", flush=True)
+        print("fsdp-plan", "tp", "stages", flush=True)
     dist.destroy_process_group()
 
 
