@@ -151,6 +151,9 @@ class Campaign:
             law = replace(law, per_kl_error=math.hypot(law.per_kl_error, DRIFT))
         for shard in self.shards[length]:
             law = law.learned([shard])
+        if inputs.other_source:  # each source is proved by its own sequences
+            sources = {sequence.source for sequence in inputs.samples[length].held_out}
+            law = replace(law, spread=law.spread * math.sqrt(len(sources)))
         return law
 
     def scored(self, length: int) -> float:

@@ -163,9 +163,28 @@ def _draw(
     else:
         first = corpus.draw(data, encode, length, own, s.seed)
         second = corpus.draw(verify_data, encode, length, held, s.seed, spare)
+        second.parts["held_out"] = _each(second.parts["held_out"], verify_data, length)
         parts, fingerprint = {**first.parts, **second.parts}, f"{first.fingerprint}:{second.fingerprint}"
     risk, joint, held_out = (tuple(parts[use]) for use in ("risk", "joint", "held_out"))
     return LengthSample(risk, joint, held_out, fingerprint)
+
+
+def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: int) -> list[TokenSequence]:
+    """Held-out sequences of sources in turn, as long as every source has one: each is proved by its own.
+
+    Raises:
+        ValueError: If a source has a single sequence, which has no spread, or none.
+    """
+    counts = {Path(path).name: 0 for path in paths}
+    for sequence in held_out:
+        counts[sequence.source] += 1
+    fewest = min(counts, key=lambda name: counts[name])
+    if counts[fewest] < 2:
+        raise ValueError(
+            f"verify_data: {fewest} holds {counts[fewest]} sequences of {length} tokens, expected at least 2 of every "
+            "source: each must keep the budget; give more of its text, shorter lengths, or leave it out"
+        )
+    return held_out[: counts[fewest] * len(counts)]
 
 
 def most_positions(model: nn.Module) -> int | None:

@@ -97,7 +97,7 @@ def _length(
     sizes = look_sizes(min(s.held_out, len(shard)), len(shard))
     levels = look_levels(test.level, sizes)
     haystacks = s.haystacks if inputs.scoring.generates else 0
-    total, evidence = sizes[-1] + haystacks, Evidence()
+    total, evidence = sizes[-1] + haystacks, Evidence(apart=inputs.other_source)
     share = verify.activation(programs, heads, length, inputs.scoring.causal)
     for look, (size, level) in enumerate(zip(sizes, levels, strict=True)):
         start = sizes[look - 1] if look else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ class Evidence:
         found: Needles that stock attention finds.
         planned: Needles that the plan finds.
         needles: Needles.
+        apart: Whether every source must keep the budget by its own sequences.
     """
 
     names: list[str] = field(default_factory=list)
@@ -53,6 +54,7 @@ class Evidence:
     found: int = 0
     planned: int = 0
     needles: int = 0
+    apart: bool = False
 
     def add(self, name: str, scores: TokenScores, source: str = "") -> None:
         """Adds the scores of one sequence."""
@@ -72,8 +74,20 @@ class Evidence:
         self.needles += len(stock)
 
     def bound(self, confidence: float) -> Bound:
-        """Returns the upper bound of the loss difference, clustered by document."""
-        return upper_bound(*clustered(self.names, self.sums, self.tokens), confidence)
+        """Returns the upper bound of the loss difference, clustered by document; tokens are those of all sources.
+
+        Of sources that are apart the largest: all must pass, so that each is tested at the whole level
+        (an intersection-union test; Berger 1982, Technometrics 24).
+        """
+        names = self.sources if self.apart else [""] * len(self.names)
+        bounds = []
+        for source in dict.fromkeys(names):
+            mine = [place for place, name in enumerate(names) if name == source]
+            sums, tokens = [self.sums[place] for place in mine], [self.tokens[place] for place in mine]
+            bounds.append(
+                upper_bound(*clustered([self.names[place] for place in mine], sums, tokens), confidence)
+            )
+        return replace(max(bounds, key=lambda one: one.upper), tokens=sum(self.tokens))
 
     def ratio(self) -> Ratio:
         """Returns the mean loss difference with its error, clustered by document."""

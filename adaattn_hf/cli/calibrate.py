@@ -39,7 +39,9 @@ def calibrate(
     ] = None,
     verify_data: Annotated[
         list[Path] | None,
-        typer.Option(help="Held-out text of another source. Default: other parts of --data."),
+        typer.Option(
+            help="Held-out text of other sources, each of them proved. Default: other parts of --data."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
