@@ -90,6 +90,17 @@ def _scale(code):  # type: ignore[no-untyped-def]
     return ((code.to(tl.int32) << 20) + 897581056).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _scales(k_ptr, v_ptr, k_n, v_n, n, end, few, low, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales' codes of the keys and values that are the tile from `n` on of those read."""
+    u = n + tl.arange(0, BLOCK_N)
+    j = u
+    if WINDOW:
+        j = tl.where(u < few, u, u - few + low)
+    j = j.to(tl.int64)
+    return tl.load(k_ptr + j * k_n, mask=u < end, other=0), tl.load(v_ptr + j * v_n, mask=u < end, other=0)
+
+
 # lengths grow by one in every step: they must not be compiled in
 @triton.jit(do_not_specialize=["kv_len", "offset", "most"])
 def decode(  # type: ignore[no-untyped-def]
@@ -174,6 +185,11 @@ def decode(  # type: ignore[no-untyped-def]
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PAD_V], tl.float32)
     end = tl.minimum(count, (share + 1) * span)
+    if BITS:
+        # bytes are too few for the pipeline of copies: a tile's scales are asked for one tile ahead
+        k_scales = k_scale_ptr + row * ks_b + kv_head * ks_h + k_start * ks_n
+        v_scales = v_scale_ptr + row * vs_b + kv_head * vs_h + k_start * vs_n
+        k_next, v_next = _scales(k_scales, v_scales, ks_n, vs_n, share * span, end, few, low, WINDOW, BLOCK_N)
     for n in range(share * span, end, BLOCK_N):
         u = n + tl.arange(0, BLOCK_N)
         there = u < end
@@ -186,10 +202,10 @@ def decode(  # type: ignore[no-untyped-def]
         k = tl.load(k_base + j[None, :] * k_n, mask=there[None, :] & (d < DIM)[:, None], other=0.0)
         v = tl.load(v_base + j[:, None] * v_n, mask=there[:, None] & (dv < DIM_V)[None, :], other=0.0)
         if BITS:
-            at_scale = row * ks_b + kv_head * ks_h + (k_start + j) * ks_n
-            k_scale = _scale(tl.load(k_scale_ptr + at_scale, mask=there, other=0))
-            at_scale = row * vs_b + kv_head * vs_h + (k_start + j) * vs_n
-            v_scale = _scale(tl.load(v_scale_ptr + at_scale, mask=there, other=0))
+            k_scale, v_scale = _scale(k_next), _scale(v_next)
+            k_next, v_next = _scales(
+                k_scales, v_scales, ks_n, vs_n, n + BLOCK_N, end, few, low, WINDOW, BLOCK_N
+            )
             raw = tl.dot(q, k.to(q.dtype), input_precision="ieee") * k_scale[None, :] + shift[:, None]
             if HAS_FIRST:
                 raw = tl.where((k_start + j == 0)[None, :], of_first[:, None], raw)

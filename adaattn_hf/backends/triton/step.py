@@ -17,8 +17,10 @@ from .tables import shares_of
 
 __all__ = ["attend_step"]
 
-# Programs per multiprocessor that a step is shared out among, and the fewest keys that one of them reads.
+# Programs per multiprocessor that a step is shared out among, more over codes, which take less of its shared memory,
+# and the fewest keys that one of them reads.
 _WAVES = 2
+_WAVES_OVER_CODES = 3
 _LEAST_KEYS = 256
 
 
@@ -45,7 +47,7 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         return AttentionResult(out, lse)
     groups = heads // kv_heads
     block, warps, stages = step_tile(max(dim, value_dim) * query.dtype.itemsize)
-    programs = _WAVES * _processors(query.device)
+    programs = (_WAVES if stored is None else _WAVES_OVER_CODES) * _processors(query.device)
     entries, most = shares_of(
         windows, kv_heads, kv_len, sequences, programs, max(block, _LEAST_KEYS), query.device
     )
