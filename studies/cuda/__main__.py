@@ -7,6 +7,7 @@ Sections are independent: one process each (with CUDA_VISIBLE_DEVICES) or one af
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import time
 from pathlib import Path
@@ -64,8 +65,10 @@ def page(
     results: Annotated[Path, typer.Option("--from", help="Directory of the sections' files.")],
     to: Annotated[Path, typer.Option("--write", help="Directory of gpu_plans.json and gpu_plans.md.")],
 ) -> None:
-    """Write the page of the sections that were measured."""
-    write(joined(results, TITLES), TITLES, to)
+    """Write the page of the sections that were measured; of the others what the report there says of them stays."""
+    kept = to / "gpu_plans.json"
+    before = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    write(joined(results, TITLES, before), TITLES, to)
 
 
 if __name__ == "__main__":

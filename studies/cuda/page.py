@@ -30,8 +30,13 @@ BASES = ("sdpa", "sdpa, causal", "stock", "dense", "bf16, sdpa", "bf16", "as it 
 """The arm that ratios of a row are to: the first of these that it has."""
 
 
-def joined(results: Path, order: Mapping[str, str]) -> dict[str, Any]:
+def joined(results: Path, order: Mapping[str, str], before: Mapping[str, Any]) -> dict[str, Any]:
     """The report of all sections whose files lie in a directory: settings, peaks and cells by section.
+
+    Args:
+        results: The directory.
+        order: Titles by section, in the order of the page.
+        before: A report whose sections stay, with their setting, where none was measured anew.
 
     Raises:
         FileNotFoundError: No section's file is there.
@@ -46,6 +51,13 @@ def joined(results: Path, order: Mapping[str, str]) -> dict[str, Any]:
             f"{results}: got no file of a section, expected one of {', '.join(order)}; run `python -m studies.cuda run`"
         )
     first = next(iter(found.values()))["setting"]
+    for name, cells in before.get("sections", {}).items():
+        if name in order and name not in found:
+            own = before.get("settings", {}).get(name, before["setting"])
+            peaks = before.get("peaks", {}).get(name, {})
+            seconds = before.get("seconds", {}).get(name)
+            found[name] = {"setting": own, "peaks": peaks, "seconds": seconds, "cells": cells}
+    found = {name: found[name] for name in order if name in found}
     return {
         "setting": first,
         "settings": {name: one["setting"] for name, one in found.items() if one["setting"] != first},
@@ -78,8 +90,7 @@ def page(report: Mapping[str, Any], titles: Mapping[str, str]) -> str:
             lines += [_facts(report["settings"][name]) + ".", ""]
         peaks = report["peaks"][name]
         lines += [
-            f"Peaks: {peaks['TFLOP/s']:.0f} TFLOP/s, {peaks['TB/s']:.2f} TB/s.",
-            "",
+            *([f"Peaks: {peaks['TFLOP/s']:.0f} TFLOP/s, {peaks['TB/s']:.2f} TB/s.", ""] if peaks else []),
             *table(rows, peaks),
         ]
         lines += _remarks(rows)
@@ -115,13 +126,17 @@ def _shown(row: Cell, column: str, peaks: Mapping[str, float]) -> str:
     base = next((row[name] for name in BASES if isinstance(row.get(name), float)), None)
     if base is not None and base != value:
         text += f" ({base / value:.2f}×)"
-    whole = column.startswith(("sdpa", "exact")) and (row.get("ideal ×", 1.0) != 1.0 or "density" in row)
+    whole = column.startswith(("sdpa", "exact")) and (
+        row.get("ideal ×", 1.0) != 1.0
+        or "density" in row
+        or ("bytes" in row and not row["cell"].endswith(", exact"))
+    )
     if whole or column == "sdpa, causal" or column.startswith("bf16, "):
         return text  # computes or reads more than the row asks for
     for amount, unit, scale in (("FLOP", "TFLOP/s", 1e-6), ("bytes", "TB/s", 1e-6)):
         if amount in row:
             rate = row[amount] / value * scale
-            text += f" [{rate:.3g}, {rate / peaks[unit]:.0%}]"
+            text += f" [{rate:.3g}, {rate / peaks[unit]:.0%}]" if unit in peaks else f" [{rate:.3g}]"
     return text
 
 

@@ -43,6 +43,16 @@ def test_cells_are_kept_and_the_page_has_them(tmp_path: Path) -> None:
     assert "| 800 (1.25×) [500, 62%] |" in page
     assert "* RuntimeError: no room (1 × 32k)" in page
     assert json.loads((tmp_path / "gpu_plans.json").read_text())["sections"]["dense"] == section.cells
+    other = tmp_path / "later"
+    Section(other / "decode.json", {"commit": "abe"}, PEAKS).add("1 × 32k", measured)
+    done = CliRunner().invoke(app, ["page", "--from", str(other), "--write", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    both = json.loads((tmp_path / "gpu_plans.json").read_text())
+    assert both["sections"]["dense"] == section.cells  # what was not measured anew stays, with its setting
+    assert (both["setting"], both["settings"]) == (
+        {"commit": "abe"},
+        {"dense": {"commit": "abc", "device": "one"}},
+    )
 
 
 def test_no_section_is_said(tmp_path: Path) -> None:
