@@ -307,9 +307,14 @@ class AdaAttnCache(DynamicCache):
 
         Raises:
             ValueError: The model cannot read such a cache, `max_cache_len` is asked of numbers, or `streaming` of a
-                model whose plan has no windows.
+                model whose plan has no windows, or beside `offloading`.
         """
         check_stored(model, stored, streaming)
+        if streaming and offloading:
+            raise ValueError(
+                "offloading: got True for a cache with streaming heads, whose tokens attention writes where it runs, "
+                "expected False; such heads keep little, or use streaming=False"
+            )
         config = model.config.get_text_config(decoder=True)
         super().__init__(
             config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding

@@ -180,14 +180,18 @@ class StoredTokens(Tokens):
     def expect(self, queries: Tensor) -> None:
         """Let the errors of keys that are written from now on cancel along the mean of these queries."""
         enough = queries.shape[2] >= SMOOTHED
-        self.along = direction_of(queries, self.parts[0].view().shape[1]) if enough else None
+        heads, device = self.parts[0].view().shape[1], self.parts[0].device
+        self.along = direction_of(queries, heads).to(device) if enough else None
 
     def reread(self, queries: Tensor, keys: Tensor) -> None:
         """Round a prompt's keys, which are all that there are, again, now that its queries are known."""
         self.expect(queries)
         if self.along is not None:
             views = self.views()
-            write(keys[:, :, -len(self) :], views[0], views[1][..., 0], mean=self.mean, along=self.along)
+            keys = keys[:, :, -len(self) :].to(
+                views[0].device
+            )  # a cache that offloads has moved its own by now
+            write(keys, views[0], views[1][..., 0], mean=self.mean, along=self.along)
 
     @staticmethod
     def _mean_of(keys: Tensor) -> Tensor:

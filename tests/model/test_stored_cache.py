@@ -142,6 +142,9 @@ def test_a_prompt_is_rounded_for_the_queries_that_came_with_it() -> None:
     plain.reread(queries, keys)
     assert plain.along is not None
     assert not torch.equal(before, plain.views()[0])
+    plain.to("meta")  # as a cache that offloads does before attention has the prompt
+    plain.reread(queries, keys)
+    assert plain.along.device.type == "meta"
     in_pieces(model, tokens, short, SMOOTHED - 1, 20)
     few: Any = short.layers[0]
     assert few.tokens.along is None

@@ -251,6 +251,8 @@ def held_in_full(cache: Any) -> int:
 # ---------------- refusals
 def test_what_streaming_heads_cannot_do_is_refused_by_name() -> None:
     model, tokens = llama(), ids(1, 60)
+    with pytest.raises(ValueError, match="offloading: got True for a cache with streaming heads"):
+        AdaAttnCache(model, "model", streaming=True, offloading=True)
     cache = AdaAttnCache(model, "model", streaming=True)
     run(model, tokens, cache, 20)
     cache.crop(-5)  # nothing is gone yet
