@@ -135,11 +135,13 @@ def page(result: Mapping[str, Any]) -> str:
         "",
     ]
     for budget in sorted({row["budget"] for row in rows if "budget" in row}):
-        ratio = {row["arm"]: row["ratio"] for row in rows if row.get("budget") == budget}
-        alone = max(ARMS[:-1], key=lambda arm: ratio[arm])
+        by_arm = {row["arm"]: row for row in rows if row.get("budget") == budget}
+        alone = max(ARMS[:-1], key=lambda arm: by_arm[arm]["ratio"])
+        both = by_arm["combined"]
         lines.append(
-            f"* {percent(budget)}: together {ratio['combined']:.2f} times as fast as exact, the best"
-            f" kind alone ({alone}) {ratio[alone]:.2f}."
+            f"* {percent(budget)}: together {both['ratio']:.2f} times as fast as exact at a measured Δnll of"
+            f" {both['delta_nll']:+.2e} (KL {loss(both['kl'])}), the best kind alone ({alone})"
+            f" {by_arm[alone]['ratio']:.2f}."
         )
     return "\n".join([*lines, "", *table(_HEAD, [_cells(row) for row in rows])])
 
