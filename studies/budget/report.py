@@ -12,6 +12,7 @@ import hashlib
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,9 @@ def _short(study: dict[str, Any]) -> list[str]:
                 f" nats/token; predicted over measured KL {min(gaps):.2f} to {max(gaps):.2f}, median"
                 f" {statistics.median(gaps):.2f}."
             )
+        unmet = Counter(record["sentence"] for record in mine if not record["met"])
         lines += [
-            f"    * seed {record['seed']}: {record['sentence']}" for record in mine if not record["met"]
+            f"* {percent(budget)}: {count} of {len(mine)} seeds: {words}" for words, count in unmet.items()
         ]
         lines += [
             f"    * seed {record['seed']}: inside on the held-out text, and on the text of another kind the bound is "

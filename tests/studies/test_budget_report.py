@@ -72,6 +72,22 @@ def test_a_page_counts_both_texts_and_sets_earlier_plans_beside_them(tmp_path: P
     assert "large" not in (tmp_path / "page.json").read_text(encoding="utf-8")
 
 
+def test_seeds_without_a_plan_are_counted_by_their_reason(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        none = record(1e-3, seed, 0.0, 0.0, ["exact"] * 4) | {
+            "met": False,
+            "sentence": "no choice saves time",
+        }
+        none["report"] = {"verdicts": [], "history": []}
+        path = tmp_path / "study" / "seeds" / f"seed-{seed}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(none))
+    main(tmp_path / "study", tmp_path / "page.json")
+    page = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "* 0.1 %: 2 of 2 seeds: no choice saves time" in page
+    assert "| 0.1 % | 0 of 2 |" in page
+
+
 def test_modules_of_a_library_are_documents(tmp_path: Path) -> None:
     for name in ("a.py", "b.py", "test/c.py", "short.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
