@@ -77,7 +77,7 @@ void draw(Call &c, bool backward) {
   strides(a.qs, a.q_heads, a.q_len, a.dim), strides(a.ks, a.kv_heads, a.kv_len, a.dim);
   strides(a.vs, a.kv_heads, a.kv_len, v_dim), strides(a.os, a.q_heads, a.q_len, a.dim_v);
   a.scaling = 0.25, a.threads = pick(1, 3);
-  do a.level = pick(-1, 4);
+  do a.level = pick(-1, ADA_AMX);
   while (a.level >= 0 && !ada_has_level(a.level));
   a.causal = pick(0, 1), a.window = pick(0, 1) ? -1 : pick(1, 30), a.sinks = pick(0, 3), a.offset = pick(-3, 9);
   if (pick(0, 2) == 0) {
@@ -136,7 +136,7 @@ const char *spoil(Call &c, bool backward) {
     case 2: return *any<int64_t *>({&a.q_heads, &a.kv_heads, &a.dim, &a.dim_v}) = 0, "an extent of nothing";
     case 3: return a.kv_heads = a.q_heads + 1, "more key heads than query heads";
     case 4: return a.threads = any<int64_t>({0, -1, INT64_MIN}), "no threads";
-    case 5: return a.level = any<int64_t>({5, 77, INT64_MAX}), "an unknown level";
+    case 5: return a.level = any<int64_t>({ADA_AMX + 1, 77, INT64_MAX}), "an unknown level";
     case 6: return *any<int64_t *>({&a.offset, &a.window, &a.sinks}) = far(), "a distance beyond reason";
     case 7: return a.offset = any<int64_t>({INT64_MIN, -far()}), "an offset before everything";
     case 8: return a.sinks = any<int64_t>({-1, INT64_MIN}), "fewer sinks than none";
@@ -226,8 +226,13 @@ bool one_store(int64_t seed) {
   strides(s.xs, s.heads, s.n, s.dim), strides(s.cs, s.heads, s.n, width);
   s.ss[0] = s.heads * s.n, s.ss[1] = s.n, s.ss[2] = 1;
   s.threads = pick(1, 3);
-  do s.level = pick(-1, 4);
+  do s.level = pick(-1, ADA_AMX);
   while (s.level >= 0 && !ada_has_level(s.level));
+  if (ada_store(&s)) {  // the bytes may mean any number, and none
+    std::printf("case %lld, store: a valid call was refused\n", static_cast<long long>(seed));
+    return false;
+  }
+  std::memset(codes_, CANARY, static_cast<size_t>(rows * width));
   const char *what = nullptr;
   switch (pick(0, 7)) {
     case 0: *any<int64_t *>({&s.batch, &s.heads, &s.n, &s.dim}) = any<int64_t>({-1, INT64_MIN}), what = "a negative extent"; break;
@@ -237,7 +242,7 @@ bool one_store(int64_t seed) {
     case 4: s.code_dtype = codes({3, 4}), what = "an unknown dtype of codes"; break;
     case 5: s.threads = any<int64_t>({0, -1}), what = "no threads"; break;
     case 6: pick(0, 2) ? (void)(pick(0, 1) ? (void)(s.x = nullptr) : (void)(s.codes = nullptr)) : (void)(s.scale = nullptr), what = "a null tensor"; break;
-    default: s.level = any<int64_t>({5, 77}), what = "an unknown level";
+    default: s.level = any<int64_t>({ADA_AMX + 1, 77}), what = "an unknown level";
   }
   const int64_t status = ada_store(&s);
   bool touched = false;

@@ -4,12 +4,14 @@
 `--python INTERPRETER`, of an environment that has the package, as many valid and as many malformed calls go through
 Python into a library with the sanitizers, too. For another machine than this one, without sanitizers:
 `CXX="python -m ziglang c++ -target aarch64-linux-musl" python tests/native/sanitize.py --machine aarch64 --emulator
-qemu-aarch64-static`.
+qemu-aarch64-static`. What came of the C calls is kept in `build/`, from where `make fuzz` takes it into its page.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import os
 import platform
 import runpy
@@ -122,6 +124,19 @@ def main() -> int:
         numbers = [str(asked.seed), str(asked.cases)]
         runs = [subprocess.run([*asked.emulator.split(), str(path), *numbers]) for path in programs]
         codes = [abs(run.returncode) for run in runs]
+        told = {
+            "machine": asked.machine or platform.machine().lower(),
+            "cases": asked.cases,
+            "seed": asked.seed,
+        }
+        told |= {"by": asked.emulator or "address and undefined-behaviour sanitizers"}
+        told |= {
+            "date": datetime.date.today().isoformat(),
+            "failed": [p.name for p, c in zip(programs, codes) if c],
+        }
+        kept = HERE.parents[1] / "build" / f"fuzz_{told['machine']}.json"
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(json.dumps(told) + "\n")
         if asked.python:
             codes.append(search(asked.python, Path(scratch), asked.cases, asked.seed))
         return max(codes)

@@ -161,6 +161,7 @@ def record(done: dict[str, Any], directory: Path) -> None:
     native = library()
     assert native is not None
     found = {key: done[key] for key in ("seed", "verdicts", "failed", "commits")}
+    found["native"] = [json.loads(p.read_text()) for p in sorted((ROOT / "build").glob("fuzz_*.json"))]
     found["date"] = datetime.date.today().isoformat()
     found["machine"] = f"{cpu_name()}, {native.level_name}, torch {torch.__version__}"
     write_atomically(directory / "fuzz.json", json.dumps(found, indent=1) + "\n")
@@ -182,6 +183,13 @@ def record(done: dict[str, Any], directory: Path) -> None:
         counts = collections.Counter(found["verdicts"].get(kind, {}))
         cells = [counts[v] for v in ("served", "refused", "refused as by stock", "wrong", "crashed")]
         lines.append(f"| {words} | {sum(counts.values())} | {' | '.join(map(str, cells))} |")
+    lines += ["", "Through the C interface alone, as many valid calls and as many malformed ones:", ""]
+    lines += ["| machine | each | seed | by | date | failed |", "|---|---:|---:|---|---|---|"]
+    lines += [
+        f"| {' | '.join(str(one[key]) for key in ('machine', 'cases', 'seed', 'by', 'date'))} "
+        f"| {', '.join(one['failed']) or 'none'} |"
+        for one in found["native"]
+    ]
     write_atomically(directory / "fuzz.md", "\n".join(lines) + "\n")
 
 

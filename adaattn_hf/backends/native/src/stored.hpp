@@ -74,7 +74,8 @@ static void store_row(const ada_store_args &a, int64_t row, float *x) {
   int8_t *to = (int8_t *)a.codes + b * a.cs[0] + h * a.cs[1] + t * a.cs[2];
   if (!halves) {
     for (int64_t d = 0; d < a.dim; ++d) {
-      const float y = nearbyintf(x[d] * inverse), code = y > 127 ? 127 : y < -127 ? -127 : y;
+      // what is no number becomes the least code: the conversion of any other is not defined
+      const float y = nearbyintf(x[d] * inverse), code = y > 127 ? 127 : y >= -127 ? y : -127;
       to[d] = (int8_t)code;
       x[d] = code - x[d] * inverse;
     }
@@ -83,7 +84,7 @@ static void store_row(const ada_store_args &a, int64_t row, float *x) {
   }
   for (int64_t d = 0; d < a.dim; ++d) {
     const float y = nearbyintf((x[d] * inverse + 15) * 0.5f);
-    x[d] = y > 15 ? 15 : y < 0 ? 0 : y;
+    x[d] = y > 15 ? 15 : y >= 0 ? y : 0;
   }
   for (int64_t d = 0; d < a.dim; d += 32)
     for (int64_t i = 0; i < 16; ++i) to[d / 2 + i] = (int8_t)(uint8_t)((int)x[d + i] | (int)x[d + 16 + i] << 4);
