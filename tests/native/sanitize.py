@@ -132,7 +132,7 @@ def main() -> int:
         told |= {"by": asked.emulator or "address and undefined-behaviour sanitizers"}
         told |= {
             "date": datetime.date.today().isoformat(),
-            "failed": [p.name for p, c in zip(programs, codes) if c],
+            "failed": [p.name for p, c in zip(programs, codes, strict=True) if c],
         }
         kept = HERE.parents[1] / "build" / f"fuzz_{told['machine']}.json"
         kept.parent.mkdir(exist_ok=True)

@@ -59,9 +59,12 @@ def test_a_library_that_is_cut_off_is_a_reason(tmp_path: Path, share: float) -> 
 STUBS = {
     "lacks a function of its interface": {"abi_version": library.ABI_VERSION},
     "speaks interface 99": dict.fromkeys(library.FUNCTIONS, 99),
-    "with 7 bytes of arguments": dict.fromkeys(library.FUNCTIONS, 7) | {"abi_version": library.ABI_VERSION},
+    "with (7, 7) bytes of arguments": dict.fromkeys(library.FUNCTIONS, 7)
+    | {"abi_version": library.ABI_VERSION},
+    f"with ({library.SIZES[0]}, 7) bytes": dict.fromkeys(library.FUNCTIONS, 7)
+    | {"abi_version": library.ABI_VERSION, "args_size": library.SIZES[0]},
     "names instruction set 77": dict.fromkeys(library.FUNCTIONS, 77)
-    | {"abi_version": library.ABI_VERSION, "args_size": library.ARGS_SIZE},
+    | {"abi_version": library.ABI_VERSION, "args_size": library.SIZES[0], "store_size": library.SIZES[1]},
 }
 
 

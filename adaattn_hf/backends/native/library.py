@@ -24,7 +24,9 @@ CALL = struct.Struct("=5Q3q7q16qd2q")
 RULES = struct.Struct("=qQ2q3q2QdQQ5qQ4q2Q7qQqQ5qQq")
 BACKWARD = struct.Struct("=Q4q3Q12qQ4q")
 """The argument structure in three parts: tensors to level, the rules of a call, what the backward adds."""
-ARGS_SIZE = CALL.size + RULES.size + BACKWARD.size
+STORE = struct.Struct("=4Q3q4q4q4q3q2qQ")
+"""The argument structure of `ada_store`."""
+SIZES = (CALL.size + RULES.size + BACKWARD.size, STORE.size)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 """Dtypes by their number in the C interface."""
@@ -35,6 +37,7 @@ LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "neon", "amx")
 FUNCTIONS = (
     "abi_version",
     "args_size",
+    "store_size",
     "best_level",
     "has_level",
     "set_parallel",
@@ -95,11 +98,11 @@ def load(directory: Path) -> tuple[Library | None, tuple[str, ...]]:
         return None, (
             f"the native library lacks a function of its interface ({error}); reinstall adaattn-hf",
         )
-    version, size = handle.ada_abi_version(), handle.ada_args_size()
-    if (version, size) != (ABI_VERSION, ARGS_SIZE):
+    version, sizes = handle.ada_abi_version(), (handle.ada_args_size(), handle.ada_store_size())
+    if (version, sizes) != (ABI_VERSION, SIZES):
         return None, (
-            f"the native library speaks interface {version} with {size} bytes of arguments, this package speaks "
-            f"{ABI_VERSION} with {ARGS_SIZE}; reinstall adaattn-hf",
+            f"the native library speaks interface {version} with {sizes} bytes of arguments, this package speaks "
+            f"{ABI_VERSION} with {SIZES}; reinstall adaattn-hf",
         )
     level = int(handle.ada_best_level())
     if not 0 <= level < len(LEVELS):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 
 from ...attention.stored import quantise
 from .call import _ERRORS
-from .library import DTYPES, library, missing
+from .library import DTYPES, STORE, library, missing
 
 __all__ = ["store", "write"]
 
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
-_ARGUMENTS = struct.Struct("=4Q3q4q4q4q3q2qQ")
 
 
 def store(
@@ -66,7 +63,7 @@ def store(
     if native is None:
         raise RuntimeError(f"native backend: {'; '.join(missing())}")
     status = native.handle.ada_store(
-        _ARGUMENTS.pack(
+        STORE.pack(
             x.data_ptr(), codes.data_ptr(), scale.data_ptr(), 0 if mean is None else mean.data_ptr(),
             DTYPES[x.dtype], DTYPES[codes.dtype], rotated,
             *x.shape, *x.stride(), *codes.stride(), *scale.stride(),
