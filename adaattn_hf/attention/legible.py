@@ -55,8 +55,8 @@ def _candidates(structure: CallStructure, visible: Tensor, window: int | None) -
     batch, q_len, kv_len = visible.shape
     square = q_len == kv_len
     if structure.key_padding is not None:
-        for ahead in (True, False):
-            yield structure.with_changes(mask=None, causal=ahead, window=window)
+        for ahead, pads in ((True, False), (True, True), (False, False), (False, True)):
+            yield structure.with_changes(mask=None, causal=ahead, window=window, pads_queries=pads)
         if square:
             yield from _documents(visible, window, structure.key_padding)
         return

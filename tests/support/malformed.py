@@ -327,7 +327,7 @@ def judge(call: Call) -> str:
     if lost.any() and call.backend in (None, "sdpa") and (theirs := stock(call)) is not None:
         lost &= ~torch.isfinite(theirs).all(3)  # torch's kernel loses those of short queries
     assert not lost.any(), f"{told}: not-a-numbers were lost"
-    shown = (call.given.get(name) for name in ("key", "value", "position_bias"))
+    shown = (call.given.get(name) for name in ("key", "value", "position_bias", "s_aux"))
     clean = all(torch.isfinite(t.detach()).all() for t in shown if isinstance(t, Tensor))
     beyond = truth.abs() > torch.finfo(out.dtype).max
     own = ~torch.isfinite(call.given["query"].detach()).all(3).transpose(1, 2).expand_as(finite)
