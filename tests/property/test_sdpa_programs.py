@@ -113,6 +113,9 @@ STEPS = {
         3, 1, 9, key_padding=PADDED & torch.tensor([[1], [0], [1]]).bool()
     ),
     "before the first key": CallStructure(3, 1, 9, causal=True, q_offset=-1),
+    "a window whose sinks are all that it would hide": CallStructure(
+        3, 1, 9, causal=True, q_offset=9, window=6, sinks=4, key_padding=PADDED
+    ),
     "a window that ends before the last key": CallStructure(3, 1, 9, q_offset=-1, window=9),
 }
 

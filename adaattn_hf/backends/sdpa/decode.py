@@ -132,7 +132,7 @@ def _find_ranges(structure: CallStructure) -> list[tuple[int, int]] | None:
         low, high = 0, length
         if structure.causal:
             high = min(high, place + 1)
-        if structure.window is not None:
+        if structure.window is not None and structure.windowed:  # else its sinks are all that it would hide
             low = max(low, place - structure.window + 1)
             if not structure.causal:
                 high = min(high, place + structure.window)
