@@ -139,7 +139,8 @@ class AttentionRequest:
             raise ValueError(
                 f"dropout: got {self.dropout}, expected a probability from 0 to 1; 0 drops nothing"
             )
-        if self.softcap is not None and not 0.0 < self.softcap < float("inf"):
+        softcap = self.softcap
+        if softcap is not None and not (isinstance(softcap, (float, int)) and 0.0 < softcap < float("inf")):
             raise ValueError(
                 f"softcap: got {self.softcap}, expected a positive number, or None for no bound on the scores"
             )

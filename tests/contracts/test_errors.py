@@ -209,6 +209,12 @@ CASES = (
         ("softcap", "-2.0", "expected a positive number", "or None"),
     ),
     Case(
+        "gives a softcap that is no number",
+        lambda: attend(softcap="much"),
+        ValueError,
+        ("softcap", "much", "expected a positive number", "or None"),
+    ),
+    Case(
         "gives queries of whole numbers",
         lambda: attention_function()(nn.Module(), *[torch.zeros(1, 2, 6, 4, dtype=torch.int64)] * 3, None),
         ValueError,

@@ -194,6 +194,20 @@ def test_a_padded_batch_becomes_several_parts() -> None:
     assert [len(program.parts) for program in structure._memo.values() if isinstance(program, Program)] == [2]
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("sinks", [0, 1, 2])
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_a_step_sees_the_keys_that_sinks_add_to_its_window(window: int, sinks: int, offset: int) -> None:
+    """Also where window and sinks together hide nothing, in rows of different padding."""
+    padding = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]]).bool()
+    query, key, value = (torch.randn(4, 1, n, 8, generator=generator(0)) for n in (1, 2, 2))
+    structure = CallStructure(
+        4, 1, 2, causal=True, q_offset=offset, window=window, sinks=sinks, key_padding=padding
+    )
+    request = AttentionRequest(query, key, value, structure, 0.5)
+    torch.testing.assert_close(BACKEND.attend(request).out, reference.attention(request).out.float())
+
+
 @settings(max_examples=40)
 @given(drawn=requests())
 def test_older_torch_is_given_as_many_key_heads_as_queries(drawn: AttentionRequest) -> None:
