@@ -183,13 +183,14 @@ def record(done: dict[str, Any], directory: Path) -> None:
         counts = collections.Counter(found["verdicts"].get(kind, {}))
         cells = [counts[v] for v in ("served", "refused", "refused as by stock", "wrong", "crashed")]
         lines.append(f"| {words} | {sum(counts.values())} | {' | '.join(map(str, cells))} |")
-    lines += ["", "Through the C interface alone, as many valid calls and as many malformed ones:", ""]
-    lines += ["| machine | each | seed | by | date | failed |", "|---|---:|---:|---|---|---|"]
-    lines += [
-        f"| {' | '.join(str(one[key]) for key in ('machine', 'cases', 'seed', 'by', 'date'))} "
-        f"| {', '.join(one['failed']) or 'none'} |"
-        for one in found["native"]
-    ]
+    if found["native"]:
+        lines += ["", "Through the C interface alone, as many valid calls and as many malformed ones:", ""]
+        lines += ["| machine | each | seed | by | date | failed |", "|---|---:|---:|---|---|---|"]
+        lines += [
+            f"| {' | '.join(str(one[key]) for key in ('machine', 'cases', 'seed', 'by', 'date'))} "
+            f"| {', '.join(one['failed']) or 'none'} |"
+            for one in found["native"]
+        ]
     write_atomically(directory / "fuzz.md", "\n".join(lines) + "\n")
 
 
