@@ -78,7 +78,10 @@ def _versions() -> dict[str, str]:
 
 
 def commit(directory: Path) -> str | None:
-    """The commit of the checkout that holds a directory, marked `+dirty` where tracked files differ."""
+    """The commit of the checkout that holds a directory, marked `+dirty` where tracked files differ.
+
+    Outside a checkout it is what ADAATTN_COMMIT says: files that were copied to another machine have no other way.
+    """
     command = ["git", "-C", str(directory)]
     try:
         head = subprocess.run(  # noqa: S603
@@ -99,5 +102,5 @@ def commit(directory: Path) -> str | None:
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("ADAATTN_COMMIT")
     return head.stdout.strip() + ("+dirty" if status.stdout.strip() else "")

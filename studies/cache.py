@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -357,11 +356,9 @@ def main(
         raise typer.BadParameter(
             f"model, text, shape: got {model}, {text} and {shapes}, expected both or none, and of {list(SHAPES)}"
         )
-    made = provenance(place)
-    made["commit"] = os.environ.get("ADAATTN_COMMIT", made["commit"])
     found: dict[str, Any] = {
-        "provenance": made, "rounds": rounds, "steps": steps, "absent": {}, "loss": [], "loss_of": "", "behind": [],
-        "speed": {}, "floor": {},
+        "provenance": provenance(place), "rounds": rounds, "steps": steps, "absent": {}, "loss": [], "loss_of": "",
+        "behind": [], "speed": {}, "floor": {},
     }  # fmt: skip
     makes: list[tuple[str, Callable[[], Any]]] = [
         (f"{SHAPES[one][0]}'s shape, random weights, bfloat16", partial(shaped, one, place)) for one in shapes

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -269,15 +268,14 @@ def peaks() -> dict[str, float]:
 
 
 def setting() -> dict[str, Any]:
-    """Device, driver, commit and versions; the commit comes from ADAATTN_COMMIT where there is no checkout."""
-    found = os.environ.get("ADAATTN_COMMIT") or commit(Path(select.__file__).parents[1]) or "unknown"
+    """Device, driver, commit and versions."""
     driver = "none"
     if ON_CUDA:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         asked = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
         driver = asked.stdout.strip().splitlines()[0] if asked.stdout.strip() else "unknown"
     return {
-        "commit": found,
+        "commit": commit(Path(select.__file__).parents[1]) or "unknown",
         "device": torch.cuda.get_device_name() if ON_CUDA else "cpu, a trial",
         "driver": driver,
         "python": sys.version.split()[0],

@@ -104,10 +104,15 @@ def test_the_source_has_a_digest_where_there_is_no_commit(reports: dict[str, Any
     assert source["driver"] is None
 
 
-def test_the_commit_is_that_of_the_checkout_alone(checkout: Path, tmp_path: Path) -> None:
+def test_the_commit_is_that_of_the_checkout_or_said(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ADAATTN_COMMIT", raising=False)
     if (checkout / ".git").exists():
         assert re.fullmatch(r"[0-9a-f]{40}(\+dirty)?", provenance.commit(checkout / "adaattn_hf") or "")
     assert provenance.commit(tmp_path) is None
+    monkeypatch.setenv("ADAATTN_COMMIT", "abc1234")
+    assert provenance.commit(tmp_path) == "abc1234"
 
 
 def test_weights_decide_the_fingerprint(llama: Path) -> None:
