@@ -353,7 +353,7 @@ class CallSpec(NamedTuple):
             kind = "irregular" if holes else kind
         _, heads, q_len, head_dim = q.shape
         keys = kv_bytes = pairs = length = 0
-        if not (compiling or opaque):
+        if type(q_len) is int and not (compiling or opaque):  # in torch.jit.trace extents are tensors
             length = 1 << (k.shape[2] - 1).bit_length() if k.shape[2] else 0
             if device == "cuda":
                 keys = k.shape[2] // 128 * 128 if q_len == 1 else 0

@@ -72,8 +72,8 @@ def test_a_wrong_kernel_is_found_under_a_plan(monkeypatch: pytest.MonkeyPatch, c
     shadow.reset()
     right = execute.attend
 
-    def wrong(program: Any, request: Any, backend: str | None = None) -> AttentionResult:
-        result = right(program, request, backend)
+    def wrong(program: Any, request: Any, backend: str | None = None, *rest: Any) -> AttentionResult:
+        result = right(program, request, backend, *rest)
         return AttentionResult(result.out * (1.2 if backend is None else 1.0), result.lse)
 
     monkeypatch.setattr(execute, "attend", wrong)
