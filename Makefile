@@ -125,7 +125,7 @@ fuzz: $(READY) ## random calls, CASES=100000 valid and as many malformed, SEED=0
 
 .PHONY: errors
 errors: $(READY) ## errors of every backend by dtype and stage, against double precision; writes docs/results/errors.*
-	$(BIN)/python -m studies.errors --write docs/results
+	PYTHONSAFEPATH= $(BIN)/python -m studies.errors --write docs/results
 
 # ziglang is a compiler for many machines that pip installs; qemu-user-static runs programs of other machines.
 fuzz-aarch64: $(READY) ## the fuzzer's calls on NEON, without sanitizers; needs qemu-aarch64-static
@@ -170,7 +170,7 @@ explorer: $(READY) ## calibrate the packaged model and draw the front page's bud
 	$(BIN)/adaattn plan explore build/explorer --html docs/assets/explorer.html
 
 headline: $(READY) ## write the front pages' tables of figures anew, from docs/results
-	$(BIN)/python -m studies.headline README.md docs/index.md
+	PYTHONSAFEPATH= $(BIN)/python -m studies.headline README.md docs/index.md
 
 freeze: $(READY) ## rewrite the pins of constraints-dev.txt from the virtual environment
 	{ sed -n '/^#/p' constraints-dev.txt; \

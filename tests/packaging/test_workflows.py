@@ -123,3 +123,12 @@ def test_publishing_keeps_no_password() -> None:
         "no password", ""
     )
     assert "secrets." not in str(release)
+
+
+def test_recipes_find_modules_that_only_the_checkout_has() -> None:
+    """Under PYTHONSAFEPATH, which the Makefile exports, `python -m studies.…` finds nothing."""
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
+    assert "export PYTHONSAFEPATH := 1" in lines
+    runs = [line for line in lines if " -m studies." in line]
+    assert runs
+    assert all(line.startswith("\tPYTHONSAFEPATH= ") for line in runs)
