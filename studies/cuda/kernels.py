@@ -254,14 +254,14 @@ def blocks(section: Section) -> None:
             section.add(f"{thousand}k, blocks of {block}", cell)
 
 
-def structures(section: Section) -> None:
-    """Masks, and what Transformers' sdpa does with a dense mask."""
+def masks() -> dict[str, CallStructure]:
+    """Calls with padding, documents, a window, and keys before or behind the queries."""
     n, long = length(4096), length(16384)
     left = torch.ones(8, n, dtype=torch.bool)
     for i in range(8):
         left[i, : n * i // 8] = False
     documents = torch.repeat_interleave(torch.arange(16), long // 16)[None].to(DEVICE)
-    made = {
+    return {
         "left-padded 8 × 4k": CallStructure(
             8, n, n, causal=True, key_padding=left.to(DEVICE), pads_queries=True
         ),
@@ -276,7 +276,11 @@ def structures(section: Section) -> None:
             8, 1, long, causal=True, q_offset=torch.tensor(n - 1, device=DEVICE)
         ),
     }
-    for name, structure in made.items():
+
+
+def structures(section: Section) -> None:
+    """Masks, and what Transformers' sdpa does with a dense mask."""
+    for name, structure in masks().items():
 
         def cell(row: Cell, structure: CallStructure = structure) -> None:
             r = request(structure)

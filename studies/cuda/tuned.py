@@ -24,6 +24,7 @@ from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.clocks import clock_of, quartiles
 from adaattn_hf.patches.tuned import forget
 
+from .kernels import masks
 from .measure import DEVICE, ON_CUDA, Cell, Section, by, length, request, stock
 
 Call = Callable[[], Any]
@@ -62,26 +63,8 @@ def table_aside() -> Iterator[None]:
 
 def calls() -> dict[str, Callable[[], AttentionRequest]]:
     """What makes each call: dense, masks, steps, both passes."""
-    n, long = length(4096), length(16384)
-    left = torch.ones(8, n, dtype=torch.bool)
-    for i in range(8):
-        left[i, : n * i // 8] = False
-    documents = torch.repeat_interleave(torch.arange(16), long // 16)[None].to(DEVICE)
-    used = torch.tensor(n - 1, device=DEVICE)
-    made = {
-        "left-padded 8 × 4k": CallStructure(
-            8, n, n, causal=True, key_padding=left.to(DEVICE), pads_queries=True
-        ),
-        "packed 16 × 1k": CallStructure(
-            1, long, long, causal=True, q_segments=documents, k_segments=documents
-        ),
-        "window 1k at 16k": CallStructure(1, long, long, causal=True, window=length(1024)),
-        "512 queries behind 7.5k": CallStructure(
-            4, length(512), length(8192), causal=True, q_offset=length(7680)
-        ),
-        "static cache, 4k of 16k in use": CallStructure(8, 1, long, causal=True, q_offset=used),
-        "causal 16k": CallStructure(1, long, long, causal=True),
-    }
+    long = length(16384)
+    made = masks() | {"causal 16k": CallStructure(1, long, long, causal=True)}
     found = {name: _asked(structure) for name, structure in made.items()}
     for batch, keys in ((1, 4096), (1, 32768), (8, 32768), (1, 131072)):
         step = CallStructure(batch, 1, length(keys), causal=True, q_offset=length(keys) - 1)

@@ -6,7 +6,7 @@ opens when one of them first runs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,28 @@ from ...attention.request import AttentionRequest
 from ...attention.structure import OPERANDS, CallStructure
 from ..sinks import sink_gradient
 
+if TYPE_CHECKING:
+    from .rules import Rules
+
 __all__ = ["attend_op", "backward_op", "traced"]
 
 # Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
 _NAMESPACE = __name__.partition(".")[0]
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink_logits, float scaling, float softcap"
+
+
+def _rules(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    sink_logits: Tensor | None,
+    softcap: float,
+    operands: tuple[Any, ...],
+) -> Rules:
+    from .rules import rules_of, with_extras
+
+    rules = rules_of(CallStructure.of_operands(q, k, *operands))
+    return with_extras(rules, bias, sink_logits, softcap, k.shape[2])
 
 
 @torch.library.custom_op(
@@ -37,12 +54,9 @@ def attend_op(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a traced graph, with the fields of its structure."""
     from . import call
-    from .rules import rules_of, with_extras
 
-    rules = rules_of(CallStructure.of_operands(q, k, *operands))
-    out, lse = call.forward(
-        q, k, v, scaling, with_extras(rules, bias, sink_logits, softcap, k.shape[2]), need_lse=True
-    )
+    rules = _rules(q, k, bias, sink_logits, softcap, operands)
+    out, lse = call.forward(q, k, v, scaling, rules, need_lse=True)
     assert out is not None
     assert lse is not None
     return out, lse
@@ -78,10 +92,8 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias; the last is empty where it is not asked for."""
     from . import call
-    from .rules import rules_of, with_extras
 
-    rules = rules_of(CallStructure.of_operands(q, k, *operands))
-    rules = with_extras(rules, bias, sink_logits, softcap, k.shape[2])
+    rules = _rules(q, k, bias, sink_logits, softcap, operands)
     gradients = call.backward(grad, q, k, v, out, lse, scaling, rules, need_bias=need_bias)
     if bias is None or gradients.bias is None:
         return gradients.q, gradients.k, gradients.v, q.new_empty(0)
