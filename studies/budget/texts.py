@@ -1,7 +1,8 @@
-"""Text of another kind for the budget study: the modules of Python's own standard library, as documents of code.
+"""Text of other kinds for the budget study: modules of Python, or any other files of a directory, as documents.
 
-`python -m studies.budget.texts TARGET.jsonl`: one line a module, in the order of their names, until there are enough
-characters. The same Python version writes the same file.
+`python -m studies.budget.texts TARGET.jsonl [DIRECTORY [PATTERN]]`: one line a file, in the order of their names, until
+there are enough characters; without a directory the modules of Python's own standard library. The same version of the
+files writes the same text.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from pathlib import Path
 LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "encodings", "distutils"}
 """Directories of tables and tests, and what not every version or distribution has."""
 SHORTEST = 2_000
-"""Characters of a module worth reading; shorter ones are lists of names."""
+"""Characters of a document worth reading; shorter ones are lists of names."""
 EVERY = 5_000_000
 """Characters that are enough for samples of whole contexts."""
 
 
-def modules(library: Path, enough: int = EVERY) -> list[dict[str, str]]:
-    """Returns the modules of a library's directory as records of name and text, up to `enough` characters.
+def documents(library: Path, pattern: str = "*.py", enough: int = EVERY) -> list[dict[str, str]]:
+    """Returns the files of a directory as records of name and text, up to `enough` characters.
 
     Args:
         library: The directory.
-        enough: Characters behind which no further module is read.
+        pattern: What the files' names match.
+        enough: Characters behind which no further file is read.
     """
     found: list[dict[str, str]] = []
     size = 0
-    for path in sorted(library.rglob("*.py")):
+    for path in sorted(library.rglob(pattern)):
         name = path.relative_to(library)
         if LEFT_OUT.intersection(name.parts) or size >= enough:
             continue
@@ -39,14 +41,14 @@ def modules(library: Path, enough: int = EVERY) -> list[dict[str, str]]:
     return found
 
 
-def main(target: Path) -> None:
-    """Writes the modules of the Python that runs this."""
+def main(target: Path, library: Path | None = None, pattern: str = "*.py") -> None:
+    """Writes the files of a directory, or the modules of the Python that runs this."""
     from adaattn_hf._files import write_atomically
 
-    records = modules(Path(sysconfig.get_path("stdlib")))
+    records = documents(library or Path(sysconfig.get_path("stdlib")), pattern)
     write_atomically(target, "".join(json.dumps(record) + "\n" for record in records).encode())
-    print(f"{len(records)} modules, {sum(len(one['text']) for one in records)} characters: {target}")
+    print(f"{len(records)} documents, {sum(len(one['text']) for one in records)} characters: {target}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(Path, sys.argv[2:3]), *sys.argv[3:4])

@@ -92,5 +92,5 @@ def test_modules_of_a_library_are_documents(tmp_path: Path) -> None:
     for name in ("a.py", "b.py", "test/c.py", "short.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x" * (1 if name == "short.py" else texts.SHORTEST), encoding="utf-8")
-    assert [one["name"] for one in texts.modules(tmp_path)] == ["a.py", "b.py"]
-    assert [one["name"] for one in texts.modules(tmp_path, enough=1)] == ["a.py"]
+    assert [one["name"] for one in texts.documents(tmp_path)] == ["a.py", "b.py"]
+    assert [one["name"] for one in texts.documents(tmp_path, enough=1)] == ["a.py"]
