@@ -89,7 +89,7 @@ def plan_of_record(
     import importlib.metadata
 
     from adaattn_hf.calibration.assemble import needed_tensors
-    from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
+    from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, Verified
     from adaattn_hf.policy.candidates import candidates
 
     config: Any = model.config
@@ -122,6 +122,7 @@ def plan_of_record(
         )
         for place, index in enumerate(sorted(modules))
     ]
+    verdicts = record.get("report", {}).get("verdicts", ())
     needed: dict[str, Tensor] = {}
     for layer in layers:
         needed.update(needed_tensors(layer, tensors.get(layer.layer, LayerTensors())))
@@ -140,7 +141,7 @@ def plan_of_record(
         lengths=tuple(settings["lengths"]),
         layers=tuple(layer for layer in layers if not layer.is_exact),
         units=(),
-        verified=None,
+        verified=Verified(**verdicts[-1]) if record.get("met") else None,  # of the longest length
         tensors=store.remember_tensors(needed),
     )
 

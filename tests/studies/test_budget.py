@@ -18,7 +18,7 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.plans import store
 from adaattn_hf.policy.prices import Price, PriceTable
-from studies.budget import curve, peers, replay, speed, study
+from studies.budget import curve, kept, peers, replay, speed, study
 from studies.budget.report import markdown
 
 LENGTH = 192
@@ -207,6 +207,16 @@ def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Pa
     record = json.loads(seed.read_text())
     plan = speed.plan_of_record(record, model)
     assert [choice.label for layer in plan.layers for choice in layer.choices] == record["picks"]
+    assert plan.verified is not None
+    assert plan.verified.sentence == record["sentence"]
+    assert speed.plan_of_record({**record, "met": False}, model).verified is None
+    page = tmp_path / "page.json"
+    page.write_text(json.dumps({"seeds": [record, {**record, "seed": 7, "met": False}]}))
+    kept.kept(page, str(demo_model_path("llama")), tmp_path / "kept", SETTINGS.seed)
+    (written,) = (tmp_path / "kept").iterdir()
+    assert store.read_plan(written) == plan
+    with pytest.raises(UsageError, match="got 7, expected one"):
+        kept.kept(page, str(demo_model_path("llama")), tmp_path / "kept", 7)
     with pytest.raises(UsageError, match="without bases"):
         speed.plan_of_record({**record, "picks": ["r16"] * len(record["picks"])}, model)
     with pytest.raises(UsageError, match="a multiple of the model's 4 layers"):
