@@ -152,7 +152,10 @@ def report(
         verdicts: The last verdict of each length.
     """
     exact = np.zeros(len(measurement.layers.units), dtype=np.int64)
-    base = evaluate(exact, measurement.prices, measurement.risks(), measurement.launches).price
+    base, price = (
+        evaluate(picks, measurement.prices, measurement.risks(), measurement.launches).price
+        for picks in (exact, exact if found is None else found.picks)
+    )
     return {
         "prices": measurement.table.to_json(),
         "history": history,
@@ -160,7 +163,7 @@ def report(
         "direct": _direct(measurement),
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "price_exact_seconds": base,
-        "price_plan_seconds": found.price if found is not None else base,
+        "price_plan_seconds": price,
         "risk": found.risk.tolist() if found is not None else [],
         "table": solver_table(measurement, alpha).to_dict(),
     }
@@ -168,20 +171,14 @@ def report(
 
 def solver_table(measurement: Measurement, alpha: Array) -> SolverTable:
     """Returns what the solver chose by, risks re-scaled by the factors `[lengths]`."""
-    from .storage import kept_tokens
-
     layers, inputs = measurement.layers, measurement.inputs
-    choices, longest = layers.candidates.choices, max(inputs.settings.lengths)
-    kept = [
-        [kept_tokens(choice, layers.windows[unit[0]], longest) for choice in choices] for unit in layers.units
-    ]
     return SolverTable(
         layers.units,
-        [choice.label for choice in choices],
+        [choice.label for choice in layers.candidates.choices],
         measurement.prices,
         measurement.risks() * alpha[:, None, None],
         measurement.launches,
-        np.array(kept) if inputs.scoring.generates else None,
+        layers.kept_tokens(max(inputs.settings.lengths)) if inputs.scoring.generates else None,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..plans.plan import Verified
 from ..plans.program import Program
 from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
@@ -23,15 +24,15 @@ from ..policy.backoff import Caution
 from ..policy.sequential import Attempts
 from .assemble import finished_plan, report
 from .measure import Measurement
+from .over_codes import stored_tap
 from .proof import Proof, Test, prove
 from .search import JOINT_STEPS, Aim, Found, Joint, JointPasses, programs, seek, unit_losses
 from .settings import Calibration
 from .stock import stock_flips
+from .storage import PROTOCOL, Rounding, aimed_at, choose_storage, roundings
 
 SHARE = 0.9
 """Share of the budget that a predicted bound is to take."""
-BESIDE_CACHE = 0.7
-"""The same where what the cache rounds is to fit into the budget, too."""
 ROOM = 0.75
 """Share of the budget below which a bound leaves room for a bolder plan."""
 BOLDER = 0.98
@@ -53,7 +54,6 @@ class Campaign:
         inputs = measurement.inputs
         s = inputs.settings
         self.measurement, self.passes = measurement, JointPasses(measurement)
-        self.share = BESIDE_CACHE if s.with_cache else SHARE
         self.attempts = Attempts(s.alpha, s.tries, s.bolder)
         self.alpha = np.ones(len(s.lengths))
         self.caution = Caution()
@@ -61,7 +61,10 @@ class Campaign:
         self.used = 0
         self.looked_at: dict[str, list[int]] = {}
         self.plans = 0
-        self.shards: dict[int, list[Observation]] = {length: [] for length in s.lengths}
+        self.shards: dict[int, list[list[Observation]]] = {length: [] for length in s.lengths}
+        self.roundings: list[Rounding] = []
+        self.format: Rounding | None = None
+        self.proved: Verified | str | None = None
         self.joint: dict[int, list[Joint]] = {length: [] for length in s.lengths}
         self.stock_flips = stock_flips(inputs)
         self.gates = Gates(s.budget, s.top1, s.kl_p999 if s.kl_p999 is not None else math.inf, s.needles_lost)
@@ -70,8 +73,12 @@ class Campaign:
         """Returns what came out."""
         inputs = self.measurement.inputs
         passed: tuple[Found, Proof] | None = None
-        sentence = "no choice saves time inside the budget on this machine"
+        alone: tuple[Found, Proof] | None = None
+        saves = "memory" if inputs.settings.with_cache else "time"
+        sentence = f"no choice saves {saves} inside the budget on this machine"
         inputs.say(self.forecast())
+        if inputs.settings.with_cache:
+            self.choose_format()
         while not self.attempts.exhausted:
             if self.late():
                 over = f"{inputs.settings.minutes:g} minutes are over"
@@ -87,13 +94,13 @@ class Campaign:
             )
             if found is None or (passed and found.allocation.price > BOLDER * passed[0].allocation.price):
                 break
-            proof = self.prove(found)
-            worst = proof.worst
+            proof, coded = self.prove(found)
+            worst = (coded or proof).worst
             # the last entry that says verified is of the plan that is returned
-            kind = "bolder" if passed and not proof.passed else "verified"
+            kind = "bolder" if passed and not worst.passed else "verified"
             self.history.append({kind: asdict(worst), "held_out": self.looked_at})
-            if proof.passed:
-                passed = (found, proof)
+            if worst.passed:
+                passed, self.proved = (found, proof), worst if coded else None
                 room = worst.upper < ROOM * self.gates.budget
                 further = self.attempts.advanced() if room else None
                 if further is None:
@@ -101,6 +108,8 @@ class Campaign:
                 self.attempts = further
             else:
                 sentence = worst.sentence
+                if alone is None and passed is None and proof.passed:  # what there is to fall back on
+                    alone, self.proved = (found, proof), f"beside the plan {sentence}"
                 self.attempts = self.attempts.failed()
                 further = self.attempts.advanced() if passed else self.attempts
                 if further is None:
@@ -108,6 +117,7 @@ class Campaign:
                 self.attempts = further
                 losses = unit_losses(self.measurement, found.allocation.picks, self.alpha)
                 self.caution = self.caution.failed(losses, of_loss=not worst.upper <= self.gates.budget)
+        passed = passed or alone
         result = self.exact(sentence) if passed is None else self.finished(*passed)
         if not inputs.settings.with_cache:
             return result
@@ -115,12 +125,45 @@ class Campaign:
             result, {} if passed is None else programs(self.measurement, passed[0].allocation.picks)
         )
 
+    def choose_format(self) -> None:
+        """Measures what formats of a cache cost, and takes the one beside which plans are sought."""
+        measurement, lengths = self.measurement, self.measurement.inputs.settings.lengths
+        self.roundings = roundings(self.passes)
+        aim = self.aim(max(self.most(), 2))
+        afforded = np.array([aim.affordable(length, 0.0, 0.0) for length in lengths])
+        self.format = aimed_at(measurement, self.roundings, afforded)
+        costs = [f"{one.stored} costs a KL of {max(one.kl.values()):.2e}" for one in self.roundings]
+        measurement.inputs.say(
+            f"cache: {', '.join(costs)} nats/token; windows are sought beside "
+            f"{'numbers' if self.format is None else self.format.stored}"
+        )
+
+    def known(self, planned: bool) -> dict[str, Verified | str]:
+        """What is known of formats beside the plan that was found, or without one."""
+        budget, beside = self.gates.budget, "numbers" if self.format is None else self.format.stored
+        found: dict[str, Verified | str] = {}
+        for one in self.roundings:
+            kl = max(one.kl.values())
+            if planned:
+                found[one.stored] = (
+                    f"it costs a KL of {kl:.2e} nats/token, and windows were sought beside {beside}"
+                )
+            elif kl > budget:
+                found[one.stored] = f"it costs a KL of {kl:.2e} nats/token, above {budget:.2e}"
+        if planned and self.format is not None and self.proved is not None:
+            found[self.format.stored] = self.proved
+        return found
+
     def with_cache(self, result: Calibration, by_layer: Mapping[int, Program]) -> Calibration:
         """The outcome with what its cache may store; a budget that allows nothing of what was asked for is not met."""
-        from .storage import PROTOCOL, choose_storage
-
-        alpha = self.measurement.inputs.settings.alpha
-        found, words = choose_storage(self.measurement, by_layer, self.current.gates, alpha, self.used)
+        found, words = choose_storage(
+            self.measurement,
+            by_layer,
+            self.current.gates,
+            self.measurement.inputs.settings.alpha,
+            self.used,
+            self.known(bool(by_layer)),
+        )
         sentence, report = f"{result.sentence}; {words}", {**result.report, PROTOCOL: words}
         if found is None:
             met = result.met and self.measurement.inputs.settings.kv_bytes is None
@@ -146,11 +189,12 @@ class Campaign:
     def law(self, length: int, joints: Sequence[Joint]) -> LossLaw:
         """How loss follows the KL at a length, by the plans of a search and by every shard that was looked at."""
         inputs = self.measurement.inputs
-        law = LossLaw.first_guess(self.scored(length)).learned([joint.observed for joint in joints])
+        beside = [] if self.format is None else [self.format.joint[length]]
+        law = LossLaw.first_guess(self.scored(length)).learned([one.observed for one in (*beside, *joints)])
         if inputs.other_source:
             law = replace(law, per_kl_error=math.hypot(law.per_kl_error, DRIFT))
         for shard in self.shards[length]:
-            law = law.learned([shard])
+            law = law.learned(shard)
         if inputs.other_source:  # each source is proved by its own sequences
             sources = {sequence.source for sequence in inputs.samples[length].held_out}
             law = replace(law, spread=law.spread * math.sqrt(len(sources)))
@@ -166,9 +210,9 @@ class Campaign:
         s = self.measurement.inputs.settings
         laws = {length: self.law(length, self.joint[length]) for length in s.lengths}
         first = min(s.held_out, most)
-        self.current = Aim(
-            laws, self.gates, self.attempts.level, self.share * self.caution.share, (first, most)
-        )
+        beside = {} if self.format is None else self.format.kl
+        share = SHARE * self.caution.share
+        self.current = Aim(laws, self.gates, self.attempts.level, share, (first, most), beside)
         return self.current
 
     def taught(self, aim: Aim, length: int, joints: list[Joint]) -> Aim:
@@ -182,30 +226,38 @@ class Campaign:
         self.current = replace(aim, laws={**aim.laws, length: self.law(length, joints)}, gates=gates)
         return self.current
 
-    def prove(self, found: Found) -> Proof:
-        """Tests a plan on the next held-out text, and learns from it."""
+    def prove(self, found: Found) -> tuple[Proof, Proof | None]:
+        """Tests a plan on the next held-out text, and over the cache's format, and learns from it.
+
+        Both must pass on the same text, so that each is tested at the whole level (an intersection-union test).
+        """
         inputs, layers = self.measurement.inputs, self.measurement.layers
         self.plans += 1
         shards = {
             length: inputs.samples[length].held_out[self.used : self.used + self.current.sequences(length)]
             for length in inputs.settings.lengths
         }
-        proof = prove(
-            inputs,
-            programs(self.measurement, found.allocation.picks),
-            dict.fromkeys(layers.indices, layers.kv_heads),
-            shards,
-            Test(self.current.gates, self.attempts.level, self.plans, found.predicted),
-        )
+        by_layer = programs(self.measurement, found.allocation.picks)
+        heads = dict.fromkeys(layers.indices, layers.kv_heads)
+        test = Test(self.current.gates, self.attempts.level, self.plans, found.predicted)
+        proof, coded = prove(inputs, by_layer, heads, shards, test), None
+        beside = {} if self.format is None else self.format.kl
+        if proof.passed and self.format is not None:
+            together = {length: kl + beside[length] for length, kl in found.predicted.items()}
+            tap = stored_tap(by_layer, self.format.stored)
+            coded = prove(inputs, by_layer, heads, shards, replace(test, predicted=together), tap)
         self.looked_at = {
             str(length): [self.used, self.used + len(evidence.names)]
             for length, evidence in proof.evidence.items()
         }
         self.used += max(len(shard) for shard in shards.values())
         for length, evidence in proof.evidence.items():
-            self.shards[length].append(evidence.observed(found.joint[length].kl))
+            seen = [evidence.observed(found.joint[length].kl)]
+            if coded is not None and len(coded.evidence[length].names) == len(evidence.names):
+                seen.append(coded.evidence[length].observed(found.joint[length].kl + beside[length]))
+            self.shards[length].append(seen)
             self.warn_of_other_text(length, found.joint[length], evidence.mean_kl())
-        return proof
+        return proof, coded
 
     def warn_of_other_text(self, length: int, joint: Joint, held: float) -> None:
         """Says where the held-out text loses what no source of the calibration text does."""

@@ -72,6 +72,16 @@ class Measurement:
             found.append(risk)
         return np.stack(found)
 
+    @property
+    def costs(self) -> Array:
+        """What the search makes least, `[units, choices]`: seconds, or where a smaller cache is wanted its tokens."""
+        if not self.inputs.settings.with_cache:
+            return self.prices
+        kept = self.layers.kept_tokens(max(self.inputs.settings.lengths)).astype(np.float64)
+        saves = kept < kept[:, :1]
+        saves[:, 0] = True
+        return np.where(saves, kept, np.inf)
+
     def direct_kl(self, length: int) -> tuple[Array, Array]:
         """Returns mean and standard error `[pairs]` of the KL measured directly at a length, nats/token."""
         measured, numbers = self.state.direct[length], range(self.inputs.settings.sequences)

@@ -23,6 +23,7 @@ from . import verify
 from .arms import compare_all, plan_tap, programs_of
 from .assemble import make_plan
 from .measure import Measurement, Pair, measure_directly
+from .over_codes import stored_tap
 
 JOINT_STEPS = 5
 """Plans measured at most before one is verified."""
@@ -30,6 +31,8 @@ MOST_JOINT_STEPS = 8
 """The same, as long as none was within what is afforded."""
 TOLERANCE = 0.03
 """Share by which a plan may be beyond what is afforded: the margin to the budget is larger."""
+NOTHING = 1e-9
+"""KL that stands for none, nats/token."""
 CLOSE = 0.85
 """Share of what is afforded from which a plan is near enough."""
 
@@ -50,7 +53,8 @@ def solve(
             risks[:, :, place] = np.inf
     for unit in demoted:
         risks[:, unit, 1:] = np.inf
-    return allocate(measurement.prices, risks, budget, measurement.launches)
+    launches = None if measurement.inputs.settings.with_cache else measurement.launches
+    return allocate(measurement.costs, risks, budget, launches)
 
 
 def programs(measurement: Measurement, picks: Picks) -> dict[int, Program]:
@@ -69,7 +73,7 @@ def picks_of(measurement: Measurement, plan: Plan) -> Picks:
 
 def refine(measurement: Measurement, found: Allocation, budget: Array, count: int) -> Measurement:
     """Returns the measurement with the pairs that decide an allocation measured directly, at most `count` of them."""
-    pairs: list[Pair] = decisive_pairs(found.picks, measurement.prices, measurement.risks(), budget, count)
+    pairs: list[Pair] = decisive_pairs(found.picks, measurement.costs, measurement.risks(), budget, count)
     return measure_directly(measurement, pairs) if pairs else measurement
 
 
@@ -104,10 +108,11 @@ class JointPasses:
     _exact: dict[int, list[list[Tensor]]] = field(default_factory=dict)
     _held: dict[int, dict[int, list[Tensor]]] = field(default_factory=dict)
 
-    def joint(self, picks: Picks, length: int) -> Joint:
-        """Returns what an allocation costs on the sequences set aside for that."""
+    def joint(self, picks: Picks, length: int, stored: str | None = None) -> Joint:
+        """Returns what an allocation costs on the sequences set aside for that, over a cache of a format if given."""
         inputs = self.measurement.inputs
-        tap = plan_tap(programs(self.measurement, picks))
+        by_layer = programs(self.measurement, picks)
+        tap = plan_tap(by_layer) if stored is None else stored_tap(by_layer, stored)
         sequences = inputs.samples[length].joint
         parts = [inputs.readings(sequences[number]) for number in inputs.team.mine(len(sequences))]
         if length not in self._exact:
@@ -170,6 +175,7 @@ class Aim:
         level: Error rate of the proof.
         share: Share of the budget that the predicted bound is to take.
         looks: Held-out sequences of the first look, and the most there may be.
+        beside: KL that a cache's format adds to every plan's, nats/token.
     """
 
     laws: Mapping[int, LossLaw]
@@ -177,13 +183,14 @@ class Aim:
     level: float
     share: float
     looks: tuple[int, int]
+    beside: Mapping[int, float] = field(default_factory=dict)
 
     def sequences(self, length: int) -> int:
         """Returns how many held-out sequences are enough for the proof at a length."""
         return self.laws[length].shard(self.share * self.gates.budget, *self.looks, self.level)
 
     def affordable(self, length: int, flips_per_root: float, tail_per_kl: float) -> float:
-        """Returns the KL at which the first of the gates is reached but for a margin, nats/token.
+        """Returns the KL of a plan at which the first of the gates is reached but for a margin, nats/token.
 
         Args:
             length: Length bin.
@@ -196,7 +203,7 @@ class Aim:
             limits.append((self.share * (1.0 - self.gates.top1) / flips_per_root) ** 2)
         if tail_per_kl > 0.0:
             limits.append(self.share * self.gates.kl_p999 / tail_per_kl)
-        return min(limits)
+        return max(min(limits) - self.beside.get(length, 0.0), NOTHING)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class CalibrationSettings:
         alpha: Level of the test over all tries.
         minutes: Minutes after the start from which no further plan is begun; `None` for no end.
         rounds: Rounds in which whole forward passes are timed once a plan has passed; 0 for none.
-        optimize: `time`; or `memory`, which also looks for the smallest cache, see `storage`.
+        optimize: `time`; or `memory`, which looks for the smallest cache, by windows alone, see `storage`.
         kv_bytes: Bytes of the cache that are asked for, as a share of those of all tokens in the model's dtype.
     """
 
@@ -128,6 +128,8 @@ class CalibrationSettings:
         words = asdict(self)
         for name in _OF_THE_PROOF:
             del words[name]
+        if self.with_cache:
+            words["memory"] = True
         return words
 
 

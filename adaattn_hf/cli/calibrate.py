@@ -102,7 +102,7 @@ def calibrate(
         Path | None, typer.Option(help="Prices measured before: the plan is then the same byte for byte.")
     ] = None,
     optimize: Annotated[
-        str, typer.Option(help="time; or memory: prove the smallest cache inside the budget, too.")
+        str, typer.Option(help="time; or memory: the smallest cache inside the budget, windows alone.")
     ] = "time",
     kv_bytes: Annotated[
         str | None,

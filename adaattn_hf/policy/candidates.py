@@ -73,16 +73,20 @@ def candidates(
     windows: Sequence[int] = WINDOWS,
     masses: Sequence[float] = MASSES,
     causal: bool = True,
+    memory: bool = False,
 ) -> Candidates:
     """Returns the choices that make sense for sequences up to `length` and heads of `head_dim` in `dtype`.
 
-    Each kind of part says which; see `Part.candidates`.
+    Each kind of part says which; see `Part.candidates`. For less memory those alone by which a head keeps fewer tokens.
 
     Raises:
         ValueError: If a family is unknown.
     """
     refuse_unknown(families)
-    setting = Setting(length, head_dim, dtype, tuple(families), tuple(windows), tuple(masses), causal)
+    setting = Setting(length, head_dim, dtype, tuple(families), tuple(windows), tuple(masses), causal, memory)
+    if memory:
+        spans = [part for part in _all(all_keys(), setting) if Choice.of(part).span is not None]
+        return _of([(), *((part,) for part in spans)], spans)
     keys = _all(all_keys(), setting)
     alone = _all([kind for kind in all_operands() if not kind.crosses], setting)
     crossing = _all([kind for kind in all_operands() if kind.crosses], setting)
@@ -90,7 +94,11 @@ def candidates(
     for base in [(), *((part,) for part in keys)]:
         combinations += [base, *((*base, part) for part in crossing)]
     combinations += [(part,) for part in alone]
-    parts = (*keys, *alone, *crossing)
+    return _of(combinations, (*keys, *alone, *crossing))
+
+
+def _of(combinations: Sequence[tuple[Part, ...]], parts: Sequence[Part]) -> Candidates:
+    """The choices of these combinations of parts."""
     rows = [np.array([float(part in chosen) for part in parts]) for chosen in combinations]
     return Candidates(
         tuple(Choice.of(*chosen) if chosen else EXACT for chosen in combinations),

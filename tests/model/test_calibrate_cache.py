@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from adaattn_hf.calibration.calibrate import (
     measure_model,
     save_plan,
 )
+from adaattn_hf.calibration.campaign import Campaign
 from adaattn_hf.calibration.measure import Measurement
 from adaattn_hf.calibration.over_codes import FIRST, stored_tap
 from adaattn_hf.calibration.scoring import MaskedTokens
@@ -30,6 +32,7 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.render import facts
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.acceptance import Gates
+from adaattn_hf.policy.prices import Price, PriceTable
 
 from ..support.choices import make_choice
 from .test_calibrate import SETTINGS, _model, _prices, encode, text
@@ -138,10 +141,81 @@ def test_text_that_is_used_up_proves_no_format_and_leaves_windows(measured: Meas
     assert choose_storage(measured, {}, Gates(s.budget), 0.05, used)[0] is None
 
 
-def test_without_the_question_nothing_is_said_of_a_cache(measured: Measurement) -> None:
-    result = found(measured, optimize="time")
+def test_without_the_question_nothing_is_said_of_a_cache(measured: Measurement, text: list[Path]) -> None:
+    in_time = replace(MEMORY, optimize="time")
+    with pytest.raises(ValueError, match="measure again"):  # its candidates are others
+        choose_and_verify(measured, in_time)
+    result = choose_and_verify(measure_model(_model(), encode, text, in_time, prices=_prices()))
     assert "cache" not in result.plan.protocol
     assert "cache" not in result.report
+
+
+def test_the_search_makes_tokens_few_by_windows_alone(text: list[Path]) -> None:
+    """Families that save no memory are left out; a window may be wide where half a sequence would save no time."""
+    settings = replace(MEMORY, families=SETTINGS.families, windows=(32, 96, 160))
+    measurement = measure_model(_model(), encode, text, settings, prices=flat("w32+16", "w96+16"))
+    choices = measurement.layers.candidates.choices
+    assert [choice.label for choice in choices] == ["exact", "w32+16", "w96+16"]
+    assert measurement.costs.tolist() == [[192.0, 48.0, 112.0]] * 4
+    own = replace(measurement.layers, windows={0: 100, 1: None})
+    sliding = replace(
+        measurement, layers=own
+    ).costs  # such a layer keeps its own window, whatever a plan says
+    assert sliding.tolist() == [[99.0, math.inf, math.inf]] * 2 + [[192.0, 48.0, 112.0]] * 2
+    no_time = choose_and_verify(measurement)  # by the prices there is nothing to gain
+    assert no_time.met
+    assert no_time.plan.protocol["cache"]["streaming"]
+
+
+def flat(*labels: str) -> PriceTable:
+    """Every choice takes the same time."""
+    row = {label: Price(0.0, 1.0) for label in ("exact", *labels)}
+    length = MEMORY.lengths[0]
+    return PriceTable("a table", {}, {"prefill": {length: row}, "decode": {length: row}})
+
+
+def campaign(measured: Measurement, **changes: Any) -> Campaign:
+    return Campaign(replace(measured, inputs=measured.inputs.with_settings(replace(MEMORY, **changes))))
+
+
+def test_windows_are_sought_beside_the_format_of_the_smallest_cache(measured: Measurement) -> None:
+    tight, wide = campaign(measured, budget=1.5e-3), campaign(measured)
+    result = tight.run()
+    wide.choose_format()
+    costs = {one.stored: one.kl[MEMORY.lengths[0]] for one in tight.roundings}
+    assert costs["k8v4"] > 1.5e-3 > costs["int8"] > 0
+    assert tight.format is not None
+    assert wide.format is not None
+    assert (tight.format.stored, wide.format.stored) == ("int8", "k8v4")
+    # without windows the format is proved alone, and the one that cannot pass costs no text
+    assert result.plan.protocol["cache"]["stored"] == "int8"
+    assert result.plan.protocol["cache"]["verified"]["upper"] <= 1.5e-3
+    assert tight.aim(8).beside == tight.format.kl
+    asked = campaign(measured, kv_bytes=0.9)
+    asked.choose_format()
+    assert asked.format is None  # numbers reach it
+
+
+def test_a_format_that_fails_beside_every_plan_leaves_the_plan_alone(
+    measured: Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A format that held-out text says more of than calibration text did is not kept; what was proved alone is."""
+
+    def worse(programs: Any, stored: str) -> Any:
+        tap = stored_tap(programs, stored)
+        return lambda module, request: -3.0 * tap(module, request)
+
+    monkeypatch.setattr("adaattn_hf.calibration.campaign.stored_tap", worse)
+    result = campaign(measured).run()
+    assert result.met
+    assert result.plan.verified is not None
+    assert result.plan.verified.passed
+    cache = result.plan.protocol["cache"]
+    assert (cache["stored"], cache["streaming"], cache["verified"]) == ("model", True, None)
+    assert "k8v4 with streaming heads" in result.sentence
+    assert "beside the plan failed: the upper bound" in result.sentence
+    assert "int8 with streaming heads" in result.sentence
+    assert "windows were sought beside k8v4" in result.sentence
 
 
 def test_a_model_that_generates_nothing_is_refused(text: list[Path]) -> None:

@@ -52,6 +52,7 @@ class Setting:
         windows: Windows to consider.
         masses: Shares of pooled attention to consider.
         causal: Whether attention is causal.
+        memory: Whether a smaller cache is wanted, and not time.
     """
 
     length: int
@@ -61,6 +62,7 @@ class Setting:
     windows: tuple[int, ...]
     masses: tuple[float, ...]
     causal: bool
+    memory: bool = False
 
 
 class Part(ABC):

@@ -97,8 +97,10 @@ class Window(Keys):
     def candidates(cls, setting: Setting) -> Sequence[Window]:
         """Windows that leave out at least a quarter of the scores, less of which saves nothing worth a launch.
 
-        A causal window of half the sequence, one that looks both ways of three eighths.
+        A causal window of half the sequence, one that looks both ways of three eighths. A cache is worth a quarter of
+        its tokens, which costs no launch that decoding over it would not have.
         """
         length = setting.length
-        widest = length // 2 - SINKS if setting.causal else (3 * length // 4 - SINKS) // 2
+        most = 3 * length // 4 - SINKS
+        widest = most if setting.memory else length // 2 - SINKS if setting.causal else most // 2
         return [cls(window, SINKS) for window in setting.windows if window <= widest]
