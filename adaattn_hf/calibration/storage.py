@@ -76,8 +76,6 @@ def storages(measurement: Measurement, by_layer: Mapping[int, Program]) -> list[
         "k8v4": dim + dim_v // 2 + 2,
     }
     formats = [name for name in ("model", *FORMATS) if name != "k8v4" or dim_v % CHANNELS == 0]
-    if any(choice.over_stored() is None for program in by_layer.values() for choice in program.plan.choices):
-        formats = ["model"]
     found = [
         Storage(name, bool(kept < whole), float(kept / whole) * bytes_of[name] / bytes_of["model"])
         for name in formats
