@@ -51,4 +51,4 @@ def main(target: Path, library: Path | None = None, pattern: str = "*.py") -> No
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(Path, sys.argv[2:3]), *sys.argv[3:4])
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None, *sys.argv[3:4])
