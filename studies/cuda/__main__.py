@@ -30,6 +30,7 @@ SECTIONS = {
     "stored": ("stored", "stored", "One decode step over a cache of codes"),
     "eight": ("eight", "eight", "Scores in int8, a study"),
     "specialised": ("specialised", "specialised", "Warps with tasks of their own, a study"),
+    "codes": ("variants", "codes", "Tiles of a step over a cache of codes"),
     "variants": ("variants", "variants", "Tile sizes of the Triton kernels"),
     "tuned": ("tuned", "tuned", "`auto` by a measured table beside every installed kernel"),
     "model": ("model", "model", "A model shaped like LLaMA-8B, 32 layers, random weights"),

@@ -26,15 +26,20 @@ def stored(section: Section) -> None:
                 section.add(f"{batch} × {thousand}k, {kind}", cell)
 
 
-def _step(row: Cell, batch: int, n: int, kind: str) -> None:
-    """One kind of codes; keys are turned and smoothed as the cache does it."""
-    r = request(CallStructure(batch, 1, n, causal=True, q_offset=n - 1))
-    exact = by("triton", r)().out.float()
+def coded(r: AttentionRequest, kind: str) -> AttentionRequest:
+    """A step over codes; keys are turned and smoothed as the cache does it."""
     mean = (r.key.float().mean(dim=2) @ hadamard(DIM, r.key.device)).contiguous()
     keys, key_scale = quantise(r.key, mean=mean)
     values, value_scale = quantise(r.value, bits=4 if kind == "k8v4" else 8)
     record = StoredKV(key_scale, value_scale, mean, r.key[:, :, 0].float().contiguous(), True)
-    over = AttentionRequest(r.query, keys, values, r.structure, r.scaling, stored=record)
+    return AttentionRequest(r.query, keys, values, r.structure, r.scaling, stored=record)
+
+
+def _step(row: Cell, batch: int, n: int, kind: str) -> None:
+    """One kind of codes."""
+    r = request(CallStructure(batch, 1, n, causal=True, q_offset=n - 1))
+    exact = by("triton", r)().out.float()
+    over = coded(r, kind)
     row["bytes"] = float(batch * KV_HEADS * n * BYTES[kind])
     arms = {"bf16, sdpa": stock(r), "bf16, triton": by("triton", r), "codes": by("triton", over)}
     race(row, arms | {f"{name}, captured": captured(call) for name, call in arms.items()})

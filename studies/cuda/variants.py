@@ -20,6 +20,7 @@ from .measure import (
     DTYPE,
     FAILURES,
     HEADS,
+    KV_HEADS,
     ON_CUDA,
     Cell,
     Section,
@@ -31,7 +32,9 @@ from .measure import (
     request,
     rules_of,
     said,
+    stock,
 )
+from .stored import BYTES, coded
 
 TRIED = None if ON_CUDA else 1
 """How many variants a trial tries."""
@@ -139,11 +142,57 @@ def _decode(row: Cell, batch: int, n: int, windows: tuple[int, ...]) -> None:
     for waves in (1, 2, 3, 4, 6)[:TRIED]:
         for tile in ((64, 4, 3), (128, 4, 3), (128, 8, 3), (64, 4, 4), (64, 2, 4))[:TRIED]:
             try:
-                with _instead(step, "_WAVES", waves), _instead(step, "step_tile", lambda _, t=tile: t):
+                with (
+                    _instead(step, "_WAVES", waves),
+                    _instead(step, "step_tile", lambda _, t=tile: Tile(1, *t)),
+                ):
                     row[f"{waves} waves, {tile}"] = microseconds(captured(call), 30)
             except FAILURES as error:
                 row.setdefault("refused", {})[f"{waves} {tile}"] = said(error)
     times = {key: value for key, value in row.items() if isinstance(value, float) and key != "bytes"}
+    best = min(times, key=lambda key: times[key])
+    row["note"] = f"best: {best}, {row['as it is'] / times[best]:.3f} times as it is"
+
+
+def codes(section: Section) -> None:
+    """One query over codes: tiles, registers and waves, each in a captured graph."""
+    for batch, thousand in ((1, 1), (1, 32), (8, 32)):
+        for kind in BYTES:
+            section.add(
+                f"codes {batch} × {thousand}k, {kind}",
+                lambda row, b=batch, n=thousand, kind=kind: _codes(row, b, length(n * 1024), kind),  # type: ignore[misc]
+            )
+
+
+def _codes(row: Cell, batch: int, n: int, kind: str) -> None:
+    r = request(CallStructure(batch, 1, n, causal=True, q_offset=n - 1))
+    row["bf16, sdpa"] = microseconds(captured(stock(r)), 30)
+    call = by("triton", coded(r, kind))
+    row["bytes"] = float(batch * KV_HEADS * n * BYTES[kind])
+    row["as it is"] = microseconds(captured(call), 30)
+    tiles = [
+        (64, 4, 3, 160),
+        (64, 4, 3, 128),
+        (64, 4, 4, 128),
+        (64, 4, 3, None),
+        (128, 4, 3, None),
+        (128, 8, 3, 128),
+    ]
+    for tile in tiles[:TRIED]:
+        for waves in (2, 3, 4, 6)[:TRIED]:
+            try:
+                with (
+                    _instead(step, "_WAVES_OVER_CODES", waves),
+                    _instead(step, "codes_tile", lambda _, t=tile: Tile(1, *t)),
+                ):
+                    row[f"{waves} waves, {tile}"] = microseconds(captured(call), 15)
+            except FAILURES as error:
+                row.setdefault("refused", {})[f"{waves} {tile}"] = said(error)
+    times = {
+        key: value
+        for key, value in row.items()
+        if isinstance(value, float) and key not in ("bytes", "bf16, sdpa")
+    }
     best = min(times, key=lambda key: times[key])
     row["note"] = f"best: {best}, {row['as it is'] / times[best]:.3f} times as it is"
 

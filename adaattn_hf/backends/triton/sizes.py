@@ -8,12 +8,13 @@ __all__ = ["Tile", "padded", "scale_of"]
 
 
 class Tile(NamedTuple):
-    """How a kernel cuts its work: query rows, key columns, warps, stages of the software pipeline."""
+    """How a kernel cuts its work: query rows, key columns, warps, stages of its pipeline, most registers a thread."""
 
     rows: int
     columns: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def padded(dim: int) -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
-from ...attention.stored import StoredKV
 from ...attention.structure import CallStructure
 from ..windows import head_windows
+from .codes import decode_codes
 from .decode import decode
-from .sizes import padded, scale_of
+from .sizes import Tile, padded, scale_of
 from .tables import shares_of
 
 __all__ = ["attend_step"]
@@ -33,65 +34,100 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
     query, key, value, structure = request.query, request.key, request.value, request.structure
     batch, heads, _, dim = query.shape
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], head_dim_of(value)
-    stored = request.stored
+    stored, sink, offset, device = request.stored, request.sink_logits, structure.q_offset, query.device
     windows = head_windows(structure, request.per_head, kv_heads)
-    rows, real, covered, sequences = _rows(structure, query.device)
-    make = torch.empty if covered else torch.zeros
-    out = make((batch, 1, heads, value_dim), dtype=query.dtype, device=query.device)
+    rows, real, covered, sequences = _rows(structure, device)
+    out = (torch.empty if covered else torch.zeros)(
+        (batch, 1, heads, value_dim), dtype=query.dtype, device=device
+    )
     lse = None
     if request.need_lse:
-        lse = torch.full((batch, heads, 1), float("-inf"), dtype=torch.float32, device=query.device)
-        if request.sink_logits is not None:
-            lse = request.sink_logits.float()[None, :, None].repeat(batch, 1, 1)
+        lse = torch.empty((batch, heads, 1), dtype=torch.float32, device=device)
+        if not covered:
+            lse.fill_(float("-inf")) if sink is None else lse.copy_(sink[None, :, None])
     if not sequences:
         return AttentionResult(out, lse)
     groups = heads // kv_heads
-    block, warps, stages = step_tile(max(dim, value_dim) * query.dtype.itemsize)
-    programs = (_WAVES if stored is None else _WAVES_OVER_CODES) * _processors(query.device)
-    entries, most = shares_of(
-        windows, kv_heads, kv_len, sequences, programs, max(block, _LEAST_KEYS), query.device
-    )
-    part, done = _scratch(sequences, heads, kv_heads, most, value_dim, query.device)
-    offset = structure.q_offset
-    sink = request.sink_logits
     member_heads = 1 << (groups - 1).bit_length()
-    value_pad = padded(value_dim)
-    decode[(entries.shape[0], sequences)](
-        query, key, value, out, lse if lse is not None else out, sink if sink is not None else out, part, done,
-        rows if rows is not None else done, offset if isinstance(offset, Tensor) else done,
-        real if real is not None else done, entries,
-        *(_codes(stored, query) if stored is not None else (done, done, done, done)),
+    wide = query.dtype is torch.float32
+    if stored is None:
+        tile, waves, least_rows, pad, pad_v = (
+            step_tile(max(dim, value_dim) * query.itemsize),
+            _WAVES,
+            16,
+            16,
+            16,
+        )
+    else:
+        key, value = _adjoining(key), _adjoining(value)
+        tile, waves, least_rows, pad, pad_v = (
+            codes_tile(max(dim, value_dim)),
+            _WAVES_OVER_CODES,
+            16 if wide else 8,
+            32,
+            64,
+        )
+    pad, pad_v = max(pad, padded(dim)), max(pad_v, padded(value_dim))
+    entries, most = shares_of(
+        windows,
+        kv_heads,
+        kv_len,
+        sequences,
+        waves * _processors(device),
+        max(tile.columns, _LEAST_KEYS),
+        device,
+    )
+    part, done = _scratch(
+        sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads, device
+    )
+    common: tuple[Any, ...] = (
+        query, key, value, out, out if lse is None else lse, out if sink is None else sink, part, done,
+        done if rows is None else rows, offset if isinstance(offset, Tensor) else done,
+        done if real is None else real, entries,
         query.stride(0), query.stride(1), query.stride(3), *key.stride(), *value.stride(),
-        out.stride(0), out.stride(2), out.stride(3), *(lse.stride()[:2] if lse is not None else (0, 0)),
-        *(real.stride() if real is not None else (0, 0)),
-        *((*stored.key_scale.stride(), *stored.value_scale.stride()) if stored is not None else (0,) * 6),
         kv_len, offset if isinstance(offset, int) else 0, kv_heads, most,
         scale_of(request.scaling, request.softcap), request.softcap or 0.0,
-        GROUPS=groups, ROWS=max(16, member_heads), DIM=dim, DIM_V=value_dim, PAD=padded(dim),
-        PAD_V=value_pad, CAUSAL=structure.causal, WINDOW=windows is not None, HAS_CAP=request.softcap is not None,
-        HAS_SINK=sink is not None, HAS_LSE=lse is not None, TABLE=rows is not None,
-        HAS_OFFSET=rows is None and isinstance(offset, Tensor), HAS_REAL=real is not None, BLOCK_N=block,
-        HEADS=member_heads, CHUNK=max(1, min(16, 8192 // (member_heads * value_pad))),
-        BITS=0 if stored is None else 4 if value.dtype is torch.uint8 else 8,
-        HAS_MEAN=stored is not None and stored.key_mean is not None,
-        HAS_FIRST=stored is not None and stored.first_key is not None,
-        TURN=dim & -dim if stored is not None and stored.rotated else 0,
-        TURN_V=value_dim & -value_dim if stored is not None and stored.rotated else 0,
-        COLUMNS=max(1, 8192 // (max(16, member_heads) * value_pad)),
-        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    fixed: dict[str, Any] = {
+        "GROUPS": groups, "ROWS": max(least_rows, member_heads), "DIM": dim, "DIM_V": value_dim,
+        "PAD": pad, "PAD_V": pad_v,
+        "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": request.softcap is not None,
+        "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "TABLE": rows is not None,
+        "HAS_OFFSET": rows is None and isinstance(offset, Tensor), "HAS_REAL": real is not None,
+        "BLOCK_N": tile.columns, "HEADS": member_heads, "CHUNK": max(1, min(16, 8192 // (member_heads * pad_v))),
+        "SINGLE": most == 1, "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
+    }  # fmt: skip
+    grid = (entries.shape[0], sequences)
+    if stored is None:
+        decode[grid](*common, **fixed)
+        return AttentionResult(out, lse)
+    mean, first = stored.key_mean, stored.first_key
+    decode_codes[grid](
+        *common, stored.key_scale, stored.value_scale, query if mean is None else mean,
+        query if first is None else first,
+        *stored.key_scale.stride(), *stored.value_scale.stride(), **fixed,
+        BITS=4 if value.dtype is torch.uint8 else 8, HAS_MEAN=mean is not None, HAS_FIRST=first is not None,
+        TURN=dim & -dim if stored.rotated else 0, TURN_V=value_dim & -value_dim if stored.rotated else 0,
+        WARPS=tile.warps,
     )  # fmt: skip
     return AttentionResult(out, lse)
 
 
-def _codes(stored: StoredKV, query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scales, the mean and the first key of a cache of codes."""
-    mean = query if stored.key_mean is None else stored.key_mean
-    return stored.key_scale, stored.value_scale, mean, query if stored.first_key is None else stored.first_key
+def _adjoining(codes: Tensor) -> Tensor:
+    """Codes whose channels adjoin and whose rows begin at even addresses: as every cache lays them out."""
+    *others, last = codes.stride()
+    plain = last == 1 and not any(stride % 2 for stride in others) and codes.data_ptr() % 2 == 0
+    return codes if plain else codes.contiguous()
 
 
-def step_tile(width: int) -> tuple[int, int, int]:
+def step_tile(width: int) -> Tile:
     """Keys of a tile, warps and pipeline stages for keys of so many bytes; the stages stay in shared memory."""
-    return (64, 4, 3) if width <= 256 else (32, 4, 3)
+    return Tile(1, 64 if width <= 256 else 32, 4, 3)
+
+
+def codes_tile(dim: int) -> Tile:
+    """The same over codes of heads of that size; each warp has keys of its own, 16 at least."""
+    return Tile(1, 64, 4, 3, 160) if dim <= 128 else Tile(1, 64, 4, 2)
 
 
 @functools.cache
@@ -100,16 +136,29 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def _scratch(
-    sequences: int, heads: int, kv_heads: int, most: int, value_dim: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Products with maxima and sums behind them, and counters of the shares that are done."""
-    if most == 1:
-        unused = torch.empty(1, dtype=torch.float32, device=device)
-        return unused, unused
-    shares = sequences * heads * most
-    part = torch.empty(shares * (value_dim + 2), dtype=torch.float32, device=device)
-    done = torch.zeros(sequences * kv_heads, dtype=torch.int32, device=device)
+_kept: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+
+
+def _scratch(floats: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for shares and counters of those that are done, which a step leaves at zero.
+
+    Steps of a stream follow one another and share theirs. A graph that is captured has its own, as it may be replayed
+    beside them.
+    """
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return (
+                torch.empty(max(floats, 1), dtype=torch.float32, device=device),
+                torch.zeros(counters, dtype=torch.int32, device=device),
+            )
+        stream = torch.cuda.current_stream(device).cuda_stream
+    part, done = _kept.get((device, stream), (None, None))
+    if part is None or part.numel() < floats:
+        part = torch.empty(max(floats, 1), dtype=torch.float32, device=device)
+    if done is None or done.numel() < counters:
+        done = torch.zeros(counters, dtype=torch.int32, device=device)
+    _kept[device, stream] = part, done
     return part, done
 
 

@@ -1,0 +1,194 @@
+"""What a step's programs share: which keys one reads, and how their shares of a head are put together."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def reading(  # type: ignore[no-untyped-def]
+    work_ptr, rows_ptr, offset_ptr, kv_len, offset, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """What a program reads: head, share, shares, batch row, first key, sinks, start of the window, start and end.
+
+    Programs are (entry of the work table, sequence). An entry is (key/value head, share, shares of that head, its window,
+    its sinks). A sequence is a row of `(batch row, first key, number of keys, offset)` with TABLE, else all keys of the
+    batch row of its number; HAS_OFFSET reads the offset from the device. Keys are counted through from the sinks to the
+    window as if they adjoined: key `u` of those read is key `u` below the number of sinks, else `u - sinks + low`.
+    """
+    sequence = tl.program_id(1)
+    entry = work_ptr + 5 * tl.program_id(0)
+    share = tl.load(entry + 1)
+    shares = tl.load(entry + 2)
+    row = sequence.to(tl.int64)
+    k_start, k_len, at = 0, kv_len, offset
+    if HAS_OFFSET:
+        at = tl.load(offset_ptr).to(tl.int32)
+    if TABLE:
+        row = tl.load(rows_ptr + 4 * sequence).to(tl.int64)
+        k_start = tl.load(rows_ptr + 4 * sequence + 1).to(tl.int32)
+        k_len = tl.load(rows_ptr + 4 * sequence + 2).to(tl.int32)
+        at = tl.load(rows_ptr + 4 * sequence + 3).to(tl.int32)
+    stop = k_len
+    if CAUSAL:
+        stop = tl.minimum(k_len, at + 1)
+    low, few = 0, 0
+    if WINDOW:
+        window = tl.load(entry + 3)
+        sinks = tl.load(entry + 4)
+        low = tl.maximum(0, at - window + 1)
+        few = tl.maximum(tl.minimum(tl.minimum(sinks, low), stop), 0)
+        if not CAUSAL:
+            stop = tl.minimum(k_len, tl.maximum(at + window, sinks))
+    count = few + tl.maximum(stop - low, 0)
+    span = tl.cdiv(tl.cdiv(count, shares), BLOCK) * BLOCK
+    first = row * 0 + k_start
+    return (
+        tl.load(entry),
+        share,
+        shares,
+        row,
+        first,
+        few,
+        low,
+        share * span,
+        tl.minimum(count, (share + 1) * span),
+    )
+
+
+@triton.jit
+def signs(d, e, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows `d` and columns `e` of `attention.stored.hadamard`, blocks of BLOCK channels, without its factor."""
+    both = d[:, None] & e[None, :] & (BLOCK - 1)
+    both = both ^ (both >> 4)
+    both = both ^ (both >> 2)
+    odd = (both ^ (both >> 1)) & 1
+    return tl.where(d[:, None] // BLOCK == e[None, :] // BLOCK, 1 - 2 * odd, 0)
+
+
+@triton.jit
+def turned(  # type: ignore[no-untyped-def]
+    x, first, PAD: tl.constexpr, COLUMNS: tl.constexpr, TURN: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Columns from `first` on of rows `[16 or more, PAD]` that are turned by blocks of TURN channels, in fp32.
+
+    The matrix is a Kronecker product of two small ones, of which few signs have to be found.
+    """
+    c, rows, columns = tl.arange(0, 16), tl.arange(0, PAD // 16), tl.arange(0, COLUMNS // 16)
+    inner = signs(c, c, TURN if TURN < 16 else 16).to(x.dtype)
+    outer = signs(rows, first // 16 + columns, TURN // 16 if TURN > 16 else 1).to(x.dtype)
+    matrix = (outer[:, None, :, None] * inner[None, :, None, :]).reshape(PAD, COLUMNS)
+    return tl.dot(x, matrix, input_precision=PRECISION) * TURN**-0.5
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    out_ptr, lse_ptr, acc, m, l, kv_head, ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr,
+    PAD_V: tl.constexpr, HAS_LSE: tl.constexpr, TURN_V: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a sequence's heads, turned back by blocks of TURN_V channels unless that is 0."""
+    g = tl.arange(0, ROWS)
+    acc = acc / tl.where(l == 0, 1.0, l)[:, None]
+    if HAS_LSE:
+        lse = (m + tl.log2(tl.where(l == 0, 1.0, l))) * 0.6931471805599453
+        tl.store(lse_ptr + kv_head * GROUPS + g, lse, mask=g < GROUPS)
+    if TURN_V:
+        MOST: tl.constexpr = ROWS if ROWS > 16 else 16
+        g = tl.arange(0, MOST)
+        x = tl.broadcast_to(acc[None], (MOST // ROWS, ROWS, PAD_V)).reshape(MOST, PAD_V)
+        rows = out_ptr + (kv_head * GROUPS + g)[:, None] * DIM_V
+        for first in range(0, DIM_V, 32):
+            d = first + tl.arange(0, 32)
+            part = turned(
+                x, first, PAD_V, 32, TURN_V, "ieee" if out_ptr.dtype.element_ty == tl.float32 else "tf32x3"
+            )
+            inside = (g < GROUPS)[:, None] & (d < DIM_V)[None, :]
+            tl.store(rows + d[None, :], part.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        d = tl.arange(0, PAD_V)
+        inside = (g < GROUPS)[:, None] & (d < DIM_V)[None, :]
+        rows = out_ptr + (kv_head * GROUPS + g)[:, None] * DIM_V
+        tl.store(rows + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _together(  # type: ignore[no-untyped-def]
+    out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, most,
+    GROUPS: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, TURN_V: tl.constexpr,
+):  # fmt: skip
+    """All shares of a key/value head by their log-sum-exp, CHUNK at a time, for its HEADS (a power of two) query heads."""
+    g = tl.arange(0, HEADS)
+    c = tl.arange(0, CHUNK)
+    dv = tl.arange(0, PAD_V)
+    inside = g < GROUPS
+    head = kv_head * GROUPS + g
+    m = tl.full([HEADS], float("-inf"), tl.float32)
+    l = tl.zeros([HEADS], tl.float32)
+    if HAS_SINK:
+        m = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        l += 1.0
+    acc = tl.zeros([HEADS, PAD_V], tl.float32)
+    for first in range(0, shares, CHUNK):
+        at = (pair * GROUPS + g)[:, None] * most + first + c[None, :]
+        there = inside[:, None] & (first + c < shares)[None, :]
+        its_m = tl.load(stats_ptr + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        its_l = tl.load(stats_ptr + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
+        its = tl.load(
+            part_ptr + at[:, :, None] * DIM_V + dv[None, None, :],
+            mask=there[:, :, None] & (dv < DIM_V)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        top = tl.maximum(m, tl.max(its_m, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        w, decay = tl.exp2(its_m - base[:, None]), tl.exp2(m - base)
+        l = l * decay + tl.sum(its_l * w, 1)
+        acc = acc * decay[:, None] + tl.sum(its * w[:, :, None], 1)
+        m = top
+    _write(out_ptr, lse_ptr, acc, m, l, kv_head, HEADS, GROUPS, DIM_V, PAD_V, HAS_LSE, TURN_V)
+
+
+@triton.jit
+def finish(  # type: ignore[no-untyped-def]
+    acc, m, l, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share, shares, most,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr,
+    HAS_LSE: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, TURN_V: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """The output where SINGLE programs read all heads, else this program's share; the last one puts all of them together.
+
+    `part` holds `[sequences, heads, most, DIM_V]` products of the shares, behind them their maxima and sums. `done` counts
+    a head's shares and is left at zero, for the next step.
+    """
+    g = tl.arange(0, ROWS)
+    inside = g < GROUPS
+    head = kv_head * GROUPS + g
+    out_ptr += row * kv_heads * GROUPS * DIM_V
+    lse_ptr += row * kv_heads * GROUPS
+    if SINGLE:
+        if HAS_SINK:
+            sink = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+            top = tl.maximum(m, sink)
+            l = l * tl.exp2(m - top) + tl.exp2(sink - top)
+            acc = acc * tl.exp2(m - top)[:, None]
+            m = top
+        _write(out_ptr, lse_ptr, acc, m, l, kv_head, ROWS, GROUPS, DIM_V, PAD_V, HAS_LSE, TURN_V)
+    else:
+        dv = tl.arange(0, PAD_V)
+        pair = (tl.program_id(1) * kv_heads + kv_head).to(tl.int64)
+        stats_ptr = part_ptr + tl.num_programs(1).to(tl.int64) * kv_heads * GROUPS * most * DIM_V
+        mine = (pair * GROUPS + g) * most + share
+        tl.store(
+            part_ptr + mine[:, None] * DIM_V + dv[None, :], acc, mask=inside[:, None] & (dv < DIM_V)[None, :]
+        )
+        tl.store(stats_ptr + 2 * mine, m, mask=inside)
+        tl.store(stats_ptr + 2 * mine + 1, l, mask=inside)
+        tl.debug_barrier()  # every thread has written before one thread says so
+        if tl.atomic_add(done_ptr + pair, 1, sem="acq_rel") == shares - 1:
+            tl.store(done_ptr + pair, 0)
+            _together(
+                out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, most,
+                GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, TURN_V,
+            )  # fmt: skip
