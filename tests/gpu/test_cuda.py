@@ -314,13 +314,14 @@ def test_a_forced_backend_refuses_fp32() -> None:
         ours(torch.ones(1, 4, dtype=torch.long, device="cuda"))
 
 
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["decode", "long decode", "padded decode", "device offset"])
-def test_a_step_reads_the_codes_of_a_cache(name: str, dtype: torch.dtype, bits: int) -> None:
-    request = make(structures()[name], dtype, 64)
+def test_a_step_reads_the_codes_of_a_cache(name: str, dtype: torch.dtype, bits: int, dim: int) -> None:
+    request = make(structures()[name], dtype, dim)
     key, value = request.key.float(), request.value.float()
-    mean = (key.mean(dim=2) @ hadamard(64, key.device)).contiguous()
+    mean = (key.mean(dim=2) @ hadamard(dim, key.device)).contiguous()
     keys, key_scale = quantise(key, mean=mean)
     values, value_scale = quantise(value, bits=bits)
     record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].contiguous())
@@ -328,8 +329,9 @@ def test_a_step_reads_the_codes_of_a_cache(name: str, dtype: torch.dtype, bits: 
     backend = choose(CallSpec.of(asked))
     assert backend.name == "triton"
     truth = reference.attention(asked.widened()).out
-    atol = 1e-5 if dtype is torch.float32 else 2e-2
-    torch.testing.assert_close(backend.attend(asked).out.double(), truth, atol=atol, rtol=0)
+    atol = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    for _ in range(2):  # the second finds the counters as the first left them
+        torch.testing.assert_close(backend.attend(asked).out.double(), truth, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("gradient", [False, True])

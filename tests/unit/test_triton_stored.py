@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
@@ -85,6 +86,96 @@ def test_a_mean_is_not_lost_where_a_shift_of_all_scores_counts(extra: dict[str, 
 def test_half_precision(bits: int) -> None:
     """The interpreter has no bfloat16; `tests/gpu` has."""
     check(make(STRUCTURES["decode"], 4, 2, 32, 32), bits, 1e-2)
+
+
+@interpreted
+def test_no_bit_of_a_query_or_a_key_is_lost() -> None:
+    """The score of the only key seen, in half precision: a query errs by half of 2^-15 of its largest channel."""
+    from adaattn_hf.backends.triton.launch import attend
+
+    alone = CallStructure(16, 1, N, causal=True, q_offset=0)
+    asked = stored(make(alone, 4, 2, 32, 64), 8, first=False, turned=False)
+    own = asked.stored.keys(asked.key, torch.float32)[:, :, 0].double().repeat_interleave(2, dim=1)
+    query = asked.query[:, :, 0].double()
+    codes_only = own - asked.stored.key_mean.double().repeat_interleave(2, dim=1)
+    bound = 0.3 * query.abs().amax(2) / 65024 * codes_only.abs().sum(2) + 1e-5
+    lse = attend(asked).lse
+    assert lse is not None
+    error = (lse[:, :, 0].double() - 0.3 * (query * own).sum(2)).abs()
+    assert (error <= bound).all(), (error / bound).max()
+
+
+@interpreted
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_no_bit_of_a_value_is_lost(bits: int, size: float) -> None:
+    """The output of the only key seen is its value, far within the step between two codes, however large values are."""
+    from adaattn_hf.backends.triton.launch import attend
+
+    alone = CallStructure(16, 1, N, causal=True, q_offset=0)
+    request = make(alone, 4, 2, 32, 64, torch.half)
+    request.value = request.value.float() * size
+    asked = stored(request, bits, turned=False)
+    value = asked.widened().value[:, :, 0].double().repeat_interleave(2, dim=1)
+    step = value.abs().amax(2, keepdim=True) / (127 if bits == 8 else 15)
+    assert ((attend(asked).out[:, 0].double() - value).abs() <= step / 8).all()
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # NumPy says so of what is tested
+def test_a_query_that_is_no_number_gives_none() -> None:
+    from adaattn_hf.backends.triton.launch import attend
+
+    request = make(STRUCTURES["decode"], 4, 2, 32, 64)
+    request.query[0, 1, 0, 3] = torch.inf
+    request.query[1, 2, 0, 5] = torch.nan
+    out = attend(stored(request, 8)).out[:, 0]
+    lost = out.isnan().any(2)
+    assert lost.tolist() == [[False, True, False, False], [False, False, True, False]]
+
+
+@interpreted
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_one_launch_and_one_allocation(
+    name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every layer but the first, which makes the tables: nothing else is asked of the device."""
+    from adaattn_hf.backends.triton import step
+    from adaattn_hf.backends.triton.launch import attend
+
+    request = make(STRUCTURES[name], 4, 2, 32, 64, per_head=rules((300, 0), (7, 0)))
+    asked = stored(request, bits) if bits else request
+    asked.need_lse = False
+    attend(asked)
+    launches: list[str] = []
+    for kernel in ("decode", "decode_codes"):
+        launch = {"__getitem__": lambda _, grid, kernel=kernel: lambda *a, **k: launches.append(kernel)}
+        monkeypatch.setattr(step, kernel, type("Counted", (), launch)())
+    operations: list[str] = []
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operations.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Counter():
+        attend(asked)
+    assert launches == ["decode_codes" if bits else "decode"]
+    assert operations == ["aten.empty.memory_format"]
+
+
+@interpreted
+@pytest.mark.parametrize("bits", [8, 4])
+def test_counters_are_left_as_they_were_found(bits: int) -> None:
+    from adaattn_hf.backends.triton import step
+    from adaattn_hf.backends.triton.launch import attend
+
+    asked = stored(make(CallStructure(1, 1, 1500, causal=True, q_offset=1499), 2, 1, 32, 32), bits)
+    first, again = attend(asked).out, attend(asked).out
+    assert torch.equal(first, again)
+    (_, counters) = step._kept[torch.device("cpu"), 0]
+    assert not counters.any()
 
 
 def test_what_is_served_and_what_is_refused() -> None:

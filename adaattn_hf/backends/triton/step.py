@@ -171,7 +171,7 @@ def _rows(structure: CallStructure, device: torch.device) -> tuple[Tensor | None
             return None, None, True, structure.batch
         padding = structure.key_padding
         rows, real = structure.cached(
-            ("triton rows", device), lambda: _rows_of_padding(structure, padding.to(device))
+            ("triton rows", device), lambda: _rows_of_padding(structure, padding.to(device).contiguous())
         )
         return rows, real, True, structure.batch
     segments = structure.segments()
