@@ -196,7 +196,11 @@ def _attend_anew(
         structure = structure.settled()
     if position_bias is not None:
         position_bias = position_bias[..., : structure.q_len, : structure.kv_len]
-        bias = position_bias if bias is None else bias + position_bias
+        if bias is not None:
+            from .refusals import with_bias
+
+            position_bias = with_bias(bias, position_bias, query, structure.kv_len)
+        bias = position_bias
     config = getattr(module, "config", None)
     adapted = raw_settings(config) is not None
     forced = settings_in(config).backend if adapted and backend is None else backend

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_additions", "check_scaling"]
+__all__ = ["check_additions", "check_scaling", "with_bias"]
 
 
 def check_scaling(scaling: Any) -> None:
@@ -55,3 +55,20 @@ def _check_mask(query: Tensor, mask: Tensor) -> None:
             f"attention_mask: got {mask.dtype} with four dimensions, expected bool (True = attend) or floating point "
             "(added to the scores); say which with attention_mask.bool() or .float()"
         )
+
+
+def with_bias(mask: Tensor, bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
+    """The sum of an additive mask and a bias, in no less than the query's precision.
+
+    Raises:
+        ValueError: The bias does not broadcast to the scores.
+    """
+    extents = (*query.shape[:3], kv_len)
+    if bias.dim() > 4 or any(
+        size not in (1, extent) for size, extent in zip(bias.shape[::-1], extents[::-1], strict=False)
+    ):
+        raise ValueError(
+            f"position_bias: got shape {tuple(bias.shape)}, expected one that broadcasts to {extents}, which is "
+            "[batch, heads, q_len, kv_len]"
+        )
+    return mask.to(torch.promote_types(mask.dtype, query.dtype)) + bias

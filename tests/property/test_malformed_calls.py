@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import missing
+from adaattn_hf.patches.structured_mask import StructuredMask
 
 from ..support import malformed as support
 from ..support.malformed import Call, judge, malformed
@@ -32,6 +34,57 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or 
 @given(call=malformed())
 def test_malformed_calls_are_refused_or_answered_by_the_formula(call: Call) -> None:
     assert judge(call)
+
+
+def found(
+    backend: str | None, heads: int, q_len: int, kv_len: int, size: int, size_v: int, **given: object
+) -> Call:
+    """A call of the shape that a long search found."""
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(2, heads, q_len, size, generator=draw)
+    key = torch.randn(2, 1, kv_len, size, generator=draw)
+    value = torch.randn(2, 1, kv_len, size_v, generator=draw)
+    tensors = {"query": query, "key": key, "value": value, "attention_mask": None, "scaling": 0.3}
+    return Call(backend, {**tensors, **given})
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 17, 8, 5), (3, 1, 7, 16, 16), (9, 1, 1, 3, 5), (3, 1, 1, 16, 5)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_few_keys_lose_no_not_a_number(
+    name: str, shape: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    """What torch's own kernel loses among fewer keys than a vector holds."""
+    for structured in (False, True):
+        call = found("sdpa" if dtype is torch.float32 else None, *shape)
+        call.given[name] = support.spotted(call.given[name], float("nan")).to(dtype)
+        if structured:
+            seen = CallStructure(2, shape[1], shape[2], causal=True, q_offset=shape[2] - shape[1])
+            call.given["attention_mask"] = StructuredMask(seen, torch.device("cpu"))
+        assert judge(call) == "served"
+
+
+def test_a_mask_and_a_bias_in_half_precision_are_added_in_that_of_the_queries() -> None:
+    half = torch.randn(2, 2, 16, 17).mul(3).bfloat16()
+    for backend in ("native", "sdpa", "eager"):
+        call = found(backend, 2, 16, 17, 20, 20, attention_mask=half, position_bias=half.flip(3) / 7)
+        truth = support.meaning(call)[0]
+        assert (support.asked(call, backend) - truth).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [torch.zeros(1, 0, 1, 70), torch.zeros(3, 1, 1, 70), torch.zeros(1, 1, 1, 1, 70)],
+    ids=["empty", "other rows", "five"],
+)
+def test_a_bias_that_fits_no_score_is_refused_beside_a_mask(bias: torch.Tensor) -> None:
+    call = found("eager", 2, 1, 70, 8, 8, attention_mask=torch.zeros(2, 2, 1, 70), position_bias=bias)
+    with pytest.raises(
+        ValueError, match=r"^position_bias: got shape .* expected one that broadcasts to \(2, 2, 1, 70\)"
+    ):
+        support.asked(call, "eager")
 
 
 @settings(max_examples=400)

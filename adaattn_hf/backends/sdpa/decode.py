@@ -9,6 +9,7 @@ from torch import Tensor
 from ...attention.request import AttentionRequest
 from ...attention.structure import CallStructure
 from . import limits
+from .kernels import FlashCpuKernel
 from .tiles import Part, dense_part
 
 __all__ = ["attend_few"]
@@ -94,7 +95,7 @@ def _folded(
     spans: list[tuple[int, int]],
 ) -> Tensor:
     """`[batch, num_kv_heads, rows, head_dim]`: one call, one masked call, or one call per batch row."""
-    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    kernel = FlashCpuKernel()
     low, high = min(a for a, _ in spans), max(b for _, b in spans)
     total, most = sum(b - a for a, b in spans), len(spans) * (high - low)
     if total < (1 - limits.PADDING_SHARE) * most and high - low >= limits.SHORT_KEYS:
@@ -102,14 +103,12 @@ def _folded(
         for row, (a, b) in enumerate(spans):
             if b > a:
                 one = slice(row, row + 1)
-                out[one] = call(folded[one], key[one, :, a:b], value[one, :, a:b], scale=request.scaling)[0]
+                own = key[one, :, a:b], value[one, :, a:b]
+                out[one] = kernel.forward(folded[one], *own, None, False, request.scaling)[0]
         return out
     mask = None if total == most else _mask(structure, low, high, folded)
     seen = slice(low, high)
-    answer: Tensor = call(folded, key[:, :, seen], value[:, :, seen], attn_mask=mask, scale=request.scaling)[
-        0
-    ]
-    return answer
+    return kernel.forward(folded, key[:, :, seen], value[:, :, seen], mask, False, request.scaling)[0]
 
 
 def _ranges(structure: CallStructure) -> list[tuple[int, int]] | None:

@@ -215,9 +215,13 @@ def fast_call(spec: CallSpec, structure: CallStructure) -> FastCall | None:
             lone = spec.groups == 1 and spec.dtype == torch.float32
             if stop < 1 or not (spec.device == "cuda" or lone or stop <= limits.SHORT_KEYS):
                 return None  # on processors the other single queries have ways of their own
+            if spec.device == "cpu" and stop < limits.VECTOR_KEYS:
+                return _among_few(False, stop)
             return _plain(False, spec.groups > 1, stop if stop < structure.kv_len else None)
         if spec.kind != "suffix":
             causal, grouped = spec.kind == "causal", spec.groups > 1
+            if spec.device == "cpu" and structure.kv_len < limits.VECTOR_KEYS:
+                return _among_few(causal, structure.kv_len)
             if grouped and splits_groups(spec.device, spec.dtype):
                 return _widened(causal)
             return _plain(causal, grouped)
@@ -238,6 +242,17 @@ def _plain(causal: bool, grouped: bool, stop: int | None = None) -> FastCall:
         if stop is not None:
             key, value = key[:, :, :stop], value[:, :, :stop]
         return operator(query, key, value, None, 0.0, causal, scale=scaling).transpose(1, 2)
+
+    return attend
+
+
+def _among_few(causal: bool, stop: int) -> FastCall:
+    """One call among the keys before `stop`, so few that torch's operator would lose not-a-numbers."""
+    kernel = FlashCpuKernel()
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        query, key, value = (_dense_last(t) for t in (query, key[:, :, :stop], value[:, :, :stop]))
+        return kernel.forward(query, key, value, None, causal, scaling)[0].transpose(1, 2)
 
     return attend
 

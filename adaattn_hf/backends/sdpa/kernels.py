@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from . import limits
+
 __all__ = [
     "EfficientKernel",
     "FlashCpuKernel",
@@ -65,7 +67,11 @@ _GROUPED_ON_CPU = tuple(int(part) for part in torch.__version__.split(".")[:2]) 
 
 
 class FlashCpuKernel:
-    """torch's flash attention on the CPU."""
+    """torch's flash attention on the CPU.
+
+    Among fewer keys than a vector holds it loses a row of not-a-numbers, unless a mask takes it another way: such calls
+    get one that hides nothing.
+    """
 
     flag = True
 
@@ -75,6 +81,8 @@ class FlashCpuKernel:
         """See `Kernel`."""
         if not _GROUPED_ON_CPU:
             key, value = repeated(key, query), repeated(value, query)
+        if mask is None and key.shape[2] < limits.VECTOR_KEYS:
+            mask = key.new_zeros((1, 1, 1, key.shape[2]))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scaling
         )

@@ -36,6 +36,9 @@ TILE = 1 << 19
 SHORT_KEYS = 128
 """Keys up to which one query is served by the plain operator, which is quicker than anything around it."""
 
+VECTOR_KEYS = 16
+"""Scores that the widest vector of a processor holds; not measured."""
+
 FOLD_BYTES = 100_000_000
 """Bytes of fp32 keys and values beyond which reading them is all that counts, folded heads or not."""
 
