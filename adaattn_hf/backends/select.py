@@ -79,8 +79,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     segments: to our own where flash-attn would have to gather tokens first, else to flash-attn. What heads are asked
     apart is served in one launch or not at all.
     """
-    if spec.opaque:
-        return ("sdpa", "eager")
+    if spec.opaque or (spec.compiling and torch.onnx.is_in_onnx_export()):
+        return ("sdpa", "eager")  # torch's own operations, which ONNX has, too
     if spec.device == "cpu":
         # one row per key/value head gives the kernels nothing to share, and from memory torch's product reads faster
         lone = spec.decode and spec.groups == 1 and spec.dtype == torch.float32 and spec.kind == "suffix"

@@ -45,6 +45,8 @@ class NativeBackend(Backend):
             )
         if spec.dropout:
             reasons.append("the native kernels have no dropout")
+        if spec.compiling and torch.onnx.is_in_onnx_export():
+            reasons.append("ONNX has no operator for the native kernels")
         if spec.stored is not None and (spec.needs_grad or spec.compiling):
             reasons.append(
                 f"the native kernels read keys stored as {spec.stored} without a gradient and outside of graphs"
