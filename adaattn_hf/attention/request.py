@@ -251,7 +251,7 @@ class CallSpec(NamedTuple):
     """The facts of a call on which the choice of a backend may depend: hashable, without data.
 
     `kind` is that of the structure, or `irregular` where padding was found to be no runs. `holes` says whether it has
-    such holes, None where nobody looked.
+    such holes, None where nobody looked, and `gapless` that every query and key lies in a run, as in a packed row.
     `head_windows`, `head_blocks` and `head_precision` say what `HeadRules` ask for: any window, the keys per kept block
     (0 where all are kept), and the precision of the products, `mixed` where heads differ.
     `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
@@ -294,6 +294,7 @@ class CallSpec(NamedTuple):
     kv_bytes: int = 0
     pairs: int = 0
     length: int = 0
+    gapless: bool = False
 
     def words(self) -> str:
         """The facts in words, those that are false left out."""
@@ -346,9 +347,9 @@ class CallSpec(NamedTuple):
         rules = request.per_head
         if rules is not None and kind == "ragged" and any(rules.sinks) and not structure.sinks_at_runs:
             kind = "irregular"
-        holes = None
+        holes, gapless = None, False
         if look and kind == "ragged" and not (compiling or opaque or device == "meta"):
-            holes = structure.segments() is None
+            holes, gapless = structure.segments() is None, structure.gapless
             # kernels that walk runs are no better off than with a dense mask
             kind = "irregular" if holes else kind
         _, heads, q_len, head_dim = q.shape
@@ -388,4 +389,5 @@ class CallSpec(NamedTuple):
             kv_bytes,
             pairs,
             length,
+            gapless,
         )

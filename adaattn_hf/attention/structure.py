@@ -297,6 +297,19 @@ class CallStructure:
         """
         return self.cached("segments", lambda: find_segments(self))
 
+    @property
+    def gapless(self) -> bool:
+        """Every query and every key lies in one of the `segments`, as in a row of packed documents."""
+
+        def find() -> bool:
+            runs, (q_rows, k_rows) = self.segments(), (self.batch * self.q_len, self.batch * self.kv_len)
+            return runs is not None and (sum(s.q_len for s in runs), sum(s.k_len for s in runs)) == (
+                q_rows,
+                k_rows,
+            )
+
+        return self.cached("gapless", find)
+
     def offset(self) -> int:
         """`q_offset` as an integer (reads it from the device once)."""
         if isinstance(self.q_offset, int):

@@ -76,8 +76,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
 
     On CUDA plain calls go to torch, but for heavy ones: from some hundred microseconds on flash-attn 4 and 3 are ahead
     of it by more than their longer way to a launch. What torch can only say with a mask goes to kernels that walk
-    segments: to our own where flash-attn would have to gather tokens first, else to flash-attn. What heads are asked
-    apart is served in one launch or not at all.
+    segments: to our own where flash-attn would have to gather tokens first or the call is light, else to flash-attn.
+    What heads are asked apart is served in one launch or not at all.
     """
     if spec.opaque or (spec.compiling and torch.onnx.is_in_onnx_export()):
         return ("sdpa", "eager")  # torch's own operations, which ONNX has, too
@@ -106,7 +106,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     if spec.kind == "ragged" or spec.decode:
         if spec.needs_grad:
             return ("fa4", "triton", "fa3", "fa2", "sdpa", "eager")
-        return ("triton", "fa3", "fa3_fwd", "fa2", "fa4", "sdpa", "eager")
+        if not (spec.gapless and spec.pairs >= _HEAVY_PAIRS):
+            return ("triton", "fa3", "fa3_fwd", "fa2", "fa4", "sdpa", "eager")
     return ("fa4", "fa3", "fa3_fwd", "triton", "fa2", "sdpa", "eager")
 
 

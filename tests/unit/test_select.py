@@ -134,3 +134,23 @@ def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
 
     assert [first(64), first(16384)] == ["native", "sdpa"]
     assert select.order(spec(decode=True, kind="suffix", compiling=True))[0] == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [({"gapless": True}, "fa4"), ({}, "triton"), ({"gapless": True, "pairs": 1 << 29}, "triton")],
+    ids=["packed row", "padded batch", "light"],
+)
+def test_runs_that_fill_their_rows_go_to_flash_attn(changes: dict[str, Any], first: str) -> None:
+    """Nothing to gather in a packed row; in a padded batch our own kernels read tokens where they are."""
+    ragged: dict[str, Any] = {"device": "cuda", "kind": "ragged", "holes": False, "pairs": 1 << 33, **changes}
+    assert select.order(spec(**ragged))[0] == first
+
+
+def test_a_packed_row_is_gapless_and_a_padded_one_is_not() -> None:
+    documents, padding = torch.tensor([[0] * 5 + [1] * 7]), torch.arange(12)[None] >= 4
+    packed = CallStructure(1, 12, 12, causal=True, q_segments=documents, k_segments=documents)
+    padded = CallStructure(1, 12, 12, causal=True, key_padding=padding, pads_queries=True)
+    x = torch.zeros(1, 2, 12, 4)
+    seen = [CallSpec.of(AttentionRequest(x, x, x, s, 1.0), look=True).gapless for s in (packed, padded)]
+    assert seen == [True, False]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
+from torch import Tensor
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec
@@ -109,6 +110,19 @@ def test_other_mathematics(launch: Any, name: str, extra: str) -> None:
 @pytest.mark.parametrize("name", [name for name, s in STRUCTURES.items() if s.q_len == 1])
 def test_a_query_in_single_precision(launch: Any, name: str, extra: str) -> None:
     check(launch, make(STRUCTURES[name], 4, 2, 24, 40, torch.float32, **EXTRAS[extra]), atol=4e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["left padding", "few sinks of padded rows", "nothing to see"])
+def test_the_kernel_itself_writes_rows_that_see_nothing(
+    launch: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    structure = STRUCTURES["few sinks"].with_changes(key_padding=LEFT, pads_queries=True)
+    request = make(STRUCTURES.get(name, structure), 4, 2, 16, 16, sink_logits=torch.zeros(4))
+    empty = Tensor.new_empty
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "new_empty", lambda *args, **kw: empty(*args, **kw).fill_(7.0))
+        check(launch, request)
 
 
 @interpreted

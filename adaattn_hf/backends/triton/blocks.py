@@ -39,10 +39,8 @@ def attend_blocks(
     batch, heads, q_len, dim = query.shape
     kv_heads, value_dim, block = key.shape[1], value.shape[3], rules.block
     groups, pad, value_pad = heads // kv_heads, padded(dim), padded(value_dim)
-    out, lse = blank(request, sum(s.q_len for s in segments) == batch * q_len, request.need_lse)
-    if not segments:
-        return AttentionResult(out, lse)
-    blocks = max(-(-s.k_len // block) for s in segments)
+    out, lse = blank(request, request.need_lse)
+    blocks = max((-(-s.k_len // block) for s in segments), default=1)
     width = max(32, 1 << (blocks - 1).bit_length())
     rows, warps = choice_tile(width)
     device, causal = query.device, structure.causal

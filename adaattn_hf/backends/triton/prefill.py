@@ -24,20 +24,12 @@ __all__ = ["attend_forward", "bulk_of", "forward_tile"]
 _BULK_EDGES = True
 
 
-def blank(request: AttentionRequest, covered: bool, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Output and log-sum-exp to write into; rows that segments do not cover are those of queries that see nothing."""
+def blank(request: AttentionRequest, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Output and log-sum-exp to write into, every row of them."""
     query = request.query
     batch, heads, q_len, _ = query.shape
-    make = torch.empty if covered else torch.zeros
-    out = make((batch, q_len, heads, request.value.shape[3]), dtype=query.dtype, device=query.device)
-    if not need_lse:
-        return out, None
-    shape = (batch, heads, q_len)
-    if covered:
-        return out, torch.empty(shape, dtype=torch.float32, device=query.device)
-    if request.sink_logits is not None:
-        return out, request.sink_logits.detach().float()[None, :, None].repeat(batch, 1, q_len)
-    return out, torch.full(shape, float("-inf"), dtype=torch.float32, device=query.device)
+    out = query.new_empty((batch, q_len, heads, request.value.shape[3]))
+    return out, query.new_empty((batch, heads, q_len), dtype=torch.float32) if need_lse else None
 
 
 def forward_tile(pad: int) -> Tile:
@@ -100,15 +92,20 @@ def attend_forward(
     query, key, value, structure = request.query, request.key, request.value, request.structure
     if request.scaling < 0:
         query = -query  # the kernels take the largest score by the largest product
-    batch, heads, q_len, dim = query.shape
-    value_dim = value.shape[3]
-    covered = sum(s.q_len for s in segments) == batch * q_len
-    out, lse = blank(request, covered, request.need_lse or keep_lse)
-    if not segments:
-        return AttentionResult(out, lse)
+    heads, dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
+    out, lse = blank(request, request.need_lse or keep_lse)
     tile = forward_tile(max(padded(dim), padded(value_dim)))
     kv_heads = key.shape[1]
-    work = work_of("queries", structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device)
+    work = work_of(
+        "queries",
+        structure,
+        segments,
+        windows,
+        kv_heads,
+        (tile.rows, tile.columns),
+        query.device,
+        silent=True,
+    )
     sink = request.sink_logits
     k_bulk, v_bulk = bulk_of(key, tile.columns), bulk_of(value, tile.columns)
     bulk = k_bulk is not None and v_bulk is not None

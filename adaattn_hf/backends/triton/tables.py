@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, NamedTuple, TypeVar
@@ -58,6 +59,7 @@ def work_of(
     kv_heads: int,
     blocks: tuple[int, int],
     device: torch.device,
+    silent: bool = False,
 ) -> Work:
     """Blocks of queries, by the number of keys that they read, or of keys, by the number of queries that read them.
 
@@ -69,22 +71,35 @@ def work_of(
         kv_heads: Key/value heads.
         blocks: Queries and keys per tile.
         device: Where the tables go.
+        silent: Blocks of queries outside of all segments come last, as segments without keys.
     """
-    key = ("triton", of, windows, kv_heads, blocks, device)
+    key = ("triton", of, windows, kv_heads, blocks, device, silent)
 
     def find() -> Work:
+        runs = (*segments, *(_silent(structure, segments) if silent else ()))
         return _remembered(
-            (key, structure.causal, structure.kv_len, tuple(segments)),
+            (key, structure.causal, structure.kv_len, runs),
             lambda: _placed(
-                np.array(segments, dtype=np.int32).reshape(-1, 6),
-                _entries(of == "queries", structure.causal, segments, windows, kv_heads, blocks),
+                np.array(runs, dtype=np.int32).reshape(-1, 6),
+                _entries(of == "queries", structure.causal, runs, windows, kv_heads, blocks),
                 windows,
-                all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == structure.kv_len for s in segments),
+                all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == structure.kv_len for s in runs),
                 device,
             ),
         )
 
     return structure.cached(key, find)
+
+
+def _silent(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
+    """The runs of queries between segments and around them: they see no key, and stand before the first."""
+    found, n = [], structure.q_len
+    for row in range(structure.batch):
+        taken = sorted((s.q_start, s.q_start + s.q_len) for s in segments if s.row == row)
+        for (_, stop), (start, _) in itertools.pairwise([(0, 0), *taken, (n, n)]):
+            if start > stop:
+                found.append(Segment(row, stop, start - stop, 0, 0, stop - start))
+    return found
 
 
 def _placed(
