@@ -22,6 +22,7 @@ from adaattn_hf.backends.flash import Flash4Backend, fa4_launch
 from adaattn_hf.backends.flash.fa4_lists import Blocks, lists
 
 from ..support.head_rules import rules
+from .test_triton import interpreted
 
 N = 300
 LEFT = torch.ones(3, N, dtype=torch.bool)
@@ -71,20 +72,21 @@ class Stand:
             visible = torch.zeros(batch, heads, q_len, kv_len, dtype=torch.bool)
             lengths = types.SimpleNamespace(seqlen_q=q_len, seqlen_k=kv_len)
             some_n, some, every_n, every = (t.expand(batch, *t.shape[1:]) for t in lists[:4])
+            block = lists[4][1]
             for b in range(batch):
                 for h in range(heads):
                     for m in range(some.shape[2]):
                         rows = torch.arange(128 * m, min(128 * m + 128, q_len))
                         for n in every[b, h, m, : every_n[b, h, m]].tolist():
-                            visible[b, h, rows, 128 * n : 128 * n + 128] = True
+                            visible[b, h, rows, block * n : block * n + block] = True
                         for n in some[b, h, m, : some_n[b, h, m]].tolist():
                             self.tiles += 1
-                            keys = torch.arange(128 * n, min(128 * n + 128, kv_len))
+                            keys = torch.arange(block * n, min(block * n + block, kv_len))
                             seen = mask(
                                 [b],
                                 [h],
                                 rows[:, None].as_subclass(Lane),
-                                keys[None],
+                                keys[None].as_subclass(Lane),
                                 lengths,
                                 kw["aux_tensors"],
                             )
@@ -128,7 +130,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     cutlass.cute = types.SimpleNamespace(jit=lambda f: f)  # type: ignore[attr-defined]
     cutlass.Int32 = int  # type: ignore[attr-defined]
     utils.scalar_to_ssa = scalar  # type: ignore[attr-defined]
-    sparsity.BlockSparseTensorsTorch = lambda *tables, block_size: tables  # type: ignore[attr-defined]
+    sparsity.BlockSparseTensorsTorch = lambda *tables, block_size: (*tables, block_size)  # type: ignore[attr-defined]
     for module in (cutlass, utils, sparsity, made.module):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
@@ -158,6 +160,25 @@ def check(request: AttentionRequest) -> None:
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_equals_reference(stand: Stand, name: str, rule: str | None) -> None:
     check(make(STRUCTURES[name], per_head=None if rule is None else RULES[rule]))
+
+
+@interpreted
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("name", ["causal", "full", "suffix"])
+def test_kept_blocks_equal_the_definition(stand: Stand, name: str, block: int) -> None:
+    """A head of each kind; a row may keep a block more than it must, which few rows do."""
+    rule = rules((0, 70), (0, 5), (0.6, 0.0), block)
+    request = make(STRUCTURES[name], per_head=rule, need_lse=True)
+    result, truth = Flash4Backend().attend(request), reference.attention(request)
+    assert result.lse is not None
+    off = result.lse.double() - truth.lse
+    assert off.min() > -2e-3
+    near = off < 2e-3
+    assert near.double().mean() > 0.995
+    rows = near.transpose(1, 2)
+    torch.testing.assert_close(result.out.double()[rows], truth.out[rows], atol=4e-3, rtol=0)
+    exact = reference.attention(make(STRUCTURES[name])).lse
+    assert block > 64 or (truth.lse < exact - 1e-3)[:, :2].any()  # there is something to leave out
 
 
 def test_blocks_that_are_seen_whole_ask_no_mask(stand: Stand) -> None:
@@ -206,7 +227,9 @@ REFUSALS = {
     "not put back": {"need_lse": True, "kind": "ragged"},
     "traced": {"compiling": True},
     "no int8 products": {"head_precision": "int8"},
-    "no kept blocks": {"head_blocks": 64},
+    "64 or 128 keys": {"head_blocks": 32},
+    "no padding, documents": {"head_blocks": 64, "kind": "ragged"},
+    "gradient through kept blocks": {"head_blocks": 64, "needs_grad": True},
 }
 
 

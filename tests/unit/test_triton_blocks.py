@@ -71,15 +71,15 @@ def test_other_mathematics(extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize("width", [32, 256, 512, 1024, 2048])
 def test_rows_of_a_program_fit_registers(width: int) -> None:
     pytest.importorskip("triton")
-    from adaattn_hf.backends.triton.blocks import choice_tile
+    from adaattn_hf.backends.choice.launch import choice_tile
 
-    rows, warps = choice_tile(width)
-    assert rows * width <= 64 * 32 * warps
+    rows, warps, _ = choice_tile(width)
+    assert rows * width <= 128 * 32 * warps <= 128 * 32 * 16
 
 
 def test_more_blocks_than_fit_are_an_error() -> None:
     pytest.importorskip("triton")
-    from adaattn_hf.backends.triton.blocks import choice_tile
+    from adaattn_hf.backends.choice.launch import choice_tile
 
     with pytest.raises(ValueError, match="at most 2048"):
         choice_tile(4096)

@@ -1,7 +1,8 @@
 """The masks of flash-attn 4's kernels, compiled into them: which keys a query sees under its head's window and sinks.
 
 Imported with the first such call, since it needs the package. `tables` are int32: windows and sinks of the query
-heads, then, for calls of runs, where each query's run of keys begins and ends and where the query stands among keys.
+heads, then, for calls of runs, where each query's run of keys begins and ends and where the query stands among keys,
+or, for kept blocks, the bits that `choice` wrote, the key/value head of each query head, the first query's place.
 """
 
 from __future__ import annotations
@@ -50,3 +51,53 @@ def both_ways_runs(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tabl
     place = scalar_to_ssa(tables[4][batch[0], row[0]], cutlass.Int32)
     near = ((place - key < window) & (key - place < window)) | (key - first < sinks)
     return (key >= first) & (key < stop) & near
+
+
+@cute.jit
+def causal_kept_64(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
+    """Under the bits of kept blocks of 64 keys."""
+    window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
+    sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
+    word = tables[2][tables[3][head[0]], batch[0], row[0], key[0] >> 11]
+    kept = scalar_to_ssa((word >> ((key[0] >> 6) & 31)) & 1, cutlass.Int32)
+    place = row + scalar_to_ssa(tables[4][0], cutlass.Int32)
+    return (
+        (key <= place) & ((place - key < window) | (key < sinks)) & (kept > scalar_to_ssa(0, cutlass.Int32))
+    )
+
+
+@cute.jit
+def causal_kept_128(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
+    """Under the bits of kept blocks of 128 keys."""
+    window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
+    sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
+    word = tables[2][tables[3][head[0]], batch[0], row[0], key[0] >> 12]
+    kept = scalar_to_ssa((word >> ((key[0] >> 7) & 31)) & 1, cutlass.Int32)
+    place = row + scalar_to_ssa(tables[4][0], cutlass.Int32)
+    return (
+        (key <= place) & ((place - key < window) | (key < sinks)) & (kept > scalar_to_ssa(0, cutlass.Int32))
+    )
+
+
+@cute.jit
+def both_ways_kept_64(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
+    """Under the bits of kept blocks of 64 keys."""
+    window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
+    sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
+    word = tables[2][tables[3][head[0]], batch[0], row[0], key[0] >> 11]
+    kept = scalar_to_ssa((word >> ((key[0] >> 6) & 31)) & 1, cutlass.Int32)
+    place = row + scalar_to_ssa(tables[4][0], cutlass.Int32)
+    near = ((place - key < window) & (key - place < window)) | (key < sinks)
+    return near & (kept > scalar_to_ssa(0, cutlass.Int32))
+
+
+@cute.jit
+def both_ways_kept_128(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
+    """Under the bits of kept blocks of 128 keys."""
+    window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
+    sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
+    word = tables[2][tables[3][head[0]], batch[0], row[0], key[0] >> 12]
+    kept = scalar_to_ssa((word >> ((key[0] >> 7) & 31)) & 1, cutlass.Int32)
+    place = row + scalar_to_ssa(tables[4][0], cutlass.Int32)
+    near = ((place - key < window) & (key - place < window)) | (key < sinks)
+    return near & (kept > scalar_to_ssa(0, cutlass.Int32))
