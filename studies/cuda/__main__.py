@@ -32,6 +32,7 @@ SECTIONS = {
     "specialised": ("specialised", "specialised", "Warps with tasks of their own, a study"),
     "codes": ("variants", "codes", "Tiles of a step over a cache of codes"),
     "variants": ("variants", "variants", "Tile sizes of the Triton kernels"),
+    "choices": ("variants", "choices", "Kept blocks: tiles, choice, bisection"),
     "tuned": ("tuned", "tuned", "`auto` by a measured table beside every installed kernel"),
     "model": ("model", "model", "A model shaped like LLaMA-8B, 32 layers, random weights"),
 }

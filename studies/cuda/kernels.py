@@ -248,8 +248,8 @@ def blocks(section: Section) -> None:
                 r, density = kept_request(n, block)
                 row["density"] = density
                 row["FLOP"] = 2.0 * HEADS * n * n * DIM * density
-                timed(row, r, "triton")
-                row["profile"] = profile(by("triton", r))
+                timed(row, r, "fa4", "triton", "auto")
+                row["profile"] = profile(by("auto", r))
 
             section.add(f"{thousand}k, blocks of {block}", cell)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.choice import launch as choice_launch
 from adaattn_hf.backends.triton import blocks as blocks_launch
 from adaattn_hf.backends.triton import prefill, step, training
 from adaattn_hf.backends.triton.sizes import Tile
@@ -50,6 +51,7 @@ FORWARD = [
     Tile(128, 128, 8, 2),
     Tile(128, 128, 8, 3),
     Tile(64, 32, 4, 4),
+    Tile(64, 128, 4, 3),
 ]
 
 
@@ -124,9 +126,13 @@ def variants(section: Section) -> None:
                 lambda row, b=batch, n=thousand, w=windows: _decode(row, b, length(n * 1024), w),  # type: ignore[misc]
             )
     section.add("training, window 1024 at 16k", lambda row: _training(row, long))
+
+
+def choices(section: Section) -> None:
+    """Kept blocks, their choice included."""
     for thousand, block in ((8, 128), (32, 64), (32, 128)):
         section.add(
-            f"choice of blocks, {thousand}k, {block}",
+            f"{thousand}k, blocks of {block}",
             lambda row, n=thousand, b=block: _choice(row, max(256, length(n * 1024)), b),  # type: ignore[misc]
         )
 
@@ -226,15 +232,26 @@ def _training(row: Cell, n: int) -> None:
 
 
 def _choice(row: Cell, n: int, block: int) -> None:
-    """Rows and warps of the kernel that chooses blocks, its shared memory, and how the tiles at edges come."""
+    """Tiles of the kernel over lists; rows, warps and stages of the choice, its loads and its bisection."""
     r, row["density"] = kept_request(n, block)
     call = by("triton", r)
-    tiles = [(16, 4), (32, 4), (64, 4), (32, 8), (64, 8), (128, 8), (16, 8), (32, 16)]
-    _each(row, blocks_launch, "choice_tile", tiles, call)
-    note = row["note"]
-    for part in (8192, 32768)[:TRIED]:
-        _each(row, blocks_launch, "_PART", [part], call, as_is=True)
-    with _instead(blocks_launch, "_BULK_EDGES", False):
-        row["edges without the copy engine"] = microseconds(call, 30)
-    row["note"] = note
+    row["as it is"] = microseconds(call, 30)
+    tiles = [Tile(64, 64, 4, 2), Tile(64, 64, 4, 4), Tile(128, 64, 8, 2), Tile(128, 64, 8, 3)]
+    tiles += [Tile(64, 128, 4, 2), Tile(128, 128, 8, 2)] if block == 128 else []
+    choices: list[tuple[Any, str, list[Any], bool]] = [
+        (blocks_launch, "lists_tile", tiles, False),
+        (choice_launch, "choice_tile", [(64, 4, 1), (128, 8, 1), (64, 8, 1), (32, 8, 2), (32, 16, 2)], False),
+        (choice_launch, "_STAYING", [0], True),
+        (choice_launch, "_STEPS", [10, 12], True),
+        (blocks_launch, "_BULK_EDGES", [False], True),
+    ]
+    notes = []
+    for module, name, values, as_is in choices:
+        part: Cell = {}
+        _each(part, module, name, values, call, as_is)
+        notes.append(f"{name}: {part.pop('note')}")
+        refused = part.pop("refused", {})
+        row |= {f"{name} {key}": value for key, value in part.items() if key != "as it is"}
+        row.setdefault("refused", {}).update({f"{name} {key}": value for key, value in refused.items()})
+    row["note"] = "; ".join(notes)
     row["profile"] = profile(call)

@@ -113,6 +113,13 @@ def test_a_query_in_single_precision(launch: Any, name: str, extra: str) -> None
 
 
 @interpreted
+def test_a_scaling_of_zero_weighs_all_that_is_seen_alike(launch: Any) -> None:
+    request = make(STRUCTURES["left padding"], 2, 2, 16, 16)
+    request.scaling = 0.0
+    check(launch, request)
+
+
+@interpreted
 @pytest.mark.parametrize("name", ["left padding", "few sinks of padded rows", "nothing to see"])
 def test_the_kernel_itself_writes_rows_that_see_nothing(
     launch: Any, name: str, monkeypatch: pytest.MonkeyPatch

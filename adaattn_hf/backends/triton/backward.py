@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .steps import columns_of, rows_of, tanh, visible
+from ..choice.kernels import tanh
+from .steps import columns_of, rows_of, visible
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .steps import columns_of, rows_of, scores, step, step_of_all, visible
+from .steps import columns_of, rows_of, scores, step, step_of_all, step_of_some, visible
 
 
 @triton.jit
@@ -93,9 +93,13 @@ def forward(  # type: ignore[no-untyped-def]
         else:
             k = columns_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False)
             v = rows_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False)
-        s = scores(q, k, scale, softcap, HAS_CAP)
-        s = tl.where(visible(p, j, limit, window, sinks, CAUSAL, WINDOW), s, float("-inf"))
-        acc, m, l = step(acc, m, l, s, v)
+        seen = visible(p, j, limit, window, sinks, CAUSAL, WINDOW)
+        if HAS_CAP:
+            s = tl.where(seen, scores(q, k, scale, softcap, HAS_CAP), float("-inf"))
+            acc, m, l = step(acc, m, l, s, v)
+        else:
+            s = tl.where(seen, tl.dot(q, k, input_precision="ieee"), float("-inf"))
+            acc, m, l = step_of_some(acc, m, l, s, v, scale)
     for n in range(all_start, all_stop, BLOCK_N):
         j = n + tl.arange(0, BLOCK_N)
         if BULK:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .steps import columns_of, rows_of, scores, step, step_of_all, visible
+from .steps import columns_of, rows_of, scores, step, step_of_all, step_of_some, visible
 
 
 @triton.jit(do_not_specialize=["q_rows", "blocks"])
@@ -58,6 +58,9 @@ def over_lists(  # type: ignore[no-untyped-def]
     tiles = tl.load(some_n_ptr + tile) * PIECES
     block = tl.load(some, mask=tiles > 0, other=0)
     kept = tl.load(bits + block // 8, mask=i < q_len, other=0)
+    last = tl.zeros([BLOCK_M], tl.int32) + k_len - 1
+    if CAUSAL:
+        last = tl.minimum(last, p)
     for t in range(0, tiles):
         following = tl.load(some + (t + 1) // PIECES, mask=t + 1 < tiles, other=0)
         n = (block * PIECES + t % PIECES) * BLOCK_N
@@ -68,10 +71,17 @@ def over_lists(  # type: ignore[no-untyped-def]
         else:
             k = columns_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, False)
             v = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, False)
-        s = scores(q, k, scale, softcap, HAS_CAP)
-        rows = ((kept >> (block % 8)) & 1) != 0
-        seen = visible(p, j, k_len, window, sinks, CAUSAL, WINDOW) & rows[:, None]
-        acc, m, l = step(acc, m, l, tl.where(seen, s, float("-inf")), v)
+        # a row sees the tile up to its own place and to the last key, or nothing of it
+        reach = tl.where(((kept >> (block % 8)) & 1) != 0, last, -1)
+        seen = j[None, :] <= reach[:, None]
+        if WINDOW:
+            seen = seen & visible(p, j, k_len, window, sinks, CAUSAL, WINDOW)
+        if HAS_CAP:
+            s = tl.where(seen, scores(q, k, scale, softcap, HAS_CAP), float("-inf"))
+            acc, m, l = step(acc, m, l, s, v)
+        else:
+            s = tl.where(seen, tl.dot(q, k, input_precision="ieee"), float("-inf"))
+            acc, m, l = step_of_some(acc, m, l, s, v, scale)
         block = following
         kept = tl.load(bits + block // 8, mask=i < q_len, other=0)
     tiles = tl.load(every_n_ptr + tile) * PIECES

@@ -23,5 +23,8 @@ def padded(dim: int) -> int:
 
 
 def scale_of(scaling: float, softcap: float | None) -> float:
-    """The factor on products of queries and keys, which takes scores to base 2 where no softcap comes between."""
-    return scaling if softcap is not None else scaling * 1.4426950408889634
+    """The factor on products of queries and keys, which takes scores to base 2 where no softcap comes between.
+
+    Never zero, by which what is hidden (-inf) could not be multiplied: scores of 1e-30 weigh as much.
+    """
+    return scaling if softcap is not None else (scaling or 1e-30) * 1.4426950408889634

@@ -54,6 +54,18 @@ def step(acc, m, l, s, v):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def step_of_some(acc, m, l, s, v, scale):  # type: ignore[no-untyped-def]
+    """The same where `s`, -inf where nothing is seen, is yet to be multiplied by `scale`, which is positive."""
+    top = tl.maximum(m, tl.max(s, 1) * scale)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    w = tl.exp2(s * scale - base[:, None])
+    decay = tl.exp2(m - base)
+    l = l * decay + tl.sum(w, 1)
+    acc = tl.dot(w.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return acc, top, l
+
+
+@triton.jit
 def step_of_all(acc, m, l, s, v, scale):  # type: ignore[no-untyped-def]
     """The same where every score is finite; `s` is yet to be multiplied by `scale`, which is not negative."""
     top = tl.maximum(m, tl.max(s, 1) * scale)
