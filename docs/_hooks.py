@@ -46,6 +46,11 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
     )
 
 
+def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
+    """Leave the repository's link without the theme's script, which would ask its host for stars at every visit."""
+    return output.replace('data-md-component="source"', "")
+
+
 def relinked(text: str, directory: str, page: str, repository: str) -> str:
     """A page's text, whose links are relative to `directory` of the checkout, with links as the site has them."""
 

@@ -86,7 +86,7 @@ def run(
                     chosen if corpus.kind == "pages" else replace(chosen, limit_tokens=None, stride=None)
                 )
                 label = f"{name} {dtype} {corpus.name}"
-                with shown_progress(label, output.quiet, console) as tell:
+                with shown_progress(label, output.quiet) as tell:
                     result = runner.evaluate(
                         checkpoint,
                         corpus,
@@ -135,6 +135,10 @@ def table(reports: Sequence[Mapping[str, Any]]) -> Table:
         f"limit: 1e-5 of perplexity in float32; else how far {anchor} may be from {stock} in Δnll. act.: share of "
         "(token, head) pairs that were not exact. speed: by the clock, median over batches."
     )
+    if any(r["model"]["objective"] == "masked" and r["data"]["kind"] == "lastword" for r in reports):
+        caption += (
+            " A masked LM knows nothing behind a last word, hence its ppl there: compare arms, not models."
+        )
     shown = Table(title=f"{tested} against {stock}", caption=caption, box=box.SIMPLE_HEAD, padding=0)
     for head in ("model", "dtype", "text"):
         shown.add_column(head, no_wrap=True)

@@ -112,16 +112,18 @@ def resolve_dtype(name: str) -> torch.dtype | str:
     return DTYPES[name]
 
 
-def resolve_device(name: str | None) -> torch.device:
-    """The device of a name; by default CUDA where there is one, else the CPU."""
+def resolve_device(name: str | None, *, here: bool = True) -> torch.device:
+    """The device of a name, which has to be `here`; by default CUDA where there is one, else the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise UsageError(f"device: got {name!r}, expected cpu, cuda, cuda:1, …: {error}") from error
-    if device.type == "cuda" and (
-        not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()
+    if (
+        here
+        and device.type == "cuda"
+        and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count())
     ):
         raise UsageError(
             f"device: got {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; pass --device cpu"

@@ -62,9 +62,10 @@ class Explanation:
     """What the model's cache takes, None for a model that keeps none."""
 
     def __str__(self) -> str:
-        """One line per group of layers of like choice; below groups that refuse alike, the refusals."""
+        """One line per group of layers of like choice; below groups that refuse alike, what is new of the refusals."""
         lines = [f"{self.model}, attn_implementation={self.implementation!r}"]
         said: dict[str, tuple[str, ...]] | None = None
+        before: dict[str, tuple[str, ...]] = {}
         groups: dict[tuple[str, str, CallSpec, str], list[str]] = {}
         why: dict[tuple[str, str, CallSpec, str], LayerChoice] = {}
         for choice in self.layers:
@@ -75,13 +76,14 @@ class Explanation:
             phase, backend, spec, plan = key
             span = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
             if said is not None and why[key].refused != said:
-                lines += _why_not(said)
+                lines += _why_not(said, before)
+                before |= said
             said = why[key].refused
             lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
             if plan:
                 lines.append(f"           plan: {plan}")
             lines += [f"           measured: {words}" for words in why[key].measured]
-        lines += _why_not(said or {})
+        lines += _why_not(said or {}, before)
         if self.cache is not None and self.cache.layers:
             lines.append(f"  cache    {self.cache}")
         if not self.layers:
@@ -89,12 +91,16 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _why_not(refused: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """A line for all backends that would serve, too, and one for each that refuses."""
+def _why_not(refused: Mapping[str, tuple[str, ...]], before: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """A line for all backends that would serve, too, one for each that refuses, and one for those that did so above."""
     behind = [name for name, reasons in refused.items() if not reasons]
     lines = [f"           would serve, too: {', '.join(behind)}"] if behind else []
+    again = [name for name, reasons in refused.items() if reasons and before.get(name) == reasons]
+    lines += [f"           not {', '.join(again)}: for the reasons above"] if again else []
     return lines + [
-        f"           not {name}: {'; '.join(reasons)}" for name, reasons in refused.items() if reasons
+        f"           not {name}: {'; '.join(reasons)}"
+        for name, reasons in refused.items()
+        if reasons and name not in again
     ]
 
 

@@ -105,8 +105,11 @@ def picture(reports: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def figures(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """All tables."""
-    tables = (block(reports), budget_block(reports["budget"]), plans_block(reports["gpu_plans"]))
+    """All tables; the first, whose cells the picture shows, is folded away."""
+    folded = (
+        f'<details markdown="1">\n<summary>The picture as a table</summary>\n\n{block(reports)}\n\n</details>'
+    )
+    tables = (folded, budget_block(reports["budget"]), plans_block(reports["gpu_plans"]))
     return "\n\n".join(tables)
 
 

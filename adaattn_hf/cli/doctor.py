@@ -72,8 +72,8 @@ def show(findings: list[Finding], console: Console) -> None:
         table.add_column(overflow="fold")
         for finding in findings:
             if finding.about == about:
-                missing = f"[yellow]missing[/] {escape(finding.remedy)}" if finding.remedy else ""
-                table.add_row(finding.name, f"{escape(finding.state)} {missing}".strip())
+                missing = f"[yellow]missing:[/] {escape(finding.remedy)}" if finding.remedy else ""
+                table.add_row(finding.name, "; ".join(filter(None, (escape(finding.state), missing))))
         console.print(table)
         console.print()
 
@@ -139,9 +139,8 @@ def devices() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        yield Finding(
-            "gpu", "none", f"torch {torch.__version__} is built {f'for {built}' if built else 'without CUDA'}"
-        )
+        made = f"for CUDA or ROCm {built}" if built else "without CUDA"
+        yield Finding("gpu", "none", f"torch {torch.__version__} is built {made}")
     for index in range(torch.cuda.device_count()):
         facts: Any = torch.cuda.get_device_properties(index)
         memory = f"{facts.total_memory / 2**30:.0f} GiB"

@@ -264,7 +264,7 @@ def _run(
     reports, broken = [], []
     for corpus in texts:
         label = f"{checkpoint.name} on {corpus.name}"
-        with shown_progress(label, output.quiet or not crew.leads, console) as tell:
+        with shown_progress(label, output.quiet or not crew.leads) as tell:
             result = runner.evaluate(
                 checkpoint,
                 corpus,

@@ -21,7 +21,10 @@ def explain(
         str, typer.Option(help="Explain for float32, bfloat16, float16 or auto (the config's).")
     ] = "auto",
     device: Annotated[
-        str | None, typer.Option(help="Explain for cpu or cuda. Default: cuda where there is one.")
+        str | None,
+        typer.Option(
+            help="Explain for cpu or cuda, which need not be here. Default: cuda where there is one."
+        ),
     ] = None,
     cache: Annotated[
         str, typer.Option(help="Explain for a cache that stores model (numbers), int8 or k8v4.")
@@ -122,7 +125,7 @@ def _explanation(
         raise UsageError(unknown("impl", impl, ours))
     if cache not in CACHES:
         raise UsageError(unknown("cache", cache, CACHES))
-    where, wanted = resolve_device(device), resolve_dtype(dtype)
+    where, wanted = resolve_device(device, here=False), resolve_dtype(dtype)
     keywords = {"revision": revision, "gguf_file": gguf_file, "trust_remote_code": trust_remote_code or None}
     try:
         given = None if plan is None else read_plan(plan)

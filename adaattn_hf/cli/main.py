@@ -15,7 +15,7 @@ import importlib
 import importlib.metadata
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,9 +53,20 @@ def load_command(name: str) -> Any:
     command = typer.main.get_command(group)
     command.name = name
     for one in (command, *getattr(command, "commands", {}).values()):
+        one.context_settings.setdefault("help_option_names", ["--help", "-h"])
+        without_types(one.get_params(typer.Context(one, **one.context_settings)))
         # a paragraph is one line: it is the terminal that knows where it breaks
         one.help = re.sub(r"(?<=\S)\n(?=\S)", " ", one.help or "")
     return command
+
+
+def without_types(parameters: Iterable[Any]) -> list[Any]:
+    """Parameters, of which flags take no value whose type help would name."""
+    known = list(parameters)
+    for parameter in known:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return known
 
 
 def no_foreign_bars() -> None:
@@ -92,6 +103,10 @@ class Deferred(TyperCommand):
 
 class LazyCommands(TyperGroup):
     """A group whose subcommands are imported on demand."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Like typer's; flags without a type."""
+        return without_types(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of the subcommands, in the table's order."""

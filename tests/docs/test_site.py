@@ -108,6 +108,9 @@ def test_the_site_builds_strictly_and_by_itself(tmp_path: Path) -> None:
     pages = sorted((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 40
     assert [page.name for page in pages if LOADED.search(page.read_text(encoding="utf-8"))] == []
+    front = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert "https://github.com/adaattn/adaattn-hf" in front
+    assert 'data-md-component="source"' not in front, "the theme's script would ask github.com for stars"
     reference = (tmp_path / "site" / "reference" / "python.html").read_text(encoding="utf-8")
     for name in ("prepare", "explain", "GrowingCache"):
         assert f">{name}<" in reference or f".{name}" in reference

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
-from adaattn_hf.eval import runner, showcase
+from adaattn_hf.eval import progress, runner, showcase
 
 LITTLE = ("--limit-docs", "2", "--limit-tokens", "200")
 
@@ -33,6 +34,27 @@ def test_the_models_in_the_package(tmp_path: Path) -> None:
         if report["model"]["dtype"] == "float32":
             assert showcase.verdict(report) == (True, showcase.verdict(report)[1])
     assert result.output.count("kept") >= 6
+    assert "A masked LM knows nothing behind a last word" in " ".join(result.stdout.split())
+    assert result.stderr.count(" tokens after ") == len(reports)  # no terminal: a line for each that is done
+
+
+def test_where_there_is_no_terminal_a_line_a_minute_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 30.0, 61.0, 90.0, 122.0, 130.0])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with progress.shown_progress("a model", quiet=False) as tell:
+        for done in (1000, 2000, 3000, 4000, 5000):
+            tell(done, 5000)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines() == [
+        f"a model: {done} of 5,000 tokens after {seconds} s"
+        for done, seconds in (("2,000", 61), ("4,000", 122), ("5,000", 130))
+    ]
+    with progress.shown_progress("a model", quiet=True) as tell:
+        tell(5000, 5000)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("dtype", ["float32"])

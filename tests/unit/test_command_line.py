@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import adaattn_command
@@ -237,6 +239,20 @@ def test_doctor_prints_the_brackets_of_an_extra(monkeypatch: pytest.MonkeyPatch)
     assert "c[d]" in result.output
 
 
+def test_doctor_says_what_a_package_is_for_before_how_to_get_it() -> None:
+    console = Console(width=80, record=True)
+    doctor.show([doctor.Finding("packages", "gguf", "GGUF files", "pip install gguf")], console)
+    assert "gguf  GGUF files; missing: pip install gguf" in console.export_text()
+
+
+@pytest.mark.parametrize("words", [[], ["eval"], ["plan"], ["plan", "show"], ["run"]])
+def test_help_names_no_type_of_what_takes_no_value(words: list[str]) -> None:
+    result = CliRunner().invoke(main.app, [*words, "-h"], terminal_width=120)
+    assert result.exit_code == 0
+    assert "--help" in result.output
+    assert "bool" not in result.output.lower()
+
+
 def test_doctor_draws_tables_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     result = CliRunner().invoke(main.app, ["doctor"])
@@ -255,6 +271,15 @@ def test_explain_prints_json() -> None:
     assert read["implementation"] == "adaattn"
     assert {layer["phase"] for layer in read["layers"]} == {"prefill", "padded", "decode"}
     assert all(layer["backend"] in ("native", "sdpa", "eager") for layer in read["layers"])
+
+
+def test_explain_speaks_of_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ["explain", str(demo_model_path("llama")), "--device", "cuda", "--dtype", "bfloat16"]
+    result = CliRunner().invoke(main.app, words)
+    assert result.exit_code == 0, result.output
+    assert "head_dim 32, 4 query heads per key/value head, cuda]" in result.output
+    assert "native: " in result.output
 
 
 def test_the_command_says_where_the_package_should_be(monkeypatch: pytest.MonkeyPatch) -> None:

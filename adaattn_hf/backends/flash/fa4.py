@@ -30,7 +30,7 @@ class Flash4Backend(Backend):
             or importlib.util.find_spec("flash_attn.cute") is None
         ):
             return (
-                "flash-attn-4 is not installed (no module flash_attn.cute); pip install adaattn-hf[flash]",
+                "flash-attn-4 is not installed (no module flash_attn.cute); pip install 'flash-attn-4>=4.0.0b1'",
             )
         return ()
 
