@@ -60,10 +60,10 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         key: Tensor,
         value: Tensor,
         attention_mask: Any = None,
-        *,
-        scaling: float | None = None,
         dropout: float = 0.0,
+        scaling: float | None = None,
         is_causal: bool | None = None,
+        *,
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
@@ -73,7 +73,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
     ) -> tuple[Tensor, Tensor | None]:
         """Attention `[batch, q_len, heads, head_dim_v]` and, where asked for, weights `[batch, heads, q_len, kv_len]`.
 
-        The keywords are those of Transformers' own implementations. `sliding_window` is not read: the mask carries
+        The arguments are those of Transformers' own `sdpa`, in its order. `sliding_window` is not read: the mask carries
         the window.
 
         Raises:

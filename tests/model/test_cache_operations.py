@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import adaattn_hf
 from adaattn_hf.eval.timing import peak_bytes
 from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
-from studies.cache import held_bytes
+from studies.cache_speed import held_bytes
 
 from ..support.choices import make_choice
 from .test_streaming_cache import EXACT, NEAR, give, ids, model_for, run

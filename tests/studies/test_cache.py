@@ -14,20 +14,21 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from adaattn_hf.eval.demo import demo_model_path, pages_path
-from studies.cache import ARMS, app
+from studies.cache import app
+from studies.cache_arms import ARMS, shaped
+from studies.cache_page import page
+from studies.cache_speed import beyond, foretold, growth, speed
 from studies.cache_text import Arm, losses, read
 
 
 def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) -> None:
     sizes = "--lengths 64,128 --batches 1,2 --rounds 2 --steps 1 --windows 3 --window 96"
-    options = f"{sizes} --shape tiny --skip quanto,hqq"
-    done = CliRunner().invoke(
-        app,
-        [
-            *("--model", str(demo_model_path("llama")), "--text", str(pages_path("heldout"))),
-            *("--write", str(tmp_path), *options.split()),
-        ],
-    )
+    options = f"{sizes} --shape tiny --skip quanto,hqq --grow 150"
+    call = [
+        *("--model", str(demo_model_path("llama")), "--text", str(pages_path("heldout"))),
+        *("--write", str(tmp_path), *options.split()),
+    ]
+    done = CliRunner().invoke(app, call)
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "cache.json").read_text())
     ran = {arm.name for arm in ARMS} - set(found["absent"])
@@ -51,7 +52,52 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
     assert {row["needles"] for row in behind.values()} == {9}
     words = (tmp_path / "cache.md").read_text()
     assert words.count("With no cache to read a step would be as many times as fast") == 2
+    assert words.count("Caches of this package more than 5% from what `explain` foretells: none.") == 2
     assert all(f"| {name} |" in words for name in ran)
+    assert {row["cache"] for row in found["growth"]} == {
+        f"AdaAttnCache {one}" for one in ("model", "int8", "k8v4")
+    }
+    for row in found["growth"]:
+        assert row["first"] == row["last"] == pytest.approx(row["foretold"], rel=0.05)
+    found["speed"][next(iter(found["speed"]))] = [row for row in rows if row["length"] == 64]
+    (tmp_path / "cache.json").write_text(json.dumps(found))
+    again = CliRunner().invoke(app, [*call, "--resume"])
+    assert again.exit_code == 0, again.output
+    assert again.output.count("tokens, batch") == 2  # the cells that were taken out, and nothing else
+    assert "loss on" not in again.output
+    other = CliRunner().invoke(app, [*call, "--resume", "--steps", "3"])
+    assert other.exit_code == 2
+    assert "another asked" in other.output
+
+
+def test_a_cache_that_fails_in_a_cell_leaves_its_reason_and_the_others() -> None:
+    model = shaped("tiny", torch.device("cpu"))
+    arms = [arm for arm in ARMS if arm.name in ("DynamicCache", "AdaAttnCache int8")]
+
+    class Full(DynamicCache):
+        def update(self, *args: Any, **kwargs: Any) -> Any:
+            raise torch.OutOfMemoryError("the device is full\nby far")
+
+    arms.insert(1, Arm("Full", "sdpa", lambda model, room: Full(config=model.config)))
+    memory = foretold(model)
+    rows = speed(model, arms, 1, 256, 3, 1, 60, memory)
+    assert [row["cache"] for row in rows] == ["DynamicCache", "Full", "AdaAttnCache int8"]
+    assert rows[1]["failed"] == "OutOfMemoryError: the device is full"
+    assert "wall" in rows[2]
+    assert beyond(rows) == []
+    assert beyond([{**rows[2], "bytes_per_token": 1.06 * rows[2]["foretold_per_token"]}])
+    without_stock = speed(model, arms[1:], 1, 64, 2, 1, 60, memory)
+    assert "wall" not in without_stock[1]
+    assert without_stock[1]["tokens_per_second"] > 0
+    words = page(
+        {
+            "provenance": {"driver": None, "cpu": "a", "threads": 1, "commit": "b"},
+            "asked": {"rounds": 2, "steps": 1}, "speed": {"m": rows + without_stock}, "floor": {"m": {"1": 1.0}},
+            "growth": [growth(model, arms[2], 130, memory)], "loss": [], "absent": {}, "kvpress": "",
+        }
+    )  # fmt: skip
+    assert "| 1 | 256 | Full | – | – | – | – | OutOfMemoryError: the device is full | – |" in words
+    assert "| AdaAttnCache int8 | 130 |" in words
 
 
 def test_a_press_is_at_work_while_the_prompt_is_read_and_no_longer() -> None:

@@ -44,6 +44,17 @@ def test_a_keyword_that_nobody_knows_is_refused_by_name(name: str) -> None:
     assert torch.equal(called(**{name: None}), called())
 
 
+def test_places_behind_the_mask_are_those_of_sdpa() -> None:
+    """Libraries that wrap every registered function (kvpress) hand the dropout by its place."""
+    stock = list(
+        inspect.signature(transformers.integrations.sdpa_attention.sdpa_attention_forward).parameters
+    )
+    ours = list(inspect.signature(interface.attention_function()).parameters)
+    assert ours[:8] == stock[:8]
+    placed = interface.attention_function()(nn.Module(), QUERY, KEY, VALUE, None, 0.0, 0.5)[0]
+    assert torch.equal(placed, called(scaling=0.5))
+
+
 @pytest.mark.parametrize("scaling", ["half", [1.0], {}])
 def test_a_scaling_that_is_no_number_is_refused(scaling: Any) -> None:
     with pytest.raises(ValueError, match=r"scaling: got .*, expected a number"):

@@ -1,0 +1,112 @@
+"""The caches that are set beside one another, and models shaped like others with random weights to hold them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
+
+from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
+
+from .cache_text import STOCK, Arm, read
+
+__all__ = ["ARMS", "OURS", "SHAPES", "TRIED", "present", "shaped"]
+
+TRIED = (ImportError, ValueError, RuntimeError, AttributeError, AssertionError, TypeError, KeyError)
+"""What other libraries raise beside versions that they do not know, and devices that are full."""
+PROMPT = 128
+"""Tokens that are read at once in the trial; some presses ask for more than 64."""
+
+
+def _quantised(backend: str, **options: int) -> Callable[[Any, int], Any]:
+    return lambda model, room: QuantizedCache(backend, model.config, **options)
+
+
+def _ours(stored: str) -> Callable[[Any, int], Any]:
+    return lambda model, room: AdaAttnCache(model, stored, reserve=room)
+
+
+def _dynamic(model: Any, room: int) -> DynamicCache:
+    return DynamicCache(config=model.config)
+
+
+def _press(name: str) -> Callable[[], Any]:
+    """Makes a press of kvpress that drops half of a prompt's tokens."""
+    return lambda: getattr(importlib.import_module("kvpress"), f"{name}Press")(compression_ratio=0.5)
+
+
+OURS = {f"AdaAttnCache {stored}": stored for stored in CACHES}
+"""What each of this package's caches stores."""
+PRESSES = ("Knorm", "SnapKV", "ExpectedAttention")
+ARMS = (
+    Arm(STOCK, "sdpa", _dynamic),
+    Arm("StaticCache", "sdpa", lambda model, room: StaticCache(config=model.config, max_cache_len=room)),
+    Arm("QuantizedCache fp8", "sdpa", _quantised("fp8")),
+    Arm("QuantizedCache quanto, 4 bits", "sdpa", _quantised("quanto", nbits=4)),
+    Arm("QuantizedCache hqq, 8 bits", "sdpa", _quantised("hqq", nbits=8, axis_key=1, axis_value=1)),
+    *(Arm(f"kvpress {press}, half", "sdpa", _dynamic, 0.5, _press(press)) for press in PRESSES),
+    *(Arm(name, "adaattn", _ours(stored)) for name, stored in OURS.items()),
+)
+
+
+def present(model: Any, skipped: Sequence[str]) -> tuple[list[Arm], dict[str, str]]:
+    """Returns the arms that run here, and of the others why not: each reads a few tokens, under its press.
+
+    Args:
+        model: Any causal LM.
+        skipped: Words in the names of arms that are left out.
+    """
+    found, absent = [], {}
+    tokens = torch.arange(PROMPT + 1, device=model.device) % model.config.vocab_size
+    for arm in ARMS:
+        if any(word in arm.name for word in skipped):
+            absent[arm.name] = "left out"
+            continue
+        try:
+            read(model, arm, tokens, PROMPT)
+            found.append(arm)
+        except TRIED as error:
+            if arm.name in OURS:
+                raise
+            absent[arm.name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    return found, absent
+
+
+SHAPES = {
+    "1b": (
+        "LLaMA-3.2-1B",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "8b": ("LLaMA-3.1-8B", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}),
+    "tiny": (
+        "a trial",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "vocab_size": 64,
+            "head_dim": 64,
+        },
+    ),
+}
+"""Models with random weights: whose shape they have, and what of it differs from one to the next."""
+
+
+def shaped(shape: str, device: torch.device) -> Any:
+    """A model of SHAPES in bfloat16, made on the device."""
+    sizes: dict[str, Any] = {"vocab_size": 128256} | SHAPES[shape][1]
+    config = LlamaConfig(
+        **sizes, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=1 << 18
+    )
+    torch.manual_seed(0)
+    with device:
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    return model.eval().to(device)

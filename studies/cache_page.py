@@ -1,0 +1,139 @@
+"""The page of the study of caches, written from what it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .cache_speed import MARGIN, beyond
+from .cache_text import CONFIDENCE, PIECE, STOCK
+
+__all__ = ["page"]
+
+
+def page(found: dict[str, Any]) -> str:
+    """The results as a page."""
+    made = found["provenance"]
+    lines = [
+        "# Caches beside one another",
+        "",
+        f"`python -m studies.cache`, {_where(made)}, commit {made['commit']}. Decode steps "
+        f"of whole models behind a filled cache, at most {found['asked']['rounds']} rounds of "
+        f"{found['asked']['steps']} steps that take the caches "
+        f"{'one after another' if made['driver'] else 'in turn'}; "
+        f"times are ratios to {STOCK} under sdpa in the same round (median, quartiles), by the clock and by the "
+        "process's time. Bytes are those of every storage that the cache holds, divided by the tokens in it; beside "
+        "them their ratio to what `explain` foretells with the room for the steps"
+        f"{', and that of the most that the steps allocated' if made['driver'] else ''}.",
+        "",
+    ]
+    for model, rows in found["speed"].items():
+        lines += _speed(model, rows, found["floor"].get(model, {}))
+    lines += _growth(found["growth"]) + _loss(found)
+    if found["absent"]:
+        lines += ["", "Not measured here:", ""]
+        lines += [f"* {name}: {reason}" for name, reason in found["absent"].items()]
+    if found["kvpress"]:
+        lines += ["", found["kvpress"]]
+    return "\n".join(lines) + "\n"
+
+
+def _speed(model: str, rows: Sequence[Mapping[str, Any]], floor: Mapping[str, float]) -> list[str]:
+    """Bytes and times over one model."""
+    lines = [
+        f"## {model}",
+        "",
+        "| batch | tokens | cache | bytes/token | of `explain` | tokens/s | times as fast | quartiles "
+        "| by process time |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        start = f"| {row['batch']} | {row['length']} | {row['cache']} | "
+        if "failed" in row:
+            lines.append(f"{start}– | – | – | – | {row['failed']} | – |")
+            continue
+        told = row.get("foretold_per_token")
+        parts = [row["bytes_per_token"], *([row["peak_per_token"]] if "peak_per_token" in row else [])]
+        shares = "–" if told is None else ", ".join(f"{part / told:.3f}" for part in parts)
+        wall, process = row.get("wall"), row.get("process")
+        ratios = (
+            "– | – | –"
+            if wall is None or process is None
+            else f"{wall['median']:.2f} | {wall['quartile_25']:.2f} to {wall['quartile_75']:.2f} | "
+            f"{process['median']:.2f}"
+        )
+        lines.append(
+            f"{start}{row['bytes_per_token']:,.0f} | {shares} | {row['tokens_per_second']:.2f} | {ratios} |"
+        )
+    bounds = [
+        f"{floor[str(row['batch'])] / row['tokens_per_second']:.2f} (batch {row['batch']}, {row['length']} tokens)"
+        for row in rows
+        if row["cache"] == STOCK and str(row["batch"]) in floor and "failed" not in row
+    ]
+    wrong = beyond(rows)
+    within = f"more than {MARGIN:.0%} from what `explain` foretells"
+    return [
+        *lines,
+        "",
+        f"With no cache to read a step would be as many times as fast: {', '.join(bounds)}.",
+        "",
+        f"Caches of this package {within}: {'; '.join(wrong) or 'none'}.",
+        "",
+    ]
+
+
+def _growth(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What many steps left of the memory."""
+    if not rows:
+        return []
+    return [
+        "## Many steps",
+        "",
+        "Decode steps one after another over a cache with room for them, two layers of 8 key/value heads: bytes that "
+        "it holds after the first hundred and at the end, what `explain` foretells, and by how much the most that the "
+        "process had taken grew between.",
+        "",
+        "| cache | steps | held at first | at the end | foretold | taken beside |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {row['cache']} | {row['steps']:,} | {row['first']:,} | {row['last']:,} | {row['foretold']:,} | "
+            f"{row['beside']:,} |"
+            for row in rows
+        ),
+        "",
+    ]
+
+
+def _loss(found: Mapping[str, Any]) -> list[str]:
+    """What the caches cost on text."""
+    if not found["loss"]:
+        return []
+    return [
+        "## Loss",
+        "",
+        f"Teacher-forced in pieces of {PIECE} tokens behind a first one, {found['loss_of']}; Δnll against {STOCK}, "
+        f"nats/token, upper bound at {CONFIDENCE:.0%} over windows.",
+        "",
+        "| cache | Δnll | at most | windows |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['cache']} | {row['delta_nll']:+.2e} | {row['upper']:+.2e} | {row['windows']} |"
+            for row in found["loss"]
+        ),
+        "",
+        "The same behind half a window read at once, pressed where an arm presses; needles found in such a prompt.",
+        "",
+        "| cache | Δnll | at most | needles found |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['cache']} | {row['delta_nll']:+.2e} | {row['upper']:+.2e} | {row['found']}/{row['needles']} |"
+            for row in found["behind"]
+        ),
+    ]
+
+
+def _where(made: Mapping[str, Any]) -> str:
+    """What measured: a device with its driver, or a processor with its threads."""
+    if made["driver"]:
+        return f"{made['device']}, {made['driver']}, torch {made['versions']['torch']}"
+    return f"{made['cpu']}, {made['threads']} threads"
