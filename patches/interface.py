@@ -73,8 +73,8 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
     ) -> tuple[Tensor, Tensor | None]:
         """Attention `[batch, q_len, heads, head_dim_v]` and, where asked for, weights `[batch, heads, q_len, kv_len]`.
 
-        The arguments are those of Transformers' own `sdpa`, in its order. `sliding_window` is not read: the mask carries
-        the window.
+        The arguments are those of Transformers' own `sdpa`, in its order. `sliding_window` is not read: the mask
+        carries the window.
 
         Raises:
             ValueError: A keyword that may change what is computed and is not served, by its name; or a window that
