@@ -24,7 +24,8 @@ from adaattn_hf import use_plan
 from adaattn_hf.plans.plan import Plan
 
 from ..budget.speed import plan_of_record
-from ..cache import ARMS, filled, shaped
+from ..cache_arms import ARMS, shaped
+from ..cache_speed import filled
 from .kernels import seen_share
 from .measure import DEVICE, ON_CUDA, Cell, Section, length, peak_mib
 
