@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base import FastCall
-from .guard import check_extents, check_rule, readable
+from .guard import OFFSETS, check_extents, check_rule, readable
 from .library import BACKWARD, CALL, DTYPES, library, missing
 from .rules import NO_RULES, Rules
 
@@ -16,8 +16,6 @@ __all__ = ["Gradients", "backward", "forward", "forward_like"]
 
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _CODES = frozenset((torch.int8, torch.uint8))
-_OFFSETS = 1 << 40
-"""An address up to which it may be but the offset of a view into a storage that was freed: that one begins at 0."""
 _NONE4 = (0, 0, 0, 0)
 _FORWARD_TAIL = bytes(BACKWARD.size)
 _ERRORS = {
@@ -181,7 +179,7 @@ def _addresses(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int] | None:
     try:
         if type(q) is type(k) is type(v) is Tensor and q.is_cpu and k.is_cpu and v.is_cpu:
             at = q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-            if q_at > _OFFSETS and k_at > _OFFSETS and v_at > _OFFSETS:
+            if q_at > OFFSETS and k_at > OFFSETS and v_at > OFFSETS:
                 return None if q.is_neg() or k.is_neg() or v.is_neg() else at
         return None
     except (RuntimeError, NotImplementedError):

