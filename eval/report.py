@@ -8,19 +8,15 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from .pages import plain
+
 Report = Mapping[str, Any]
 Rows = list[tuple[str, list[str]]]
 
 ABSENT = "-"
 
 
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 _MARKDOWN = {ord(character): f"&#{ord(character)};" for character in "|<>`[]*_"}
-
-
-def plain(text: str) -> str:
-    """A name as a terminal may show it: control characters, escape sequences among them, are spelt out."""
-    return text.translate(_CONTROL)
 
 
 def in_markdown(text: str) -> str:

@@ -145,6 +145,11 @@ class AttentionRequest:
                 f"softcap: got {self.softcap}, expected a positive number, or None for no bound on the scores"
             )
 
+    @property
+    def asks_nothing(self) -> bool:
+        """Whether there is no row, no query, no key or no channel: kernels divide by each of them."""
+        return not (self.query.numel() and self.key.numel() and self.value.numel())
+
     def with_tensors(
         self, query: Tensor, key: Tensor, value: Tensor, structure: CallStructure | None = None
     ) -> AttentionRequest:

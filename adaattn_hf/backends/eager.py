@@ -64,7 +64,7 @@ class EagerBackend(Backend):
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """Attention with the score matrix in memory; dropout falls on the normalised weights."""
         request = request.widened()
-        if not (request.query.numel() and request.key.numel() and request.value.numel()):
+        if request.asks_nothing:
             return nothing_seen(request)
         weights, lse = _weights_and_lse(request)
         value = request.value

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from adaattn_hf.eval.pages import loss, percent, table
+from adaattn_hf.eval.pages import harmless, loss, percent, table
 
 from ..errors import UsageError
 from .interrupt import interrupted, leave, terminate_like_interrupt
@@ -115,6 +115,7 @@ def terminal_table(result: Mapping[str, Any]) -> Table:
 
 def page(result: Mapping[str, Any]) -> str:
     """Returns the result as a page; every number is in it, or a quotient of two that are."""
+    result = harmless(result)
     rows, settings, made = result["rows"], result["settings"], result["provenance"]
     versions = made["versions"]
     gaps = [row["kl"] / row["predicted"] for row in rows if "budget" in row and row["predicted"]] or [1.0]

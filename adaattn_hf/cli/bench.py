@@ -202,7 +202,7 @@ def _run(
             for known in data.cells
             if known.title in earlier
         ]
-        console.print(_line(found))
+        console.print(_line(found), markup=False)
         gc.collect()
         if output is not None:
             # after every cell: an interrupted run keeps what it measured
@@ -210,7 +210,7 @@ def _run(
             write_atomically(table or output.with_suffix(".md"), markdown(report, output.name).encode())
     if gate:
         for line in failed:
-            console.print(f"below its floor: {line}")
+            console.print(f"below its floor: {line}", markup=False)
     return failed
 
 

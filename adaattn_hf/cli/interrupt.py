@@ -38,5 +38,8 @@ def leave(error: EvalError) -> NoReturn:
     import typer
     from rich.console import Console
 
-    Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    from ..plans.render import printable
+
+    said = "\n".join(map(printable, str(error).splitlines()))
+    Console(stderr=True).print(f"error: {said}", style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(error.exit_code) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from .choices import EXACT, Choice
 from .plan import Plan
-from .render import grid, summary
+from .render import grid, printable, summary
 
 __all__ = ["compared", "page", "plan_page", "proof", "rounded"]
 
@@ -29,7 +29,7 @@ def page(data: Mapping[str, Any]) -> str:
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     # within a script element nothing but these characters could end the data
     text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028")
-    return template.replace("/*TITLE*/", html.escape(str(data["title"]))).replace("/*DATA*/", text)
+    return template.replace("/*TITLE*/", html.escape(printable(data["title"]))).replace("/*DATA*/", text)
 
 
 def plan_page(plan: Plan) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..pages import harmless
+
 __all__ = ["markdown", "verdict"]
 
 SLOWER = 0.97
@@ -36,6 +38,7 @@ def _is_slower(cell: Mapping[str, Any]) -> bool:
 
 def markdown(report: Mapping[str, Any], source: str) -> str:
     """The whole file."""
+    report = harmless(report)
     made = report["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
     commits = ", ".join(sorted({(cell["commit"] or "not known")[:12] for cell in report["cells"]}))
@@ -43,7 +46,7 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
         f"Machine: {made['cpu']}, {made['cores']} cores, {made['threads']} threads, device {made['device']}. "
         f"Python {made['python']}; {versions}. Commits {commits}. Rounds: {report['rounds']}."
     )
-    lines = [_HEAD.format(source=source, machine=machine)]
+    lines = [_HEAD.format(source=harmless(source), machine=machine)]
     for level, title in (("attention", "Attention"), ("model", "Whole models")):
         cells = [cell for cell in report["cells"] if cell["level"] == level]
         if cells:

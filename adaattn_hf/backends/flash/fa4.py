@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, head_refusals
+from ..base import Backend, head_refusals, nothing_seen
 
 __all__ = ["Flash4Backend"]
 
@@ -80,6 +80,8 @@ class Flash4Backend(Backend):
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """One launch: dense, over packed segments, or over lists of blocks."""
+        if request.asks_nothing:
+            return nothing_seen(request)
         if self._launch is None:
             self._launch = importlib.import_module(f"{__package__}.fa4_launch")
         result: AttentionResult = self._launch.attend(request)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ...attention.structure import CallStructure, Segment
-from ..base import Backend, head_refusals
+from ..base import Backend, head_refusals, nothing_seen
 
 __all__ = ["FA2", "FA3", "FA3_FWD", "FlashBackend", "FlashVariant", "attend_packed"]
 
@@ -130,6 +130,8 @@ class FlashBackend(Backend):
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """One dense call, or one variable-length call over the segments."""
+        if request.asks_nothing:
+            return nothing_seen(request)
         if self._module is None:
             self._module = importlib.import_module(self.variant.module)
         structure = request.structure

@@ -71,7 +71,7 @@ class NativeBackend(Backend):
         from .rules import rules_of, with_extras
 
         q, k, v = request.query, request.key, request.value
-        if not (q.numel() and k.numel() and v.numel()):
+        if request.asks_nothing:
             return nothing_seen(request)
         rules = rules_of(request.structure)
         if request.stored is not None:

@@ -43,8 +43,8 @@ def attend(request: AttentionRequest) -> AttentionResult:
     )
     if torch.compiler.is_compiling() or holds_no_memory(query, request.key, value):
         return AttentionResult(_traced(request, simple).transpose(1, 2))
-    if not (query.numel() and request.key.numel() and value.numel()):
-        return nothing_seen(request)  # torch's own kernels divide by the extents
+    if request.asks_nothing:
+        return nothing_seen(request)
     structure = request.structure.settled()
     kind = structure.kind
     if simple and not request.dropout:

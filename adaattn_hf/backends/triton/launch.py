@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult
+from ..base import nothing_seen
 from ..windows import head_windows
 from .blocks import attend_blocks
 from .prefill import attend_forward
@@ -20,6 +21,8 @@ def attend(request: AttentionRequest) -> AttentionResult:
     Raises:
         ValueError: The structure is not made of segments.
     """
+    if request.asks_nothing:
+        return nothing_seen(request)
     tensors = (request.query, request.key, request.value, request.sink_logits)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     rules = request.per_head

@@ -1,0 +1,224 @@
+"""Names and texts from outside reach no page, no Markdown and no terminal as markup; and no writer is overlooked."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from adaattn_hf.cli import ablate
+from adaattn_hf.cli import bench as bench_command
+from adaattn_hf.cli.interrupt import leave
+from adaattn_hf.errors import EvalError
+from adaattn_hf.eval import atlas, pages
+from adaattn_hf.eval.bench import report as bench
+from adaattn_hf.plans import page, render
+
+from ..unit.test_plan import make_plan
+
+NASTY = "\x1b]0;owned\x07\x9b31m</script><img src=x>|[red](x)"
+ROOMS = ("adaattn_hf", "patches", "configs", "eval")
+
+
+def ablated() -> dict[str, Any]:
+    row = {"arm": "combined", "budget": 0.1, "predicted": 1.0, "kl": 1.0, "delta_nll": 1.0, "ratio": 1.0}
+    settings = {"dtype": NASTY, "data": [NASTY], "verify_data": [], "sequences": 1, "held_out": 1}
+    made = {"versions": {"torch": NASTY, "transformers": NASTY}, "device": NASTY, "commit": NASTY}
+    return {
+        "rows": [{**row, "arm": arm} for arm in ablate.ARMS],
+        "settings": settings,
+        "provenance": made,
+        "model": NASTY,
+        "lengths": [64],
+        "machine": NASTY,
+    }
+
+
+def benched() -> dict[str, Any]:
+    half = {"median": 0.5, "quartile_25": 0.5, "quartile_75": 0.5}
+    ratio = {"wall": half, "process": half}
+    cell = {
+        "title": NASTY, "level": "attention", "commit": NASTY, "times": {"adaattn": ratio}, "best": NASTY,
+        "ratios": {NASTY: half}, "ratio_best": ratio, "peak_bytes": {NASTY: 1}, "target": 2.0, "note": NASTY,
+        "refused": {NASTY: NASTY},
+    }  # fmt: skip
+    made = {
+        "versions": {NASTY: NASTY},
+        "cpu": NASTY,
+        "cores": 1,
+        "threads": 1,
+        "device": NASTY,
+        "python": NASTY,
+    }
+    return {
+        "provenance": made,
+        "cells": [cell],
+        "rounds": 1,
+        "slower": NASTY,
+        "absent": {NASTY: NASTY},
+        "peers": {},
+    }
+
+
+def planned() -> Any:
+    proof = make_plan().verified
+    assert proof is not None
+    return make_plan(model_type=NASTY, torch=NASTY, protocol={"scoring": {"predicts": NASTY}})
+
+
+def shown(renderable: Any) -> str:
+    """What a terminal that knows no colour is sent."""
+    console = Console(width=400, record=True, color_system=None)
+    with console.capture() as captured:
+        console.print(renderable, markup=False) if isinstance(renderable, str) else console.print(renderable)
+    return captured.get()
+
+
+def explored() -> str:
+    stop = {
+        "name": NASTY,
+        "loss": 0.0,
+        "speed": 1.0,
+        "picks": [0],
+        "risk": [0.0],
+        "time": [1.0],
+        "proof": None,
+    }
+    return page.page(
+        {
+            "title": NASTY,
+            "about": [NASTY],
+            "rows": [0],
+            "width": 1,
+            "choices": [NASTY],
+            "stops": [stop],
+            "start": 0,
+        }
+    )
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "atlas": lambda: atlas.page({"layers": [], "maps": [], NASTY: [NASTY]}, NASTY, NASTY),
+    "explorer": explored,
+    "plan": lambda: page.plan_page(planned()),
+    "plans beside one another": lambda: page.compared([(NASTY, planned())], [NASTY]),
+}
+MARKDOWN: dict[str, Callable[[], str]] = {
+    "ablation": lambda: ablate.page(ablated()),
+    "benchmark": lambda: bench.markdown(benched(), NASTY),
+}
+TERMINAL: dict[str, Callable[[], str]] = {
+    "facts of a plan": lambda: "\n".join(render.facts(planned())),
+    "summary of a plan": lambda: "\n".join(render.summary(planned())),
+    "picture of a plan": lambda: shown(render.heat_map(make_plan(model_type=NASTY))),
+    "ablation": lambda: shown(ablate.terminal_table(pages.harmless(ablated()))),
+}
+ELSEWHERE = {
+    "adaattn_hf/cli/calibration_job.py": "sentences of the package, a plan's picture and page",
+    "adaattn_hf/cli/doctor.py": "escapes what it found, tests/unit/test_command_line.py",
+    "adaattn_hf/cli/eval.py": "eval/report.py",
+    "adaattn_hf/cli/explain.py": "class names of loaded code",
+    "adaattn_hf/cli/json_output.py": "JSON escapes control characters",
+    "adaattn_hf/cli/main.py": "its own version",
+    "adaattn_hf/cli/plan.py": "errors, tests/unit/test_plan_files.py; labels of choices",
+    "adaattn_hf/cli/profile.py": "numbers, the atlas",
+    "adaattn_hf/cli/progress.py": "names of stages",
+    "adaattn_hf/cli/tune.py": "classes of calls",
+    "adaattn_hf/backends/native/build.py": "JSON escapes control characters",
+    "eval/progress.py": "names of the texts and arms that the caller gave",
+    "eval/report.py": "tests/eval/test_report.py::test_names_bring_no_markup_and_no_escape_sequences",
+    "patches/tuned.py": "a table of measurements, written as JSON",
+    "eval/showcase.py": "models and texts of the package",
+}
+"""Modules that write to a terminal or a page and are not among the cases here: what they write, or who tests it."""
+HERE = {
+    "adaattn_hf/cli/ablate.py",
+    "adaattn_hf/cli/bench.py",
+    "adaattn_hf/cli/interrupt.py",
+    "adaattn_hf/plans/page.py",
+    "adaattn_hf/plans/render.py",
+    "eval/atlas.py",
+    "eval/bench/report.py",
+    "eval/pages.py",
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_no_tag_of_a_name(name: str) -> None:
+    text = PAGES[name]()
+    assert "owned" in text
+    assert not any(mark in text for mark in ("</script><img", "<img", "\x1b", "\x9b"))
+
+
+@pytest.mark.parametrize("name", MARKDOWN)
+def test_markdown_has_no_tag_link_or_cell_of_a_name(name: str) -> None:
+    text = MARKDOWN[name]()
+    assert "owned" in text
+    assert not any(mark in text for mark in ("<img", "</script", "\x1b", "\x9b", "[red]"))
+    widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert len(widths) == 1, widths
+
+
+@pytest.mark.parametrize("name", TERMINAL)
+def test_a_terminal_is_sent_no_control_sequence_of_a_name(name: str) -> None:
+    text = TERMINAL[name]()
+    assert text.strip()
+    assert not any(mark in text for mark in ("\x1b", "\x07", "\x9b"))
+
+
+def test_an_error_spells_control_sequences_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BaseException, match=r"^\d*$"):
+        leave(EvalError(f"model: got {NASTY}\nexpected another"))
+    said = capsys.readouterr().err
+    assert "owned" in said
+    assert "[red](x)\nexpected" in said
+    assert not any(mark in said for mark in ("\x1b]", "\x07", "\x9b"))
+
+
+def test_a_cell_of_the_benchmark_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    Console().print(
+        bench_command._line({**benched()["cells"][0], "title": "[red]x", "ratios": {}}), markup=False
+    )
+    assert "[red]x" in capsys.readouterr().out
+
+
+def writes(source: str) -> bool:
+    """Whether a module fills a page, a table or a terminal."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Name) and called.id in ("print", "Table"):
+                return True
+            if isinstance(called, ast.Attribute) and called.attr in ("echo", "print", "secho"):
+                return True
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value.endswith(".html") and " " not in node.value and len(node.value) > 5:
+                return True
+            if "---|" in node.value or node.value.startswith("|---"):
+                return True
+    return False
+
+
+def modules(root: Path) -> Iterator[Path]:
+    return (path for room in ROOMS for path in sorted((root / room).rglob("*.py")))
+
+
+def test_every_writer_is_known(checkout: Path) -> None:
+    found = {
+        p.relative_to(checkout).as_posix() for p in modules(checkout) if writes(p.read_text(encoding="utf-8"))
+    }
+    assert found == HERE | set(ELSEWHERE), (
+        "a module writes what people read: add a case here, or say who tests it"
+    )
+
+
+@pytest.mark.parametrize(
+    "source", ["print(name)", "typer.echo(x)", "Table(title=name)", "f('new.html')", "x = '|---|'"]
+)
+def test_a_new_writer_would_be_noticed(source: str) -> None:
+    assert writes(source)
+    assert not writes("x = 1")

@@ -1,0 +1,121 @@
+"""Scores of up to 6e4 in half precision, where a product overflows or a rounded score moves weights: outputs, returned
+weights and their gradients against double precision, as the same numbers give it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adaattn_hf.backends.native.library import missing
+from adaattn_hf.patches.interface import attention_function
+
+from ..support.malformed import Layer
+from ..support.requests import HALF, generator
+
+HUGE = 6e4
+
+
+@dataclass
+class Drawn:
+    """Queries, keys and values in half precision, the factor on their products, and directions to differentiate in."""
+
+    leaves: list[Tensor]
+    scaling: float
+    directions: tuple[Tensor, Tensor]
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> Drawn:
+    """Grouped heads, causal; the largest score is some 1e3 to 6e4, and either one key wins or all are nearly alike."""
+    dtype, source = draw(st.sampled_from(HALF)), generator(draw(st.integers(0, 999)))
+    length, size = draw(st.sampled_from([1, 5, 33])), draw(st.sampled_from([8, 64]))
+    heads, largest = draw(st.sampled_from([2, 4])), draw(st.sampled_from([1e3, 1e4, HUGE]))
+    query, key, value = (torch.randn(2, n, length, size, generator=source) for n in (heads, 2, 2))
+    scaling = size**-0.5
+    if draw(st.booleans()):  # a large score that all keys share, beside small ones
+        query[..., :2] = key[..., :2] = (largest / scaling / 2) ** 0.5
+    else:
+        spread = draw(st.sampled_from([1.0, 40.0]))
+        query, key = query * spread, key * spread
+        scaling = largest / float((query @ key.repeat_interleave(heads // 2, 1).mT).abs().amax())
+    directions = (
+        torch.randn(2, length, heads, size, generator=source),
+        torch.randn(2, heads, length, length, generator=source),
+    )
+    return Drawn([t.to(dtype) for t in (query, key, value)], scaling, directions)
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Output and weights by the formula."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    scores = query @ key.mT * scaling
+    hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -float("inf")).softmax(3)
+    return (weights @ value).transpose(1, 2), weights
+
+
+def with_gradients(
+    leaves: list[Tensor], directions: tuple[Tensor, ...], answers: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """The answers, and the gradient of each in its direction by every tensor."""
+    found = list(answers)
+    for answer, direction in zip(answers, directions, strict=True):
+        total = (answer.double() * direction.double()).sum()
+        found += torch.autograd.grad(
+            total, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+    return [t.detach().double() for t in found]
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "sdpa"])
+@pytest.mark.parametrize("wanted", [False, True], ids=["output", "with weights"])
+@given(call=drawn())
+def test_huge_scores_in_half_precision_are_those_of_double(
+    backend: str | None, wanted: bool, call: Drawn
+) -> None:
+    if backend is None and missing():
+        pytest.skip("; ".join(missing()))
+    ours = [t.clone().requires_grad_() for t in call.leaves]
+    out, weights = attention_function(backend)(
+        Layer(1), *ours, None, scaling=call.scaling, output_attentions=wanted
+    )
+    exact = [t.double().requires_grad_() for t in call.leaves]
+    truth = plain(*exact, call.scaling)
+    answers: tuple[Tensor, ...] = (out,) if weights is None else (out, weights)
+    assert len(answers) == 1 + wanted
+    found = with_gradients(ours, call.directions[: len(answers)], answers)
+    right = with_gradients(exact, call.directions[: len(answers)], truth[: len(answers)])
+    # fp32 sums of products err by some units in their last place, and a weight by as much as its score
+    query, key, value = (t.double().abs() for t in call.leaves)
+    groups = query.shape[1] // key.shape[1]
+    sums = float((query @ key.repeat_interleave(groups, 1).mT).amax()) * call.scaling
+    off = torch.finfo(call.leaves[0].dtype).eps + 4 * torch.finfo(torch.float32).eps * sums
+    slopes = (
+        max(1.0, float(value.amax())) * max(float(d.abs().amax()) for d in call.directions) * value.shape[3]
+    )
+    for index, (a, b) in enumerate(zip(found, right, strict=True)):
+        assert torch.isfinite(a).all()
+        scale = max(1.0, float(value.amax()))
+        if index >= len(answers):  # of queries, keys, values in turn
+            by = (index - len(answers)) % 3
+            scale = slopes if by == 2 else slopes * call.scaling * float((key, query)[by].amax())
+            scale *= query.shape[2] * groups if by else 1
+        error = float((a - b).abs().amax())
+        assert error <= 2 * off * scale, (index, error, 2 * off * scale)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_score_rounded_in_half_precision_would_show(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 2, 33, 64, generator=generator(seed)) for seed in range(3))
+    query[..., :2] = key[..., :2] = 200.0
+    leaves = [t.to(dtype) for t in (query, key, value)]
+    truth = plain(*(t.double() for t in leaves), 0.125)[0]
+    assert not (plain(*leaves, 0.125)[0].double() - truth).abs().amax() < 0.5  # not a number in float16
+    found = attention_function("eager")(Layer(1), *leaves, None, scaling=0.125)[0]
+    assert (found.double() - truth).abs().amax() < 0.03
