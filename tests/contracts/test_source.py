@@ -125,6 +125,13 @@ def own_suggestions(source: str) -> Iterator[str]:
             yield f"{number}: {line.strip()}"
 
 
+def manages_the_allocator(source: str) -> Iterator[str]:
+    """Calls that empty or limit torch's memory pool, which belongs to the user's program."""
+    for number, line in enumerate(source.splitlines(), 1):
+        if re.search(r"\b(empty_cache|set_per_process_memory_fraction)\(", line):
+            yield f"{number}: {line.strip()}"
+
+
 CHECKS: dict[str, Callable[[str], Iterator[str]]] = {
     "placeholders": placeholders,
     "swallowed": swallowed,
@@ -132,6 +139,7 @@ CHECKS: dict[str, Callable[[str], Iterator[str]]] = {
     "workplace": speaks_of_the_workplace,
     "advice": dead_advice,
     "suggestions": own_suggestions,
+    "allocator": manages_the_allocator,
 }
 PLANTED = {
     "placeholders": [
@@ -151,6 +159,7 @@ PLANTED = {
     ],
     "workplace": ["x = '/work/main'\n", "# see issue 5\n"],
     "suggestions": ["near = difflib.get_close_matches(name, known)\n"],
+    "allocator": ["torch.cuda.empty_cache()\n", "torch.cuda.set_per_process_memory_fraction(0.7)\n"],
     "advice": ["raise ValueError('call adaattn_hf.repair(model)')\n", "# written by `adaattn mend`\n"],
 }
 

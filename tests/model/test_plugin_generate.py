@@ -58,6 +58,25 @@ def test_unpadded_generation_equals_eager(name: str, cache: str) -> None:
     assert_generates_the_same(name, None, **CACHES[cache])
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_sampling_with_a_seed_equals_eager(name: str) -> None:
+    drawn = []
+    for model in pair(name):
+        torch.manual_seed(3)
+        drawn.append(
+            model.generate(
+                tokens(),
+                attention_mask=padding("left"),
+                max_new_tokens=8,
+                do_sample=True,
+                temperature=0.8,
+                top_k=20,
+            )
+        )
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[1], model.generate(tokens(), max_new_tokens=8, do_sample=False))
+
+
 @pytest.mark.parametrize("name", list(ENCODER_DECODERS))
 def test_encoder_decoder_generation_equals_eager(name: str) -> None:
     skip_what_stock_cannot(name)

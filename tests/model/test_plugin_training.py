@@ -140,3 +140,22 @@ def test_training_under_autocast_gives_finite_gradients_near_fp32(name: str) -> 
         off = float((gradient - exact[key]).abs().max())
         off_of_stock = float((theirs[key] - exact[key]).abs().max())
         assert off <= 2 * off_of_stock + 0.01 * scale, key
+
+
+def test_a_gradient_scaler_takes_the_steps_that_it_takes_under_eager() -> None:
+    """Losses scaled up, gradients scaled back and looked at for infinities, as training in float16 does."""
+    weights = []
+    for model in fresh_pair("llama"):
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1)
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(input_ids=tokens(), labels=tokens()).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimiser)
+            scaler.update()
+            optimiser.zero_grad()
+        weights.append((scaler.get_scale(), model.model.layers[0].self_attn.q_proj.weight.detach()))
+    (stock_scale, stock), (scale, ours) = weights
+    assert scale == stock_scale
+    assert_same(stock, ours, rtol=1e-3)
