@@ -47,6 +47,11 @@ _structures: dict[Hashable, CallStructure] = {}
 recall = _structures.get
 
 
+def tracing() -> bool:
+    """Whether torch.compile or torch.jit.trace records a graph, which would keep what data says now."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
 def may_share() -> bool:
     """Whether structures may be kept: a tracer's lengths are symbols, what a dispatch mode sees must not outlive it."""
     return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())

@@ -153,11 +153,11 @@ def _structure(
 
 
 def _settled(structure: CallStructure, device: Any, padding: Tensor | None, config: Any) -> CallStructure:
-    """As it is; while a graph is traced, with the dense mask fixed once for all layers if one is needed.
+    """As it is; while a graph is recorded, with the dense mask fixed once for all layers if one is needed.
 
     Plans count keys from where a sequence begins: models with settings keep the padding beside the mask.
     """
-    if not torch.compiler.is_compiling() or structure.plain:
+    if not fast_path.tracing() or structure.plain:
         return structure
     batch, q_len, kv_len = structure.batch, structure.q_len, structure.kv_len
     known = None
@@ -174,11 +174,11 @@ def _settled(structure: CallStructure, device: Any, padding: Tensor | None, conf
 
 
 def _hides_nothing(attention_mask: Any, length: int) -> bool:
-    """A 2-D mask of ones, where looking is free: on the CPU and outside of traced graphs."""
+    """A 2-D mask of ones, where looking is free: on the CPU and where no graph would keep the answer."""
     return (
-        not torch.compiler.is_compiling()
-        and type(attention_mask) is Tensor  # other kinds may have nothing to look at
+        type(attention_mask) is Tensor  # other kinds may have nothing to look at
         and attention_mask.is_cpu
+        and not fast_path.tracing()
         and attention_mask.shape[1] >= length
         and bool(attention_mask.all())
     )

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from adaattn_hf.attention.structure import CallStructure
 
+from .fast_path import tracing
+
 __all__ = ["Packed", "with_documents", "with_restarts"]
 
 
@@ -49,7 +51,7 @@ def with_restarts(structure: CallStructure, positions: Tensor, known: Packed | N
         positions: `[1, q_len]` position of each token in its document.
         known: What the layers before found for this structure in this forward pass; added to.
     """
-    compiling = torch.compiler.is_compiling()
+    compiling = tracing()
     # what is no bare causality is a dense mask in a traced graph
     legible = (structure.causal and structure.plain) or (compiling and structure.mask is not None)
     square = structure.batch == 1 and structure.q_len == structure.kv_len > 1

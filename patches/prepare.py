@@ -20,11 +20,11 @@ from adaattn_hf.plans.store import plan_of
 
 from .cache.layers import GrowingCache, grow_in_place, holds_tokens
 from .cache.stored import check_stored, store_in_place
+from .fast_path import tracing
 from .fold import FoldError, Folding
 from .unpad import Unpadding, probe, refusals, trunk_of
 from .unpad.call import arguments_of, has_cache, makes_cache
 from .unpad.direct import DirectForward, called_directly
-from .unpad.hooks import tracing
 
 __all__ = ["PrepareError", "prepare", "restore", "unpad_calls"]
 

@@ -13,15 +13,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
+from ..fast_path import tracing
 from .call import PackedCall, Pass, arguments_of, has_cache, pack_call, read_layout, scored_padding
 from .positions import position_rule
 
-__all__ = ["PaddedCallError", "Unpadding", "tracing"]
+__all__ = ["PaddedCallError", "Unpadding"]
 
 logger = logging.getLogger("adaattn_hf")
 
@@ -228,11 +228,6 @@ class Unpadding:
         if isinstance(value, (tuple, list)):
             return type(value)(self._padded(v, frame) for v in value)
         return value
-
-
-def tracing() -> bool:
-    """A graph is being recorded: the number of real tokens is data, so hooks stand aside."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _keeps_all_logits(arguments: dict[str, Any]) -> bool:

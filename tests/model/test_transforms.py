@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 from adaattn_hf.backends.select import BackendRefusal
 
-from ..support.models import fresh_pair, tokens
+from ..support.models import fresh_pair, padding, tokens
 
 # torch's own tracers warn of themselves and of one another
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -33,6 +33,28 @@ def attention(query: Tensor, key: Tensor, value: Tensor, name: str = "adaattn") 
 
 def drawn(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(*shape, 4, 7, 8), torch.randn(*shape, 2, 7, 8), torch.randn(*shape, 2, 7, 8)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["traced with ones", "traced with padding"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral-window", "bert"])
+def test_a_traced_model_reads_the_mask_that_it_is_called_with(family: str, padded: bool) -> None:
+    """A graph may not keep that the mask of its making hid nothing."""
+    stock, ours = fresh_pair(family)
+    ids, ones, left = tokens(), torch.ones_like(tokens()), padding("left")
+    assert left is not None
+    without_cache = {} if family == "bert" else {"use_cache": False}
+
+    def run(ids: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = ours(input_ids=ids, attention_mask=mask, **without_cache)[0]
+        return out
+
+    ours.requires_grad_(False)
+    with torch.no_grad():
+        traced = torch.jit.trace(run, (ids, left if padded else ones), check_trace=False)
+        for mask in (ones, left, left.roll(1, 0)):
+            expected = stock(input_ids=ids, attention_mask=mask, **without_cache)[0]
+            real = mask.bool()
+            torch.testing.assert_close(traced(ids, mask)[real], expected[real], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
