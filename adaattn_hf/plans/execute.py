@@ -79,7 +79,7 @@ def attend(
             f"plan of layer {program.plan.layer}: made for {len(program.plan.choices)} key/value heads, got keys with "
             f"{kv_heads}; calibrate the model in the form in which it runs (tensor parallelism splits heads)"
         )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return AttentionResult(_traced(program, request, backend, window))
     if request.stored is not None:
         program = program.over_stored
@@ -319,7 +319,7 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 def _traced(program: Program, request: AttentionRequest, backend: str | None, window: int | None) -> Tensor:
     """The request as one node of the graph that is being traced."""
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         raise ValueError(
             f"plan of layer {program.plan.layer}: a plan belongs to this process and cannot be exported; export the "
             "model after adaattn_hf.remove_plan(model)"

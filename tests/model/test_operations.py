@@ -37,7 +37,8 @@ def operations(model: Any, padded: bool) -> Counter[str]:
         model(input_ids=ids, attention_mask=mask, use_cache=False)
         with Counted() as counted:
             model(input_ids=ids, attention_mask=mask, use_cache=False)
-    return counted.seen
+    seen: Counter[str] = counted.seen
+    return seen
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -179,6 +179,19 @@ def test_a_plan_is_not_exported() -> None:
         torch.export.export(model, (tokens(),), {"use_cache": False}, strict=False)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_plan_is_not_kept_in_a_graph_of_jit_trace() -> None:
+    """Whose graph would count keys by the padding of its making."""
+    model = planned(make_choice("window", 32, 4)).requires_grad_(False)
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        return out
+
+    with pytest.raises(ValueError, match=r"plan of layer 0: .* cannot be exported; .*remove_plan"):
+        torch.jit.trace(run, tokens(), check_trace=False)
+
+
 STRUCTURES = {
     "causal": CallStructure(2, 20, 20, causal=True),
     "step": CallStructure(2, 1, 20, causal=True, q_offset=12),
