@@ -146,7 +146,9 @@ def test_an_interrupted_import_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
 # --- run
 
 USES = """
-import sys
+import importlib.util, sys
+assert importlib.util.find_spec("transformers") is not None  # asked before it is imported, as TRL does
+assert "adaattn_hf" not in sys.modules
 import transformers
 assert "adaattn_hf" in sys.modules
 sizes = dict(vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=8)

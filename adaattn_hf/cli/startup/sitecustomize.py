@@ -33,14 +33,22 @@ class _Registering:
 
 
 class _Finder:
-    """Finds Transformers as everybody else does, once, and puts the loader above around its own."""
+    """Finds Transformers as everybody else does, and puts the loader above around its own.
+
+    It stays: programs ask where Transformers is long before they import it.
+    """
+
+    _asking = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         """The specification of Transformers; None for every other module."""
-        if name != "transformers":
+        if name != "transformers" or self._asking:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec = importlib.util.find_spec(name)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Registering(spec.loader)  # type: ignore[assignment]
         return spec
