@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import json
 import os
 import zlib
@@ -64,6 +65,22 @@ class BatchRecord:
         return cls(scores, elapsed, tuple(Counts(*c) if c else None for c in value["activation"]))
 
 
+def _held(descriptor: int) -> bool:
+    """Whether a file is this process's alone until it is closed; where nothing can lock it, nobody can tell."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # a network's disk
+            raise
+    return True
+
+
 def _pack(array: Any, kind: str) -> list[Any]:
     return [
         list(array.shape),
@@ -94,6 +111,19 @@ class Journal:
         self.fingerprint = json.loads(json.dumps(dict(fingerprint)))
         self.records: dict[int, BatchRecord] = {}
         directory.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab")
+        try:
+            self._begin(resume)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _begin(self, resume: bool) -> None:
+        """Alone in the file from here on: read it, or write its first line."""
+        if not _held(self._file.fileno()):
+            raise JournalMismatch(
+                f"output: {self.path} is being written by another process; wait for it, or pass another --output"
+            )
         if self.path.exists() and self.path.stat().st_size:
             if not resume:
                 raise JournalMismatch(
@@ -102,8 +132,8 @@ class Journal:
                 )
             self._read()
         else:
-            self.path.write_bytes(_line({"version": VERSION, "fingerprint": self.fingerprint}))
-        self._file = self.path.open("ab")
+            self._file.write(_line({"version": VERSION, "fingerprint": self.fingerprint}))
+            self._file.flush()
 
     def _read(self) -> None:
         good = 0

@@ -154,6 +154,16 @@ def test_another_run_s_journal_is_refused_with_the_reason(
     assert (tmp_path / journal.NAME).read_bytes() == before
 
 
+def test_two_writers_do_not_share_a_journal(tmp_path: Path) -> None:
+    with (
+        journal.Journal(tmp_path, {"a": 1}, resume=False),
+        pytest.raises(JournalMismatch, match="is being written by another process"),
+    ):
+        journal.Journal(tmp_path, {"a": 1}, resume=True)
+    with journal.Journal(tmp_path, {"a": 1}, resume=True) as again:
+        assert not again.records
+
+
 def test_a_foreign_file_is_refused(loaded: checkpoint.Checkpoint, tmp_path: Path) -> None:
     (tmp_path / journal.NAME).write_text("not ours\n")
     with pytest.raises(JournalMismatch, match="no journal of this program"):

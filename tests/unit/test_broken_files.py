@@ -6,7 +6,9 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +39,15 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     with room_for(100), pytest.raises(OSError, match="too large"):
         write_atomically(target, "new" * 1000)
     assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_of_two_writers_of_a_file_one_is_last_and_whole(tmp_path: Path) -> None:
+    target, texts = tmp_path / "plan.json", ["a" * 300_000, "b" * 200_000]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            list(pool.map(partial(write_atomically, target), texts))
+            assert target.read_text() in texts
     assert os.listdir(tmp_path) == ["plan.json"]
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
 from adaattn_hf.plans.plan import LayerPlan
+from adaattn_hf.plans.store import MOST_BYTES
 
 from ..support.choices import make_choice
 from .test_plan import make_plan
@@ -77,6 +78,15 @@ def test_large_plans_and_free_ones_are_shown(tmp_path: Path) -> None:
     unit = {**GOOD["units"][0], "price": 0.0, "exact_price": 0.0}
     path.write_text(json.dumps({**GOOD, "units": [unit]}), encoding="utf-8")
     assert show(path).exit_code == 0
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_plan_of_the_largest_size_is_read_and_no_larger_one(beyond: int, tmp_path: Path) -> None:
+    path, text = tmp_path / "plan.json", make_plan().to_json().encode()
+    path.write_bytes(text + b" " * (MOST_BYTES - len(text) + beyond))
+    result = show(path)
+    assert result.exit_code == (2 if beyond else 0), result.output
+    assert ("expected a plan of at most" in result.output) == bool(beyond)
 
 
 def test_control_sequences_do_not_reach_the_terminal(tmp_path: Path) -> None:
