@@ -11,11 +11,39 @@ import torch.nn.functional as F
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BACKENDS
+from adaattn_hf.patches.interface import attention_function
 
+from ..support.malformed import Layer
 from ..support.requests import HALF
 from .test_triton import interpreted
 
 EVERY = [pytest.param(name, marks=interpreted) if name == "triton" else name for name in BACKENDS]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "native", None])
+@pytest.mark.parametrize(
+    ("batch", "heads", "q_len", "kv_len", "size_v"),
+    [
+        (0, 4, 5, 5, 16),
+        (0, 4, 1, 7, 16),
+        (2, 4, 0, 7, 16),
+        (2, 4, 0, 0, 16),
+        (2, 4, 5, 5, 0),
+    ],
+)
+def test_the_attention_function_answers_each_layer(
+    backend: str | None, batch: int, heads: int, q_len: int, kv_len: int, size_v: int
+) -> None:
+    if backend == "native" and (found := BACKENDS[backend].missing()):
+        pytest.skip("; ".join(found))
+    query, key, value = (
+        torch.zeros(batch, n, length, size)
+        for n, length, size in ((heads, q_len, 16), (2, kv_len, 16), (2, kv_len, size_v))
+    )
+    with torch.no_grad():
+        for _ in range(2):  # the second call takes the way that the first one kept
+            out = attention_function(backend)(Layer(1), query, key, value, None, scaling=0.25)[0]
+            assert out.shape == (batch, q_len, heads, size_v)
 
 
 @pytest.mark.parametrize("backend", EVERY)

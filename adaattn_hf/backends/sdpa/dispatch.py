@@ -216,12 +216,12 @@ def fast_call(spec: CallSpec, structure: CallStructure) -> FastCall | None:
             if stop < 1 or not (spec.device == "cuda" or lone or stop <= limits.SHORT_KEYS):
                 return None  # on processors the other single queries have ways of their own
             if spec.device == "cpu" and stop < limits.VECTOR_KEYS:
-                return _among_few(False, stop)
+                return _among_few(False, spec.groups > 1, stop)
             return _plain(False, spec.groups > 1, stop if stop < structure.kv_len else None)
         if spec.kind != "suffix":
             causal, grouped = spec.kind == "causal", spec.groups > 1
             if spec.device == "cpu" and structure.kv_len < limits.VECTOR_KEYS:
-                return _among_few(causal, structure.kv_len)
+                return _among_few(causal, grouped, structure.kv_len)
             if grouped and splits_groups(spec.device, spec.dtype):
                 return _widened(causal)
             return _plain(causal, grouped)
@@ -246,11 +246,13 @@ def _plain(causal: bool, grouped: bool, stop: int | None = None) -> FastCall:
     return attend
 
 
-def _among_few(causal: bool, stop: int) -> FastCall:
+def _among_few(causal: bool, grouped: bool, stop: int) -> FastCall:
     """One call among the keys before `stop`, so few that torch's operator would lose not-a-numbers."""
-    kernel = FlashCpuKernel()
+    kernel, plain = FlashCpuKernel(), _plain(causal, grouped, stop)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        if not (query.numel() and key.numel() and value.numel()):
+            return plain(query, key, value, scaling)  # the kernel divides by the extents
         query, key, value = (_dense_last(t) for t in (query, key[:, :, :stop], value[:, :, :stop]))
         return kernel.forward(query, key, value, None, causal, scaling)[0].transpose(1, 2)
 
