@@ -189,3 +189,5 @@ def test_what_is_served_and_what_is_refused() -> None:
     assert order(spec._replace(head_windows=True))[0] == "triton"
     assert reasons(CallStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=LEFT), 4) == ""
     assert "stored as int8 for one query" in reasons(STRUCTURES["suffix"])
+    odd = TritonBackend().refusals(spec._replace(head_dim_v=33))
+    assert any("two channels at a time, got a value head size of 33" in reason for reason in odd)

@@ -68,6 +68,11 @@ class TritonBackend(Backend):
                 f"the Triton kernels read keys and values stored as {spec.stored} for one query, without kept blocks "
                 "and without a gradient"
             )
+        if spec.stored is not None and spec.head_dim_v % 2:
+            reasons.append(
+                "the Triton kernels read stored values two channels at a time, got a value head size of "
+                f"{spec.head_dim_v}"
+            )
         if spec.bias:
             reasons.append("the Triton kernels take no additive bias")
         if spec.kind == "irregular":

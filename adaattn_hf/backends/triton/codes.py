@@ -16,13 +16,20 @@ from .steps import capped
 
 
 @triton.jit
-def _scales(k_ptr, v_ptr, k_n, v_n, u, end, few, low, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales' codes of the keys and values that are number `u` of those read; see `attention.stored.decode_scale`."""
+def _bytes(k_ptr, v_ptr, real_ptr, k_n, v_n, u, end, few, low, WINDOW: tl.constexpr, HAS_REAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales' codes of the keys and values that are number `u` of those read, and which of these keys are real.
+
+    See `attention.stored.decode_scale`.
+    """
     j = tl.minimum(u, end - 1)
     if WINDOW:
         j = tl.where(j < few, j, j - few + low)
     j = j.to(tl.int64)
-    return tl.load(k_ptr + j * k_n, mask=u < end, other=0), tl.load(v_ptr + j * v_n, mask=u < end, other=0)
+    there = u < end
+    k, v = tl.load(k_ptr + j * k_n, mask=there, other=0), tl.load(v_ptr + j * v_n, mask=there, other=0)
+    if HAS_REAL:
+        there = tl.load(real_ptr + j, mask=there, other=0) != 0
+    return k, v, there
 
 
 @triton.jit
@@ -137,16 +144,18 @@ def decode_codes(  # type: ignore[no-untyped-def]
     power = tl.zeros([WARPS], tl.int32)
     acc_0 = tl.zeros([WARPS, W_ROWS, PAD_V // PARTS], tl.float32)
     acc_1, acc_2, acc_3 = acc_0, acc_0, acc_0
-    # bytes are too few for the pipeline of copies: a tile's scales are asked for one tile ahead
-    k_next, v_next = _scales(k_scales, v_scales, ks_n, vs_n, start + i, end, few, low, WINDOW)
+    real_base = real_ptr + row * kv_len + first
+    # Bytes are too few for the pipeline of copies: they are asked for one tile ahead. Loaded beside the products they
+    # would also make Triton 3.6 lay out the weights as bytes, which is wrong for 16 keys a warp.
+    k_next, v_next, real_next = _bytes(
+        k_scales, v_scales, real_base, ks_n, vs_n, start + i, end, few, low, WINDOW, HAS_REAL
+    )
     for n in range(start, end, BLOCK_N):
         u = n + i
-        there = u < end
+        there = real_next
         j = tl.minimum(u, end - 1)  # codes are finite, and the weights of keys that are not there zero
         if WINDOW:
             j = tl.where(j < few, j, j - few + low)
-        if HAS_REAL:
-            there = there & (tl.load(real_ptr + row * kv_len + first + j) != 0)
         j = j.to(tl.int64)
         if PAD == DIM:
             k = tl.load(k_base + j[:, :, None] * k_n)
@@ -159,7 +168,9 @@ def decode_codes(  # type: ignore[no-untyped-def]
                 v_base + j[:, :, None] * (v_n // 2), mask=(c < DIM_V // PARTS)[None, None, :], other=0
             )
         k_code, v_code = k_next.to(tl.int32), v_next.to(tl.int32)
-        k_next, v_next = _scales(k_scales, v_scales, ks_n, vs_n, u + BLOCK_N, end, few, low, WINDOW)
+        k_next, v_next, real_next = _bytes(
+            k_scales, v_scales, real_base, ks_n, vs_n, u + BLOCK_N, end, few, low, WINDOW, HAS_REAL
+        )
         k_scale = ((k_code << 20) + 897581056).to(tl.float32, bitcast=True)
         if WIDE:
             s = tl.dot(x, tl.permute(k, (0, 2, 1)).to(tl.float32), input_precision="ieee")

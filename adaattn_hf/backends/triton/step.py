@@ -18,8 +18,9 @@ from .tables import shares_of
 
 __all__ = ["attend_step"]
 
-# Programs per multiprocessor that a step is shared out among, more over codes, which take less of its shared memory,
-# and the fewest keys that one of them reads.
+# Programs per multiprocessor that a step is shared out among, and the fewest keys that one of them reads. Over codes of
+# many heads there are more: those take less of its shared memory. Of few heads the one program that puts a head's
+# shares together would have too many of them.
 _WAVES = 2
 _WAVES_OVER_CODES = 3
 _LEAST_KEYS = 256
@@ -62,7 +63,7 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         key, value = _adjoining(key), _adjoining(value)
         tile, waves, least_rows, pad, pad_v = (
             codes_tile(max(dim, value_dim)),
-            _WAVES_OVER_CODES,
+            _WAVES_OVER_CODES if 4 * sequences * kv_heads > _processors(device) else _WAVES,
             16 if wide else 8,
             32,
             64,
@@ -127,7 +128,7 @@ def step_tile(width: int) -> Tile:
 
 def codes_tile(dim: int) -> Tile:
     """The same over codes of heads of that size; each warp has keys of its own, 16 at least."""
-    return Tile(1, 64, 4, 3, 160) if dim <= 128 else Tile(1, 64, 4, 2)
+    return Tile(1, 128, 4, 3) if dim <= 128 else Tile(1, 64, 4, 2)
 
 
 @functools.cache
