@@ -72,10 +72,10 @@ class BackendRefusal(RuntimeError):
 
 
 def order(spec: CallSpec) -> tuple[str, ...]:
-    """Names of the backends that `auto` tries for a call, best first, as measured (docs/results/gpu_kernels.md).
+    """Names of the backends that `auto` tries for a call, best first, as measured (docs/results/gpu_plans.md).
 
-    On CUDA plain calls go to torch, but for heavy ones: from some hundred microseconds on flash-attn 4 and 3 are ahead
-    of it by more than their longer way to a launch. What torch can only say with a mask goes to kernels that walk
+    On CUDA plain calls go to torch, but for heavy ones: from some hundred microseconds on flash-attn 3 and 4 are ahead
+    of it by more than their longer way to a launch (3, built for inference, ahead of 4). What torch can only say with a mask goes to kernels that walk
     segments: to our own where flash-attn would have to gather tokens first or the call is light, else to flash-attn.
     What heads are asked apart is served in one launch or not at all.
     """
@@ -98,17 +98,17 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
     )
     if spec.per_head:
-        return ("triton", "fa4") if spec.decode else ("fa4", "triton")
+        return ("triton", "fa4") if spec.decode or spec.head_blocks else ("fa4", "triton")
     if not special and spec.keys >= _SHARED_KEYS and spec.dtype == torch.float32:
         return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):
-        return ("fa4", "fa3", "fa3_fwd", "sdpa", "eager") if spec.pairs >= _HEAVY_PAIRS else ("sdpa", "eager")
+        return ("fa3_fwd", "fa4", "fa3", "sdpa", "eager") if spec.pairs >= _HEAVY_PAIRS else ("sdpa", "eager")
     if spec.kind == "ragged" or spec.decode:
         if spec.needs_grad:
             return ("fa4", "triton", "fa3", "fa2", "sdpa", "eager")
         if not (spec.gapless and spec.pairs >= _HEAVY_PAIRS):
             return ("triton", "fa3", "fa3_fwd", "fa2", "fa4", "sdpa", "eager")
-    return ("fa4", "fa3", "fa3_fwd", "triton", "fa2", "sdpa", "eager")
+    return ("fa3_fwd", "fa4", "fa3", "triton", "fa2", "sdpa", "eager")
 
 
 def use_measured(measured: Measured | None) -> None:

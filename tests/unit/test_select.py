@@ -138,13 +138,20 @@ def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "first"),
-    [({"gapless": True}, "fa4"), ({}, "triton"), ({"gapless": True, "pairs": 1 << 29}, "triton")],
+    [({"gapless": True}, "fa3_fwd"), ({}, "triton"), ({"gapless": True, "pairs": 1 << 29}, "triton")],
     ids=["packed row", "padded batch", "light"],
 )
 def test_runs_that_fill_their_rows_go_to_flash_attn(changes: dict[str, Any], first: str) -> None:
     """Nothing to gather in a packed row; in a padded batch our own kernels read tokens where they are."""
     ragged: dict[str, Any] = {"device": "cuda", "kind": "ragged", "holes": False, "pairs": 1 << 33, **changes}
     assert select.order(spec(**ragged))[0] == first
+
+
+def test_kept_blocks_go_to_our_own_kernel_and_windows_of_heads_to_flash_attn() -> None:
+    """As docs/results/gpu_plans.md has it; exact heavy calls go to the build for inference first."""
+    assert select.order(spec(device="cuda", head_blocks=64)) == ("triton", "fa4")
+    assert select.order(spec(device="cuda", head_windows=True)) == ("fa4", "triton")
+    assert select.order(spec(device="cuda", kind="causal", pairs=1 << 33))[:2] == ("fa3_fwd", "fa4")
 
 
 def test_a_packed_row_is_gapless_and_a_padded_one_is_not() -> None:
