@@ -75,9 +75,9 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     """Names of the backends that `auto` tries for a call, best first, as measured (docs/results/gpu_plans.md).
 
     On CUDA plain calls go to torch, but for heavy ones: from some hundred microseconds on flash-attn 3 and 4 are ahead
-    of it by more than their longer way to a launch (3, built for inference, ahead of 4). What torch can only say with a mask goes to kernels that walk
-    segments: to our own where flash-attn would have to gather tokens first or the call is light, else to flash-attn.
-    What heads are asked apart is served in one launch or not at all.
+    of it by more than their longer way to a launch (3, built for inference, ahead of 4). What torch can only say with a
+    mask goes to kernels that walk segments: to our own where flash-attn would have to gather tokens first or the call
+    is light, else to flash-attn. What heads are asked apart is served in one launch or not at all.
     """
     if spec.opaque or (spec.compiling and torch.onnx.is_in_onnx_export()):
         return ("sdpa", "eager")  # torch's own operations, which ONNX has, too
