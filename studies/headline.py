@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,10 @@ _PLANS = (
 )
 
 
+# Reports of the plans of one seed on the same text.
+_WIKITEXT = ("quality/smollm2-plan-0.1-cuda-wikitext", "quality/smollm2-plan-1-cuda-wikitext")
+
+
 def block(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """The table.
 
@@ -109,8 +113,48 @@ def figures(reports: Mapping[str, Mapping[str, Any]]) -> str:
     folded = (
         f'<details markdown="1">\n<summary>The picture as a table</summary>\n\n{block(reports)}\n\n</details>'
     )
-    tables = (folded, budget_block(reports["budget"]), plans_block(reports["gpu_plans"]))
+    tables = (
+        folded, budget_block(reports["budget"]), wikitext_block([reports[name] for name in _WIKITEXT]),
+        caches_block(reports["cache_plans"]), plans_block(reports["gpu_plans"]),
+    )  # fmt: skip
     return "\n\n".join(tables)
+
+
+def wikitext_block(reports: Sequence[Mapping[str, Any]]) -> str:
+    """The table of what plans lose on a text that decided nothing, from reports of `adaattn eval`."""
+    rows = []
+    for report in reports:
+        stock, planned = (arm["perplexity"] for arm in report["quality"]["arms"])
+        (found,) = report["quality"]["comparisons"]
+        budget = next(plan["budget"] for plan in report["plans"] if plan)
+        rows.append(
+            f"| {percent(budget)} | {stock:.4f} | {planned:.4f} | {loss(found['delta_nll']['mean'])} | "
+            f"{loss(found['delta_nll']['upper'])} of {loss(budget)} |"
+        )
+    told = f"{reports[0]['quality']['arms'][0]['tokens']:,} tokens"
+    where = reports[0]["provenance"]["device"]
+    return "\n".join([
+        f"| loss budget, the whole WikiText-2 test set ({told}), {where} | stock perplexity | with the plan | Δnll "
+        "| at most (95 %) |",
+        "|---|---|---|---|---|",
+        *rows,
+    ])  # fmt: skip
+
+
+def caches_block(records: Sequence[Mapping[str, Any]]) -> str:
+    """The table of what caches under a budget hold, see `studies.cache_plans`."""
+    rows = [
+        f"| {percent(one['budget'])} | {one['bytes_per_token']:,.0f} of {one['dynamic']:,} | {one['smaller']:.2f} | "
+        f"{loss(one['cache']['verified']['upper'])} of {loss(one['budget'])} |"
+        for one in records
+    ]
+    model = records[0]["name"].partition("-Instruct")[0]
+    return "\n".join([
+        f"| loss budget, key/value cache of {model} at {records[0]['tokens']:,} tokens | bytes per token | times "
+        "smaller than 16 bits | Δnll over the cache, at most |",
+        "|---|---|---|---|",
+        *rows,
+    ])  # fmt: skip
 
 
 def plans_block(report: Mapping[str, Any]) -> str:
@@ -180,7 +224,7 @@ def kept_reports(results: Path = RESULTS) -> dict[str, Any]:
     """The reports in a directory of results."""
     return {
         name: json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("bench", "gpu", "gpu_small", "budget", "gpu_plans")
+        for name in ("bench", "gpu", "gpu_small", "budget", "gpu_plans", "cache_plans", *_WIKITEXT)
     }
 
 

@@ -202,7 +202,7 @@ def _run(
             for known in data.cells
             if known.title in earlier
         ]
-        console.print(_line(found), markup=False)
+        _tell(found, console)
         gc.collect()
         if output is not None:
             # after every cell: an interrupted run keeps what it measured
@@ -319,6 +319,11 @@ def _difference(cell: Cell, mine: torch.Tensor, theirs: torch.Tensor) -> float:
             keep[row, cell.q_len - length if cell.padding == "left" else 0 :][:length] = True
         mine, theirs = mine[keep], theirs[keep]
     return float((mine - theirs).abs().max() / theirs.abs().max())
+
+
+def _tell(found: dict[str, Any], console: Console) -> None:
+    """Prints a cell as it is named: brackets in a title are no markup."""
+    console.print(_line(found), markup=False)
 
 
 def _line(found: dict[str, Any]) -> str:

@@ -180,9 +180,7 @@ def test_an_error_spells_control_sequences_out(capsys: pytest.CaptureFixture[str
 
 
 def test_a_cell_of_the_benchmark_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    Console().print(
-        bench_command._line({**benched()["cells"][0], "title": "[red]x", "ratios": {}}), markup=False
-    )
+    bench_command._tell({**benched()["cells"][0], "title": "[red]x", "ratios": {}}, Console())
     assert "[red]x" in capsys.readouterr().out
 
 

@@ -49,6 +49,12 @@ def test_another_figure_would_show() -> None:
     before = headline.budget_block(reports["budget"])
     reports["budget"]["seeds"][0]["met"] = not reports["budget"]["seeds"][0]["met"]
     assert headline.budget_block(reports["budget"]) != before
+    before = headline.figures(reports)
+    reports["cache_plans"][0]["smaller"] += 1
+    after = headline.figures(reports)
+    assert after != before
+    reports["quality/smollm2-plan-1-cuda-wikitext"]["quality"]["arms"][1]["perplexity"] += 1
+    assert headline.figures(reports) != after
 
 
 def test_what_is_missing_is_said() -> None:
