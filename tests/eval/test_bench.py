@@ -425,6 +425,16 @@ def test_slower_cells_are_listed_with_the_reason(tmp_path: Path) -> None:
         assert ("Because of it." in page) == listed
 
 
+def test_memory_of_an_earlier_version_is_said_to_be_too_small(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    grid = write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8})
+    bench("--grid", grid, "--rounds", 2, "--output", output)
+    report = json.loads(output.read_text(encoding="utf-8"))
+    assert "is too small" not in markdown(report, "out.json")
+    del report["cells"][0]["error"]
+    assert "is too small" in markdown(report, "out.json")
+
+
 def test_targets_are_judged_by_wall_time(tmp_path: Path) -> None:
     cells = [{"name": "easy", "q_len": 8, "target": 1e-6}, {"name": "hard", "q_len": 8, "target": 1e6}]
     output = tmp_path / "out.json"
