@@ -40,7 +40,8 @@ BAD: dict[str, bytes] = {
 def show(path: Path) -> Any:
     start = time.process_time()
     result = CliRunner().invoke(app, ["plan", "show", str(path)])
-    assert time.process_time() - start < 1.0
+    # about a second on a quiet machine; the fault that this guards against took eight, and more with every head
+    assert time.process_time() - start < 4.0
     return result
 
 
