@@ -108,7 +108,7 @@ def picture(reports: Mapping[str, Mapping[str, Any]]) -> str:
     return draw(bars, "Exact attention: times as fast as the fastest stock implementation")
 
 
-def figures(reports: Mapping[str, Mapping[str, Any]]) -> str:
+def figures(reports: Mapping[str, Any]) -> str:
     """All tables; the first, whose cells the picture shows, is folded away."""
     folded = (
         f'<details markdown="1">\n<summary>The picture as a table</summary>\n\n{block(reports)}\n\n</details>'
