@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,17 +145,30 @@ def _decode(row: Cell, batch: int, n: int, windows: tuple[int, ...]) -> None:
     row["bytes"] = 2.0 * batch * DIM * DTYPE.itemsize * sum(min(w + 16, n) if w else n for w in windows)
     call = by("triton", r)
     row["as it is"] = microseconds(captured(call), 30)
-    for waves in (1, 2, 3, 4, 6)[:TRIED]:
-        for tile in ((64, 4, 3), (128, 4, 3), (128, 8, 3), (64, 4, 4), (64, 2, 4))[:TRIED]:
+    tiles = [(64, 4, 3), (128, 4, 3), (128, 8, 3), (64, 4, 4), (64, 2, 4)]
+    _each_share(row, call, ("_WAVES", (1, 2, 3, 4, 6)), ("step_tile", tiles), 30)
+
+
+def _each_share(
+    row: Cell,
+    call: Callable[[], object],
+    waves: tuple[str, Sequence[int]],
+    tiles: tuple[str, Sequence[tuple[Any, ...]]],
+    repeats: int,
+) -> None:
+    """Every number of waves with every tile of a step, by the names that `step` has for them, beside `as it is`."""
+    times = {"as it is": row["as it is"]}
+    for tile in tiles[1][:TRIED]:
+        for count in waves[1][:TRIED]:
             try:
                 with (
-                    _instead(step, "_WAVES", waves),
-                    _instead(step, "step_tile", lambda _, t=tile: Tile(1, *t)),
+                    _instead(step, waves[0], count),
+                    _instead(step, tiles[0], lambda _, t=tile: Tile(1, *t)),
                 ):
-                    row[f"{waves} waves, {tile}"] = microseconds(captured(call), 30)
+                    times[f"{count} waves, {tile}"] = microseconds(captured(call), repeats)
             except FAILURES as error:
-                row.setdefault("refused", {})[f"{waves} {tile}"] = said(error)
-    times = {key: value for key, value in row.items() if isinstance(value, float) and key != "bytes"}
+                row.setdefault("refused", {})[f"{count} {tile}"] = said(error)
+    row |= times
     best = min(times, key=lambda key: times[key])
     row["note"] = f"best: {best}, {row['as it is'] / times[best]:.3f} times as it is"
 
@@ -184,23 +197,7 @@ def _codes(row: Cell, batch: int, n: int, kind: str) -> None:
         (128, 4, 3, None),
         (128, 8, 3, 128),
     ]
-    for tile in tiles[:TRIED]:
-        for waves in (2, 3, 4, 6)[:TRIED]:
-            try:
-                with (
-                    _instead(step, "_WAVES_OVER_CODES", waves),
-                    _instead(step, "codes_tile", lambda _, t=tile: Tile(1, *t)),
-                ):
-                    row[f"{waves} waves, {tile}"] = microseconds(captured(call), 15)
-            except FAILURES as error:
-                row.setdefault("refused", {})[f"{waves} {tile}"] = said(error)
-    times = {
-        key: value
-        for key, value in row.items()
-        if isinstance(value, float) and key not in ("bytes", "bf16, sdpa")
-    }
-    best = min(times, key=lambda key: times[key])
-    row["note"] = f"best: {best}, {row['as it is'] / times[best]:.3f} times as it is"
+    _each_share(row, call, ("_WAVES_OVER_CODES", (2, 3, 4, 6)), ("codes_tile", tiles), 15)
 
 
 def _training(row: Cell, n: int) -> None:
