@@ -72,7 +72,7 @@ def collate(
         stacked = torch.from_numpy(np.stack([w.input_ids for w in windows]))
         return Batch({"input_ids": stacked.to(device)}, (0,) * len(windows))
     offsets = tuple(longest - n if padding == "left" else 0 for n in lengths)
-    input_ids = torch.full((len(windows), longest), pad_token, dtype=torch.long)
+    input_ids = torch.full((len(windows), longest), pad_token, dtype=torch.long, device="cpu")
     mask = torch.zeros_like(input_ids)
     for row, (window, offset, length) in enumerate(zip(windows, offsets, lengths, strict=True)):
         input_ids[row, offset : offset + length] = torch.from_numpy(window.input_ids)

@@ -25,7 +25,7 @@ from adaattn_hf.attention.tap import (
 )
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.eager import attention_weights
-from adaattn_hf.backends.select import BackendRefusal, attend
+from adaattn_hf.backends.select import attend
 from adaattn_hf.config import raw_settings, settings_in
 
 from . import fast_path
@@ -89,7 +89,10 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 is_causal=is_causal, softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
             )  # fmt: skip
         if not compiling and (backend is None or backend == "native") and (transform := transform_at_work()):
-            return _written_out(backend, transform)(
+            from .refusals import check_transform
+
+            check_transform(backend, transform, query, key)
+            return attention_function("eager")(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal,
                 softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
             )  # fmt: skip
@@ -248,20 +251,6 @@ def _attend_anew(
     if recorder is not None:
         recorder.answered(module, request, forced, out)
     return (out if out.dtype is out_dtype else _restored(out, out_dtype)), weights
-
-
-def _written_out(backend: str | None, transform: str) -> AttentionFunction:
-    """Attention by torch's own operations, every one of which a transform sees.
-
-    Raises:
-        BackendRefusal: The native kernels were asked for by name.
-    """
-    if backend is not None:
-        raise BackendRefusal(
-            f"backend {backend!r} cannot serve this call: {transform} sees nothing of what its kernels compute. Use "
-            "attn_implementation='adaattn', which then computes by torch's own operations, or torch.export."
-        )
-    return attention_function("eager")
 
 
 def _extended(request: AttentionRequest) -> bool:

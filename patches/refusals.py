@@ -1,4 +1,4 @@
-"""What an attention mask and a position bias must be before anything is read from them."""
+"""Refuses masks, biases, factors and transforms that attention cannot serve, before anything is read from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_additions", "check_scaling", "with_bias"]
+from adaattn_hf.backends.select import BackendRefusal
+
+__all__ = ["check_additions", "check_scaling", "check_transform", "with_bias"]
 
 
 def check_scaling(scaling: Any) -> None:
@@ -72,3 +74,21 @@ def with_bias(mask: Tensor, bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
             "[batch, heads, q_len, kv_len]"
         )
     return mask.to(torch.promote_types(mask.dtype, query.dtype)) + bias
+
+
+def check_transform(backend: str | None, transform: str, query: Tensor, key: Tensor) -> None:
+    """Refuses what cannot be written out in torch's own operations, every one of which a transform sees.
+
+    Raises:
+        BackendRefusal: The native kernels were asked for by name, or lengths are symbols.
+    """
+    if backend is not None:
+        raise BackendRefusal(
+            f"backend {backend!r} cannot serve this call: {transform} sees nothing of what its kernels compute. Use "
+            "attn_implementation='adaattn', which then computes by torch's own operations, or torch.export."
+        )
+    if any(isinstance(size, torch.SymInt) for size in (*query.shape, *key.shape)):
+        raise BackendRefusal(
+            f"{transform}: got lengths that are symbols, expected integers, which attention's rules are made of; trace "
+            "with tracing_mode='real' or 'fake', or use torch.export with dynamic_shapes"
+        )

@@ -107,7 +107,7 @@ def hadamard(n: int, device: torch.device | str = "cpu") -> Tensor:
 
     Where `n` is no power of two it is made of blocks as large as the largest power of two that divides `n`.
     """
-    block = torch.ones(1, 1)
+    block = torch.ones(1, 1, device="cpu")
     while block.shape[0] < n & -n:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
     matrix: Tensor = torch.block_diag(*[block / block.shape[0] ** 0.5] * (n // block.shape[0]))

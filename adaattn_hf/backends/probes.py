@@ -75,7 +75,7 @@ def _structures(kind: str, n: int, device: str, batch: int = 1) -> dict[str, Cal
         return {f"{w}": CallStructure(batch, n, n, causal=True, window=w) for w in (n // 16, n // 4)}
     if kind == "step":
         return {kind: CallStructure(batch, 1, n, causal=True, q_offset=n - 1)}
-    padding = torch.arange(n) >= torch.arange(batch)[:, None] * n // batch
+    padding = torch.arange(n, device="cpu") >= torch.arange(batch, device="cpu")[:, None] * n // batch
     if kind == "padded step":
         offset = torch.tensor(max(n // 4 - 1, 0), device=device)
         return {
@@ -84,7 +84,7 @@ def _structures(kind: str, n: int, device: str, batch: int = 1) -> dict[str, Cal
             ),
             "static": CallStructure(batch, 1, n, causal=True, q_offset=offset),
         }
-    documents = (torch.arange(n) * 8 // n)[None].to(device)
+    documents = (torch.arange(n, device="cpu") * 8 // n)[None].to(device)
     return {
         "padded": CallStructure(batch, n, n, causal=True, key_padding=padding.to(device), pads_queries=True),
         "packed": CallStructure(1, n, n, causal=True, q_segments=documents, k_segments=documents),

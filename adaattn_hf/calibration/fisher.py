@@ -174,7 +174,9 @@ def drawn_labels(likelihood: Tensor, labels: int, generator: torch.Generator) ->
     The generator is the CPU's, so that its numbers are the same everywhere; the distributions stay where they are.
     """
     below = likelihood.double().exp().cumsum(-1)
-    place = torch.rand(len(below), labels, generator=generator, dtype=torch.float64).to(below.device)
+    place = torch.rand(len(below), labels, generator=generator, dtype=torch.float64, device="cpu").to(
+        below.device
+    )
     return torch.searchsorted(below, place * below[:, -1:])
 
 

@@ -62,8 +62,8 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
         raise ValueError(
             f"needles is {needles} in a text of {len(text)} tokens, expected at most {most(len(text))}"
         )
-    vocabulary = torch.tensor(sorted(set(text.tolist())))
-    drawn = vocabulary[torch.randint(len(vocabulary), (needles, size), generator=generator)]
+    vocabulary = torch.tensor(sorted(set(text.tolist())), device="cpu")
+    drawn = vocabulary[torch.randint(len(vocabulary), (needles, size), generator=generator, device="cpu")]
     twice = needles // 4
     drawn[needles // 2 : needles // 2 + twice, :KEY] = drawn[:twice, :KEY]
     keys = [tuple(key) for key in drawn[:, :KEY].tolist()]
@@ -79,7 +79,7 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
     pieces.append(text[start:room])
     position = sum(len(piece) for piece in pieces)
     answers = [0] * needles
-    for index in torch.randperm(needles, generator=generator).tolist():
+    for index in torch.randperm(needles, generator=generator, device="cpu").tolist():
         pieces.append(drawn[index])
         answers[index] = position + KEY
         position += size

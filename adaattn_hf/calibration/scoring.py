@@ -163,13 +163,13 @@ class MaskedTokens:
         """Returns the readings of a sequence; every masked token is replaced by the mask token."""
         digest = hashlib.sha256(f"{seed}:{','.join(map(str, tokens))}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        whole = torch.tensor([*self.prefix, *tokens, *self.suffix])
+        whole = torch.tensor([*self.prefix, *tokens, *self.suffix], device="cpu")
         size = max(1, round(self.share * len(tokens)))
         found: list[Reading] = []
         pieces: list[Tensor] = []
         for _ in range(self.count):
             if not pieces:
-                order = torch.randperm(len(tokens), generator=generator)
+                order = torch.randperm(len(tokens), generator=generator, device="cpu")
                 pieces = list(order[: len(tokens) // size * size].split(size))
             places = pieces.pop(0).sort().values + len(self.prefix)
             masked = whole.clone()

@@ -216,7 +216,7 @@ def _padded(network: Any, ids: Tensor, pad_token: int, keywords: dict[str, Any])
     import torch
 
     half = ids.shape[1] // 2
-    mask = torch.ones(2, ids.shape[1], dtype=torch.long)
+    mask = torch.ones(2, ids.shape[1], dtype=torch.long, device="cpu")
     mask[1, :half] = 0
     rows = torch.stack([ids[0], ids[0].masked_fill(mask[1] == 0, pad_token)])
     device = network.device
@@ -246,4 +246,4 @@ def _tokens(checkpoint: Any, specs: Any, count: int) -> tuple[str, Tensor]:
             break
     if len(found) < 2:
         raise DataUnavailable(f"data: {name} holds {len(found)} tokens, expected text")
-    return name, torch.tensor(found[:count])
+    return name, torch.tensor(found[:count], device="cpu")

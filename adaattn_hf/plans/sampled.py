@@ -59,7 +59,7 @@ def relative_change(program: Program, request: AttentionRequest, rows: Tensor) -
     """
     device, structure = request.query.device, request.structure
     kv_heads, q_len, count = request.key.shape[1], request.query.shape[2], len(rows)
-    found = torch.zeros(kv_heads, count)
+    found = torch.zeros(kv_heads, count, device="cpu")
     # a call of few rows is computed in the model's precision, and the sample of a long one must not pass for it
     rows = rows.repeat(-(-PRECISE_ROWS // count)) if q_len >= PRECISE_ROWS > count else rows
     visible = structure.visible_rows(rows, device)
@@ -87,7 +87,7 @@ def _rows_of_plan(program: Program, request: AttentionRequest, rows: Tensor) -> 
     within = execute.rows_within(request.structure, program.max_length, request.query.device)
     if isinstance(within, Tensor):
         return within[0, rows.to(within.device)].float().cpu()
-    return torch.full((len(rows),), float(within))
+    return torch.full((len(rows),), float(within), device="cpu")
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> T
     group = request.query.shape[1] // kv_heads
     rows = rows.to(device)
     visible = structure.visible_rows(rows, device)[0, 0]
-    found = torch.zeros(kv_heads, len(rows))
+    found = torch.zeros(kv_heads, len(rows), device="cpu")
     for choice, heads in program.launches:
         if choice.keys is None:
             continue

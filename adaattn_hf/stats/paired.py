@@ -76,7 +76,7 @@ def score_tokens(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> Token
         # A divergence is not negative; the sum's last bit may be. A probability of 0 weighs nothing.
         terms = torch.where(probability > 0, probability * (stock - log_p), 0.0)
         kl.append(terms.sum(dim=-1).clamp_min(0.0))
-    empty = torch.empty(0, len(targets))
+    empty = torch.empty(0, len(targets), device="cpu")
     return TokenScores(
         nll=torch.stack(nll).cpu().numpy(),
         kl=(torch.stack(kl) if kl else empty.double()).cpu().numpy(),

@@ -122,7 +122,9 @@ def head_sums(
         "noise_int8": (through_int8(query), through_int8(key - centre), through_int8(value)),
         "noise_bf16": tuple(through_dtype(t, torch.bfloat16) for t in (query, key, value)),
     }
-    sums: dict[str, Tensor] = {"rows": torch.full((heads,), float(query.shape[1]), dtype=torch.float64)}
+    sums: dict[str, Tensor] = {
+        "rows": torch.full((heads,), float(query.shape[1]), dtype=torch.float64, device="cpu")
+    }
 
     def add(name: str, values: Tensor) -> None:
         sums[name] = sums.get(name, 0.0) + values.double().cpu()  # type: ignore[operator]

@@ -33,12 +33,12 @@ def stratified_rows(
         raise ValueError(f"first is {first}, expected a position inside a sequence of length {length}")
     room = length - first
     if count >= room:
-        return torch.arange(first, length)
-    edges = torch.linspace(0, room, count + 1, dtype=torch.float64)
+        return torch.arange(first, length, device="cpu")
+    edges = torch.linspace(0, room, count + 1, dtype=torch.float64, device="cpu")
     if generator is None:
-        place = torch.full((count,), 0.5, dtype=torch.float64)
+        place = torch.full((count,), 0.5, dtype=torch.float64, device="cpu")
     else:
-        place = torch.rand(count, generator=generator, dtype=torch.float64)
+        place = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
     rows = (edges[:-1] + place * (edges[1:] - edges[:-1])).floor().long()
     return rows.clamp_(max=room - 1) + first
 

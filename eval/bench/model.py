@@ -26,7 +26,9 @@ def model_works(cell: Cell, models: Mapping[str, Any], device: torch.device) -> 
     known = models[str(cell.model)]
     dtype = getattr(torch, cell.dtype)
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, known.get("ids", 1000), (cell.batch, cell.q_len), generator=random).to(device)
+    ids = torch.randint(
+        5, known.get("ids", 1000), (cell.batch, cell.q_len), generator=random, device="cpu"
+    ).to(device)
     padding = padding_of(cell, device)
     weights: dict[str, Tensor] = {}
     pasts: list[tuple[Tensor, Tensor]] = []
@@ -92,8 +94,8 @@ def _step(
         shape = (cell.batch, config.num_key_value_heads, cell.keys, head_dim)
         pasts += [
             (
-                torch.randn(shape, generator=random).to(ids.device, model.dtype),
-                torch.randn(shape, generator=random).to(ids.device, model.dtype),
+                torch.randn(shape, generator=random, device="cpu").to(ids.device, model.dtype),
+                torch.randn(shape, generator=random, device="cpu").to(ids.device, model.dtype),
             )
             for _ in range(config.num_hidden_layers)
         ]

@@ -84,7 +84,7 @@ def error_of(cell: Cell, device: torch.device) -> Callable[[Tensor], float] | No
         return None
     query, key, value = (tensor.detach() for tensor in tensors_of(cell, device))
     structure = structure_of(cell, device)
-    rows = torch.linspace(0, cell.q_len - 1, min(_ROWS, cell.q_len)).long()
+    rows = torch.linspace(0, cell.q_len - 1, min(_ROWS, cell.q_len), device="cpu").long()
     visible = structure.visible_rows(rows, device)
     about = CallStructure(cell.batch, len(rows), cell.keys, mask=visible)
     sampled = query[:, :, rows.to(device)]

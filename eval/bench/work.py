@@ -146,7 +146,7 @@ def tensors_of(cell: Cell, device: torch.device) -> tuple[Tensor, Tensor, Tensor
     random = torch.Generator(device="cpu").manual_seed(0)
 
     def tensor(heads: int, length: int) -> Tensor:
-        made = torch.randn(cell.batch, length, heads, cell.head_dim, generator=random)
+        made = torch.randn(cell.batch, length, heads, cell.head_dim, generator=random, device="cpu")
         leaf = made.to(device=device, dtype=getattr(torch, cell.dtype)).transpose(1, 2)
         # keys of a cache lie head by head
         leaf = leaf.contiguous() if length != cell.q_len else leaf
@@ -159,7 +159,7 @@ def padding_of(cell: Cell, device: torch.device) -> Tensor | None:
     """Boolean `[batch, keys]`, True at real tokens; None for a cell without padding."""
     if cell.padding is None:
         return None
-    mask = torch.ones(cell.batch, cell.keys, dtype=torch.bool)
+    mask = torch.ones(cell.batch, cell.keys, dtype=torch.bool, device="cpu")
     for row, length in enumerate(cell.lengths):
         if cell.padding == "left":
             mask[row, : cell.keys - length] = False
@@ -178,7 +178,9 @@ def _mask_function(cell: Cell, device: torch.device) -> Callable[..., Any]:
         starts = torch.zeros(cell.batch, dtype=torch.long, device=device)
         function = masking_utils.chunked_causal_mask_function(cell.chunk, starts)
     if cell.packed:
-        numbers = torch.repeat_interleave(torch.arange(len(cell.packed)), torch.tensor(cell.packed))
+        numbers = torch.repeat_interleave(
+            torch.arange(len(cell.packed), device="cpu"), torch.tensor(cell.packed, device="cpu")
+        )
         documents = numbers.expand(cell.batch, -1).to(device)
         function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
     return function

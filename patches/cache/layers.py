@@ -293,7 +293,7 @@ def grow_in_place(cache: Cache, *, reserve: int = 0, growth: float = GROWTH) -> 
         ValueError: The cache holds tokens already, `growth` is not larger than 1, or `reserve` is negative.
     """
     if not growth > 1 or reserve < 0:
-        GrowingTensor(torch.empty(0, 0, 0, 0), reserve=reserve, growth=growth)
+        GrowingTensor(torch.empty(0, 0, 0, 0, device="cpu"), reserve=reserve, growth=growth)
     if holds_tokens(cache):
         raise ValueError(
             f"cache: this {type(cache).__name__} holds tokens already; change its layers before the first update"

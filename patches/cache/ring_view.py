@@ -46,7 +46,7 @@ def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallSt
     past = total - count
     if total <= sinks + window:
         return structure.with_changes(window=window, sinks=sinks) if count > 1 else structure
-    line = torch.arange(min(past, sinks) + min(max(past - sinks, 0), window) + count)
+    line = torch.arange(min(past, sinks) + min(max(past - sinks, 0), window) + count, device="cpu")
     held = slots_after(total, window, sinks, "cpu") if count == 1 else line
     plain = CallStructure(batch, count, len(held), causal=True, q_offset=len(held) - count)
     if count > 1:
@@ -54,7 +54,7 @@ def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallSt
     real = structure.padding_on_host()
     if real is None or structure.key_padding is None:
         return plain
-    start = torch.tensor(starts_of(structure))[:, None]
+    start = torch.tensor(starts_of(structure), device="cpu")[:, None]
     oldest = total - window if count == 1 else max(sinks, past - window)
     if count > 1:
         held = torch.where(line < sinks, line, line + oldest - sinks)
@@ -62,7 +62,7 @@ def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallSt
     if sinks:
         sink = start + (held - start) % sinks
         at = torch.where(held < sinks, torch.where(sink < oldest, sink, -1), at)
-    rows = torch.arange(past, total)[None, :, None]
+    rows = torch.arange(past, total, device="cpu")[None, :, None]
     there = (at >= 0) & real.expand(batch, -1).gather(1, at.clamp(0, total - 1))
     if bool(there.all()):
         return plain

@@ -278,7 +278,7 @@ class StreamingLayer(DynamicLayer):
 
     def held(self) -> dict[str, Tensor]:
         """Everything that the tokens are, by group and name; `take` of an empty layer is the way back."""
-        found = {"starts": torch.tensor(self.starts)}
+        found = {"starts": torch.tensor(self.starts, device="cpu")}
         for group, tokens in enumerate(self._tokens()):
             found |= {f"{group}.{name}": tensor for name, tensor in tokens.held().items()}
         return found

@@ -40,10 +40,10 @@ class PackedLayout:
         """
         host = mask.detach().bool().cpu()
         lengths = host.sum(dim=1)
-        places = torch.arange(host.shape[1])
+        places = torch.arange(host.shape[1], device="cpu")
         first = torch.where(host, places, host.shape[1]).amin(dim=1)
         last = torch.where(host, places, -1).amax(dim=1)
-        cu_seq_lens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        cu_seq_lens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cpu")
         cu_seq_lens[1:] = lengths.cumsum(0)
         return cls(
             batch=host.shape[0],

@@ -120,3 +120,37 @@ def test_an_exported_model_keeps_the_operator() -> None:
             program.module()(ids.flip(1), **options).logits, right, atol=1e-5, rtol=1e-5
         )
     assert "native_attend" in str(program.graph)
+
+
+def test_symbolic_lengths_are_refused_by_name() -> None:
+    with pytest.raises(BackendRefusal, match="make_fx: got lengths that are symbols"):
+        make_fx(lambda q, k, v: attention(q, k, v), tracing_mode="symbolic")(*drawn(2))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["adaattn", "adaattn_sdpa"])
+def test_second_derivatives_of_fused_backward_passes_are_refused(
+    family: str, name: str, padded: bool
+) -> None:
+    """Not even where only parameters are asked for, to which no path of the graph leads but those through attention."""
+    _, ours = fresh_pair(family)
+    ours.set_attn_implementation(name)
+    ids = tokens()
+    out = ours(input_ids=ids, attention_mask=padding("left") if padded else torch.ones_like(ids))[0]
+    weights = [p for p in ours.parameters() if p.requires_grad]
+    first = torch.autograd.grad(out.square().sum(), weights, create_graph=True, allow_unused=True)
+    total = sum(g.square().sum() for g in first if g is not None)
+    assert isinstance(total, Tensor)
+    with pytest.raises(RuntimeError, match=r"second derivatives of attention|is not implemented"):
+        torch.autograd.grad(total, weights, allow_unused=True)
+
+
+def test_torch_operations_have_second_derivatives() -> None:
+    query, key, value = (t.requires_grad_() for t in drawn(2))
+    (first,) = torch.autograd.grad(
+        attention(query, key, value, "adaattn_eager").square().sum(), query, create_graph=True
+    )
+    (second,) = torch.autograd.grad(first.square().sum(), query)
+    assert second.isfinite().all()
+    assert second.any()

@@ -133,6 +133,18 @@ def test_numbers_that_are_not_in_memory_are_written_out() -> None:
         torch.testing.assert_close(out, stock(odd.detach() + 0, key, value))
 
 
+class Marked(Tensor):
+    """A subclass that only carries a name, as those of data pipelines do."""
+
+
+def test_subclasses_with_memory_are_served() -> None:
+    given = tensors()
+    marked = [t.as_subclass(Marked) for t in given]  # type: ignore[arg-type]
+    for backend in (None, "native"):
+        out, _ = attention_function(backend)(nn.Module(), *marked, None, scaling=0.25)
+        torch.testing.assert_close(torch.as_tensor(out).as_subclass(Tensor), stock(*given))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("backend", [None, "native", "sdpa", "eager"])
 @pytest.mark.parametrize("single", ["query", "key", "value", "key and value"])
 def test_a_batch_of_one_holds_for_every_row(backend: str | None, single: str) -> None:
@@ -247,3 +259,24 @@ def test_one_score_may_be_as_large_as_numbers_are(q_len: int) -> None:
         request = AttentionRequest(query, key, value, CallStructure(B, q_len, K), 0.25, bias=bias)
         out = select.attend(request, "native").out
         torch.testing.assert_close(out[:, -1], value[:, :, 3].repeat_interleave(H // KV, 1))
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "eager"])
+@pytest.mark.parametrize(
+    "rules", [{}, {"window": 3}, {"window": 3, "sinks": 1}, {"padding": True}, {"mask": True}]
+)
+def test_the_default_device_changes_nothing(backend: str, rules: dict[str, Any]) -> None:
+    """Tables made on another device were read as no table at all: padding, for one, was not hidden."""
+    results = []
+    for device in ("cpu", "meta"):
+        drawn = tensors(query=(B, H, K, D))
+        padding, mask = torch.arange(K) > torch.tensor([[0], [4]]), torch.eye(K, dtype=torch.bool)[None, None]
+        named = {"padding": {"key_padding": padding}, "mask": {"mask": mask}}
+        asked = next((named[name] for name in rules if name in named), rules)
+        with torch.device(device):
+            structure = CallStructure(B, K, K, **{"causal": True, **asked})  # type: ignore[arg-type]
+            query, key, value = (t.requires_grad_() for t in drawn)
+            out = select.attend(AttentionRequest(query, key, value, structure, 0.25), backend).out
+            results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
+    for ours, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours, expected)

@@ -51,7 +51,9 @@ def chosen_bits(request: AttentionRequest, rules: HeadRules, segments: Sequence[
     if not segments:
         return bits
     pad = max(16, triton.next_power_of_2(dim))
-    runs = structure.cached(("runs", device), lambda: torch.tensor(segments, dtype=torch.int32).to(device))
+    runs = structure.cached(
+        ("runs", device), lambda: torch.tensor(segments, dtype=torch.int32, device="cpu").to(device)
+    )
     pooled = key.new_empty((2, len(segments), kv_heads, blocks, pad))
     pool[(blocks, kv_heads, len(segments))](
         key, pooled, runs, *key.stride(), blocks, DIM=dim, PAD=pad, BLOCK=block, num_warps=4
@@ -152,6 +154,6 @@ def _masses(rules: HeadRules, device: torch.device) -> Tensor:
     memo = rules.__dict__.setdefault("_masses_on", {})
     if device not in memo:
         table = [(mass, float(sinks)) for mass, sinks in zip(rules.masses, rules.sinks, strict=True)]
-        memo[device] = torch.tensor(table, dtype=torch.float32).to(device, non_blocking=True)
+        memo[device] = torch.tensor(table, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
     masses: Tensor = memo[device]
     return masses

@@ -85,13 +85,15 @@ def _kept(request: AttentionRequest, rules: HeadRules, windows: HeadWindows | No
     kv_len = min(structure.kv_len, structure.offset() + q_len) if structure.causal else structure.kv_len
 
     def make() -> tuple[Tensor, ...]:
-        tiles = torch.arange(0, q_len, BLOCK)
-        place = torch.cartesian_prod(torch.arange(batch), torch.arange(kv_heads), tiles).int()
-        table = torch.tensor(shown or ((ALL, 0),) * kv_heads, dtype=torch.int32).to(device)
-        home = torch.arange(heads, dtype=torch.int32) // (heads // kv_heads)
-        offset = torch.tensor([structure.offset()], dtype=torch.int32)
+        tiles = torch.arange(0, q_len, BLOCK, device="cpu")
+        place = torch.cartesian_prod(
+            torch.arange(batch, device="cpu"), torch.arange(kv_heads, device="cpu"), tiles
+        ).int()
+        table = torch.tensor(shown or ((ALL, 0),) * kv_heads, dtype=torch.int32, device="cpu").to(device)
+        home = torch.arange(heads, dtype=torch.int32, device="cpu") // (heads // kv_heads)
+        offset = torch.tensor([structure.offset()], dtype=torch.int32, device="cpu")
         of_heads = table.repeat_interleave(heads // kv_heads, 0).T.contiguous()
-        runs = torch.tensor([(*s[:4], kv_len, s.offset) for s in segments], dtype=torch.int32)
+        runs = torch.tensor([(*s[:4], kv_len, s.offset) for s in segments], dtype=torch.int32, device="cpu")
         return (
             runs.to(device),
             place[:, [0, 2, 1]].contiguous().to(device),
@@ -169,7 +171,7 @@ def _made(
     """Of a structure and its heads' windows; made once per forward pass and shared by layers of equal windows."""
 
     def make() -> _Made:
-        table = torch.tensor(windows, dtype=torch.int32).to(device, non_blocking=True)
+        table = torch.tensor(windows, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
         width, sinks = table.unbind(1)
         if plain:
             place = torch.arange(structure.q_len, dtype=torch.int32, device=device)[None]

@@ -36,13 +36,16 @@ class Blocks(NamedTuple):
 def runs_of(structure: CallStructure, segments: tuple[Segment, ...], device: torch.device) -> Runs:
     """The runs of every query of a call."""
     shape = (structure.batch, structure.q_len)
-    first = torch.full(shape, structure.kv_len, dtype=torch.int32)
-    stop, place = torch.zeros(shape, dtype=torch.int32), torch.full(shape, -1, dtype=torch.int32)
+    first = torch.full(shape, structure.kv_len, dtype=torch.int32, device="cpu")
+    stop, place = (
+        torch.zeros(shape, dtype=torch.int32, device="cpu"),
+        torch.full(shape, -1, dtype=torch.int32, device="cpu"),
+    )
     for s in segments:
         rows = slice(s.q_start, s.q_start + s.q_len)
         first[s.row, rows] = s.k_start
         stop[s.row, rows] = s.k_start + s.k_len
-        place[s.row, rows] = torch.arange(s.q_len, dtype=torch.int32) + (s.k_start + s.offset)
+        place[s.row, rows] = torch.arange(s.q_len, dtype=torch.int32, device="cpu") + (s.k_start + s.offset)
     return Runs(*torch.stack([first, stop, place]).to(device, non_blocking=True).unbind(0))
 
 

@@ -236,21 +236,29 @@ def packing_of(structure: CallStructure, segments: Sequence[Segment], device: to
                     'last key, which flash-attn cannot serve; use attn_implementation="adaattn_sdpa"'
                 )
         q_runs = [
-            torch.arange(s.row * structure.q_len + s.q_start, s.row * structure.q_len + s.q_start + s.q_len)
+            torch.arange(
+                s.row * structure.q_len + s.q_start,
+                s.row * structure.q_len + s.q_start + s.q_len,
+                device="cpu",
+            )
             for s in segments
         ]
         k_runs = [
-            torch.arange(s.row * structure.kv_len + s.k_start, s.row * structure.kv_len + s.k_start + s.k_len)
+            torch.arange(
+                s.row * structure.kv_len + s.k_start,
+                s.row * structure.kv_len + s.k_start + s.k_len,
+                device="cpu",
+            )
             for s in segments
         ]
 
         def running(runs: list[Tensor]) -> Tensor:
-            lengths = torch.tensor([0, *(len(run) for run in runs)], dtype=torch.int32)
+            lengths = torch.tensor([0, *(len(run) for run in runs)], dtype=torch.int32, device="cpu")
             return lengths.cumsum(0, dtype=torch.int32).to(device)
 
         def places(runs: list[Tensor], rows: int) -> Tensor | None:
             index = torch.cat(runs)
-            return None if torch.equal(index, torch.arange(rows)) else index.to(device)
+            return None if torch.equal(index, torch.arange(rows, device="cpu")) else index.to(device)
 
         return Packing(
             places(q_runs, structure.batch * structure.q_len),

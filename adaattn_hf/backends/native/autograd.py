@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..first_order import first_order
 from ..sinks import sink_gradient
 from . import call
 from .rules import Rules
@@ -39,7 +39,7 @@ class Differentiable(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, key, value, bias and learned sinks."""
         q, k, v, bias, sinks, out, lse = ctx.saved_tensors

@@ -116,8 +116,9 @@ def forward(
         raise ValueError("key, value: got torch.int8 without scales; set key_scale and value_scale")
     extents = extents_of(q, k, v)
     _, _, _, batch, heads, kv_heads, q_len, kv_len, dim, dim_v = extents
-    out = q.new_empty(batch, q_len, heads, dim_v) if need_out else None
-    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32) if need_lse else None
+    # plain tensors, whatever subclass the query is of
+    out = torch.empty(batch, q_len, heads, dim_v, dtype=q.dtype, device="cpu") if need_out else None
+    lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device="cpu") if need_lse else None
     if 0 in extents[3:]:
         return _nothing(out, lse, rules)
     rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
@@ -265,12 +266,15 @@ def backward(
     check_rule("out", out, shape, q.dtype, "contiguous")
     check_rule("lse", lse, tuple(q.shape[:3]), torch.float32, "contiguous")
     dq = (
-        torch.zeros(q.shape, dtype=q.dtype)
+        torch.zeros(q.shape, dtype=q.dtype, device="cpu")
         if rules.segments is not None
-        else torch.empty(q.shape, dtype=q.dtype)
+        else torch.empty(q.shape, dtype=q.dtype, device="cpu")
     )
-    dk, dv = torch.zeros(k.shape, dtype=k.dtype), torch.zeros(v.shape, dtype=v.dtype)
-    dbias = torch.zeros((*q.shape[:3], k.shape[2]), dtype=torch.float32) if need_bias else None
+    dk, dv = (
+        torch.zeros(k.shape, dtype=k.dtype, device="cpu"),
+        torch.zeros(v.shape, dtype=v.dtype, device="cpu"),
+    )
+    dbias = torch.zeros((*q.shape[:3], k.shape[2]), dtype=torch.float32, device="cpu") if need_bias else None
     g = grad.transpose(1, 2)
     tail = BACKWARD.pack(
         g.data_ptr(), *g.stride(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),

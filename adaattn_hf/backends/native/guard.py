@@ -46,7 +46,7 @@ def readable(tensor: Tensor, name: str) -> Tensor:
             'dense CPU tensor, whose memory the native kernels read; use attn_implementation="adaattn_sdpa"'
         )
     if tensor._is_zerotensor():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.numel() and not tensor.untyped_storage().data_ptr():
         raise ValueError(

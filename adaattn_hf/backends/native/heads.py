@@ -103,8 +103,10 @@ def _find_launches(structure: CallStructure, rules: HeadRules) -> list[_Launch]:
             pairs = [rules.window_in(structure, head) for head in heads]
             asked = replace(
                 told,
-                head_windows=torch.tensor([-1 if window is None else window for window, _ in pairs]),
-                head_sinks=torch.tensor([sinks for _, sinks in pairs]),
+                head_windows=torch.tensor(
+                    [-1 if window is None else window for window, _ in pairs], device="cpu"
+                ),
+                head_sinks=torch.tensor([sinks for _, sinks in pairs], device="cpu"),
             )
         if part.key_mean is not None and part.precision == "int8":
             asked = replace(asked, key_mean=part.key_mean.detach().float()[None].contiguous())
@@ -124,7 +126,7 @@ def _kept_blocks(request: AttentionRequest, rules: HeadRules) -> Tensor | None:
     blocks = max((-(-segment.k_len // BLOCK) for segment in segments), default=0)
     if rules_of(request.structure).segments is None:
         blocks = -(-key.shape[2] // BLOCK)
-    keep = torch.zeros(query.shape[0], key.shape[1], query.shape[2], blocks, dtype=torch.bool)
+    keep = torch.zeros(query.shape[0], key.shape[1], query.shape[2], blocks, dtype=torch.bool, device="cpu")
     asked = list(zip(rules.masses, rules.sinks, strict=True))
     for segment in segments:
         rows = slice(segment.q_start, segment.q_start + segment.q_len)

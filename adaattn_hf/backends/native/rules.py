@@ -177,7 +177,7 @@ def _find_rules(structure: CallStructure) -> Rules:
         not runs
     ):  # none could be told, or no query sees any key: an empty table would say that there are no borders
         return Rules(mask=structure.visible())
-    table = torch.tensor(runs, dtype=torch.int64).reshape(-1, 6)
+    table = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6)
     rules = Rules(structure.causal, window, sinks, segments=table)
     # the table was made here, as the library reads it: nothing to check in every pass
     vars(rules)["_tensors"] = ()

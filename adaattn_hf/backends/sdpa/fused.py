@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...attention.structure import CallStructure
+from ..first_order import first_order
 from ..sinks import sink_gradient
 from .kernels import Kernel
 from .tiles import EMPTY, Part, Program, dense_part, empty_rows
@@ -256,7 +257,7 @@ class Fused(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         """Gradients by the parts."""
         query, key, value, bias, sink_logits, out, lse = ctx.saved_tensors

@@ -50,7 +50,7 @@ class Layout:
         queries = [(s.row * structure.q_len + s.q_start, s.q_len) for s in segments]
         keys = [(s.row * structure.kv_len + s.k_start, s.k_len) for s in segments]
         self._host: tuple[Tensor, Tensor | None, Tensor | None] = (
-            torch.tensor(borders, dtype=torch.int32),
+            torch.tensor(borders, dtype=torch.int32, device="cpu"),
             _places(queries, structure.batch * structure.q_len),
             _places(keys, structure.batch * structure.kv_len),
         )
@@ -119,9 +119,9 @@ def _places(runs: Sequence[tuple[int, int]], total: int) -> Tensor | None:
     stop = 0
     for start, length in runs:
         if start != stop:
-            return torch.cat([torch.arange(a, a + n) for a, n in runs])
+            return torch.cat([torch.arange(a, a + n, device="cpu") for a, n in runs])
         stop = start + length
-    return None if stop == total else torch.arange(stop)
+    return None if stop == total else torch.arange(stop, device="cpu")
 
 
 def packed_attention(
@@ -238,12 +238,12 @@ def _compacted(structure: CallStructure) -> Gathered:
     assert real is not None
     assert structure.key_padding is not None
     offset = structure.offset()
-    places = torch.arange(structure.q_len) + offset
-    shown = torch.ones(structure.batch, structure.q_len, dtype=torch.bool)
+    places = torch.arange(structure.q_len, device="cpu") + offset
+    shown = torch.ones(structure.batch, structure.q_len, dtype=torch.bool, device="cpu")
     if structure.pads_queries:
         # the definition reads the padding of a query outside the keys at the nearest key
         shown = real[:, places.clamp(0, structure.kv_len - 1)]
-    rows = torch.arange(structure.batch)
+    rows = torch.arange(structure.batch, device="cpu")
     segments = []
     q_start = k_start = 0
     for row in range(structure.batch):

@@ -191,7 +191,7 @@ class _Masks:
 
 def additive(keep: Tensor, target: Target, some_empty: bool) -> tuple[Tensor, Tensor | None]:
     """A boolean mask as numbers to add, and the rows that it leaves empty."""
-    numbers = torch.zeros(keep.shape, dtype=target.dtype).masked_fill_(~keep, float("-inf"))
+    numbers = torch.zeros(keep.shape, dtype=target.dtype, device="cpu").masked_fill_(~keep, float("-inf"))
     numbers = numbers.to(target.device, non_blocking=True)[None, None]
     return numbers, empty_rows(numbers) if some_empty else None
 

@@ -99,8 +99,8 @@ def band_mask(
         near = k_start > last - window if causal else max(last - k_start, k_last - first) < window
     if near and (not causal or k_last <= first):
         return None
-    p = torch.arange(first, first + q_len)[:, None]
-    j = torch.arange(k_start, k_start + k_len)[None]
+    p = torch.arange(first, first + q_len, device="cpu")[:, None]
+    j = torch.arange(k_start, k_start + k_len, device="cpu")[None]
     keep: Tensor | None = None
     if window is not None:
         keep = (j > p - window) if causal else ((p - j).abs() < window)
@@ -111,7 +111,9 @@ def band_mask(
     if keep is None:
         return None
     return (
-        torch.cat([torch.ones(q_len, sink_columns, dtype=torch.bool), keep], dim=1) if sink_columns else keep
+        torch.cat([torch.ones(q_len, sink_columns, dtype=torch.bool, device="cpu"), keep], dim=1)
+        if sink_columns
+        else keep
     )
 
 

@@ -1,0 +1,57 @@
+"""Backward passes that can be differentiated once: a second derivative through them is refused, never left out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["first_order"]
+
+Backward = Callable[..., tuple[Any, ...]]
+
+
+class _Refusal(torch.autograd.Function):
+    """Passes gradients on, tied to all that they depend on, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The first `count` tensors; the others are what a second derivative would be asked for."""
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Raises.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "second derivatives of attention: the fused backward passes have none, nor have those of stock sdpa; load "
+            'the model with attn_implementation="adaattn_eager", which is differentiable any number of times'
+        )
+
+
+def first_order(backward: Backward) -> Backward:
+    """Decorates the backward of an autograd function, as torch's `once_differentiable` does.
+
+    That one ties its refusal to no input, so that `torch.autograd.grad` of a gradient skips it and returns derivatives
+    without the part that goes through attention.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        at = [index for index, result in enumerate(results) if isinstance(result, Tensor)]
+        inputs = [tensor for tensor in (*grads, *ctx.saved_tensors) if tensor is not None]
+        tied = _Refusal.apply(len(at), *(results[index] for index in at), *inputs)  # type: ignore[no-untyped-call]
+        answers = dict(zip(at, tied, strict=True))
+        return tuple(answers.get(index, result) for index, result in enumerate(results))
+
+    return run
