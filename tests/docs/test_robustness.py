@@ -1,4 +1,4 @@
-"""The page of faults names tests that exist, and as many faults as were found."""
+"""The page of faults names tests that exist, and as many faults as the first attack found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def missing(page: str, root: Path) -> list[str]:
 
 def test_every_fault_has_a_test_that_exists(checkout: Path) -> None:
     page = (checkout / "docs" / "robustness.md").read_text(encoding="utf-8")
-    assert len(NAMED.findall(page)) == FOUND
+    first, later = page.split("## Found later\n")
+    assert len(NAMED.findall(first)) == FOUND
+    assert NAMED.findall(later)
     assert missing(page, checkout) == []
 
 
