@@ -34,7 +34,17 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 KNOW_TRANSFORMERS = (f"{P}.patches", f"{P}.eval", f"{P}.cli")
 BACKEND_ROOMS_OPEN_TO_ALL = tuple(
     f"{P}.backends.{name}"
-    for name in ("base", "capability", "choice", "clocks", "probes", "sinks", "table", "windows")
+    for name in (
+        "base",
+        "capability",
+        "choice",
+        "clocks",
+        "first_order",
+        "probes",
+        "sinks",
+        "table",
+        "windows",
+    )
 )
 KNOW_ALL_BACKENDS = tuple(f"{P}.backends.{name}" for name in ("select", "tuning"))
 FORBIDDEN_ROOMS = {
