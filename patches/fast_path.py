@@ -71,9 +71,10 @@ class Ready(NamedTuple):
         backend: The one that was asked for by name, if any.
         config: The configuration of the module that asked.
         fields: Those of the configuration; they held no settings of ours, and may since.
-        device, dtype: Of query, key and value.
-        shapes: Of query, key and value.
+        device: Of query, key and value.
+        dtypes, shapes: Of query, key and value.
         gradient: Whether a gradient flows.
+        stored: Whether keys and values are codes of a cache.
         attend: The call.
     """
 
@@ -81,21 +82,22 @@ class Ready(NamedTuple):
     config: Any
     fields: Mapping[str, Any]
     device: torch.device
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     shapes: tuple[torch.Size, torch.Size, torch.Size]
     gradient: bool
+    stored: bool
     attend: FastCall
 
-    def fits(self, backend: str | None, config: Any, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    def fits(
+        self, backend: str | None, config: Any, query: Tensor, key: Tensor, value: Tensor, stored: bool
+    ) -> bool:
         """Whether another call looks the same. Autocast, listeners and keywords are the caller's to ask for."""
-        dtype = self.dtype
         return (
             config is self.config
             and backend is self.backend
             and self.fields.get("adaattn") is None
-            and query.dtype is dtype
-            and key.dtype is dtype
-            and value.dtype is dtype
+            and stored is self.stored
+            and (query.dtype, key.dtype, value.dtype) == self.dtypes
             and (query.shape, key.shape, value.shape) == self.shapes
             and query.device == self.device
             and self.gradient is flows(query, key, value)
@@ -157,22 +159,26 @@ def attend_and_keep(
     kwargs: dict[str, Any],
     structure: CallStructure,
 ) -> Tensor:
-    """Attention without extras; the structure that came keeps the way to it for calls that look the same."""
+    """Attention without extras but codes; the structure that came keeps the way to it for calls that look the same."""
     query, key, value = request.query, request.key, request.value
     shapes, gradient = (query.shape, key.shape, value.shape), flows(query, key, value)
+    dtypes = query.dtype, key.dtype, value.dtype
+    beside = () if request.stored is None else (request.stored,)
 
     def find() -> FastCall | None:
         spec = spec_of(request, forced)
         return choose(spec, forced).fast_call(spec, request)
 
     # other configurations may share the structure
-    call = request.structure.cached(("call", forced, gradient, query.dtype, query.device, shapes), find)
+    call = request.structure.cached(("call", forced, gradient, dtypes, query.device, shapes), find)
     if call is None:
         return attend(request, forced).out
     if undisturbed(module, kwargs) and not loses_borders(config):
         fields = {} if config is None else object.__getattribute__(config, "__dict__")
-        structure.ready = Ready(backend, config, fields, query.device, query.dtype, shapes, gradient, call)
-    return call(query, key, value, request.scaling)
+        structure.ready = Ready(
+            backend, config, fields, query.device, dtypes, shapes, gradient, bool(beside), call
+        )
+    return call(query, key, value, request.scaling, *beside)
 
 
 def collects_weights() -> bool:

@@ -103,24 +103,29 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             or sinks is not None
             or position_bias is not None
         )
-        if not compiling and (prompt := getattr(key, "_adaattn_prompt", None)) is not None:
+        stored = streams = None
+        if not isinstance(key, Tensor):  # `StoredTensor`, which caches hand on that keep no plain numbers
+            carriers: tuple[Any, Any] = key, value
+            stored, streams = carriers[0].record, carriers[0].streams
+            key, value = carriers[0].codes, carriers[1].codes
+        elif not compiling and (prompt := getattr(key, "_adaattn_prompt", None)) is not None:
             prompt.reread(query, key)  # what its cache rounded it into, see `cache.tokens.PROMPT`
         known = scaling is None or type(scaling) is float
-        if known and not (compiling or extras) and isinstance(key, Tensor):
+        if known and not (compiling or extras) and streams is None:
             structure = fast_path.structure_at_hand(
                 module, query, key, attention_mask, is_causal, sliding_window
             )
             ready: Ready | None = None if structure is None else structure.ready
             if (
                 ready is not None
-                and ready.fits(backend, module.__dict__.get("config"), query, key, value)
+                and ready.fits(backend, module.__dict__.get("config"), query, key, value, stored is not None)
                 and fast_path.undisturbed(module, kwargs)
             ):
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
-                return ready.attend(query, key, value, factor), None
+                return ready.attend(query, key, value, factor, *(() if stored is None else (stored,))), None
         return _attend_anew(
             backend, module, query, key, value, attention_mask, is_causal, sliding_window, scaling, dropout, softcap,
-            sinks if s_aux is None else s_aux, position_bias, kwargs, compiling,
+            sinks if s_aux is None else s_aux, position_bias, kwargs, compiling, stored, streams,
         )  # fmt: skip
 
     return adaattn
@@ -157,13 +162,10 @@ def _attend_anew(
     position_bias: Tensor | None,
     kwargs: dict[str, Any],
     compiling: bool,
+    stored: Any,
+    streams: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """A call of which nothing is known yet: what it asks for is read, and served."""
-    stored = streams = None
-    if not isinstance(key, Tensor):  # `StoredTensor`, which caches hand on that keep no plain numbers
-        carriers: tuple[Any, Any] = key, value
-        stored, streams = carriers[0].record, carriers[0].streams
-        key, value = carriers[0].codes, carriers[1].codes
     check_dimensions(query, key, value)
     if position_bias is not None or isinstance(attention_mask, Tensor):
         from .refusals import check_additions
@@ -254,13 +256,12 @@ def _attend_anew(
 
 
 def _extended(request: AttentionRequest) -> bool:
-    """Whether a call asks for more than query, key, value and structure say."""
+    """Whether a call asks for more than query, key, value, codes' record and structure say."""
     return bool(
         request.dropout
         or request.softcap is not None
         or request.sink_logits is not None
         or request.bias is not None
-        or request.stored is not None
     )
 
 

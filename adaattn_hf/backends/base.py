@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALL_PAIRS", "Backend", "FastCall", "head_refusals", "nothing_seen", "spec_of"]
 
-FastCall = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Maps query, key, value and scaling to the output `[batch, q_len, heads, head_dim_v]`; see `Backend.fast_call`."""
+FastCall = Callable[..., Tensor]
+"""Maps query, key, value, scaling and, of codes, their `StoredKV` to the output `[batch, q_len, heads, head_dim_v]`;
+see `Backend.fast_call`."""
 
 SMALL_PAIRS = 1 << 14
 """Pairs of queries and keys up to which a padded batch is one masked call, and nobody looks whether it has holes."""

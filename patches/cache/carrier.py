@@ -33,9 +33,18 @@ class StoredTensor:
         """`codes` as in a request that has `record`; `dtype` is that of the model's own keys."""
         self.codes = codes
         self.record = record
+        self.head_dim = head_dim
         self.dtype = dtype
-        self.device = codes.device
-        self.shape = torch.Size((*codes.shape[:3], head_dim))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes lie."""
+        return self.codes.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the numbers."""
+        return torch.Size((*self.codes.shape[:3], self.head_dim))
 
     def size(self, dim: int | None = None) -> Any:
         """Like `Tensor.size`."""

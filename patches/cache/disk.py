@@ -18,7 +18,7 @@ from .stored import AdaAttnCache
 
 __all__ = ["load_cache", "save_cache"]
 
-_VERSION = 1
+_VERSION = 2
 _KEY = "adaattn_cache"
 
 

@@ -20,7 +20,7 @@ BLOCK = 64
 
 
 class GrowingTensor:
-    """`[batch, heads, length, head_dim]`, of which `length` changes in place.
+    """`[batch, heads, length, …]`, of which `length` changes in place.
 
     `view()` is a window on the storage: its batch and head strides belong to the room, not to the length. A
     window that was taken earlier stays right while tokens are appended; `crop`, `select` and `drop_front` may
@@ -33,7 +33,7 @@ class GrowingTensor:
         """Empty, with room for `reserve` tokens.
 
         Args:
-            like: `[batch, heads, any, head_dim]`; gives the other extents, the dtype and the device.
+            like: `[batch, heads, any, …]`; gives the other extents, the dtype and the device.
             reserve: Tokens for which room is made at once.
             growth: Factor on the length when room is made; larger than 1.
             most: Tokens that will ever be held; no more room is made.
@@ -67,20 +67,23 @@ class GrowingTensor:
         return self._room.device
 
     def view(self, last: int | None = None) -> Tensor:
-        """`[batch, heads, length, head_dim]`: all tokens or the `last` ones; shares the storage."""
+        """`[batch, heads, length, …]`: all tokens or the `last` ones; shares the storage."""
         start = self._start if last is None else max(self._start, self._stop - last)
-        return self._room[:, :, start : self._stop]
+        return self._room.narrow(2, start, self._stop - start)
 
-    def append(self, tokens: Tensor) -> None:
-        """Write `[batch, heads, n, head_dim]` behind what is there."""
-        self.extend(tokens.shape[2])[:] = tokens
+    def append(self, tokens: Tensor) -> Tensor:
+        """Write `[batch, heads, n, …]` behind what is there; returns all tokens, as `view` does."""
+        count = tokens.shape[2]
+        held = self.extend(count)
+        self._room.narrow(2, self._stop - count, count).copy_(tokens)
+        return held
 
     def extend(self, count: int) -> Tensor:
-        """Room for `count` tokens behind what is there, `[batch, heads, count, head_dim]`, to be written at once."""
-        if self._stop + count > self.capacity or self._frozen():
+        """Hold `count` tokens more behind what is there, to be written at once; returns all tokens, as `view` does."""
+        if self._stop + count > self._room.shape[2] or self._frozen():
             self._make_room(count)
         self._stop += count
-        return self._room[:, :, self._stop - count : self._stop]
+        return self._room.narrow(2, self._start, self._stop - self._start)
 
     def _frozen(self) -> bool:
         """The room was made in inference mode and may not be written to outside of it."""
@@ -120,7 +123,8 @@ class GrowingTensor:
     @property
     def per_token(self) -> int:
         """Bytes of a token of one batch row."""
-        return self._room.shape[1] * self._room.shape[3] * self._room.itemsize
+        _, heads, _, *size = self._room.shape
+        return heads * math.prod(size) * self._room.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -169,9 +173,9 @@ class GrowingTensor:
 
 
 def _room(like: Tensor, batch: int, tokens: int, extents: Tensor | None = None) -> Tensor:
-    """Uninitialised `[batch, heads, tokens, head_dim]`.
+    """Uninitialised `[batch, heads, tokens, …]`.
 
-    A dtype and device of `like`, heads and head_dim of `extents`.
+    A dtype and device of `like`, the other extents of `extents`.
     """
     shape = like.shape if extents is None else extents.shape
-    return torch.empty((batch, shape[1], tokens, shape[3]), dtype=like.dtype, device=like.device)
+    return torch.empty((batch, shape[1], tokens, *shape[3:]), dtype=like.dtype, device=like.device)

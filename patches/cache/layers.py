@@ -51,11 +51,10 @@ class _InPlace:
             self._key_store = self._value_store = None
             return
         if self._key_store is None or self._value_store is None:
-            past_keys, past_values = self._past(key_states, value_states)
-            self._restart(past_keys, past_values)
-        for store, tokens in zip(self._stores(), (key_states, value_states), strict=True):
-            store.append(tokens)
-        self._look()
+            self._restart(*self._past(key_states, value_states))
+        assert self._key_store is not None
+        assert self._value_store is not None
+        self.keys, self.values = self._key_store.append(key_states), self._value_store.append(value_states)
 
     def _restart(self, keys: Tensor, values: Tensor) -> None:
         """New storage that holds these tokens."""

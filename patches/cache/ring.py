@@ -50,8 +50,7 @@ class Ring:
         tokens.begin(keys)
         self.count += count
         if self.whole:
-            tokens.append(keys, values, begun=True)
-            return tokens.read(tokens.views())
+            return tokens.read(tokens.append(keys, values, begun=True))
         sinks, window = self.sinks, self.window
         if count == 1:
             for part in tokens.parts:
@@ -59,10 +58,10 @@ class Ring:
             views = tokens.views()
             at = sinks + (past - sinks) % window
             self._save(views, range(past - window, past - window + 1), past - window - at, starts)
-            tokens.write(keys, values, [view[:, :, at : at + 1] for view in views])
+            tokens.write(keys, values, views, at)
             return tokens.read(views, first=sinks > 0)
         past_line = [view[:, :, _line(past, window, sinks, view.device)] for view in tokens.views()]
-        new = [part.new_empty((*part.shape[:2], count, part.shape[3])) for part in past_line]
+        new = [part.new_empty((*part.shape[:2], count, *part.shape[3:])) for part in past_line]
         tokens.write(keys, values, new)
         line = [torch.cat(pair, dim=2) for pair in zip(past_line, new, strict=True)]
         oldest = max(sinks, past - window)

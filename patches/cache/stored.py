@@ -66,8 +66,7 @@ class _Stored:
                 f"max_cache_len: got {self.limit}, expected at least {length}, the tokens to be kept; "
                 "make the cache longer, or leave max_cache_len out and it grows"
             )
-        self.tokens.append(key_states, value_states)
-        self._look()
+        self.keys, self.values = self.tokens.carriers(self.tokens.append(key_states, value_states))
 
     def _prompt(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """A prompt as it came, for attention, which tells the tokens of its queries."""
@@ -141,6 +140,10 @@ class StoredLayer(_Stored, DynamicLayer):
         self._append(key_states, value_states)
         return self._prompt(key_states, value_states) if first else (self.keys, self.values)
 
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return 0 if self.tokens is None else len(self.tokens)
+
     def get_max_length(self) -> int:
         """`max_cache_len`, -1 where the layer grows."""
         return -1 if self.limit is None else self.limit
@@ -174,7 +177,7 @@ class StoredSlidingLayer(_Stored, DynamicSlidingWindowLayer):
         if first:
             return self._prompt(key_states, value_states)
         visible = self.sliding_window - 1 + key_states.shape[2]
-        return (keys, values) if keys.shape[2] <= visible else self.tokens.carriers(visible)
+        return (keys, values) if keys.shape[2] <= visible else self.tokens.carriers(last=visible)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, and those before the window.

@@ -55,13 +55,12 @@ def spans_in(layer: LayerPlan) -> Spans:
 class StreamedTensor(StoredTensor):
     """Keys or values of a `StreamingLayer` with the surface of a tensor: heads of several lengths, not one tensor."""
 
-    def __init__(self, like: Tensor, length: int, layer: StreamingLayer | None = None) -> None:
-        """Of `length` tokens like these `[batch, num_kv_heads, any, head_dim]`; holds no memory.
+    def __init__(self, surface: Tensor, layer: StreamingLayer | None = None) -> None:
+        """`surface` has the shape and no memory.
 
         `layer` is read by the attention that is handed this, and None in what the layer keeps, which is no circle then.
         """
-        shape = (*like.shape[:2], length, like.shape[3])
-        super().__init__(like.new_empty(1).expand(shape), None, like.shape[3], like.dtype)
+        super().__init__(surface, None, surface.shape[3], surface.dtype)
         self.streams = layer
 
 
@@ -150,8 +149,8 @@ class StreamingLayer(DynamicLayer):
         self.count, self.fresh = total, (key_states, value_states)
         self._look(key_states, value_states)
         return (
-            StreamedTensor(key_states, total, self),
-            StreamedTensor(value_states, total, self),
+            StreamedTensor(self.keys.codes, self),
+            StreamedTensor(self.values.codes, self),
         )
 
     def read(
@@ -203,7 +202,10 @@ class StreamingLayer(DynamicLayer):
         return spans_in(plan) == self.spans
 
     def _look(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = (StreamedTensor(like, self.count) for like in (keys, values))
+        self.keys, self.values = (
+            StreamedTensor(like.new_empty(1).expand(*like.shape[:2], self.count, like.shape[3]))
+            for like in (keys, values)
+        )
 
     def get_seq_length(self) -> int:
         """Tokens that came."""

@@ -53,7 +53,7 @@ class Tokens:
         self.dtype, self.dim_v = keys.dtype, values.shape[3]
         self.parts = tuple(
             GrowingTensor(
-                torch.empty((batch, heads, 0, size), dtype=dtype, device=keys.device),
+                torch.empty((batch, heads, 0, *size), dtype=dtype, device=keys.device),
                 reserve=reserve,
                 growth=growth,
                 most=most,
@@ -61,20 +61,26 @@ class Tokens:
             for dtype, size in self._extents(keys, values)
         )
 
-    def _extents(self, keys: Tensor, values: Tensor) -> tuple[tuple[torch.dtype, int], ...]:
-        """Dtype and elements per token of each part."""
-        return (keys.dtype, keys.shape[3]), (values.dtype, values.shape[3])
+    def _extents(self, keys: Tensor, values: Tensor) -> tuple[tuple[torch.dtype, Sequence[int]], ...]:
+        """Dtype and extents of a token of each part."""
+        return (keys.dtype, keys.shape[3:]), (values.dtype, values.shape[3:])
 
     def __len__(self) -> int:
         """Tokens held."""
         return len(self.parts[0])
 
-    def append(self, keys: Tensor, values: Tensor, begun: bool = False) -> None:
-        """Write `[batch, num_kv_heads, n, head_dim]` behind what is there; `begun`: `begin` has seen them."""
-        if keys.shape[2]:
-            if not begun:
-                self.begin(keys)
-            self.write(keys, values, [part.extend(keys.shape[2]) for part in self.parts])
+    def append(self, keys: Tensor, values: Tensor, begun: bool = False) -> list[Tensor]:
+        """Write `[batch, num_kv_heads, n, head_dim]` behind what is there; returns the parts of all tokens.
+
+        `begun`: `begin` has seen them.
+        """
+        count, past = keys.shape[2], len(self.parts[0])
+        if count and not begun:
+            self.begin(keys)
+        views = [part.extend(count) for part in self.parts]
+        if count:
+            self.write(keys, values, views, past)
+        return views
 
     def begin(self, keys: Tensor) -> None:
         """Take note of keys that come next, before they are written."""
@@ -82,10 +88,11 @@ class Tokens:
     def expect(self, queries: Tensor) -> None:
         """Take note of a prompt's queries `[batch, heads, n, head_dim]`, whose like will read the keys."""
 
-    def write(self, keys: Tensor, values: Tensor, room: Sequence[Tensor]) -> None:
-        """Write tokens into room for each part, `[batch, num_kv_heads, n, …]`."""
-        room[0].copy_(keys)
-        room[1].copy_(values)
+    def write(self, keys: Tensor, values: Tensor, parts: Sequence[Tensor], at: int = 0) -> None:
+        """Write tokens into parts `[batch, num_kv_heads, length, …]` from place `at` on."""
+        count = keys.shape[2]
+        parts[0].narrow(2, at, count).copy_(keys)
+        parts[1].narrow(2, at, count).copy_(values)
 
     def views(self) -> list[Tensor]:
         """The parts of all tokens held, which share the storage."""
@@ -139,7 +146,7 @@ class Tokens:
 
 
 class StoredTokens(Tokens):
-    """Codes and scales `[batch, num_kv_heads, length, …]` that grow in place."""
+    """Codes `[batch, num_kv_heads, length, …]` and scales `[batch, num_kv_heads, length]` that grow in place."""
 
     names = PARTS
 
@@ -159,9 +166,9 @@ class StoredTokens(Tokens):
         self.first: Tensor | None = None
         self.along: Tensor | None = None
 
-    def _extents(self, keys: Tensor, values: Tensor) -> tuple[tuple[torch.dtype, int], ...]:
-        code = value_width(self._stored, values.shape[3])
-        return (torch.int8, keys.shape[3]), (torch.uint8, 1), code, (torch.uint8, 1)
+    def _extents(self, keys: Tensor, values: Tensor) -> tuple[tuple[torch.dtype, Sequence[int]], ...]:
+        dtype, width = value_width(self._stored, values.shape[3])
+        return (torch.int8, keys.shape[3:]), (torch.uint8, ()), (dtype, (width,)), (torch.uint8, ())
 
     def begin(self, keys: Tensor) -> None:
         """Keep a sequence's first key, and take the mean of its keys once there are enough."""
@@ -172,10 +179,10 @@ class StoredTokens(Tokens):
         elif self.mean is None and length + count >= SMOOTHED:
             self._smooth(keys)
 
-    def write(self, keys: Tensor, values: Tensor, room: Sequence[Tensor]) -> None:
-        """Round tokens into room for each part."""
-        write(keys, room[0], room[1][..., 0], mean=self.mean, along=self.along)
-        write(values, room[2], room[3][..., 0])
+    def write(self, keys: Tensor, values: Tensor, parts: Sequence[Tensor], at: int = 0) -> None:
+        """Round tokens into the parts from place `at` on."""
+        write(keys, parts[0], parts[1], mean=self.mean, along=self.along, at=at)
+        write(values, parts[2], parts[3], at=at)
 
     def expect(self, queries: Tensor) -> None:
         """Let the errors of keys that are written from now on cancel along the mean of these queries."""
@@ -191,7 +198,7 @@ class StoredTokens(Tokens):
             keys = keys[:, :, -len(self) :].to(
                 views[0].device
             )  # a cache that offloads has moved its own by now
-            write(keys, views[0], views[1][..., 0], mean=self.mean, along=self.along)
+            write(keys, views[0], views[1], mean=self.mean, along=self.along)
 
     @staticmethod
     def _mean_of(keys: Tensor) -> Tensor:
@@ -203,11 +210,11 @@ class StoredTokens(Tokens):
         views = self.views()
         there = self.record(views).keys(views[0], torch.float32)
         self.mean = self._mean_of(torch.cat([there, more.float()], dim=2))
-        write(there, views[0], views[1][..., 0], mean=self.mean, along=self.along)
+        write(there, views[0], views[1], mean=self.mean, along=self.along)
 
     def record(self, parts: Sequence[Tensor], first: bool = True) -> StoredKV:
         """What turns these parts into numbers."""
-        return StoredKV(parts[1][..., 0], parts[3][..., 0], self.mean, self.first if first else None)
+        return StoredKV(parts[1], parts[3], self.mean, self.first if first else None)
 
     def read(self, parts: Sequence[Tensor], first: bool = True) -> tuple[Tensor, Tensor, StoredKV | None]:
         """Codes of keys and of values, and what turns them into numbers."""
@@ -219,19 +226,22 @@ class StoredTokens(Tokens):
             self.first = None
         elif self.first is not None and rows:
             mean = None if self.mean is None else self.mean[list(rows)]
-            record = StoredKV(parts[1], parts[3], mean)
+            record = StoredKV(parts[1][..., None], parts[3][..., None], mean)
             self.first = self.first.index_put(
                 (torch.tensor(rows, device=self.first.device),),
                 record.keys(parts[0][:, :, None], torch.float32)[:, :, 0],
             )
 
-    def carriers(self, last: int | None = None) -> tuple[StoredTensor, StoredTensor]:
-        """All keys and all values, or the `last` ones, as attention reads them."""
-        views = [part.view(last) for part in self.parts]
-        record = self.record(views, last is None or last >= len(self))
+    def carriers(
+        self, parts: Sequence[Tensor] | None = None, last: int | None = None
+    ) -> tuple[StoredTensor, StoredTensor]:
+        """All keys and all values, or the `last` ones, as attention reads them; `parts`: of all, where at hand."""
+        if parts is None:
+            parts = [part.view(last) for part in self.parts]
+        record = self.record(parts, last is None or last >= len(self))
         return (
-            StoredTensor(views[0], record, views[0].shape[3], self.dtype),
-            StoredTensor(views[2], record, self.dim_v, self.dtype),
+            StoredTensor(parts[0], record, parts[0].shape[3], self.dtype),
+            StoredTensor(parts[2], record, self.dim_v, self.dtype),
         )
 
     def held(self) -> dict[str, Tensor]:

@@ -151,6 +151,23 @@ def test_errors_cancel_along_the_mean_of_the_queries(level: str, dim: int) -> No
     assert int(edge.max()) <= 127
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_tokens_are_written_at_their_place_in_the_room_and_nowhere_else(bits: int) -> None:
+    x = torch.randn(2, 3, 2, 64)
+    codes = torch.full((2, 3, 9, 64 if bits == 8 else 32), 7, dtype=torch.int8 if bits == 8 else torch.uint8)
+    scale = torch.full((2, 3, 9), 7, dtype=torch.uint8)
+    store(x, codes, scale, rotated=True, at=4)
+    expected, scales = quantise(x, bits=bits)
+    assert (codes[:, :, 4:6].int() - expected.int()).abs().max() <= (1 if bits == 8 else 16)
+    assert torch.equal(scale[:, :, 4:6], scales)
+    for part in (codes, scale):
+        assert part[:, :, :4].eq(7).all()
+        assert part[:, :, 6:].eq(7).all()
+    for at in (-1, 8):
+        with pytest.raises(ValueError, match=f"place {at}, expected codes and scales with room"):
+            store(x, codes, scale, at=at)
+
+
 def test_storing_in_four_bits_needs_groups_of_channels() -> None:
     x = torch.randn(1, 1, 3, 16)
     with pytest.raises(RuntimeError, match="inconsistent extents"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, StableLmConfig
+from transformers import LlamaConfig, LlamaForCausalLM, StableLmConfig
 from transformers.masking_utils import causal_mask_function
 from transformers.utils import output_capturing
 
@@ -16,7 +16,9 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import Recorder, recording, tapping
-from adaattn_hf.patches import fast_path
+from adaattn_hf.patches import fast_path, interface
+from adaattn_hf.patches.cache.stored import AdaAttnCache
+from adaattn_hf.patches.cache.tokens import StoredTokens
 from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.patches.masks import adaattn_mask
 from adaattn_hf.patches.structured_mask import StructuredMask
@@ -219,3 +221,91 @@ def test_memory_that_cannot_be_read_as_it_is(warm: Any, what: str) -> None:
             out, _ = attend(module, q, other, v, mask)
             expected = truth(q, -k if what == "negated" else torch.zeros_like(k), v)
             torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+
+
+# ---------------- codes of a cache
+def small_llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=128, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="adaattn",
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).eval()
+    return model
+
+
+def steps_over(model: Any, caches: dict[str, Any], tokens: Tensor) -> dict[str, Tensor]:
+    """Logits of single tokens behind a prompt of 20, the caches taking turns at each length."""
+    found: dict[str, list[Tensor]] = {name: [] for name in caches}
+    with torch.no_grad():
+        for cache in caches.values():
+            model(tokens[:, :20], past_key_values=cache)
+        for at in range(20, tokens.shape[1]):
+            for name, cache in caches.items():
+                found[name].append(model(tokens[:, at : at + 1], past_key_values=cache).logits)
+    return {name: torch.cat(parts, 1) for name, parts in found.items()}
+
+
+def test_later_layers_of_a_step_over_codes_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives what the long way gives, to the last bit, and caches of other formats between do not confuse it."""
+    model, tokens = small_llama(), torch.randint(61, (2, 32))
+    long, calls = interface._attend_anew, [0]
+
+    def counted(*arguments: Any) -> Any:
+        calls[0] += 1
+        return long(*arguments)
+
+    monkeypatch.setattr(interface, "_attend_anew", counted)
+
+    def caches() -> dict[str, Any]:
+        return {name: AdaAttnCache(model, name) for name in ("int8", "k8v4", "model")}
+
+    fast_path._structures.clear()
+    alone = steps_over(model, {"int8": AdaAttnCache(model, "int8")}, tokens)["int8"]
+    # of each length the first layer
+    assert calls[0] == 13
+    together = steps_over(model, caches(), tokens)
+    with recording(Recorder()):
+        slowly = steps_over(model, caches(), tokens)
+    assert torch.equal(together["int8"], alone)
+    for name, logits in together.items():
+        assert torch.equal(logits, slowly[name])
+
+
+def test_codes_and_plain_integers_are_not_taken_for_one_another() -> None:
+    module, tokens = layer(), StoredTokens(*(torch.zeros(1, 2, 0, 32),) * 2, "int8")
+    keys = torch.randn(1, 2, 20, 32)
+    tokens.append(keys, keys)
+    key, value = tokens.carriers()
+    query = torch.randn(1, 4, 1, 32)
+    with torch.no_grad():
+        first, _ = attend(module, query, key, value, None)
+        ready = fast_path.recall((1, 1, 20, False))
+        assert ready is not None
+        assert ready.ready.stored
+        again, _ = attend(module, query, key, value, None)
+        assert torch.equal(first, again)
+        with pytest.raises(ValueError, match="dtype"):
+            attend(module, query, key.codes, value.codes, None)
+
+
+@pytest.mark.parametrize("what", ["scales", "mean", "first"])
+def test_a_record_that_does_not_belong_to_its_codes_is_refused(what: str) -> None:
+    """The memory behind it would be read all the same."""
+    module, tokens = layer(), StoredTokens(*(torch.zeros(1, 2, 0, 32),) * 2, "int8")
+    keys = torch.randn(1, 2, 20, 32)
+    tokens.append(keys, keys)
+    query = torch.randn(1, 4, 1, 32)
+    with torch.no_grad():
+        attend(module, query, *tokens.carriers(), None)
+        key, value = tokens.carriers()
+        record = key.record
+        assert record is not None
+        if what == "scales":
+            record.value_scale = record.value_scale[:, :, :19]
+        elif what == "mean":
+            record.key_mean = torch.zeros(1, 2, 64)[:, :, ::2]
+        else:
+            record.first_key = torch.zeros(1, 1, 32)
+        with pytest.raises(ValueError, match=r"value_scale|key_mean|first_key"):
+            attend(module, query, key, value, None)

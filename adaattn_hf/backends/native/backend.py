@@ -73,9 +73,15 @@ class NativeBackend(Backend):
         q, k, v = request.query, request.key, request.value
         if request.asks_nothing:
             return nothing_seen(request)
-        rules = rules_of(request.structure)
-        if request.stored is not None:
-            rules = replace(rules, **request.stored.rules())
+        rules, stored = rules_of(request.structure), request.stored
+        if stored is not None:
+            extended = request.bias is not None or request.sink_logits is not None or request.softcap
+            if not (extended or request.need_lse):
+                extents = q.shape, k.shape, v.shape, q.dtype, v.dtype
+                like = request.structure.cached(extents, lambda: call.forward_like(q, k, v, rules, stored))
+                if like is not None:
+                    return AttentionResult(like(q, k, v, request.scaling, stored))
+            rules = replace(rules, **stored.rules())
         if request.bias is not None or request.sink_logits is not None or request.softcap is not None:
             rules = with_extras(rules, request.bias, request.sink_logits, request.softcap or 0.0, k.shape[2])
         if torch.is_grad_enabled() and _needs_grad(request):
@@ -103,7 +109,8 @@ class NativeBackend(Backend):
         from .call import forward_like
         from .rules import rules_of
 
-        return forward_like(request.query, request.key, request.value, rules_of(request.structure))
+        rules = rules_of(request.structure)
+        return forward_like(request.query, request.key, request.value, rules, request.stored)
 
 
 def _refused_rules(spec: CallSpec) -> list[str]:

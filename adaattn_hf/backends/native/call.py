@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,10 @@ from torch import Tensor
 from ..base import FastCall
 from .guard import OFFSETS, check_extents, check_rule, readable
 from .library import BACKWARD, CALL, DTYPES, library, missing
-from .rules import NO_RULES, Rules
+from .rules import NO_RULES, Rules, stored_rules
+
+if TYPE_CHECKING:
+    from ...attention.stored import StoredKV
 
 __all__ = ["Gradients", "backward", "forward", "forward_like"]
 
@@ -133,11 +137,14 @@ def forward(
     return out, lse
 
 
-def forward_like(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> FastCall | None:
+def forward_like(
+    q: Tensor, k: Tensor, v: Tensor, rules: Rules, stored: StoredKV | None = None
+) -> FastCall | None:
     """`forward` without the log-sum-exp for calls with the shapes and dtypes of these tensors; None for empty ones.
 
     A small call costs as much here as in the library. So what depends on neither memory nor strides is worked out once,
-    and a call asks no more than whether it may read what it is given.
+    and a call asks no more than whether it may read what it is given. Where `stored` turns codes into numbers, every
+    call brings its own record.
     """
     native = library()
     extents = extents_of(q, k, v)
@@ -147,15 +154,22 @@ def forward_like(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> FastCall | No
     _checked(q, k, v)
     rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
     run, level, tail = native.forward, native.level, rules.packed + _FORWARD_TAIL
+    pack = None
+    if stored is not None:
+        pack = stored_rules(rules, (batch, kv_heads, kv_len), (batch, kv_heads, dim), _FORWARD_TAIL)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        addresses = _addresses(query, key, value)
-        if addresses is None:
-            out, _ = forward(query, key, value, scaling, rules)
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, scaling: float, record: StoredKV | None = None
+    ) -> Tensor:
+        addresses = addresses_of(query, key, value)
+        own = tail if pack is None or record is None else pack(record)
+        if addresses is None or own is None or (pack is None) is not (record is None):
+            asked = rules if record is None else replace(rules, **record.rules())
+            out, _ = forward(query, key, value, scaling, asked)
             assert out is not None  # it is asked for
             return out
         out = query.new_empty(batch, q_len, heads, dim_v)
-        status = run(arguments(addresses, query, key, value, out, None, extents, scaling, level, tail))
+        status = run(arguments(addresses, query, key, value, out, None, extents, scaling, level, own))
         if status:
             raise RuntimeError(_ERRORS[status])
         return out
@@ -175,7 +189,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _addresses(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int] | None:
+def addresses_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int] | None:
     """Where three tensors lie, if they can be read as they are; None asks for a closer look."""
     try:
         if type(q) is type(k) is type(v) is Tensor and q.is_cpu and k.is_cpu and v.is_cpu:
@@ -189,7 +203,7 @@ def _addresses(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int] | None:
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether three tensors can be read as they are and belong together; False asks for a closer look."""
-    if _addresses(q, k, v) is None or not q.dim() == k.dim() == v.dim() == 4:
+    if addresses_of(q, k, v) is None or not q.dim() == k.dim() == v.dim() == 4:
         return False
     batch, heads, _, dim = q.shape
     k_batch, kv_heads, kv_len, k_dim = k.shape

@@ -22,6 +22,8 @@ REPORT = "build_report.json"
 ABI_VERSION = 3
 CALL = struct.Struct("=5Q3q7q16qd2q")
 RULES = struct.Struct("=qQ2q3q2QdQQ5qQ4q2Q7qQqQ5qQq")
+STORED = struct.Struct("=2Q7qQqQ5qQq")
+"""The end of the rules: what turns stored keys and values into numbers, and which blocks are kept."""
 BACKWARD = struct.Struct("=Q4q3Q12qQ4q")
 """The argument structure in three parts: tensors to level, the rules of a call, what the backward adds."""
 STORE = struct.Struct("=4Q3q4q4q4q3q2qQ")

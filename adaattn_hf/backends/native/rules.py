@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...attention.structure import CallStructure
-from .guard import Form, check_rule
-from .library import DTYPES, RULES
+from .guard import Form, check_rule, lies
+from .library import DTYPES, RULES, STORED
 
-__all__ = ["COMPUTE", "NO_RULES", "Rules", "rules_of", "with_extras"]
+if TYPE_CHECKING:
+    from ...attention.stored import StoredKV
+
+__all__ = ["COMPUTE", "NO_RULES", "Rules", "rules_of", "stored_rules", "with_extras"]
 
 _SCALES = {torch.float32: 0, torch.uint8: 5}
 COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
@@ -182,6 +187,42 @@ def _find_rules(structure: CallStructure) -> Rules:
     # the table was made here, as the library reads it: nothing to check in every pass
     vars(rules)["_tensors"] = ()
     return rules
+
+
+def stored_rules(
+    rules: Rules, scales: tuple[int, ...], vectors: tuple[int, ...], tail: bytes
+) -> Callable[[StoredKV], bytes | None]:
+    """Packs the rules of a call with what turns its codes into numbers; None asks for a closer look at it.
+
+    Args:
+        rules: Of the call, without scales and kept blocks.
+        scales: Extents `(batch, num_kv_heads, kv_len)` of the scales.
+        vectors: `(batch, num_kv_heads, head_dim)` of the mean and the first key.
+        tail: What follows the rules.
+    """
+    head = rules.packed[: -STORED.size]
+    step = 0 if vectors[0] == 1 else vectors[1] * vectors[2]
+
+    def pack(stored: StoredKV) -> bytes | None:
+        keys, values = stored.key_scale, stored.value_scale
+        fits = keys.shape == scales == values.shape and keys.dtype is torch.uint8 is values.dtype
+        mean, first = _place(stored.key_mean, vectors), _place(stored.first_key, vectors)
+        if not fits or mean < 0 or first < 0 or not (lies(keys) and lies(values)):
+            return None
+        return head + STORED.pack(
+            keys.data_ptr(), values.data_ptr(), _SCALES[torch.uint8], *keys.stride(), *values.stride(),
+            first, 3 if stored.rotated else 0, 0, *_NONE4, 0, mean, step if mean else 0,
+        ) + tail  # fmt: skip
+
+    return pack
+
+
+def _place(vector: Tensor | None, extents: tuple[int, ...]) -> int:
+    """Where a vector for each head lies, 0 without one, -1 where it cannot be read as it is."""
+    if vector is None:
+        return 0
+    fits = vector.shape == extents and vector.dtype is torch.float32 and vector.is_contiguous()
+    return vector.data_ptr() if fits and lies(vector) else -1
 
 
 def with_extras(

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from ...attention.stored import quantise
-from .call import _ERRORS
+from .call import _ERRORS, addresses_of
 from .guard import lies
 from .library import DTYPES, STORE, library, missing
 
 __all__ = ["store", "write"]
 
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+_CODES = (torch.int8, torch.uint8)
 
 
 def store(
@@ -24,57 +25,66 @@ def store(
     along: Tensor | None = None,
     rotated: bool = False,
     level: int | None = None,
+    at: int = 0,
 ) -> None:
     """Write the codes and scales of tokens where they belong, as `adaattn_hf.attention.stored.quantise` defines them.
 
     Args:
         x: `[batch, heads, n, head_dim]`, any strides.
-        codes: Gets int8 `[batch, heads, n, head_dim]`, or codes of four bits: uint8 with half the channels.
-        scale: Gets uint8 `[batch, heads, n]`.
+        codes: int8 `[batch, heads, room, head_dim]`, or codes of four bits: uint8 with half the channels.
+        scale: uint8 `[batch, heads, room]`.
         mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off after turning.
         along: The same of length 1, the direction along which the errors of int8 codes cancel.
         rotated: Turn by `hadamard(head_dim)` first.
         level: Number of an instruction set, for tests; the library's own choice when None.
+        at: Place in the room of the first of the tokens.
 
     Raises:
         RuntimeError: The library is missing, or values of four bits do not come in groups of 32 channels.
         ValueError: Codes, scales or the mean do not fit the tokens.
     """
-    dim = x.shape[-1] if x.dim() else 0
-    channels = dim // 2 if codes.dtype is torch.uint8 else dim
-    extras = [t for t in (mean, along) if t is not None]
-    shape = tuple(x.shape)
-    fits = (
-        len(shape) == 4
-        and tuple(codes.shape) == (*shape[:3], channels)
-        and codes.dtype in (torch.int8, torch.uint8)
-        and codes.stride(3) == 1
-        and tuple(scale.shape) == shape[:3]
-        and scale.dtype is torch.uint8
-        and x.dtype in _NATIVE
-    )
-    for t in extras:
-        fits = fits and tuple(t.shape) == (*shape[:2], dim) and t.is_contiguous() and t.dtype is torch.float32
-    tensors = (x, codes, scale, *extras)
-    if not fits or not all(_in_memory(t) for t in tensors):
+    shape, room, dim = x.shape, scale.shape, x.shape[-1] if x.dim() else 0
+    fits = len(shape) == 4 and len(room) == 3 and 0 <= at <= room[2] - shape[2]
+    if fits:
+        beside = *shape[:2], dim
+        fits = (
+            room[:2] == shape[:2]
+            and codes.shape == (*room, dim // 2 if codes.dtype is torch.uint8 else dim)
+            and codes.dtype in _CODES
+            and codes.stride(3) == 1
+            and scale.dtype is torch.uint8
+            and x.dtype in _NATIVE
+            and (mean is None or _belongs(mean, beside))
+            and (along is None or _belongs(along, beside))
+        )
+    found = addresses_of(x, codes, scale)
+    if not fits or not (found or all(_in_memory(t) for t in (x, codes, scale))):
+        tensors = [t for t in (x, codes, scale, mean, along) if t is not None]
         raise ValueError(
             f"codes, scale, mean: got {[(tuple(t.shape), t.dtype, t.device.type) for t in tensors]} for tokens first, "
-            "expected codes and scales of every token, and a contiguous mean in fp32, in the memory of the CPU"
+            f"and place {at}, expected codes and scales with room for every token, and a contiguous mean in fp32, in "
+            "the memory of the CPU"
         )
     native = library()
     if native is None:
         raise RuntimeError(f"native backend: {'; '.join(missing())}")
+    x_at, codes_at, scale_at = found or (x.data_ptr(), codes.data_ptr(), scale.data_ptr())
+    steps, scale_steps = codes.stride(), scale.stride()
     status = native.handle.ada_store(
         STORE.pack(
-            x.data_ptr(), codes.data_ptr(), scale.data_ptr(), 0 if mean is None else mean.data_ptr(),
-            DTYPES[x.dtype], DTYPES[codes.dtype], rotated,
-            *x.shape, *x.stride(), *codes.stride(), *scale.stride(),
+            x_at, codes_at + at * steps[2], scale_at + at * scale_steps[2], 0 if mean is None else mean.data_ptr(),
+            DTYPES[x.dtype], DTYPES[codes.dtype], rotated, *shape, *x.stride(), *steps, *scale_steps,
             torch.get_num_threads(), native.level if level is None else level,
             0 if along is None else along.data_ptr(),
         )
     )  # fmt: skip
     if status:
         raise RuntimeError(_ERRORS[status])
+
+
+def _belongs(t: Tensor, extents: tuple[int, ...]) -> bool:
+    """Whether a vector for each head of each sequence can be read as it is."""
+    return t.shape == extents and t.dtype is torch.float32 and t.is_contiguous() and _in_memory(t)
 
 
 def _in_memory(t: Tensor) -> bool:
@@ -94,22 +104,17 @@ def write(
     mean: Tensor | None = None,
     along: Tensor | None = None,
     rotated: bool = True,
+    at: int = 0,
 ) -> None:
-    """Write codes and scales of `x` where they belong; what they are says `quantise`.
+    """Write codes and scales as `store` does, with its arguments, on every device and without the library.
 
-    Args:
-        x: `[batch, heads, n, head_dim]`.
-        codes: Gets int8 `[batch, heads, n, head_dim]`, or uint8 with half the channels for four bits.
-        scale: Gets uint8 `[batch, heads, n]`.
-        mean: fp32 `[batch, heads, head_dim]`, contiguous, taken off after turning.
-        along: As in `quantise`; elsewhere than on CPUs a single token does without, which would take many small steps.
-        rotated: Turn by `hadamard(head_dim)` first.
+    Elsewhere than on CPUs a single token does without `along`, which would take many small steps.
     """
     if x.is_cpu and x.dtype in _NATIVE and library() is not None:
-        store(x, codes, scale, mean=mean, along=along, rotated=rotated)
+        store(x, codes, scale, mean=mean, along=along, rotated=rotated, at=at)
         return
-    bits = 4 if codes.dtype is torch.uint8 else 8
-    along = along if x.is_cpu or x.shape[2] > 1 else None
+    bits, count = 4 if codes.dtype is torch.uint8 else 8, x.shape[2]
+    along = along if x.is_cpu or count > 1 else None
     made, scales = quantise(x, bits=bits, mean=mean, along=along, rotated=rotated)
-    codes.copy_(made)
-    scale.copy_(scales)
+    codes.narrow(2, at, count).copy_(made)
+    scale.narrow(2, at, count).copy_(scales)
