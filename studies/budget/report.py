@@ -187,6 +187,11 @@ def _made(study: dict[str, Any]) -> list[str]:
         f"* model: {settings['model']} in {settings['dtype']}; lengths {settings['lengths']}",
         f"* calibration text: {', '.join(settings['data'])}; held-out text: {', '.join(settings['verify_data'])}",
         *(
+            "* each of the held-out texts must keep the budget by its own sequences: an upper bound is the largest"
+            " of theirs"
+            for _ in range(len(settings["verify_data"]) > 1)
+        ),
+        *(
             f"* text of another kind, on which plans are measured once they are made: "
             f"{', '.join(settings['check_data'])}, {settings['check']} sequences per length; bounds one-sided at 95 %"
             for _ in range("check_data" in settings)
