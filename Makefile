@@ -113,8 +113,8 @@ bench-gate: $(READY) ## the grid of bench, failing where a cell is below its flo
 bench-native: $(READY) ## the native CPU kernels against torch, one and two threads; writes docs/results/native_cpu.*
 	$(BIN)/python tests/native/bench_native.py --write docs/results
 
-bench-cache: $(READY) ## caches beside one another; MODEL=DIR TEXT=FILE GGUF=FILE; writes docs/results/cache.*
-	PYTHONSAFEPATH= $(BIN)/python -m studies.cache --model $(MODEL) --text $(TEXT) $(if $(GGUF),--gguf-file $(GGUF)) --write docs/results
+bench-cache: $(READY) ## caches beside one another; MODEL=DIR TEXT=FILE GGUF=FILE MORE="--only speed --resume"; writes docs/results/cache.*
+	PYTHONSAFEPATH= $(BIN)/python -m studies.cache --model $(MODEL) --text $(TEXT) $(if $(GGUF),--gguf-file $(GGUF)) --write docs/results $(MORE)
 
 sanitize: $(READY) ## fuzz the native kernels, from C and from Python, under two sanitizers; CASES=2000 SEED=0
 	$(BIN)/python tests/native/sanitize.py --python $(BIN)/python --cases $(or $(CASES),2000) --seed $(or $(SEED),0)

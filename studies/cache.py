@@ -8,8 +8,10 @@ random keys, steps take the arms in turn, and ratios are of each round. Loss is 
 On a CUDA device (`--device cuda --shape 8b`, without MODEL no loss) a model shaped like LLaMA-8B is made there, and the
 arms follow one another, each with the device's memory to itself; the page is `cache_cuda.md`.
 
-Every length and batch is written as soon as it is measured, and `--resume` goes on behind it; a cache that fails there
-(a device that is full) leaves its reason. Caches of ours that hold more or less than `explain` foretells: exit code 1.
+Every length and batch is written as soon as it is measured, and `--resume` goes on behind it, with other lengths,
+batches and shapes, too; `--only speed` (`growth`, `loss`) measures a part, and the page shows what there is. A cache
+that fails (a device that is full) leaves its reason. Caches of ours that hold more or less than `explain` foretells:
+exit code 1.
 
 kvpress asks for older Transformers than these, and runs beside them: `pip install --no-deps kvpress cachetools fire`.
 """
@@ -36,6 +38,8 @@ from .cache_arms import OURS, SHAPES, present, shaped
 from .cache_page import page
 from .cache_speed import beyond, foretold, growth, speed
 from .cache_text import Arm, behind_prompts, losses
+
+SECTIONS = ("loss", "speed", "growth")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -65,7 +69,7 @@ def _kvpress(arms: Sequence[Arm]) -> str:
 
 
 def begun(file: Path, asked: dict[str, Any], place: torch.device, resume: bool) -> dict[str, Any]:
-    """What was measured before by the same commit and settings, or nothing yet.
+    """What was measured before by the same source and settings, or nothing yet.
 
     Raises:
         BadParameter: The file is of another run.
@@ -77,7 +81,12 @@ def begun(file: Path, asked: dict[str, Any], place: torch.device, resume: bool) 
     if not resume or not file.exists():
         return empty
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    same = ("commit", "device", "threads", "versions")
+    same = (
+        "source",
+        "device",
+        "threads",
+        "versions",
+    )  # the page itself lies in the checkout and changes its state
     before, now = (
         {"asked": one["asked"], **{k: one["provenance"][k] for k in same}} for one in (found, empty)
     )
@@ -114,6 +123,7 @@ def main(
         float,
         typer.Option(help="Seconds of a length and batch after which rounds end; of a cache on a device."),
     ] = 70,
+    only: Annotated[str, typer.Option(help="Parts to measure, in this order.")] = ",".join(SECTIONS),
     skip: Annotated[str, typer.Option(help="Words in the names of caches to leave out: quanto,hqq.")] = "",
     windows: Annotated[int, typer.Option(help="Windows of text.")] = 10,
     window: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
@@ -128,9 +138,11 @@ def main(
         torch.set_num_threads(threads)
     place = torch.device(device)
     shapes = [word for word in shape.split(",") if word]
-    if (model is None) != (text is None) or set(shapes) - set(SHAPES):
+    parts = only.split(",")
+    if (model is None) != (text is None) or set(shapes) - set(SHAPES) or set(parts) - set(SECTIONS):
         raise typer.BadParameter(
-            f"model, text, shape: got {model}, {text} and {shapes}, expected both or none, and of {list(SHAPES)}"
+            f"model, text, shape, only: got {model}, {text}, {shapes} and {parts}, expected the first two both or "
+            f"none, and of {list(SHAPES)} and {list(SECTIONS)}"
         )
     asked = {
         "rounds": rounds,
@@ -155,7 +167,7 @@ def main(
     if model is not None and text is not None:
         named, ids = _of_text(model, text, windows, window, gguf_file)
         named = named.to(place)
-        if not found["behind"]:
+        if "loss" in parts and not found["behind"]:
             arms, found["absent"] = present(named, left_out)
             found["kvpress"] = _kvpress(arms)
             found["loss"] = losses(named, arms, ids.to(place))
@@ -168,7 +180,7 @@ def main(
     cells = [
         (length, batch) for length in map(int, lengths.split(",")) for batch in map(int, batches.split(","))
     ]
-    for title, make in makes:
+    for title, make in makes if "speed" in parts else []:
         rows = found["speed"].setdefault(title, [])
         done = {(row["length"], row["batch"]) for row in rows}
         if done >= set(cells):
@@ -187,7 +199,7 @@ def main(
             keep(f"{title}: {length} tokens, batch {batch}")
         del one
         gc.collect()
-    if grow and not found["growth"]:
+    if "growth" in parts and grow and not found["growth"]:
         small = shaped("tiny", place)
         arms, memory = [arm for arm in present(small, left_out)[0] if arm.name in OURS], foretold(small)
         for arm in arms:

@@ -28,8 +28,16 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
         *("--model", str(demo_model_path("llama")), "--text", str(pages_path("heldout"))),
         *("--write", str(tmp_path), *options.split()),
     ]
-    done = CliRunner().invoke(app, call)
+    first = CliRunner().invoke(app, [*call, "--only", "growth"])
+    assert first.exit_code == 0, first.output
+    found = json.loads((tmp_path / "cache.json").read_text())
+    assert (found["loss"], found["speed"]) == ([], {})
+    assert "| AdaAttnCache int8 | 150 |" in (tmp_path / "cache.md").read_text()
+    found["provenance"]["commit"] += "+dirty"  # as the page's own writing makes it in a checkout
+    (tmp_path / "cache.json").write_text(json.dumps(found))
+    done = CliRunner().invoke(app, [*call, "--resume"])
     assert done.exit_code == 0, done.output
+    assert "150 steps" not in done.output
     found = json.loads((tmp_path / "cache.json").read_text())
     ran = {arm.name for arm in ARMS} - set(found["absent"])
     assert {"DynamicCache", "StaticCache", "AdaAttnCache model", "AdaAttnCache int8"} <= ran
@@ -68,6 +76,11 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
     other = CliRunner().invoke(app, [*call, "--resume", "--steps", "3"])
     assert other.exit_code == 2
     assert "another asked" in other.output
+    found["provenance"]["source"] = "another"
+    (tmp_path / "cache.json").write_text(json.dumps(found))
+    other = CliRunner().invoke(app, [*call, "--resume"])
+    assert "another source" in other.output
+    assert "expected the first two both" in CliRunner().invoke(app, [*call, "--only", "all"]).output
 
 
 def test_a_cache_that_fails_in_a_cell_leaves_its_reason_and_the_others() -> None:
