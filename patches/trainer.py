@@ -60,7 +60,7 @@ def plan_statistics(model: nn.Module) -> dict[str, float]:
     exact = sum(unit.exact_price for unit in plan.units)
     found = {
         "adaattn/plan/heads": float(sum(kinds.values())),
-        "adaattn/plan/predicted_risk": sum(unit.risk for unit in plan.units),
+        "adaattn/plan/predicted_risk": plan.predicted_loss,
         **{f"adaattn/plan/{kind}": float(count) for kind, count in sorted(kinds.items())},
     }
     if exact > 0:

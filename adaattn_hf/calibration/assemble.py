@@ -20,22 +20,28 @@ from ..plans.plan import PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord,
 from ..plans.tensors import LayerTensors
 from ..policy.acceptance import Gates
 from ..policy.explore import SolverTable
-from ..policy.knapsack import Allocation, Array, evaluate, shared_prices
+from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_length
 from .measure import Measurement
 from .settings import Calibration
 
 
-def make_plan(measurement: Measurement, picks: NDArray[np.int64], verified: Verified | None = None) -> Plan:
+def make_plan(
+    measurement: Measurement,
+    picks: NDArray[np.int64],
+    verified: Verified | None = None,
+    alpha: Array | None = None,
+) -> Plan:
     """Returns the plan of an allocation, without a protocol and without tensors.
 
     Args:
         measurement: Risks and prices of a model.
         picks: `[units]`, place among the candidates of each unit's choice.
         verified: The proof, if there is one.
+        alpha: `[lengths]`, factors that re-scaled the sums of risks; 1 where no whole plan was measured.
     """
     facts, settings = measurement.layers, measurement.inputs.settings
     layers, units = [], []
-    records = _records(measurement, picks)
+    records = _records(measurement, picks, np.ones(len(settings.lengths)) if alpha is None else alpha)
     for place, index in enumerate(facts.indices):
         mine = picks[place * facts.kv_heads : (place + 1) * facts.kv_heads]
         layer = LayerPlan(
@@ -66,9 +72,9 @@ def make_plan(measurement: Measurement, picks: NDArray[np.int64], verified: Veri
     )
 
 
-def _records(measurement: Measurement, picks: NDArray[np.int64]) -> list[UnitRecord]:
+def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -> list[UnitRecord]:
     """Risk, prices and dropped mass of each unit."""
-    risks = measurement.risks().max(axis=0)
+    risk = worst_length(measurement.risks() * alpha[:, None, None], picks)
     price, exact_price = (
         shared_prices(one, measurement.prices, measurement.launches) for one in (picks, np.zeros_like(picks))
     )
@@ -79,7 +85,7 @@ def _records(measurement: Measurement, picks: NDArray[np.int64]) -> list[UnitRec
         UnitRecord(
             layer,
             head,
-            float(risks[unit, picks[unit]]),
+            float(risk[unit]),
             float(price[unit]),
             float(exact_price[unit]),
             *(float(value) for value in dropped[unit, picks[unit]]),
@@ -100,7 +106,7 @@ def finished_plan(
         alpha: `[lengths]`, factors that re-scaled the sums of risks.
         gates: What had to hold.
     """
-    plan = make_plan(measurement, picks, verified)
+    plan = make_plan(measurement, picks, verified, alpha)
     tensors: dict[str, Tensor] = {}
     for layer in plan.layers:
         tensors.update(needed_tensors(layer, measurement.layers.tensors[layer.layer]))

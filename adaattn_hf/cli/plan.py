@@ -144,7 +144,7 @@ def _numbers(plan: Plan) -> dict[str, float | None]:
     price = sum(unit.price for unit in plan.units)
     return {
         "budget, nats/token": plan.budget,
-        "predicted loss, nats/token": sum(unit.risk for unit in plan.units),
+        "predicted loss, nats/token": plan.predicted_loss,
         "proved loss, at most, nats/token": plan.verified.upper if plan.verified else None,
         "attention of planned layers, times as fast": sum(u.exact_price for u in plan.units) / price
         if price

@@ -99,7 +99,7 @@ def _stop(
         "picks": [choices[rows[layer][head]] if head < len(rows[layer]) else 0 for layer, head in units],
         "risk": [rounded(value) for value in risk],
         "time": [rounded(value) for value in time],
-        "loss": rounded(sum(risk)),
+        "loss": rounded(plan.predicted_loss),
         "speed": rounded(exact / price) if price > 0.0 else 1.0,
         "proof": proof(plan),
     }

@@ -88,7 +88,8 @@ class UnitRecord:
     Attributes:
         layer: Layer index.
         head: Key/value head.
-        risk: Predicted loss in nats/token of the choice, at the length bin where it is largest.
+        risk: Predicted loss in nats/token of the choice, re-scaled by what whole plans lost, at the length bin where
+            that of the whole plan is largest.
         price: Measured seconds of the choice over a prefill of every length with its decode steps; heads of a
             launch share its fixed cost.
         exact_price: The same of the exact choice.
@@ -248,6 +249,11 @@ class Plan:
         indices = [layer.layer for layer in self.layers]
         if indices != sorted(set(indices)):
             raise PlanError(f"layers are {indices}, expected rising indices, each once")
+
+    @property
+    def predicted_loss(self) -> float:
+        """The sum of the risks, nats/token."""
+        return sum(unit.risk for unit in self.units)
 
     @property
     def cache(self) -> tuple[str, bool] | None:

@@ -61,12 +61,11 @@ def facts(plan: Plan) -> list[str]:
 def summary(plan: Plan) -> list[str]:
     """Returns what a plan is and what was proved of it, in lines."""
     lines = facts(plan)
-    risk = sum(unit.risk for unit in plan.units)
     exact, price = sum(unit.exact_price for unit in plan.units), sum(unit.price for unit in plan.units)
     if plan.units and price > 0.0:
         lines.append(
-            f"predicted loss {risk:.2e} nats/token; attention of the planned layers {exact / price:.2f} times as "
-            "fast as exact, by the prices it was chosen by"
+            f"predicted loss {plan.predicted_loss:.2e} nats/token; attention of the planned layers "
+            f"{exact / price:.2f} times as fast as exact, by the prices it was chosen by"
         )
     lines.append(
         plan.verified.sentence

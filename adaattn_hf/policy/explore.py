@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..plans.page import proof, rounded
 from ..plans.plan import Plan
-from .knapsack import Allocation, Array, Launches, allocate, evaluate, shared_prices
+from .knapsack import Allocation, Array, Launches, allocate, evaluate, shared_prices, worst_length
 
 __all__ = ["BUDGETS", "SolverTable", "explorer"]
 
@@ -177,7 +177,7 @@ def _stop(name: str, table: SolverTable, found: Allocation, base: float) -> dict
     return {
         "name": name,
         "picks": found.picks.tolist(),
-        "risk": [rounded(v) for v in table.risks.max(axis=0)[units, found.picks].tolist()],
+        "risk": [rounded(v) for v in worst_length(table.risks, found.picks).tolist()],
         "time": [rounded(v) for v in (price / full).tolist()],
         "loss": rounded(float(found.risk.max())),
         "speed": rounded(base / found.price),

@@ -69,6 +69,12 @@ def shared_prices(picks: NDArray[np.int64], prices: Array, launches: Launches) -
     return np.asarray(prices[units, picks] + launches.constant[groups] / members)
 
 
+def worst_length(risks: Array, picks: NDArray[np.int64]) -> Array:
+    """Returns the risk `[units]` of given picks at the length where their sum is largest."""
+    chosen = risks[:, np.arange(len(picks)), picks]
+    return np.asarray(chosen[chosen.sum(axis=1).argmax()])
+
+
 def allocate(
     prices: Array, risks: Array, budget: Array, launches: Launches | None = None, gap: float = 1e-4
 ) -> Allocation:

@@ -68,6 +68,8 @@ def test_every_plan_of_the_page_is_the_solvers(
     (own,) = [stop for stop in data["stops"] if stop["proof"]]
     assert own["picks"] == picks_of(measurement, result.plan).tolist()
     assert own["proof"]["upper"] == result.plan.verified.upper  # type: ignore[union-attr]
+    assert own["loss"] == pytest.approx(result.plan.predicted_loss, rel=1e-3)
+    assert own["loss"] == pytest.approx(sum(own["risk"]), rel=1e-3)
     every = storages(measurement, programs(measurement, np.array(own["picks"])))
     (storage,) = [one for one in every if one.stored == "model"]
     assert own["memory"] == pytest.approx(storage.share, rel=1e-3)

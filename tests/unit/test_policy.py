@@ -16,7 +16,7 @@ from adaattn_hf.policy.aim import LossLaw, Observation
 from adaattn_hf.policy.backoff import Caution
 from adaattn_hf.policy.candidates import candidates
 from adaattn_hf.policy.decisive import decisive_pairs
-from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, shared_prices
+from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, shared_prices, worst_length
 from adaattn_hf.policy.prices import Price, PriceTable, fit_price
 from adaattn_hf.policy.risk import RiskTable, corrected, rescale
 from adaattn_hf.policy.sequential import Attempts, hopeless, look_levels, look_sizes, spent
@@ -63,6 +63,13 @@ def test_more_budget_never_costs_more(seed: int) -> None:
         allocate(prices, risks, budget * factor, launches, gap=0.0).price for factor in (0.0, 0.5, 1.0, 4.0)
     ]
     assert all(b <= a + 1e-9 for a, b in itertools.pairwise(costs))
+
+
+def test_risks_of_a_plan_are_those_of_its_worst_length() -> None:
+    risks = np.array([[[0.0, 1.0], [0.0, 5.0]], [[0.0, 4.0], [0.0, 3.0]]])
+    picks = np.array([1, 1])
+    assert worst_length(risks, picks).tolist() == [4.0, 3.0]
+    assert worst_length(risks, picks).sum() == evaluate(picks, np.ones((2, 2)), risks).risk.max()
 
 
 def test_knapsack_forbids_infinite_risk_and_needs_a_riskless_choice() -> None:
