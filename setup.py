@@ -67,6 +67,9 @@ class WithLibrary(Distribution):
 def description() -> str:
     """The README with its links to files made absolute: the package index shows it away from them."""
     text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    text = re.sub(
+        r"(!\[[^\]]*\]\()(?!https?://)", rf"\1{REPOSITORY}/raw/main/", text
+    )  # pictures, not pages about them
     return re.sub(r"\]\((?!https?://|#)([^)]+)\)", rf"]({REPOSITORY}/blob/main/\1)", text)
 
 

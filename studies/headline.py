@@ -16,11 +16,24 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.pages import loss, percent
 
 from .headline_picture import Bar, draw
+from .headline_plan import draw as draw_plans
 
-__all__ = ["BEGIN", "END", "PICTURE", "block", "budget_block", "figures", "picture", "rewrite"]
+__all__ = [
+    "BEGIN",
+    "END",
+    "PICTURE",
+    "PLANS",
+    "block",
+    "budget_block",
+    "figures",
+    "picture",
+    "plans_picture",
+    "rewrite",
+]
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 PICTURE = RESULTS.parent / "assets" / "speed.svg"
+PLANS = RESULTS.parent / "assets" / "plans.svg"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 # What a line says, the cell's title, and the results that hold it.
@@ -106,6 +119,12 @@ def picture(reports: Mapping[str, Mapping[str, Any]]) -> str:
         spread = ratio["quartile_25"], ratio["quartile_75"]
         bars.append(Bar(f"{says} ({short})", where, "threads" not in where, ratio["median"], *spread))
     return draw(bars, "Exact attention: times as fast as the fastest stock implementation")
+
+
+def plans_picture(study: Mapping[str, Any]) -> str:
+    """The plans of the first seed, one per budget, in SVG."""
+    first = [record for record in study["seeds"] if record["seed"] == 0]
+    return draw_plans(first, "What a loss budget buys: two plans of SmolLM2-135M for up to 8,192 tokens")
 
 
 def figures(reports: Mapping[str, Any]) -> str:
@@ -229,10 +248,11 @@ def kept_reports(results: Path = RESULTS) -> dict[str, Any]:
 
 
 def main(*paths: str) -> None:
-    """Rewrites pages, and the picture that they show."""
+    """Rewrites pages, and the pictures that they show."""
     reports = kept_reports()
     table = figures(reports)
     write_atomically(PICTURE, picture(reports).encode())
+    write_atomically(PLANS, plans_picture(reports["budget"]).encode())
     for page in map(Path, paths):
         write_atomically(page, rewrite(page.read_text(encoding="utf-8"), table).encode())
 

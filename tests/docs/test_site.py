@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 import adaattn_hf
+from adaattn_hf.plans.page import page
 
 from ..support.source_tree import ROOT, read_modules
+from ..unit.test_plan_page import embedded
 
 GENERATED = {"benchmarks.md", "changelog.md", "contributing.md", "reference/commands.md"}
 LOADED = re.compile(
@@ -47,6 +49,11 @@ def test_every_page_is_in_the_navigation_and_exists() -> None:
     assert len(named) == len(set(named))
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert set(named) == (pages | GENERATED) - {"results/quality/README.md"}
+
+
+def test_the_front_pages_explorer_is_drawn_by_the_present_code() -> None:
+    shown = (ROOT / "docs" / "assets" / "explorer.html").read_text(encoding="utf-8")
+    assert page(embedded(shown)) == shown, "the page's template has changed: make explorer"
 
 
 def test_every_public_name_has_a_place_in_the_reference() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,16 @@ def test_a_citation_names_what_the_format_asks_for() -> None:
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert Path(ROOT / "LICENSE").is_file()
     assert citation["license"] == project()["project"]["license"]
+
+
+def test_pictures_of_the_package_index_are_files_and_not_pages_about_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "--long-description"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", done.stdout)
+    assert pictures
+    assert all(re.fullmatch(r"https://github\.com/.*/raw/main/docs/assets/\w+\.svg", one) for one in pictures)

@@ -40,6 +40,17 @@ def test_the_picture_is_well_formed_and_names_every_bar() -> None:
         assert ratio in texts, ratio
 
 
+def test_the_picture_of_plans_shows_what_the_results_hold() -> None:
+    study = headline.kept_reports()["budget"]
+    shown = headline.PLANS.read_text(encoding="utf-8")
+    assert headline.plans_picture(study) == shown
+    first = [record for record in study["seeds"] if record["seed"] == 0]
+    cells = ElementTree.fromstring(shown).findall(".//{http://www.w3.org/2000/svg}rect")
+    assert len(cells) == sum(len(record["picks"]) for record in first)
+    first[0]["picks"][0] = "w777+16 bf16"
+    assert ">777<" in headline.plans_picture(study)
+
+
 def test_another_figure_would_show() -> None:
     reports = headline.kept_reports()
     before = headline.block(reports)
