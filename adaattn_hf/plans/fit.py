@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -97,30 +98,35 @@ class Weights(NamedTuple):
         parameters: Its parameters.
         versions: How often each was changed in place.
         pointers: Where each lies in memory.
-        holders: The dictionary of children of each of its modules, with the children.
+        holders: The dictionaries of parameters and of children of each of its modules, with what they held.
     """
 
     parameters: tuple[torch.Tensor, ...]
     versions: list[int]
     pointers: list[int]
-    holders: tuple[tuple[Mapping[str, nn.Module | None], list[nn.Module | None]], ...]
+    holders: tuple[tuple[Mapping[str, Any], list[Any]], ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> Weights:
         """Takes note of a module's weights as they are."""
         parameters = tuple(module.parameters())
-        held = tuple(
-            (part._modules, list(part._modules.values())) for part in module.modules() if part._modules
-        )
+        dictionaries = [
+            held for part in module.modules() for held in (part._parameters, part._modules) if held
+        ]
         versions, pointers = [p._version for p in parameters], [p.data_ptr() for p in parameters]
-        return cls(parameters, versions, pointers, held)
+        return cls(
+            parameters, versions, pointers, tuple((held, list(held.values())) for held in dictionaries)
+        )
 
     def same(self) -> bool:
         """Whether they still are: no weight changed in place, replaced, cast or wrapped."""
         return (
             [p._version for p in self.parameters] == self.versions
             and [p.data_ptr() for p in self.parameters] == self.pointers
-            and all(list(children.values()) == known for children, known in self.holders)
+            and all(
+                len(held) == len(before) and all(map(is_, held.values(), before))
+                for held, before in self.holders
+            )
         )
 
 

@@ -100,7 +100,7 @@ def test_a_plan_that_was_not_proven_runs_only_where_somebody_says_so() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("change", ["step", "load", "cast", "wrap"])
+@pytest.mark.parametrize("change", ["step", "load", "assign", "cast", "wrap"])
 def test_changes_of_weights_after_the_first_call_are_noticed(change: str) -> None:
     _, ours, _ = planned_pair()
     other = fresh_pair("llama")[0]
@@ -108,8 +108,9 @@ def test_changes_of_weights_after_the_first_call_are_noticed(change: str) -> Non
     attention = ours.model.layers[1].self_attn
     if change == "step":
         attention.q_proj.weight.add_(0.1)
-    elif change == "load":
-        ours.load_state_dict({name: value + 0.1 for name, value in other.state_dict().items()})
+    elif change in ("load", "assign"):
+        weights = {name: value + 0.1 for name, value in other.state_dict().items()}
+        ours.load_state_dict(weights, assign=change == "assign")
     elif change == "cast":
         ours.to(torch.bfloat16)
     else:
