@@ -16,18 +16,18 @@ from transformers.utils import output_capturing
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import active_recorder, active_seats, active_tap
+from adaattn_hf.attention.tap import NOBODY, listening
 from adaattn_hf.backends.base import FastCall, spec_of
 from adaattn_hf.backends.select import attend, choose
 
 from .families import HARMLESS, loses_borders
-from .structured_mask import StructuredMask
 
 __all__ = [
     "MOST",
     "Ready",
     "attend_and_keep",
     "collects_weights",
+    "facts_of",
     "maskless",
     "may_share",
     "recall",
@@ -45,6 +45,9 @@ MOST = 64
 _structures: dict[Hashable, CallStructure] = {}
 
 recall = _structures.get
+
+_collector = output_capturing._active_collector
+_casts = torch._C._is_any_autocast_enabled
 
 
 def tracing() -> bool:
@@ -68,45 +71,35 @@ class Ready(NamedTuple):
     """A call that a layer came to, and the facts under which it did.
 
     Attributes:
-        backend: The one that was asked for by name, if any.
         config: The configuration of the module that asked.
         fields: Those of the configuration; they held no settings of ours, and may since.
-        device: Of query, key and value.
-        dtypes, shapes: Of query, key and value.
-        gradient: Whether a gradient flows.
-        stored: Whether keys and values are codes of a cache.
+        facts: What `facts_of` said.
         attend: The call.
     """
 
-    backend: str | None
     config: Any
     fields: Mapping[str, Any]
-    device: torch.device
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    shapes: tuple[torch.Size, torch.Size, torch.Size]
-    gradient: bool
-    stored: bool
+    facts: Hashable
     attend: FastCall
 
-    def fits(
-        self, backend: str | None, config: Any, query: Tensor, key: Tensor, value: Tensor, stored: bool
-    ) -> bool:
-        """Whether another call looks the same. Autocast, listeners and keywords are the caller's to ask for."""
-        return (
-            config is self.config
-            and backend is self.backend
-            and self.fields.get("adaattn") is None
-            and stored is self.stored
-            and (query.dtype, key.dtype, value.dtype) == self.dtypes
-            and (query.shape, key.shape, value.shape) == self.shapes
-            and query.device == self.device
-            and self.gradient is flows(query, key, value)
-        )
 
+def facts_of(backend: str | None, query: Tensor, key: Tensor, value: Tensor, stored: bool) -> Hashable:
+    """What a kept call holds for, besides its structure: the backend that was named, and all but the numbers.
 
-def flows(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether a gradient flows into one of them."""
-    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    `stored`: whether keys and values are codes of a cache.
+    """
+    return (
+        backend,
+        stored,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.shape,
+        key.shape,
+        value.shape,
+        query.device,
+        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+    )
 
 
 def structure_at_hand(
@@ -117,9 +110,7 @@ def structure_at_hand(
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> CallStructure | None:
-    """The structure that `_read_mask` gives, where it need not be made; it may be one for other extents."""
-    if type(attention_mask) is StructuredMask:
-        return attention_mask.structure
+    """The structure that `_read_mask` gives where no mask came, if it need not be made."""
     if attention_mask is not None or sliding_window is not None or not query.dim() == key.dim() == 4:
         return None
     return recall(maskless(module, query.shape, key.shape, is_causal))
@@ -141,12 +132,10 @@ def undisturbed(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Nothing but a call's tensors can make it differ from the pass's other calls: no cast, keyword or listener."""
     return (
         IDLE.issuperset(kwargs)
-        and not torch._C._is_any_autocast_enabled()
+        and listening() == NOBODY
+        and not _casts()
         and not module.__dict__.get("reorder_and_upcast_attn")
-        and active_tap() is None
-        and active_seats() is None
-        and active_recorder() is None
-        and not collects_weights()
+        and ((collector := _collector.get()) is None or "attentions" not in collector)
     )
 
 
@@ -161,27 +150,24 @@ def attend_and_keep(
 ) -> Tensor:
     """Attention without extras but codes; the structure that came keeps the way to it for calls that look the same."""
     query, key, value = request.query, request.key, request.value
-    shapes, gradient = (query.shape, key.shape, value.shape), flows(query, key, value)
-    dtypes = query.dtype, key.dtype, value.dtype
     beside = () if request.stored is None else (request.stored,)
 
     def find() -> FastCall | None:
         spec = spec_of(request, forced)
         return choose(spec, forced).fast_call(spec, request)
 
+    facts = facts_of(backend, query, key, value, request.stored is not None)
     # other configurations may share the structure
-    call = request.structure.cached(("call", forced, gradient, dtypes, query.device, shapes), find)
+    call = request.structure.cached(("call", forced, facts), find)
     if call is None:
         return attend(request, forced).out
     if undisturbed(module, kwargs) and not loses_borders(config):
         fields = {} if config is None else object.__getattribute__(config, "__dict__")
-        structure.ready = Ready(
-            backend, config, fields, query.device, dtypes, shapes, gradient, bool(beside), call
-        )
+        structure.ready = Ready(config, fields, facts, call)
     return call(query, key, value, request.scaling, *beside)
 
 
 def collects_weights() -> bool:
     """Whether a collector will pick the weights up: GPT-2 keeps the keyword that asks for them to itself."""
-    collector = output_capturing._active_collector.get()
+    collector = _collector.get()
     return collector is not None and "attentions" in collector

@@ -18,9 +18,7 @@ from adaattn_hf.attention.request import (
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import (
     SEATED,
-    active_recorder,
-    active_seats,
-    active_tap,
+    listening,
     transform_at_work,
 )
 from adaattn_hf.backends.base import spec_of
@@ -29,8 +27,9 @@ from adaattn_hf.backends.select import attend
 from adaattn_hf.config import raw_settings, settings_in
 
 from . import fast_path
+from .dtypes import one_dtype, restored
 from .families import HARMLESS, loses_borders
-from .fast_path import Ready
+from .fast_path import facts_of, undisturbed
 from .structured_mask import StructuredMask
 
 __all__ = ["AttentionFunction", "attention_function"]
@@ -53,6 +52,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
     Args:
         backend: Name of the backend to use for every call, or None to choose one per kind of call.
     """
+    maybe_native = backend is None or backend == "native"
 
     def adaattn(
         module: nn.Module,
@@ -88,7 +88,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 adaattn, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
                 is_causal=is_causal, softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
             )  # fmt: skip
-        if not compiling and (backend is None or backend == "native") and (transform := transform_at_work()):
+        if maybe_native and not compiling and (transform := transform_at_work()):
             from .refusals import check_transform
 
             check_transform(backend, transform, query, key)
@@ -96,13 +96,6 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal,
                 softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
             )  # fmt: skip
-        extras = (
-            dropout
-            or softcap is not None
-            or s_aux is not None
-            or sinks is not None
-            or position_bias is not None
-        )
         stored = streams = None
         if not isinstance(key, Tensor):  # `StoredTensor`, which caches hand on that keep no plain numbers
             carriers: tuple[Any, Any] = key, value
@@ -110,19 +103,33 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             key, value = carriers[0].codes, carriers[1].codes
         elif not compiling and (prompt := getattr(key, "_adaattn_prompt", None)) is not None:
             prompt.reread(query, key)  # what its cache rounded it into, see `cache.tokens.PROMPT`
-        known = scaling is None or type(scaling) is float
-        if known and not (compiling or extras) and streams is None:
-            structure = fast_path.structure_at_hand(
-                module, query, key, attention_mask, is_causal, sliding_window
-            )
-            ready: Ready | None = None if structure is None else structure.ready
+        if (
+            not (compiling or dropout)
+            and softcap is None
+            and s_aux is None
+            and sinks is None
+            and position_bias is None
+            and streams is None
+            and (scaling is None or type(scaling) is float)
+        ):
+            if type(attention_mask) is StructuredMask:
+                structure: CallStructure | None = attention_mask.structure  # maybe one for other extents
+            else:
+                structure = fast_path.structure_at_hand(
+                    module, query, key, attention_mask, is_causal, sliding_window
+                )
             if (
-                ready is not None
-                and ready.fits(backend, module.__dict__.get("config"), query, key, value, stored is not None)
-                and fast_path.undisturbed(module, kwargs)
+                structure is not None
+                and (ready := structure.ready) is not None
+                and module.__dict__.get("config") is ready.config
+                and ready.fields.get("adaattn") is None
+                and facts_of(backend, query, key, value, stored is not None) == ready.facts
+                and undisturbed(module, kwargs)
             ):
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
-                return ready.attend(query, key, value, factor, *(() if stored is None else (stored,))), None
+                if stored is None:
+                    return ready.attend(query, key, value, factor), None
+                return ready.attend(query, key, value, factor, stored), None
         return _attend_anew(
             backend, module, query, key, value, attention_mask, is_causal, sliding_window, scaling, dropout, softcap,
             sinks if s_aux is None else s_aux, position_bias, kwargs, compiling, stored, streams,
@@ -184,9 +191,9 @@ def _attend_anew(
         )
     out_dtype = query.dtype
     if stored is None and streams is None:
-        query, key, value = _one_dtype(module, query, key, value)
+        query, key, value = one_dtype(module, query, key, value)
     else:
-        query, _, _ = _one_dtype(module, query, query, query)
+        query, _, _ = one_dtype(module, query, query, query)
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         query, key, value = in_one_batch(query, key, value)
     opaque = not (compiling or type(query) is type(key) is type(value) is Tensor) and holds_no_memory(
@@ -209,7 +216,7 @@ def _attend_anew(
     config = getattr(module, "config", None)
     adapted = raw_settings(config) is not None
     forced = settings_in(config).backend if adapted and backend is None else backend
-    adapted = adapted or (not compiling and active_seats() is not None)
+    adapted = adapted or (not compiling and listening().seats is not None)
     wanted = (meant and bool(kwargs.get("output_attentions"))) or (
         not compiling and fast_path.collects_weights()
     )
@@ -229,14 +236,14 @@ def _attend_anew(
         from .cache.streams import attend_streams  # loaded with the cache that needs it
 
         out = attend_streams(module, request, streams, forced, wanted)
-        return (out if out.dtype is out_dtype else _restored(out, out_dtype)), None
-    recorder = None if compiling else active_recorder()
+        return (out if out.dtype is out_dtype else restored(out, out_dtype)), None
+    recorder = None if compiling else listening().recorder
     if recorder is not None:
         recorder.record(module, spec_of(request), forced)
         if recorder.dry:
             shape = (query.shape[0], query.shape[2], query.shape[1], head_dim_of(value))
             return query.new_empty(shape), None
-    tap = None if compiling else active_tap()
+    tap = None if compiling else listening().tap
     weights = None
     if adapted:
         from .planned import by_plan  # calls without settings never load what plans need
@@ -252,7 +259,7 @@ def _attend_anew(
         weights = attention_weights(request)
     if recorder is not None:
         recorder.answered(module, request, forced, out)
-    return (out if out.dtype is out_dtype else _restored(out, out_dtype)), weights
+    return (out if out.dtype is out_dtype else restored(out, out_dtype)), weights
 
 
 def _extended(request: AttentionRequest) -> bool:
@@ -290,41 +297,6 @@ def _with_keywords(
     if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
         structure = with_selected_keys(module, structure, query.shape[1], kwargs)
     return structure
-
-
-def _restored(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Autocast defines the output's dtype, as it does for stock attention; nothing else may change it."""
-    return out if _autocasts(out.device.type) else out.to(dtype)
-
-
-def _autocasts(device: str) -> bool:
-    """Whether autocast is on; the meta device, on which `explain` runs models, has none."""
-    return device != "meta" and torch.is_autocast_enabled(device)
-
-
-def _one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value in one dtype: autocast's where it is on, else the widest that came.
-
-    Rotary embeddings leave queries and keys in fp32 under autocast while values are half; GPT-2 may ask for fp32.
-    """
-    dtype = query.dtype
-    # GPT-2's setting; asked of the instance's dictionary because `Module.__getattr__` is slow to miss
-    upcasts = module.__dict__.get("reorder_and_upcast_attn")
-    casts = torch._C._is_any_autocast_enabled() and _autocasts(query.device.type)
-    if not (casts or upcasts) and dtype is key.dtype is value.dtype:
-        return query, key, value
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not tensor.dtype.is_floating_point:
-            raise ValueError(
-                f"{name}: got {tensor.dtype}, expected a floating-point dtype; cast it with .float()"
-            )
-    if casts:
-        dtype = torch.get_autocast_dtype(query.device.type)
-    else:
-        dtype = torch.promote_types(torch.promote_types(dtype, key.dtype), value.dtype)
-    if upcasts:
-        dtype = torch.promote_types(dtype, torch.float32)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _read_mask(

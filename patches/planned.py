@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.tap import Tap, active_seats
+from adaattn_hf.attention.tap import Tap, listening
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import attend
 from adaattn_hf.config import settings_in
@@ -45,7 +45,7 @@ def by_plan(
     else:
         if compiling and getattr(config, "attention_chunk_size", None):
             _refuse_chunks(module, program)
-        if not compiling and settings_in(config).monitor and active_seats() is None:
+        if not compiling and settings_in(config).monitor and listening().seats is None:
             program = watched(module, program, request.widened())
         out = execute.attend(program, request, forced, window).out
     if not compiling and tap is None and (limit := settings_in(config).shadow):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 __all__ = ["Segment", "find_segments"]
@@ -48,6 +49,10 @@ class Rules(Protocol):
         """Key index of query 0."""
 
     @property
+    def one_run_a_row(self) -> bool:
+        """Nothing but padding cuts a batch row."""
+
+    @property
     def sinks_at_runs(self) -> bool:
         """The first key of every run is the first of its sequence."""
 
@@ -65,13 +70,13 @@ def _borders(rows: Tensor) -> list[list[int]]:
 
 def _real_runs(padding: Tensor) -> list[Run] | None:
     """Per row of `[rows, length]` the run of real tokens, empty where there is none; None if a row has holes."""
-    length = padding.shape[1]
-    runs = []
-    for begins_real, borders in zip(padding[:, :1].tolist(), _borders(padding), strict=True):
-        bounds = [0, *borders] if begins_real == [True] else borders
-        if len(bounds) > 2:
+    framed = torch.constant_pad_nd(padding, (1, 1))
+    borders = (framed[:, 1:] != framed[:, :-1]).nonzero().tolist()  # where a run begins, and where it ends
+    runs = [(0, 0)] * padding.shape[0]
+    for (row, begin), (_, end) in zip(borders[::2], borders[1::2], strict=True):
+        if runs[row][1]:
             return None
-        runs.append((bounds[0], bounds[1] if len(bounds) == 2 else length) if bounds else (0, 0))
+        runs[row] = begin, end
     return runs
 
 
@@ -100,8 +105,11 @@ def find_segments(structure: Rules) -> tuple[Segment, ...] | None:
     offset, q_len, kv_len = structure.offset(), structure.q_len, structure.kv_len
     padding = structure.padding_on_host()
     real = None if padding is None else _real_runs(padding)
-    if padding is not None and real is None:
-        return None
+    if padding is not None:
+        if real is None:
+            return None
+        if structure.one_run_a_row:
+            return _padded_rows(structure, offset, real)
     starts = None if structure.chunk_start is None else structure.chunk_start.tolist()
     documents = _documents(structure)
     if documents is None:
@@ -129,6 +137,19 @@ def find_segments(structure: Rules) -> tuple[Segment, ...] | None:
                 a, b = max(a, 0), min(b, q_len)
                 if b > a and d > c:
                     found.append(Segment(row, a, b - a, c, d - c, a + offset - c))
+    return tuple(found)
+
+
+def _padded_rows(structure: Rules, offset: int, real: list[Run]) -> tuple[Segment, ...]:
+    """The runs where nothing but padding cuts a row: every pass over a padded batch comes here."""
+    found, q_len, causal, pads_queries = [], structure.q_len, structure.causal, structure.pads_queries
+    for row, (low, high) in enumerate(real):
+        start = max(low - offset, 0) if causal or pads_queries else 0
+        stop = min(high - offset, q_len) if pads_queries else q_len
+        if causal:
+            high = min(high, stop + offset)
+        if stop > start and high > low:
+            found.append(Segment(row, start, stop - start, low, high - low, start + offset - low))
     return tuple(found)
 
 

@@ -129,9 +129,10 @@ class CallStructure:
 
     def cached(self, key: Any, make: Callable[[], Made]) -> Made:
         """What is derived from a structure lives as long as it: made at the first call with a key, then remembered."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        made: Made = self._memo[key]
+        memo = self._memo
+        if key not in memo:
+            memo[key] = make()
+        made: Made = memo[key]
         return made
 
     def operands(self) -> tuple[Any, ...]:

@@ -9,10 +9,10 @@ Plans that stand in for those of a model's configuration (`adaattn_hf.use_plan`)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,6 @@ from .request import AttentionRequest, CallSpec
 
 Tap = Callable[[nn.Module, AttentionRequest], Tensor]
 """Maps a module and its request to the output `[batch, q_len, heads, head_dim_v]`."""
-
-_active: ContextVar[Tap | None] = ContextVar("adaattn_tap", default=None)
-active_tap = _active.get
-
-
-@contextmanager
-def tapping(tap: Tap | None) -> Iterator[None]:
-    """Lets a tap answer the calls of this thread; `None` closes an outer one for a while."""
-    token = _active.set(tap)
-    try:
-        yield
-    finally:
-        _active.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,18 +40,6 @@ class Seat:
 
 SEATED = "_adaattn_seated"
 """What a module has while some thread runs it by another plan: a graph that is traced or run then is traced anew."""
-_seats: ContextVar[Mapping[nn.Module, Seat] | None] = ContextVar("adaattn_seats", default=None)
-active_seats = _seats.get
-
-
-@contextmanager
-def seating(seats: Mapping[nn.Module, Seat]) -> Iterator[None]:
-    """Lets modules run by other plans in this thread; modules that are not named keep what an outer block gave them."""
-    token = _seats.set({**(active_seats() or {}), **seats})
-    try:
-        yield
-    finally:
-        _seats.reset(token)
 
 
 @dataclass
@@ -87,18 +62,43 @@ class Recorder:
         """Look at what a call was answered, `[batch, q_len, heads, head_dim_v]`; here nobody does."""
 
 
-_recorder: ContextVar[Recorder | None] = ContextVar("adaattn_recorder", default=None)
-active_recorder = _recorder.get
+class Listening(NamedTuple):
+    """Who listens in a thread; one record, so that a small call asks once whether there is anybody."""
+
+    tap: Tap | None = None
+    seats: Mapping[nn.Module, Seat] | None = None
+    recorder: Recorder | None = None
+
+
+NOBODY = Listening()
+_listening: ContextVar[Listening] = ContextVar("adaattn_listening", default=NOBODY)
+listening = _listening.get
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[Recorder]:
-    """Let a recorder listen to the calls of this thread."""
-    token = _recorder.set(recorder)
+def _heard(name: str, listener: Any) -> Iterator[Any]:
+    """Puts a listener in the place of the outer one for a while; the others may come and go meanwhile."""
+    outer = getattr(listening(), name)
+    _listening.set(listening()._replace(**{name: listener}))
     try:
-        yield recorder
+        yield listener
     finally:
-        _recorder.reset(token)
+        _listening.set(listening()._replace(**{name: outer}))
+
+
+def tapping(tap: Tap | None) -> AbstractContextManager[None]:
+    """Lets a tap answer the calls of this thread; `None` closes an outer one for a while."""
+    return _heard("tap", tap)
+
+
+def seating(seats: Mapping[nn.Module, Seat]) -> AbstractContextManager[None]:
+    """Lets modules run by other plans in this thread; modules that are not named keep what an outer block gave them."""
+    return _heard("seats", {**(listening().seats or {}), **seats})
+
+
+def recording(recorder: Recorder) -> AbstractContextManager[Recorder]:
+    """Let a recorder listen to the calls of this thread."""
+    return _heard("recorder", recorder)
 
 
 _tracing = torch._C._get_tracing_state

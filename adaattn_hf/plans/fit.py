@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..attention.tap import active_seats
+from ..attention.tap import listening
 from .plan import LayerPlan, Plan, PlanError
 from .program import Program
 from .tensors import LayerTensors
@@ -141,7 +141,7 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
     Raises:
         PlanError: If the plan does not belong to the module.
     """
-    seats = None if compiling else active_seats()
+    seats = None if compiling else listening().seats
     seat = None if seats is None else seats.get(module)
     raw = getattr(getattr(module, "config", None), "adaattn", None) if seat is None else seat.raw
     if raw is None:

@@ -11,7 +11,7 @@ from adaattn_hf.attention.heads import joined_heads
 from adaattn_hf.attention.legible import legible
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import active_recorder, active_tap
+from adaattn_hf.attention.tap import listening
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.config import settings_in
 from adaattn_hf.plans import execute
@@ -83,7 +83,7 @@ def attend_streams(
 
 
 def _answer(module: nn.Module, program: Program, request: AttentionRequest, forced: str | None) -> Tensor:
-    recorder = active_recorder()
+    recorder = listening().recorder
     if recorder is not None:
         recorder.record(module, spec_of(request), forced)
     out = execute.attend(program, request, forced).out
@@ -98,7 +98,7 @@ def _nobody_looks(module: nn.Module, wanted: bool) -> None:
     asked = {
         "torch.compile": torch.compiler.is_compiling(),
         "output_attentions": wanted,
-        "calibration or a profile": active_tap() is not None,
+        "calibration or a profile": listening().tap is not None,
         "adaattn.monitor": settings.monitor,
         "adaattn.shadow": settings.shadow > 0,
     }

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import adaattn_hf
-from adaattn_hf.attention.tap import SEATED, active_seats
+from adaattn_hf.attention.tap import SEATED, listening
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..support.choices import make_choice
@@ -71,7 +71,7 @@ def test_blocks_nest_and_leave_nothing_behind(case: Case) -> None:
     with pytest.raises(KeyError), adaattn_hf.use_plan(model, None):
         raise KeyError
     assert case.runs() == "wide"
-    assert active_seats() is None
+    assert listening().seats is None
     assert not [module for module in model.modules() if SEATED in module.__dict__]
 
 

@@ -15,7 +15,7 @@ from transformers.utils import output_capturing
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import Recorder, recording, tapping
+from adaattn_hf.attention.tap import NOBODY, Recorder, listening, recording, tapping
 from adaattn_hf.patches import fast_path, interface
 from adaattn_hf.patches.cache.stored import AdaAttnCache
 from adaattn_hf.patches.cache.tokens import StoredTokens
@@ -158,6 +158,33 @@ def test_whoever_listens_is_told(warm: Any) -> None:
     assert weights is not None
     assert asked is not None
     assert used == [0]
+    with torch.no_grad():
+        attend(module, q, k, v, mask)
+    assert used == [1], "nobody listens any more"
+
+
+def test_listeners_may_leave_in_any_order() -> None:
+    def tap(_: nn.Module, request: AttentionRequest) -> Tensor:
+        return request.query
+
+    first, second = tapping(tap), recording(Recorder())
+    first.__enter__()
+    recorder = second.__enter__()
+    assert listening() == (tap, None, recorder)
+    first.__exit__(None, None, None)
+    assert listening() == (None, None, recorder)
+    second.__exit__(None, None, None)
+    assert listening() == NOBODY
+
+
+def test_a_layer_may_lie_otherwise_in_memory(warm: Any) -> None:
+    module, mask, used = warm
+    q, _, v = draw()
+    wide = torch.randn(2, 2, N + 5, 16)[:, :, :N]
+    with torch.no_grad():
+        out, _ = attend(module, q.contiguous(), wide, v, mask)
+    assert used == [1]
+    torch.testing.assert_close(out.double(), truth(q, wide, v), atol=1e-5, rtol=0)
 
 
 def test_autocast_still_decides_the_dtype(warm: Any) -> None:
@@ -282,7 +309,7 @@ def test_codes_and_plain_integers_are_not_taken_for_one_another() -> None:
         first, _ = attend(module, query, key, value, None)
         ready = fast_path.recall((1, 1, 20, False))
         assert ready is not None
-        assert ready.ready.stored
+        assert ready.ready is not None
         again, _ = attend(module, query, key, value, None)
         assert torch.equal(first, again)
         with pytest.raises(ValueError, match="dtype"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..base import FastCall
 from .guard import OFFSETS, check_extents, check_rule, readable
-from .library import BACKWARD, CALL, DTYPES, library, missing
+from .library import BACKWARD, CALL, DTYPES, LAYOUT, library, missing
 from .rules import NO_RULES, Rules, stored_rules
 
 if TYPE_CHECKING:
@@ -18,20 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Gradients", "backward", "forward", "forward_like"]
 
+Strides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _CODES = frozenset((torch.int8, torch.uint8))
 _NONE4 = (0, 0, 0, 0)
-_FORWARD_TAIL = bytes(BACKWARD.size)
+_NO_BACKWARD = bytes(BACKWARD.size)
 _ERRORS = {
     -1: "the native kernels were called with inconsistent extents, with segments outside the tensors, too few "
     "blocks, or backward with int8 keys or kept blocks",
     -2: "the native kernels ran out of memory",
     -3: "the native kernels have no code for the instruction set that was asked for",
 }
-
-
-def _pointers(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
-    return q.data_ptr(), k.data_ptr(), v.data_ptr()
 
 
 def extents_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -44,8 +42,27 @@ def extents_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     return *dtypes, batch, heads, kv_heads, q_len, kv_len, dim, dim_v
 
 
+def layout_of(extents: tuple[int, ...], strides: Strides) -> bytes:
+    """What the argument structure says of shapes, dtypes and strides; the output is contiguous.
+
+    Args:
+        extents: As `extents_of` says.
+        strides: Of query, key and value.
+    """
+    dim_v = extents[9]
+    width = extents[4] * dim_v
+    q, k, v = strides
+    return LAYOUT.pack(*extents, *q, *k, *v, extents[6] * width, dim_v, width, 1)
+
+
+def _without_memory() -> RuntimeError:
+    return RuntimeError(
+        "the native kernels were given no memory to write to: a dispatch mode (FakeTensorMode, say) makes tensors "
+        'without any; use attn_implementation="adaattn_sdpa" under it'
+    )
+
+
 def arguments(
-    addresses: tuple[int, int, int],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -54,34 +71,27 @@ def arguments(
     extents: tuple[int, ...],
     scaling: float,
     level: int,
-    tail: bytes,
+    rules: bytes,
+    backward: bytes = _NO_BACKWARD,
 ) -> bytes:
     """The argument structure of a call; every tensor in it must outlive the call.
 
     Args:
-        addresses: Of query, key and value.
-        q, k, v: Plain tensors that the rules in `tail` were checked for.
+        q, k, v: Plain tensors that the rules were checked for.
         out: Contiguous `[batch, q_len, heads, head_dim_v]`, None where it is not computed.
         lse: Contiguous `[batch, heads, q_len]`, None where it is not computed.
         extents: Of the tensors, as `extents_of` says.
         scaling: Factor on the scores.
         level: Number of an instruction set.
-        tail: The packed rules, and what the backward adds.
+        rules: Packed.
+        backward: What the backward adds, packed.
     """
     if type(out if lse is None else lse) is not Tensor:
-        raise RuntimeError(
-            "the native kernels were given no memory to write to: a dispatch mode (FakeTensorMode, say) makes tensors "
-            'without any; use attn_implementation="adaattn_sdpa" under it'
-        )
-    dim_v = extents[9]
-    width = extents[4] * dim_v
-    return (
-        CALL.pack(
-            *addresses, 0 if out is None else out.data_ptr(), 0 if lse is None else lse.data_ptr(), *extents,
-            *q.stride(), *k.stride(), *v.stride(), extents[6] * width, dim_v, width, 1,
-            scaling, torch.get_num_threads(), level,
-        )
-        + tail
+        raise _without_memory()
+    return CALL.pack(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if out is None else out.data_ptr(),
+        0 if lse is None else lse.data_ptr(), layout_of(extents, (q.stride(), k.stride(), v.stride())),
+        scaling, torch.get_num_threads(), level, rules, backward,
     )  # fmt: skip
 
 
@@ -127,11 +137,8 @@ def forward(
         return _nothing(out, lse, rules)
     rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
     status = native.forward(
-        arguments(
-            _pointers(q, k, v), q, k, v, out, lse, extents, scaling, native.level if level is None else level,
-            rules.packed + _FORWARD_TAIL,
-        )
-    )  # fmt: skip
+        arguments(q, k, v, out, lse, extents, scaling, native.level if level is None else level, rules.packed)
+    )
     if status:
         raise RuntimeError(_ERRORS[status])
     return out, lse
@@ -142,34 +149,59 @@ def forward_like(
 ) -> FastCall | None:
     """`forward` without the log-sum-exp for calls with the shapes and dtypes of these tensors; None for empty ones.
 
-    A small call costs as much here as in the library. So what depends on neither memory nor strides is worked out once,
-    and a call asks no more than whether it may read what it is given. Where `stored` turns codes into numbers, every
-    call brings its own record.
+    A small call costs as much here as in the library. So what does not depend on memory is worked out once, and a call
+    asks no more than whether it may read what it is given. Where `stored` turns codes into numbers, every call brings
+    its own record.
     """
     native = library()
     extents = extents_of(q, k, v)
     _, _, _, batch, heads, kv_heads, q_len, kv_len, dim, dim_v = extents
     if native is None or 0 in extents[3:]:
         return None
-    _checked(q, k, v)
+    # each call asks again whether it may read what it is given
+    if not (q.layout is k.layout is v.layout is torch.strided and _belong_together(q, k, v)):
+        _checked(q, k, v)
     rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
-    run, level, tail = native.forward, native.level, rules.packed + _FORWARD_TAIL
-    pack = None
-    if stored is not None:
-        pack = stored_rules(rules, (batch, kv_heads, kv_len), (batch, kv_heads, dim), _FORWARD_TAIL)
+    run, level, usual = native.forward, native.level, (q.stride(), k.stride(), v.stride())
+    usual_layout = layout_of(extents, usual)
+    packed = rules.packed if stored is None else None
+    pack = None if stored is None else stored_rules(rules, (batch, kv_heads, kv_len), (batch, kv_heads, dim))
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, scaling: float, record: StoredKV | None = None
     ) -> Tensor:
-        addresses = addresses_of(query, key, value)
-        own = tail if pack is None or record is None else pack(record)
-        if addresses is None or own is None or (pack is None) is not (record is None):
+        own = packed if record is None else None if pack is None else pack(record)
+        try:
+            # what `addresses_of` asks: here its answer costs a tenth of the call
+            fits = (
+                own is not None
+                and type(query) is Tensor
+                and type(key) is Tensor
+                and type(value) is Tensor
+                and query.is_cpu
+                and key.is_cpu
+                and value.is_cpu
+                and (q_at := query.data_ptr()) > OFFSETS
+                and (k_at := key.data_ptr()) > OFFSETS
+                and (v_at := value.data_ptr()) > OFFSETS
+                and not (query.is_neg() or key.is_neg() or value.is_neg())
+            )
+        except (RuntimeError, NotImplementedError):
+            fits = False
+        if not fits:
             asked = rules if record is None else replace(rules, **record.rules())
-            out, _ = forward(query, key, value, scaling, asked)
-            assert out is not None  # it is asked for
-            return out
+            written, _ = forward(query, key, value, scaling, asked)
+            assert written is not None  # it is asked for
+            return written
+        strides = query.stride(), key.stride(), value.stride()
+        layout = usual_layout if strides == usual else layout_of(extents, strides)
         out = query.new_empty(batch, q_len, heads, dim_v)
-        status = run(arguments(addresses, query, key, value, out, None, extents, scaling, level, own))
+        if type(out) is not Tensor:
+            raise _without_memory()
+        threads = torch.get_num_threads()
+        status = run(
+            CALL.pack(q_at, k_at, v_at, out.data_ptr(), 0, layout, scaling, threads, level, own, _NO_BACKWARD)
+        )
         if status:
             raise RuntimeError(_ERRORS[status])
         return out
@@ -183,7 +215,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         ValueError: They cannot be read, or do not belong together.
     """
-    if not _plain(q, k, v):
+    if addresses_of(q, k, v) is None or not _belong_together(q, k, v):
         q, k, v = readable(q, "query"), readable(k, "key"), readable(v, "value")
         check_extents(q, k, v, DTYPES)
     return q, k, v
@@ -192,18 +224,25 @@ def _checked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def addresses_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int] | None:
     """Where three tensors lie, if they can be read as they are; None asks for a closer look."""
     try:
-        if type(q) is type(k) is type(v) is Tensor and q.is_cpu and k.is_cpu and v.is_cpu:
-            at = q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-            if q_at > OFFSETS and k_at > OFFSETS and v_at > OFFSETS:
-                return None if q.is_neg() or k.is_neg() or v.is_neg() else at
-        return None
+        if (
+            type(q) is type(k) is type(v) is Tensor
+            and q.is_cpu
+            and k.is_cpu
+            and v.is_cpu
+            and (q_at := q.data_ptr()) > OFFSETS
+            and (k_at := k.data_ptr()) > OFFSETS
+            and (v_at := v.data_ptr()) > OFFSETS
+            and not (q.is_neg() or k.is_neg() or v.is_neg())
+        ):
+            return q_at, k_at, v_at
     except (RuntimeError, NotImplementedError):
-        return None  # sparse tensors and the like have no storage to ask for
+        pass  # sparse tensors and the like have no storage to ask for
+    return None
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether three tensors can be read as they are and belong together; False asks for a closer look."""
-    if addresses_of(q, k, v) is None or not q.dim() == k.dim() == v.dim() == 4:
+def _belong_together(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether shapes and dtypes of three tensors fit one another; False asks `check_extents`, which says why."""
+    if not q.dim() == k.dim() == v.dim() == 4:
         return False
     batch, heads, _, dim = q.shape
     k_batch, kv_heads, kv_len, k_dim = k.shape
@@ -300,10 +339,9 @@ def backward(
     rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
     status = native.handle.ada_backward(
         arguments(
-            _pointers(q, k, v), q, k, v, out, lse, extents, scaling, native.level if level is None else level,
-            rules.packed + tail,
+            q, k, v, out, lse, extents, scaling, native.level if level is None else level, rules.packed, tail
         )
-    )  # fmt: skip
+    )
     if status:
         raise RuntimeError(_ERRORS[status])
     return Gradients(dq, dk, dv, dbias)

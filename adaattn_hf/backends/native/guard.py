@@ -1,6 +1,6 @@
 """Checks in front of the C interface: tensors whose memory can be read, in extents that fit one another.
 
-The kernels read raw memory, so nothing may reach them unchecked. A call asks a few cheap questions (`call.words`);
+The kernels read raw memory, so nothing may reach them unchecked. A call asks a few cheap questions (`lies`);
 only where one is answered with no does it come here, to be put right or refused in words.
 """
 

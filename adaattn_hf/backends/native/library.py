@@ -20,15 +20,17 @@ REPORT = "build_report.json"
 """Files that the build writes; `build.py`, which no call needs, names them again for itself."""
 
 ABI_VERSION = 3
-CALL = struct.Struct("=5Q3q7q16qd2q")
-RULES = struct.Struct("=qQ2q3q2QdQQ5qQ4q2Q7qQqQ5qQq")
+LAYOUT = struct.Struct("=3q7q16q")
+RULES = struct.Struct("=qQ2q3q2QdQQ5qQ4q")
 STORED = struct.Struct("=2Q7qQqQ5qQq")
 """The end of the rules: what turns stored keys and values into numbers, and which blocks are kept."""
 BACKWARD = struct.Struct("=Q4q3Q12qQ4q")
-"""The argument structure in three parts: tensors to level, the rules of a call, what the backward adds."""
+CALL = struct.Struct(f"=5Q{LAYOUT.size}sd2q{RULES.size + STORED.size}s{BACKWARD.size}s")
+"""The argument structure, and the parts that are packed by themselves: dtypes, extents and strides; the rules of a
+call; what the backward adds."""
 STORE = struct.Struct("=4Q3q4q4q4q3q2qQ")
 """The argument structure of `ada_store`."""
-SIZES = (CALL.size + RULES.size + BACKWARD.size, STORE.size)
+SIZES = (CALL.size, STORE.size)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 """Dtypes by their number in the C interface."""

@@ -25,6 +25,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_EXTENTS = 64
 _NONE4 = (0, 0, 0, 0)
 _NONE3 = (0, 0, 0)
+_NOTHING_STORED = bytes(STORED.size)
 _FAR = 1 << 40  # further than any key: a window or sinks beyond it hide and exempt the same keys
 
 _COVERS: dict[str, tuple[str, torch.dtype | None, Form]] = {
@@ -44,9 +45,10 @@ _COVERS: dict[str, tuple[str, torch.dtype | None, Form]] = {
 and form."""
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen: a frozen dataclass costs microseconds to make, and one is made for every padded batch.
+@dataclass(eq=False)
 class Rules:
-    """What a call asks for beyond its tensors; see `src/adaattn.h`.
+    """What a call asks for beyond its tensors; see `src/adaattn.h`. Nobody changes one.
 
     Attributes:
         causal, window, sinks, offset: As in `CallStructure`; a window below 0 is none.
@@ -122,23 +124,30 @@ class Rules:
     @functools.cached_property
     def packed(self) -> bytes:
         """The rules' part of the argument structure; made once, because rules are shared by the layers of a model."""
-        bias, mask, keep = self.bias, self.mask, self.keep
+        bias, mask, table = self.bias, self.mask, self.segments
         return RULES.pack(
             COMPUTE[self.compute],
-            _pointer(self.segments), 0 if self.segments is None else self.segments.shape[0], self.offset,
+            _pointer(table), 0 if table is None else table.shape[0], self.offset,
             self.causal, self.window, self.sinks,
             _pointer(self.head_windows), _pointer(self.head_sinks),
             self.softcap,
             _pointer(self.sink_logits),
             _pointer(bias), *((0, *_NONE4) if bias is None else (DTYPES[bias.dtype], *_broadcast(bias))),
             _pointer(mask), *(_NONE4 if mask is None else _broadcast(mask)),
-            _pointer(self.key_scale), _pointer(self.value_scale),
-            0 if self.key_scale is None else _SCALES[self.key_scale.dtype],
-            *(_NONE3 if self.key_scale is None else self.key_scale.stride()),
+        ) + self._packed_end()  # fmt: skip
+
+    def _packed_end(self) -> bytes:
+        scale, keep, mean, first = self.key_scale, self.keep, self.key_mean, self.first_key
+        stored = self.rotated or not (scale is None and self.value_scale is None and first is None)
+        if not stored and keep is None and mean is None:
+            return _NOTHING_STORED
+        return STORED.pack(
+            _pointer(scale), _pointer(self.value_scale), 0 if scale is None else _SCALES[scale.dtype],
+            *(_NONE3 if scale is None else scale.stride()),
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
-            _pointer(self.first_key), self.rotated,
+            _pointer(first), self.rotated,
             _pointer(keep), *((*_NONE4, 0) if keep is None else (*_broadcast(keep), keep.shape[3])),
-            _pointer(self.key_mean), 0 if self.key_mean is None else _broadcast(self.key_mean)[0],
+            _pointer(mean), 0 if mean is None else _broadcast(mean)[0],
         )  # fmt: skip
 
 
@@ -190,7 +199,7 @@ def _find_rules(structure: CallStructure) -> Rules:
 
 
 def stored_rules(
-    rules: Rules, scales: tuple[int, ...], vectors: tuple[int, ...], tail: bytes
+    rules: Rules, scales: tuple[int, ...], vectors: tuple[int, ...]
 ) -> Callable[[StoredKV], bytes | None]:
     """Packs the rules of a call with what turns its codes into numbers; None asks for a closer look at it.
 
@@ -198,7 +207,6 @@ def stored_rules(
         rules: Of the call, without scales and kept blocks.
         scales: Extents `(batch, num_kv_heads, kv_len)` of the scales.
         vectors: `(batch, num_kv_heads, head_dim)` of the mean and the first key.
-        tail: What follows the rules.
     """
     head = rules.packed[: -STORED.size]
     step = 0 if vectors[0] == 1 else vectors[1] * vectors[2]
@@ -212,7 +220,7 @@ def stored_rules(
         return head + STORED.pack(
             keys.data_ptr(), values.data_ptr(), _SCALES[torch.uint8], *keys.stride(), *values.stride(),
             first, 3 if stored.rotated else 0, 0, *_NONE4, 0, mean, step if mean else 0,
-        ) + tail  # fmt: skip
+        )  # fmt: skip
 
     return pack
 
