@@ -1,3 +1,3 @@
-"""Decisions from measurements alone: risks, prices, allocation, back-off. Touches no tensor of a forward pass."""
+"""Decides from measurements which choices a plan makes; no model runs here, and no tensor of one is touched."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a plan passes: a paired, clustered, one-sided non-inferiority test, and gates beside it."""
+"""Decides whether a plan passes: a one-sided non-inferiority test on paired, clustered losses, and further limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..stats.paired import clustered_ratio
 
 @dataclass(frozen=True)
 class Bound:
-    """Mean of paired differences with a one-sided upper bound.
+    """Mean of paired loss differences with its one-sided upper confidence bound.
 
     Attributes:
         mean: Mean per token, nats.
@@ -31,23 +31,23 @@ class Bound:
 
 
 def upper_bound(sums: NDArray[np.float64], tokens: NDArray[np.int64], confidence: float) -> Bound:
-    """Returns the one-sided bound of a ratio of sums, by Student's t on the residuals of the clusters.
+    """Returns the mean difference per token and its upper bound, by Student's t on the residuals of the clusters.
 
     Args:
-        sums: `[clusters]`, sum of the token differences.
-        tokens: `[clusters]`, tokens.
+        sums: `[clusters]`, sum of the loss differences of its tokens, nats.
+        tokens: `[clusters]`, number of tokens.
         confidence: Level of the bound, 0.95 say.
     """
-    found = clustered_ratio(sums, tokens)
-    return Bound(found.mean, found.upper(confidence), found.clusters, int(tokens.sum()))
+    ratio = clustered_ratio(sums, tokens)
+    return Bound(ratio.mean, ratio.upper(confidence), ratio.clusters, int(tokens.sum()))
 
 
 def clustered(
     names: Sequence[str], sums: Sequence[float], tokens: Sequence[int], least: int = 8
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Returns sums and tokens per document, or per stretch of text where there are fewer than `least` documents."""
+    """Returns sums and tokens per document, or per chunk of text where there are fewer than `least` documents."""
     keys = list(names) if len(set(names)) >= least else [str(index) for index in range(len(names))]
-    order = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+    order = {key: cluster for cluster, key in enumerate(dict.fromkeys(keys))}
     grouped, counts = np.zeros(len(order)), np.zeros(len(order), dtype=np.int64)
     for key, value, count in zip(keys, sums, tokens, strict=True):
         grouped[order[key]] += value
@@ -56,26 +56,27 @@ def clustered(
 
 
 SLACK = 1.5
-"""How many times the flips that a budget goes with by the model's own law may be seen."""
+"""Tolerated top-1 flips, as a multiple of those that the model's loss law predicts at the budget."""
 SIGNIFICANT = 0.05
-"""Level of the test that needles were lost and not changed by chance."""
+"""Significance level of the sign test on lost needles."""
 NEEDLES = 0.02
-"""Share of the needles found by stock attention that may be lost, net."""
+"""Largest net share of the needles retrieved by stock attention that may be lost."""
 
 
 @dataclass(frozen=True)
 class Gates:
     """Limits that a plan must keep.
 
-    The budget is the perplexity's. The other gates agree with it unless the user gives them: flips of the likeliest
-    token follow the root of the KL by the law measured on this model, and two stock implementations flip some, too.
+    The budget limits the loss. Unless the user sets them, the other limits follow from it: the share of tokens whose
+    top-1 prediction flips grows with the square root of the KL, by a factor measured on this model, and is never held
+    below that between two stock implementations.
 
     Attributes:
         budget: Upper bound of the loss difference, nats/token; the mean KL keeps it too.
-        top1: Least share of tokens with the same likeliest token.
+        top1: Smallest share of tokens with the same top-1 prediction.
         kl_p999: Largest 99.9th percentile of the KL of a token, nats.
-        needles: Most needles lost (net) per needle that stock attention finds. `None`: no more than `NEEDLES`, unless
-            it may be chance.
+        needles: Largest net share of stock attention's needles that may be lost. `None`: `NEEDLES`, and a larger loss
+            fails only where chance does not explain it.
     """
 
     budget: float
@@ -84,10 +85,10 @@ class Gates:
     needles: float | None = None
 
     def with_flips(self, per_root_kl: float, stock: float) -> Gates:
-        """Returns the gates with a limit on flips where the user gave none.
+        """Returns the gates with a limit on top-1 flips where the user set none.
 
         Args:
-            per_root_kl: Flips per token over the root of the KL, measured on this model.
+            per_root_kl: Flips per token divided by the square root of the KL, measured on this model.
             stock: Flips per token between two stock implementations in the model's dtype.
         """
         if self.top1 > 0.0:
@@ -95,17 +96,17 @@ class Gates:
         return replace(self, top1=1.0 - max(SLACK * per_root_kl * math.sqrt(self.budget), stock))
 
     def failures(
-        self, upper: float, kl: float, top1: float, lost: int, won: int, found: int, kl_p999: float = 0.0
+        self, upper: float, kl: float, top1: float, lost: int, won: int, retrieved: int, kl_p999: float = 0.0
     ) -> tuple[str, ...]:
         """Returns a sentence for each gate that is not passed.
 
         Args:
             upper: Upper bound of the loss difference, nats/token.
             kl: Mean KL, nats/token.
-            top1: Share of tokens with the same likeliest token.
-            lost: Needles that stock attention finds and the plan does not.
-            won: Needles that the plan finds and stock attention does not.
-            found: Needles that stock attention finds.
+            top1: Share of tokens with the same top-1 prediction.
+            lost: Needles that stock attention retrieves and the plan does not.
+            won: Needles that the plan retrieves and stock attention does not.
+            retrieved: Needles that stock attention retrieves.
             kl_p999: 99.9th percentile of the KL, nats.
         """
         reasons = []
@@ -119,19 +120,19 @@ class Gates:
             reasons.append(f"the likeliest token agrees on {top1:.2%}, below {self.top1:.2%}")
         if not kl_p999 <= self.kl_p999:
             reasons.append(f"the 99.9th percentile of the KL is {kl_p999:.2e} nats, above {self.kl_p999:.2e}")
-        allowed = math.ceil((NEEDLES if self.needles is None else self.needles) * found)
+        allowed = math.ceil((NEEDLES if self.needles is None else self.needles) * retrieved)
         chance = float(stats.binom.sf(lost - 1, lost + won, 0.5)) if lost else 1.0
         if lost - won > allowed and (self.needles is not None or chance <= SIGNIFICANT):
-            reasons.append(f"{lost - won} of {found} needles are lost, more than {allowed}")
+            reasons.append(f"{lost - won} of {retrieved} needles are lost, more than {allowed}")
         return tuple(reasons)
 
     def nearest(self, upper: float, kl: float, top1: float, kl_p999: float) -> tuple[str, float]:
-        """Returns the gate that came nearest to its limit, and the share of the limit that was reached."""
+        """Returns the name of the gate nearest to its limit, and which share of the limit was used."""
         shares = {
             "the bound of the loss": upper / self.budget,
             "the mean KL": kl / self.budget,
             "the likeliest token": (1.0 - top1) / (1.0 - self.top1) if self.top1 < 1.0 else math.inf,
             "the KL's 99.9th percentile": kl_p999 / self.kl_p999,
         }
-        name = max(shares, key=lambda one: shares[one])
+        name = max(shares, key=shares.__getitem__)
         return name, shares[name]

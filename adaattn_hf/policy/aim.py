@@ -1,12 +1,11 @@
-"""Predicts the upper bound of a plan's loss on held-out text, and the KL at which it meets a budget.
+"""Predicts the upper bound of a plan's held-out loss from its KL, and the largest KL that stays within a budget.
 
-For small changes the mean loss difference is proportional to the KL and its spread to the root of it. The law of a
-model on its text is learned from whole plans measured on calibration text, and again from every held-out shard that
-was looked at:
+For small changes the mean loss difference is proportional to the KL, and its standard deviation to the square root of
+the KL. Both factors are fitted to whole plans measured on calibration text, and updated after every held-out shard:
 
     predicted bound = (per_kl + caution * per_kl_error) * KL + t * spread * sqrt(KL / sequences)
 
-It aims; it proves nothing. The proof is a test on text that the law has never seen.
+The prediction only chooses which plan to test. The proof is a test on text that was not used for the fit.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from numpy.typing import NDArray
 from ..stats.paired import student_quantile
 
 CAUTION = 1.0
-"""Standard errors of the law that a prediction stays on the safe side by."""
+"""Standard errors that are added to the fitted loss per KL, so that a prediction errs on the safe side."""
 PRIOR_SEQUENCES = 3.0
-"""Sequences that the first guess of the spread counts for."""
+"""Weight of the prior standard deviation, in sequences."""
 PRIOR_ERROR = 0.5
-"""Standard error of the first guess that a nat of KL costs a nat of loss."""
+"""Standard error of the prior that a nat of KL costs a nat of loss."""
 CORRELATED = 2.0
-"""Variance of a sequence's mean over that of independent tokens, in the first guess."""
+"""Prior variance of a sequence's mean, relative to that of independent tokens."""
 ENOUGH = 0.9
-"""Share of the KL that the most text affords at which less text is enough."""
+"""Less text is enough once it affords this share of the KL that all of it would afford."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One plan on several sequences.
+    """The measured losses of one plan on several sequences.
 
     Attributes:
         kl: Mean KL of the plan on the calibration text that plans are compared on, nats/token.
@@ -49,12 +48,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class LossLaw:
-    """How loss and its spread follow the KL.
+    """Mean and standard deviation of the loss difference as functions of the KL.
 
     Attributes:
         per_kl: Mean loss difference per nat of KL.
-        per_kl_error: Standard error of it, the spread between sources counted.
-        spread: Standard deviation over sequences of the mean loss difference, per root of the KL.
+        per_kl_error: Its standard error, with the variance between sources.
+        spread: Standard deviation over sequences of the mean loss difference, per square root of the KL.
     """
 
     per_kl: float
@@ -63,29 +62,29 @@ class LossLaw:
 
     @classmethod
     def first_guess(cls, tokens: float) -> LossLaw:
-        """Returns the law before anything was measured, for sequences with that many scored tokens.
+        """Returns the prior, for sequences with `tokens` scored tokens each.
 
-        A token's loss difference has the variance 2 KL.
+        The loss difference of one token has variance 2 KL.
         """
         return cls(1.0, PRIOR_ERROR, math.sqrt(2.0 * CORRELATED / tokens))
 
     def learned(self, observations: Sequence[Observation]) -> LossLaw:
-        """Returns the law after plans were observed, all of them on the same sequences.
+        """Returns the law updated with measured plans, all of them on the same sequences.
 
-        Plans on the same sequences are not independent: the errors are those over sequences, however many plans.
+        Such plans are not independent, so standard errors count sequences and not plans.
         """
-        useful = [one for one in observations if one.kl > 0.0]
+        useful = [observation for observation in observations if observation.kl > 0.0]
         if not useful:
             return self
-        kl = np.array([one.kl for one in useful])
-        per_sequence = np.sum([one.deltas for one in useful], axis=0) / kl.sum()
+        kl = np.array([plan.kl for plan in useful])
+        per_sequence = np.sum([plan.deltas for plan in useful], axis=0) / kl.sum()
         count = len(per_sequence)
         mean = float(per_sequence.mean())
-        residual = [np.square(one.deltas - mean * one.kl).sum() / one.kl for one in useful]
+        residual = [np.square(plan.deltas - mean * plan.kl).sum() / plan.kl for plan in useful]
         spread = math.sqrt(
             (PRIOR_SEQUENCES * self.spread**2 + float(np.mean(residual))) / (PRIOR_SEQUENCES + count - 1)
         )
-        # from the spread that is believed: that of few sequences may look like nothing; noise of plans adds up
+        # from the regularised spread: that of a few sequences may be close to 0 by chance
         error = spread * float(np.sqrt(kl).sum() / kl.sum()) / math.sqrt(count)
         weight = self.per_kl_error**2 / (self.per_kl_error**2 + error**2)
         between = _between_sources(per_sequence, useful[0].sources, error**2 * count)
@@ -107,7 +106,7 @@ class LossLaw:
         return linear * kl + root * math.sqrt(kl)
 
     def affordable(self, bound: float, sequences: int, level: float) -> float:
-        """Returns the KL whose predicted bound is `bound`; infinite if the loss does not grow with the KL."""
+        """Returns the largest KL whose predicted bound is `bound`; infinite if the loss does not grow with the KL."""
         linear, root = self._terms(sequences, level)
         if linear <= 0.0:
             return math.inf if root <= 0.0 else (bound / root) ** 2
@@ -118,15 +117,15 @@ class LossLaw:
         return self.per_kl + CAUTION * self.per_kl_error, quantile * self.spread / math.sqrt(sequences)
 
     def shard(self, bound: float, first: int, most: int, level: float) -> int:
-        """Returns how many held-out sequences are enough: with more, noise would take little less of the budget."""
-        wanted = ENOUGH * self.affordable(bound, most, level)
+        """Returns how many held-out sequences to use: more would hardly raise the KL that the budget affords."""
+        sufficient = ENOUGH * self.affordable(bound, most, level)
         return next(
-            (size for size in range(first, most) if self.affordable(bound, size, level) >= wanted), most
+            (size for size in range(first, most) if self.affordable(bound, size, level) >= sufficient), most
         )
 
 
 def _between_sources(per_sequence: NDArray[np.float64], sources: Sequence[str], variance: float) -> float:
-    """The variance of the loss per KL between sources, beyond what the spread within them explains."""
+    """The variance of the loss per KL between sources, less what the variance within them explains."""
     names = sorted(set(sources))
     if len(names) < 2:
         return 0.0

@@ -1,7 +1,7 @@
-"""What to do after a failed proof: aim at less of the budget, and take back what cost most.
+"""Back-off after a failed proof: target a smaller share of the budget, and make the costliest units exact again.
 
-A plan that failed by its loss has taught the law of the loss, so that the next aims lower anyway; a plan that failed
-by another gate has not, and is made smaller in earnest.
+A failure by loss has updated the loss law, which lowers the next target already; a failure by another gate has not,
+so the target is lowered further and the units with the largest loss are made exact.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Caution:
-    """What failed plans left behind.
+    """How far the next plan is held back, after the plans that failed.
 
     Attributes:
-        share: Share of the aim that the next plan may take.
+        share: Share of the target KL that the next plan may use.
         demoted: Units forced to be exact.
     """
 
@@ -25,13 +25,13 @@ class Caution:
     demoted: tuple[int, ...] = ()
 
     def failed(self, losses: NDArray[np.float64], *, of_loss: bool, count: int = 3) -> Caution:
-        """Returns the caution after a failure.
+        """Returns the state after one more failure.
 
         Args:
             losses: `[units]`, marginal loss of each unit in the failed plan, 0 for exact units.
-            of_loss: Whether the bound of the loss was what failed; otherwise the `count` units of the largest
-                loss are demoted, too.
-            count: Units to demote.
+            of_loss: Whether the bound of the loss failed; otherwise the `count` units with the largest loss become
+                exact, too.
+            count: Units to make exact.
         """
         if of_loss:
             return Caution(0.9 * self.share, self.demoted)

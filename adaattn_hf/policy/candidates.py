@@ -1,7 +1,6 @@
-"""The choices a unit may take: which keys are read, or a rank, crossed with precisions.
+"""The candidate choices of a unit: which keys it reads, or a rank, combined with precisions.
 
-A combined choice is the sum of its parts to first order, so risks are measured for the parts and prices for
-the whole.
+To first order the effects of combined parts add up, so risks are measured per part and prices per combination.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ __all__ = [
 ]
 
 FAMILIES = tuple(name for kind in (*all_keys(), *all_operands()) for name in kind.families if kind.by_default)
-"""The families that are considered where none are named."""
+"""The families that are considered by default."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The choices, and the parts whose products with the gradient they add up from.
+    """All choices, and the parts from whose measured effects their risks are summed.
 
     Attributes:
         choices: All choices; the first is exact.
         parts: The choices whose effect is measured.
-        combine: `[len(choices), len(parts)]` of zeros and ones.
+        combine: `[len(choices), len(parts)]`, 1 where a choice contains a part, else 0.
     """
 
     choices: tuple[Choice, ...]
@@ -54,15 +53,15 @@ def known_families() -> tuple[str, ...]:
 
 
 def refuse_unknown(families: Sequence[str]) -> None:
-    """Refuses names of families that there are none of.
+    """Refuses unknown family names.
 
     Raises:
         ValueError: If a family is unknown.
     """
-    known = known_families()
+    names = known_families()
     for family in families:
-        if family not in known:
-            raise ValueError(unknown("family", family, known))
+        if family not in names:
+            raise ValueError(unknown("family", family, names))
 
 
 def candidates(
@@ -77,7 +76,8 @@ def candidates(
 ) -> Candidates:
     """Returns the choices that make sense for sequences up to `length` and heads of `head_dim` in `dtype`.
 
-    Each kind of part says which; see `Part.candidates`. For less memory those alone by which a head keeps fewer tokens.
+    Each kind of part names its own; see `Part.candidates`. With `memory` only those that make a head keep fewer tokens
+    in the cache.
 
     Raises:
         ValueError: If a family is unknown.
@@ -108,6 +108,6 @@ def _of(combinations: Sequence[tuple[Part, ...]], parts: Sequence[Part]) -> Cand
 
 
 def _all(kinds: Sequence[type[Part]], setting: Setting) -> list[Part]:
-    """The candidates of the kinds that are asked for, one after the other."""
+    """The candidates of those kinds whose families were asked for, in order."""
     asked = [kind for kind in kinds if not set(kind.families).isdisjoint(setting.families)]
     return list(chain.from_iterable(kind.candidates(setting) for kind in asked))

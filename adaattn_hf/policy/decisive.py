@@ -1,4 +1,4 @@
-"""Which pairs of unit and choice decide a plan: those whose risk, measured better, could change it."""
+"""Selects the (unit, choice) pairs whose risk, if measured more accurately, could change the plan."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from .knapsack import Array
 def decisive_pairs(
     picks: NDArray[np.int64], prices: Array, risks: Array, budget: Array, count: int
 ) -> list[tuple[int, int]]:
-    """Returns up to `count` pairs (unit, choice): half of them inside a plan, half just outside, unit by unit rising.
+    """Returns up to `count` pairs (unit, choice), sorted by unit: half from the plan, half next to it.
 
-    Inside are the picks that take the largest part of the budget. Just outside is, of each unit, the cheaper
-    choice that saves most per risk that it adds, best first: the next that a larger budget would buy. Where one
-    half has too few pairs the other takes its place.
+    From the plan come the picks that use the largest share of the budget. Next to it is, for each unit, the cheaper
+    choice that saves most time per added risk: what a larger budget would buy next. If one half has too few pairs, the
+    other fills up.
 
     Args:
         picks: `[units]`, the plan.
         prices: `[units, choices]`, seconds.
         risks: `[bins, units, choices]`, nats/token.
         budget: `[bins]`, nats/token.
-        count: Pairs wanted.
+        count: Number of pairs.
     """
     units = np.arange(len(picks))
     spent = (risks / budget[:, None, None]).max(axis=0)
-    own = spent[units, picks]
-    inside = [(int(unit), int(picks[unit])) for unit in np.argsort(-own, kind="stable") if own[unit] > 0.0]
-    saved, added = prices[units, picks][:, None] - prices, spent - own[:, None]
+    picked = spent[units, picks]
+    largest = np.argsort(-picked, kind="stable")
+    inside = [(int(unit), int(picks[unit])) for unit in largest if picked[unit] > 0.0]
+    saved, added = prices[units, picks][:, None] - prices, spent - picked[:, None]
     worth = np.where((saved > 0) & (added > 0), saved / np.where(added > 0, added, 1.0), 0.0)
     next_best = worth.argmax(axis=1)
     rate = worth[units, next_best]

@@ -1,4 +1,4 @@
-"""What every budget would buy: the solver's table, kept with a plan, solved again along a scale of budgets."""
+"""Solves a calibration again for a range of budgets, from the table of prices and risks that is kept with its plan."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .knapsack import Allocation, Array, Launches, allocate, evaluate, shared_pr
 __all__ = ["BUDGETS", "SolverTable", "explorer"]
 
 BUDGETS = tuple(math.log1p(lead * 10.0**power) for power in range(-5, 0) for lead in (1, 1.5, 2, 3, 5, 7))
-"""Losses that the slider allows, nats/token: rises of the perplexity of 0.001 % to 70 %."""
+"""Budgets on the page's slider, nats/token: perplexity increases of 0.001 % to 70 %."""
 
 
 @dataclass(frozen=True, eq=False)
 class SolverTable:
-    """What the solver chooses by.
+    """Prices and risks of all choices, from which the solver chooses.
 
     Attributes:
         units: Layer and key/value head of each unit, layer by layer.
         choices: Labels of the choices, exact first.
-        prices: `[units, choices]`, seconds; infinite is no choice.
-        risks: `[lengths, units, choices]`, nats/token, re-scaled by what whole plans lost.
+        prices: `[units, choices]`, seconds; infinite where a choice is not offered.
+        risks: `[lengths, units, choices]`, nats/token, rescaled to the measured loss of whole plans.
         launches: Fixed costs of launches.
-        kept: `[units, choices]`, tokens of a sequence of the longest length that a streaming cache keeps; None where
-            that was not recorded, or the model keeps no cache.
+        kept: `[units, choices]`, tokens that a streaming cache keeps of a sequence of the longest length; None where
+            that was not recorded, or the model has no cache.
     """
 
     units: Sequence[tuple[int, int]]
@@ -42,7 +42,7 @@ class SolverTable:
     kept: NDArray[np.int64] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; what is infinite is null."""
+        """The table as JSON values; infinite numbers become null."""
         return {
             "units": [list(unit) for unit in self.units],
             "choices": list(self.choices),
@@ -55,10 +55,10 @@ class SolverTable:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SolverTable:
-        """The table that `to_dict` wrote.
+        """Reads a table written by `to_dict`.
 
         Raises:
-            ValueError: It is none, or its shapes disagree.
+            ValueError: It is not such a table, or its shapes disagree.
         """
         try:
             units = [(int(layer), int(head)) for layer, head in data["units"]]
@@ -107,10 +107,10 @@ def _infinite(values: Any) -> Array:
 
 
 def explorer(table: SolverTable, plan: Plan, about: Sequence[str]) -> dict[str, Any]:
-    """Returns what the page of a calibration shows: the solver's plan at every budget, and the one that was proved.
+    """Returns the data of a calibration's page: the solver's plan at every budget, and the plan that was proved.
 
     Args:
-        table: What the solver chose by.
+        table: Prices and risks that the solver chose from.
         plan: The plan of the calibration.
         about: Lines below the heading.
     """
@@ -118,16 +118,16 @@ def explorer(table: SolverTable, plan: Plan, about: Sequence[str]) -> dict[str, 
     base = evaluate(exact, table.prices, table.risks, table.launches)
     stops = [_stop("exact", table, base, base.price)]
     for budget in BUDGETS:
-        found = table.solve(budget)
-        stop = _stop(f"{100 * math.expm1(budget):.3g} %", table, found, base.price)
+        solved = table.solve(budget)
+        stop = _stop(f"{100 * math.expm1(budget):.3g} %", table, solved, base.price)
         if stop["picks"] != stops[-1]["picks"]:
             stops.append({**stop, "budget": budget})
     start = len(stops) // 2
     if plan.verified is not None and not plan.is_exact:
-        own = evaluate(_picks(table, plan), table.prices, table.risks, table.launches)
+        proved = evaluate(_picks(table, plan), table.prices, table.risks, table.launches)
         name = f"the plan of {100 * math.expm1(plan.budget):.3g} %"
-        stop = {**_stop(name, table, own, base.price), "proof": proof(plan)}
-        start = next((at for at, one in enumerate(stops) if one["loss"] > stop["loss"]), len(stops))
+        stop = {**_stop(name, table, proved, base.price), "proof": proof(plan)}
+        start = next((at for at, other in enumerate(stops) if other["loss"] > stop["loss"]), len(stops))
         stops.insert(start, stop)
     heads = len(table.units) // len(set(table.launches.layer.tolist()))
     each = table.prices + table.launches.constant[table.launches.launch] / heads
@@ -150,10 +150,10 @@ def _short(values: Array) -> list[list[float | None]]:
 
 
 def _picks(table: SolverTable, plan: Plan) -> NDArray[np.int64]:
-    """The places of a plan's choices in the table.
+    """Column indices of a plan's choices in the table.
 
     Raises:
-        ValueError: The plan takes what the table does not offer: they are of different calibrations.
+        ValueError: The table lacks a choice or a head of the plan: they come from different calibrations.
     """
     chosen = {
         (layer.layer, head): choice.label
@@ -169,20 +169,20 @@ def _picks(table: SolverTable, plan: Plan) -> NDArray[np.int64]:
     return np.array([table.choices.index(chosen.get(unit, table.choices[0])) for unit in table.units])
 
 
-def _stop(name: str, table: SolverTable, found: Allocation, base: float) -> dict[str, Any]:
-    """One plan on the page."""
-    exact = np.zeros_like(found.picks)
+def _stop(name: str, table: SolverTable, allocation: Allocation, base: float) -> dict[str, Any]:
+    """One plan of the page's slider."""
+    exact = np.zeros_like(allocation.picks)
     units = np.arange(len(exact))
-    price, full = (shared_prices(picks, table.prices, table.launches) for picks in (found.picks, exact))
+    price, full = (shared_prices(picks, table.prices, table.launches) for picks in (allocation.picks, exact))
     return {
         "name": name,
-        "picks": found.picks.tolist(),
-        "risk": [rounded(v) for v in worst_length(table.risks, found.picks).tolist()],
+        "picks": allocation.picks.tolist(),
+        "risk": [rounded(v) for v in worst_length(table.risks, allocation.picks).tolist()],
         "time": [rounded(v) for v in (price / full).tolist()],
-        "loss": rounded(float(found.risk.max())),
-        "speed": rounded(base / found.price),
+        "loss": rounded(float(allocation.risk.max())),
+        "speed": rounded(base / allocation.price),
         "memory": None
         if table.kept is None
-        else rounded(float(table.kept[units, found.picks].sum() / table.kept[:, 0].sum())),
+        else rounded(float(table.kept[units, allocation.picks].sum() / table.kept[:, 0].sum())),
         "proof": None,
     }

@@ -1,9 +1,9 @@
-"""The multiple-choice knapsack: the cheapest choice per unit whose risks fit the budget of every length bin.
+"""Solves the multiple-choice knapsack: the cheapest choice per unit whose summed risk fits every length bin's budget.
 
     minimise    sum_u price[u, x_u] + sum over (layer, launch) in use of the launch constant
     subject to  sum_u risk[b, u, x_u] <= budget[b]   for every length bin b
 
-Solved as a mixed-integer linear programme by HiGHS through `scipy.optimize.milp`, to a proven gap.
+It is a mixed-integer linear program, solved by HiGHS (`scipy.optimize.milp`) to a proven optimality gap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Launches:
-    """Fixed costs: a launch is paid once per layer as soon as one unit of the layer uses it.
+    """Fixed costs of launches: each is paid once per layer in which at least one unit uses it.
 
     Attributes:
         layer: `[units]`, the layer of each unit.
@@ -35,7 +35,7 @@ class Launches:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A solved knapsack.
+    """One choice per unit, with its total price and risk.
 
     Attributes:
         picks: `[units]`, the chosen choice of each unit.
@@ -51,7 +51,7 @@ class Allocation:
 def evaluate(
     picks: NDArray[np.int64], prices: Array, risks: Array, launches: Launches | None = None
 ) -> Allocation:
-    """Returns the price and risks of given picks."""
+    """Returns the total price and risk of these picks."""
     units = np.arange(len(picks))
     price = float(prices[units, picks].sum())
     if launches is not None:
@@ -61,7 +61,7 @@ def evaluate(
 
 
 def shared_prices(picks: NDArray[np.int64], prices: Array, launches: Launches) -> Array:
-    """Returns the price `[units]` of given picks, the constant of a launch shared by its units."""
+    """Returns the price `[units]` of these picks; the units of a launch share its constant cost."""
     units = np.arange(len(picks))
     groups = launches.launch[picks]
     keys = np.stack([launches.layer, groups])
@@ -110,18 +110,18 @@ def allocate(
     cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, np.zeros(len(pairs))])
     rows, cols, data, low, high = [], [], [], [], []
     count = 0
-    for place in range(units):
+    for index in range(units):
         rows += [count] * choices
-        cols += list(range(place * choices, (place + 1) * choices))
+        cols += list(range(index * choices, (index + 1) * choices))
         data += [1.0] * choices
         low.append(1.0)
         high.append(1.0)
         count += 1
-    for place, limit in enumerate(budget):
+    for index, limit in enumerate(budget):
         # Risks are of the order 1e-6: in units of the budget they stay clear of the solver's tolerances.
         unit_of_risk = limit if limit > 0 else 1.0
         risk = (
-            np.where(allowed, np.where(np.isfinite(risks[place]), risks[place], 0.0), 0.0).ravel()
+            np.where(allowed, np.where(np.isfinite(risks[index]), risks[index], 0.0), 0.0).ravel()
             / unit_of_risk
         )
         rows += [count] * items

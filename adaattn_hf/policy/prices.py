@@ -1,8 +1,7 @@
-"""Prices: measured seconds of the launches a plan makes, interpolated between measured lengths and head counts.
+"""Measured latency of a plan's kernel launches, interpolated between the measured lengths and head counts.
 
-A launch serves all heads of one layer that share a launch group. Its time is taken as constant + slope *
-heads, both measured on this machine at a few lengths; between lengths it is interpolated linearly in the
-logarithms.
+A launch computes all heads of a layer that share a launch group. Its latency is modelled as constant + slope * heads,
+fitted on this machine at a few lengths and interpolated linearly in log-log space between them.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of one launch: `constant + slope * heads`.
+    """Latency of one launch: `constant + slope * heads`.
 
     Attributes:
-        constant: Seconds of a launch whatever its heads.
+        constant: Seconds of a launch that do not depend on the number of heads.
         slope: Seconds per key/value head.
     """
 
@@ -33,7 +32,7 @@ class Price:
 
 
 def fit_price(heads: Sequence[int], seconds: Sequence[float]) -> Price:
-    """Returns the least-squares line through measured launches, neither coefficient below zero.
+    """Returns the least-squares line through measured launches, both coefficients at least 0.
 
     Raises:
         ValueError: If nothing was measured, or lengths differ.
@@ -56,12 +55,12 @@ def fit_price(heads: Sequence[int], seconds: Sequence[float]) -> Price:
 
 @dataclass(frozen=True)
 class PriceTable:
-    """Measured prices by phase, length and launch.
+    """Measured latencies by phase, length and launch.
 
     Attributes:
-        machine: What was measured on, in words.
-        launch_of: Name of the launch that serves a choice there, by the choice's label; choices of one name share
-            it, and its fixed cost (see `execute.launch_names`). A choice that it lacks has a launch of its own.
+        machine: The machine they were measured on, in words.
+        launch_of: Maps a choice's label to the name of its launch; choices with one launch share its fixed cost (see
+            `execute.launch_names`). A choice that is missing here is launched alone.
         prices: `prices[phase][length][launch]`; phases are `prefill` and `decode`, launches are choice
             labels.
     """
@@ -91,7 +90,7 @@ class PriceTable:
         return Price(_between(low.constant, high.constant, share), _between(low.slope, high.slope, share))
 
     def launch(self, label: str) -> str:
-        """Returns the name of the launch that serves a choice."""
+        """Returns the name of the launch that computes a choice."""
         return self.launch_of.get(label, label)
 
     def launches(self, phase: str) -> set[str]:

@@ -1,9 +1,9 @@
-"""Risk bookkeeping: predicted loss in nats/token of every (unit, choice), accumulated over a stream of samples.
+"""Accumulates the risk of every (unit, choice): its predicted loss in nats/token, over a stream of sampled rows.
 
 For small perturbations the mean loss difference equals the mean KL, and with labels drawn from the model
 itself E[KL] = 1/2 E[(g . do)^2], where g is the gradient of the sampled log-likelihood with respect to the
 attention output and do the change of that output (a diagonal Fisher form). Risks of units add up; a measured
-joint KL re-scales the sum.
+joint KL rescales the sum.
 """
 
 from __future__ import annotations
@@ -82,42 +82,41 @@ class RiskTable:
 
 
 def corrected(fisher: Array, fisher_error: Array, direct: Array, direct_error: Array) -> tuple[Array, float]:
-    """Returns risks corrected by directly measured KL, and the factor by which the measured ones were misjudged.
+    """Returns Fisher risks corrected by directly measured KL, and the common factor by which they were off.
 
-    In logarithms, as errors of both are relative: the Fisher estimates are off by one common factor (the median)
-    and each by its own error, whose size beyond the sampling errors is estimated over the pairs. A pair is then
-    drawn to its measured value by the share of the variance that is not the measurement's own
-    (random effects after DerSimonian and Laird).
+    A random-effects model (DerSimonian and Laird) of log(KL / risk), as both errors are relative: its mean is the
+    median over the pairs, and its variance between pairs is what sampling errors do not explain. Each pair is then
+    shrunk from its Fisher estimate towards its measured value, the more, the less noisy the measurement is.
 
     Args:
-        fisher: `[pairs]`, estimated risk, nats/token; where it is 0, the choice changes nothing and stays so.
+        fisher: `[pairs]`, estimated risk, nats/token; 0 where the choice changes nothing, which is kept.
         fisher_error: `[pairs]`, standard error of `fisher`, infinite where unknown.
         direct: `[pairs]`, measured KL, nats/token.
         direct_error: `[pairs]`, standard error of `direct`.
     """
-    found, risky = fisher.copy(), fisher > 0.0
+    risk, risky = fisher.copy(), fisher > 0.0
     if not risky.any():
-        return found, 1.0
-    estimate, error, kl, kl_error = (one[risky] for one in (fisher, fisher_error, direct, direct_error))
-    # a measured KL of nothing would be trusted without limit
+        return risk, 1.0
+    estimate, error, kl, kl_error = (values[risky] for values in (fisher, fisher_error, direct, direct_error))
+    # a KL of 0 would get infinite weight in log space
     kl = np.maximum(kl, 1e-3 * estimate)
     offset = np.log(kl / estimate)
     common = float(np.median(offset))
-    known = np.isfinite(error)
-    own, noise = np.where(known, error / estimate, 0.0) ** 2, (kl_error / kl) ** 2
-    spread = own + max(float(np.mean((offset - common) ** 2) - np.mean(own + noise)), 0.0)
+    has_error = np.isfinite(error)
+    sampling, noise = np.where(has_error, error / estimate, 0.0) ** 2, (kl_error / kl) ** 2
+    spread = sampling + max(float(np.mean((offset - common) ** 2) - np.mean(sampling + noise)), 0.0)
     total = spread + noise
-    weight = np.where(known & (total > 0.0), spread / np.where(total > 0.0, total, 1.0), 1.0)
-    found[risky] = estimate * np.exp(common + weight * (offset - common))
-    return found, float(np.exp(common))
+    weight = np.where(has_error & (total > 0.0), spread / np.where(total > 0.0, total, 1.0), 1.0)
+    risk[risky] = estimate * np.exp(common + weight * (offset - common))
+    return risk, float(np.exp(common))
 
 
 def rescale(alpha: float, predicted: float, measured: float, damping: float = 1.0) -> float:
-    """Returns the new factor of risk given a predicted and a measured joint KL of one plan.
+    """Returns the updated risk factor, from the predicted and the measured joint KL of one plan.
 
     Args:
-        alpha: The present factor; predicted is already multiplied by it.
-        predicted: Sum of the re-scaled risks, nats/token.
+        alpha: The present factor, which `predicted` contains.
+        predicted: Sum of the rescaled risks, nats/token.
         measured: Joint KL of the plan, nats/token.
         damping: Exponent in (0, 1]; 1 trusts the measurement fully.
     """

@@ -1,10 +1,10 @@
-"""Group-sequential testing: how much of an error rate each look at growing evidence may spend.
+"""Group-sequential testing: the significance level of each look at growing evidence, by alpha spending.
 
 Lan and DeMets (1983, "Discrete sequential boundaries for clinical trials", Biometrika 70) let a function of the share
 of information decide how much of the error rate alpha has been spent by a look; theirs of the O'Brien-Fleming type,
 2 - 2 Phi(z / sqrt(t)) with z the normal quantile of 1 - alpha/2, spends little early. Each look is tested at what it
-newly spends. By the union bound the looks together err at most with probability alpha, whatever their correlation
-and with Student's t at every look; the exact boundaries, which reckon with the correlation, are a little lower.
+newly spends. By the union bound the probability of a false pass over all looks is at most alpha, whatever their
+correlation and with Student's t at every look; exact boundaries, which use the correlation, would be a little lower.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..stats.paired import Ratio, student_quantile
 
 NORMAL = NormalDist()
 LOOKS = 3
-"""Looks at the evidence of one plan at most."""
+"""Largest number of looks at one plan."""
 HOPELESS = 0.05
-"""A plan whose chance to pass at the last look is smaller than this is given up."""
+"""Futility bound: a plan that would pass the last look with a smaller probability is given up."""
 
 
 def spent(alpha: float, information: float) -> float:
-    """Returns the error rate that may have been spent once a share of the information is there.
+    """Returns how much of the error rate may be spent at a share of the information (the spending function).
 
     Args:
         alpha: Error rate of all looks, in (0, 1).
@@ -42,32 +42,32 @@ def spent(alpha: float, information: float) -> float:
 
 
 def look_levels(alpha: float, sizes: Sequence[int]) -> list[float]:
-    """Returns the level of each look; they add up to `alpha`.
+    """Returns the significance level of each look; their sum is `alpha`.
 
     Args:
         alpha: Error rate of all looks.
-        sizes: Sequences at each look, those before counted, rising; the last is the most there will be.
+        sizes: Cumulative sequences at each look, rising; the last is the largest number there will be.
     """
     rates = [spent(alpha, size / sizes[-1]) for size in sizes]
     return [rate - before for rate, before in zip(rates, [0.0, *rates[:-1]], strict=True)]
 
 
 def look_sizes(first: int, most: int) -> list[int]:
-    """Returns the sequences at each look: up to `LOOKS` of equal steps, the first of at least `first`."""
+    """Returns the cumulative sequences at each look: up to `LOOKS` equal steps of at least `first`."""
     looks = max(1, min(LOOKS, most // first))
     return [math.ceil(most * look / looks) for look in range(1, looks + 1)]
 
 
 def hopeless(ratio: Ratio, limit: float, sizes: Sequence[int], size: int, level: float) -> bool:
-    """Whether growing evidence has less than a chance of `HOPELESS` to bring a bound below its limit.
+    """Whether the bound falls below its limit at the last look with a probability of less than `HOPELESS`.
 
-    Giving up never makes a false pass likelier, so that it costs nothing of the error rate.
+    Stopping for futility cannot cause a false pass, so it spends none of the error rate.
 
     Args:
         ratio: The estimate at this look.
-        limit: What the upper bound must not exceed at the last look.
+        limit: Largest upper bound that passes the last look.
         sizes: Sequences at each look.
-        size: Sequences at this one.
+        size: Sequences at this look.
         level: Level of the last look.
     """
     if ratio.error is None or size >= sizes[-1]:
@@ -80,21 +80,21 @@ def hopeless(ratio: Ratio, limit: float, sizes: Sequence[int], size: int, level:
 
 @dataclass(frozen=True)
 class Attempts:
-    """How many plans may be proved, and at which level each.
+    """How many plans may be tested, and at which level each.
 
-    A plan is tested on text that no plan before it has seen, so that what was learned from the others changes
-    nothing about its test. Bolder and bolder plans, each tested at the same level and only as long as all pass, err
-    together no more than one of them: only the first plan that breaks the budget can pass wrongly (fixed-sequence
-    testing; Westfall and Krishen 2001, "Optimally weighted, fixed sequence and gatekeeper multiple testing
-    procedures"). After a failure such a sequence ends, and the next begins with a share of its own: the error rate
-    is divided by the failures that are allowed.
+    Each plan is tested on text that no earlier plan was tested on, so what was learned from those does not bias its
+    test. Ever bolder plans, tested at the same level for as long as all pass, have together the error rate of one: only
+    the first plan that breaks the budget can pass falsely (fixed-sequence testing; Westfall and Krishen 2001,
+    "Optimally weighted, fixed sequence and gatekeeper multiple testing procedures"). A failure ends the sequence. The
+    next has a share of the error rate of its own, which is divided evenly among the failures that are allowed
+    (Bonferroni).
 
     Attributes:
-        alpha: Error rate of everything.
-        failures_allowed: Plans that may fail.
-        advances_allowed: Bolder plans that may follow one that passed.
-        failures: Plans that failed.
-        advances: Bolder plans tried.
+        alpha: Error rate of all tests together.
+        failures_allowed: Largest number of plans that may fail.
+        advances_allowed: Largest number of bolder plans after one that passed.
+        failures: Plans that failed so far.
+        advances: Bolder plans tried so far.
     """
 
     alpha: float
@@ -105,22 +105,22 @@ class Attempts:
 
     @property
     def level(self) -> float:
-        """Error rate of the next plan's test."""
+        """Significance level of the next plan's test."""
         return self.alpha / self.failures_allowed
 
     @property
     def exhausted(self) -> bool:
-        """Whether no plan may be tested any more."""
+        """Whether no further plan may be tested."""
         return self.failures >= self.failures_allowed
 
     def failed(self) -> Attempts:
-        """Returns what is left after a failure."""
+        """Returns the state after a failure."""
         return Attempts(
             self.alpha, self.failures_allowed, self.advances_allowed, self.failures + 1, self.advances
         )
 
     def advanced(self) -> Attempts | None:
-        """Returns what is left when a bolder plan follows one that passed, `None` if none may."""
+        """Returns the state when a bolder plan follows one that passed, `None` if none may."""
         if self.advances >= self.advances_allowed or self.exhausted:
             return None
         return Attempts(

@@ -1,6 +1,6 @@
-"""Paired comparison of two models on the same tokens: scores per token, and a clustered ratio estimator with bounds.
+"""Paired comparison of models on the same tokens: scores per token, and a clustered ratio estimator with bounds.
 
-Tokens of one document are not independent, so that documents (or stretches of text) are the unit of sampling
+Tokens of one document are not independent, so documents (or chunks of text) are the sampling unit
 (Miller 2024, "Adding Error Bars to Evals"). The estimator is the ratio of sums, sum(difference) / sum(weight),
 with Student's t on the residuals of the clusters.
 """
@@ -23,7 +23,7 @@ Flag = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Numbers per scored token; arm 0 is the stock arm.
+    """Scores of each token under several models (arms); arm 0 is stock attention.
 
     Attributes:
         nll: `[arms, tokens]`, -log p(target), nats.
@@ -44,7 +44,7 @@ class TokenScores:
 
 
 def joined(parts: Sequence[TokenScores]) -> TokenScores:
-    """Returns the scores of several stretches of tokens as one."""
+    """Returns the concatenated scores of several chunks of tokens."""
     return TokenScores(
         nll=np.concatenate([part.nll for part in parts], axis=1),
         kl=np.concatenate([part.kl for part in parts], axis=1),
@@ -56,8 +56,8 @@ def joined(parts: Sequence[TokenScores]) -> TokenScores:
 def score_tokens(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> TokenScores:
     """Returns the scores of tokens from the logits `[tokens, vocabulary]` of each arm, the stock arm first.
 
-    Log-probabilities are computed in float64 from the logits as they are, so that the comparison of two arms has
-    no rounding of its own: equal logits give a difference, and a divergence, of exactly 0.
+    Log-probabilities are computed in float64, so that the comparison adds no rounding: equal logits give a difference
+    and a divergence of exactly 0.
 
     Args:
         logits: One tensor per arm.
@@ -73,7 +73,7 @@ def score_tokens(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> Token
         nll.append(-log_p.gather(1, targets[:, None])[:, 0])
         hit.append(top == targets)
         agree.append(top == stock_top)
-        # A divergence is not negative; the sum's last bit may be. A probability of 0 weighs nothing.
+        # a KL divergence is not negative, but its rounded sum may be; 0 * log 0 is 0
         terms = torch.where(probability > 0, probability * (stock - log_p), 0.0)
         kl.append(terms.sum(dim=-1).clamp_min(0.0))
     empty = torch.empty(0, len(targets), device="cpu")
@@ -97,9 +97,9 @@ class Ratio:
 
     Attributes:
         mean: sum(values) / sum(weights).
-        error: Standard error of it; `None` with a single cluster, which has no spread.
+        error: Its standard error; `None` with a single cluster.
         clusters: Number of clusters.
-        weight: Sum of the weights: tokens, for a mean per token.
+        weight: Sum of the weights; for a mean per token, the number of tokens.
     """
 
     mean: float
@@ -125,7 +125,7 @@ def clustered_ratio(values: Float, weights: NDArray[np.int64] | Float) -> Ratio:
 
     Args:
         values: `[clusters]`, sum of the paired differences of each cluster.
-        weights: `[clusters]`, the tokens of each cluster, or whatever the differences are counted per.
+        weights: `[clusters]`, the weight of each cluster: its tokens, for a mean per token.
     """
     clusters, total = len(values), float(weights.sum())
     mean = float(values.sum() / total)

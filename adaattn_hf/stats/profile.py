@@ -1,10 +1,10 @@
-"""What the rows of attention look like: entropy, support, attention sinks, mass by distance, block density, int8 noise.
+"""Statistics of attention rows: entropy, support, attention sinks, mass by distance, block density, rounding noise.
 
-Every statistic is taken on sampled query rows, a few at a time, against all keys: O(rows * kv_len) memory, never a
-`q_len x kv_len` matrix, so that 8k or 32k tokens cost what their sampled rows cost.
+Each is computed on sampled query rows, a few at a time, against all keys: O(rows * kv_len) memory and never a whole
+`q_len x kv_len` matrix.
 
-Entropy describes a head (peaked or diffuse). It is a sparsity signal and not a rank: attention to one key has entropy
-zero and full rank, uniform attention has the largest entropy and rank one. Ranks come from `stats.spectrum`.
+Entropy says whether a head is peaked or diffuse. It measures sparsity and not rank: attention to a single key has
+entropy 0 and full rank, uniform attention has the largest entropy and rank 1. Ranks come from `stats.spectrum`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from ..attention.rounding import through_dtype, through_int8
 from .rows import grouped_logits, masked, probabilities
 
 DISTANCES = (0, 16, 64, 256, 1024, 4096, 16384)
-"""Edges of the distance bins, in keys between query and key; the last bin has no end."""
+"""Lower edges of the distance bins, in tokens between query and key; the last bin is open."""
 SINK_KEYS = 4
-"""First keys of a document whose share of the attention is the sink mass."""
+"""Number of first keys whose attention mass is the sink mass."""
 BLOCK = 64
 """Keys per block of the block density."""
 DENSITIES = (0.95, 0.99)
-"""Shares of the attention that the blocks counted by the block density hold."""
+"""Shares of the attention mass for which the block density is computed."""
 _CHUNK_ELEMENTS = 1 << 23
 
 
 def row_statistics(weights: Tensor, visible: Tensor, positions: Tensor) -> dict[str, Tensor]:
-    """Returns what describes each row of attention weights, by name.
+    """Returns the statistics of each row of attention weights, by name.
 
     Args:
-        weights: `[heads, rows, kv_len]`, each row a distribution over the keys it sees; a row of zeros where there is
-            none.
+        weights: `[heads, rows, kv_len]`, each row a distribution over its visible keys; a row of zeros where there
+            are none.
         visible: Boolean, broadcastable to `weights`.
         positions: `[rows]`, index of each query among the keys.
 
@@ -52,7 +52,7 @@ def row_statistics(weights: Tensor, visible: Tensor, positions: Tensor) -> dict[
     distance = (positions[:, None] - keys).abs()
     bins = torch.bucketize(distance, edges, right=True).expand_as(weights)
     by_distance = weights.new_zeros(*weights.shape[:-1], len(DISTANCES)).scatter_add_(-1, bins, weights)
-    found = {
+    statistics = {
         "entropy": entropy,
         "support": entropy.exp(),
         "keys": seen.sum(-1).to(weights.dtype),
@@ -66,14 +66,14 @@ def row_statistics(weights: Tensor, visible: Tensor, positions: Tensor) -> dict[
     for share in DENSITIES:
         needed = (held < share * held[..., -1:] * (1 - 1e-6)).sum(-1) + 1
         density = needed.to(weights.dtype) / reachable.clamp(min=1)
-        found[f"block_density_{round(100 * share)}"] = torch.where(
+        statistics[f"block_density_{round(100 * share)}"] = torch.where(
             reachable > 0, density.clamp(max=1.0), torch.zeros_like(density)
         )
-    return found
+    return statistics
 
 
 def rows_at_a_time(heads: int, rows: int, kv_len: int) -> int:
-    """Returns how many rows of all heads are held at once, so that their weights stay within 32 MiB of fp32."""
+    """Returns how many rows to process at once, so that the weights of all heads take at most 32 MiB in fp32."""
     return max(1, min(rows, _CHUNK_ELEMENTS // max(heads * kv_len, 1)))
 
 
@@ -100,15 +100,15 @@ def head_sums(
         scaling: Factor on the products.
         softcap: `c` of `c * tanh(logit / c)`.
         bias: Added to the logits, broadcastable to `[heads, rows, kv_len]`.
-        sink_logits: `[heads]`, learned logits that take part in each row's softmax and have no value. The weights
-            described are those of the keys among themselves; what the sinks take is `learned_sink`.
-        answer: `[heads, rows, head_dim_v]`, what was computed for these rows; its error is measured like those of int8
-            and bf16.
+        sink_logits: `[heads]`, learned logits that join each row's softmax without a value. Weights are normalised over
+            the keys alone; the mass of the sinks is reported as `learned_sink`.
+        answer: `[heads, rows, head_dim_v]`, the output that was computed for these rows, whose error is measured as
+            those of int8 and bf16 are.
 
     Returns:
-        Sums by name; `rows` counts the rows that see a key. `signal` is the energy of the exact output rows in fp32,
-        `noise_int8`, `noise_bf16` and `noise_answer` those of the errors of int8 operands (keys smoothed by their
-        mean), bf16 operands, and the answer.
+        Sums by name; `rows` counts the rows with a visible key. `signal` is the energy of the exact output in fp32;
+        `noise_int8`, `noise_bf16` and `noise_answer` are the energies of the errors of int8 operands (keys minus their
+        mean), of bf16 operands, and of `answer`.
     """
     heads = query.shape[0]
     query, key, value = query.float(), key.float(), value.float()
@@ -166,7 +166,7 @@ def head_sums(
 
 
 def decibels(signal: Tensor, noise: Tensor) -> Tensor:
-    """Returns the signal-to-noise ratio of energies in dB, infinite where there is no noise."""
+    """Returns the ratio of two energies in dB, infinite where there is no noise."""
     return 10.0 * torch.log10(signal / noise)
 
 
@@ -179,10 +179,10 @@ def pooled_weights(
     scaling: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Returns the attention of one head as an image; a pixel is the mean over its rows of the weight of its keys.
+    """Returns the attention map of one head, pooled: a pixel is the summed weight of its keys, averaged over its rows.
 
-    Rows are computed again from queries and keys, normalised by their log-sum-exp, and pooled at once: a map of 32k by
-    32k needs no more memory than a few hundred rows.
+    Rows are recomputed a few at a time from queries and keys and pooled at once, so that a map of 32k by 32k needs only
+    the memory of a few hundred rows.
 
     Args:
         query: `[rows, head_dim]`, rows of one head.
@@ -214,7 +214,7 @@ def pooled_weights(
 
 
 def means(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns means over rows, spreads, and noise in dB, from the sums of any number of calls."""
+    """Returns means over rows, standard deviations, and SQNR in dB, from the sums of any number of calls."""
     rows = sums["rows"].clamp(min=1)
     plain = (
         "entropy",
@@ -225,11 +225,11 @@ def means(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "block_density_99",
         "learned_sink",
     )
-    found = {name: sums[name] / rows for name in plain if name in sums}
-    variance = sums["entropy_squared"] / rows - found["entropy"].square()
-    found["entropy_deviation"] = variance.clamp(min=0).sqrt()
-    found["distance_mass"] = sums["distance_mass"] / rows[:, None]
+    averages = {name: sums[name] / rows for name in plain if name in sums}
+    variance = sums["entropy_squared"] / rows - averages["entropy"].square()
+    averages["entropy_deviation"] = variance.clamp(min=0).sqrt()
+    averages["distance_mass"] = sums["distance_mass"] / rows[:, None]
     for name in ("int8", "bf16", "answer"):
         if f"noise_{name}" in sums:
-            found[f"sqnr_{name}"] = decibels(sums["signal"], sums[f"noise_{name}"])
-    return found
+            averages[f"sqnr_{name}"] = decibels(sums["signal"], sums[f"noise_{name}"])
+    return averages

@@ -1,8 +1,7 @@
-"""Which query rows a statistic looks at, and the logits of those rows.
+"""Samples query rows, stratified by position, and computes their logits and attention weights.
 
-Every statistic of this package costs O(n * s): s sampled query rows against all n keys. The rows are chosen
-by position alone, stratified over the sequence, so that neither the first rows (short, peaked) nor the last
-ones stand for all.
+Every statistic costs O(n * s): s sampled query rows against all n keys. Rows are sampled by position alone, so that
+early rows (few keys, peaked) and late ones are represented alike.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ def stratified_rows(
 
     Args:
         length: Number of query positions.
-        count: Number of rows wanted; all rows are returned when there are not more.
-        generator: Draws the place inside each stratum; without one the middle of each stratum is taken.
-        first: Positions before this one are left out.
+        count: Number of rows; all rows are returned if there are no more than that.
+        generator: Draws the position inside each stratum; without one it is the middle.
+        first: First position that may be drawn.
 
     Raises:
         ValueError: If `count` is below one, or `first` is not inside the sequence.
@@ -36,10 +35,10 @@ def stratified_rows(
         return torch.arange(first, length, device="cpu")
     edges = torch.linspace(0, room, count + 1, dtype=torch.float64, device="cpu")
     if generator is None:
-        place = torch.full((count,), 0.5, dtype=torch.float64, device="cpu")
+        offset = torch.full((count,), 0.5, dtype=torch.float64, device="cpu")
     else:
-        place = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
-    rows = (edges[:-1] + place * (edges[1:] - edges[:-1])).floor().long()
+        offset = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
+    rows = (edges[:-1] + offset * (edges[1:] - edges[:-1])).floor().long()
     return rows.clamp_(max=room - 1) + first
 
 

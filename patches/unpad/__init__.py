@@ -1,4 +1,4 @@
-"""The whole model without padding: real tokens in one row, padding put back into what comes out."""
+"""Runs a whole model without padding: real tokens are packed into one row, and its outputs are padded again."""
 
 from __future__ import annotations
 

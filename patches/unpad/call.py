@@ -1,4 +1,4 @@
-"""One call of a model: whether its padding can be taken out, and the call without it."""
+"""Decides whether the padding of one model call can be removed, and builds the packed call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WEIGHTS = ("output_attentions", "output_router_logits")
 
 @dataclass(frozen=True)
 class Pass:
-    """Why a call runs as it came. `costs`: padding is (or may be) computed that way."""
+    """Why a call is not packed. `costs`: its padding is (or may be) computed, then."""
 
     reason: str
     costs: bool
@@ -57,7 +57,7 @@ SPANS = Pass("the loss of start_positions is over padding positions, too", True)
 
 @dataclass(frozen=True)
 class PackedCall:
-    """A call without padding, and what its outputs need to become padded again."""
+    """A packed call, and what is needed to pad its outputs."""
 
     kwargs: dict[str, Any]
     layout: PackedLayout
@@ -69,24 +69,24 @@ def arguments_of(
 ) -> dict[str, Any]:
     """Every argument of a call by its name."""
     bound = signature.bind_partial(None, *args, **kwargs).arguments
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in list(bound.items())[1:]:
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            found.update(value)
+            named.update(value)
         else:
-            found[name] = value
-    return found
+            named[name] = value
+    return named
 
 
 def read_layout(
     arguments: Mapping[str, Any], config: Any, *, pools_first: bool = False
 ) -> PackedLayout | Pass:
-    """The layout of a call's real tokens, or why the call runs as it came.
+    """The layout of a call's real tokens, or why the call is not packed.
 
     Args:
-        arguments: Of the call.
-        config: Of the model.
-        pools_first: Something behind the hidden states reads the first place of each row, padding or not.
+        arguments: Arguments of the call by name.
+        config: The model's configuration.
+        pools_first: Whether a pooler or head reads position 0 of each row, even where it is padding.
     """
     inputs = arguments.get("input_ids")
     inputs = arguments.get("inputs_embeds") if inputs is None else inputs
@@ -139,13 +139,13 @@ def _has_window(config: Any) -> bool:
 
 
 def has_cache(config: Any) -> bool:
-    """The model may keep keys and values from call to call."""
+    """Whether the model can keep keys and values from call to call."""
     family = family_of(config)
     return family is None or not family.encoder_only or bool(getattr(config, "is_decoder", False))
 
 
 def makes_cache(module: nn.Module, arguments: Mapping[str, Any], config: Any) -> bool:
-    """The model makes a cache for this call, though none was passed."""
+    """Whether the model creates a cache for this call, though none was passed."""
     asked = arguments.get("use_cache")
     if not has_cache(config):
         return False
@@ -164,16 +164,16 @@ def pack_call(
     takes_cache: bool,
     shifted_labels: bool = False,
 ) -> PackedCall:
-    """The call without its padding: one row, positions kept, documents said by `cu_seq_lens`.
+    """The packed call: one row of real tokens with their positions, and `cu_seq_lens` for the borders between rows.
 
     Args:
         module: The model that is called.
-        arguments: Of the call.
-        layout: Of its real tokens.
-        rule: How the model counts positions when it is given none.
-        config: Of the model.
-        takes_cache: The model's forward has `past_key_values`.
-        shifted_labels: `labels[t + 1]` is scored at `t`; the first token of a row is scored nowhere.
+        arguments: Arguments of the call by name.
+        layout: Where its real tokens are.
+        rule: How the model numbers positions when it is passed none.
+        config: The model's configuration.
+        takes_cache: Whether the model's forward has `past_key_values`.
+        shifted_labels: Whether `labels[t + 1]` is scored at `t`; the first token of a row is never scored, then.
     """
     mask = arguments["attention_mask"]
     inputs = arguments.get("input_ids")
@@ -203,12 +203,11 @@ def pack_call(
 
 
 def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> Pass | None:
-    """Why a loss needs what the model computes at padding positions, which only the padded form has; None if
-    not.
+    """Why the loss needs outputs at padding positions, which only the padded form has; None if it does not.
 
     Args:
-        arguments: Of the call.
-        shifted: `labels[t + 1]` is scored at `t`.
+        arguments: Arguments of the call by name.
+        shifted: Whether `labels[t + 1]` is scored at `t`.
     """
     mask = arguments.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2:

@@ -1,7 +1,7 @@
-"""Hooks for those who call `model.forward(...)` instead of `model(...)`.
+"""Makes hooks run where a library calls `model.forward(...)` instead of `model(...)`.
 
-torch runs hooks for the latter alone. sentence-transformers calls the former, so a model that it holds gets a
-`forward` of its own, on the one object and not on its class, that goes through the hooks.
+torch runs hooks for the latter only. sentence-transformers does the former, so a model inside it gets a `forward`
+that goes through the hooks, set on that instance and not on its class.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _CALLERS = ("sentence_transformers.",)
 
 
 class DirectForward:
-    """A model's `forward`: from outside it is a call of the model, from inside that call it is the forward itself."""
+    """Replaces the `forward` of one model: calls the model, hooks included; inside of that call, its own forward."""
 
     def __init__(self, module: nn.Module, unpadding: Unpadding) -> None:
-        """Put in place at once; `remove` takes it away."""
+        """Replaces `module.forward` at once; `remove` undoes it."""
         self.module, self.unpadding = module, unpadding
         self.inner = module.forward
         functools.update_wrapper(self, self.inner)
         module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Same arguments and result as the model's forward."""
+        """Takes the arguments and returns the result of the model's forward."""
         return (self.inner if self.unpadding.runs(self.module) else self.module)(*args, **kwargs)
 
     def remove(self) -> None:
-        """The model has the `forward` of its class again, or the one that it had before."""
+        """Gives the model back the `forward` that it had before."""
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
             if getattr(self.inner, "__func__", None) is not type(self.module).forward:
@@ -42,7 +42,7 @@ class DirectForward:
 
 
 def called_directly(holder: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose owner inside `holder` is known to call their `forward`."""
+    """Modules inside `holder` whose parent calls their `forward` directly."""
     for module in holder.modules():
         if type(module).__module__.startswith(_CALLERS):
             yield from module.children()

@@ -1,7 +1,7 @@
-"""The hooks that take padding out of a model's calls and put it back into what the model returns.
+"""Forward hooks that remove the padding of a model's inputs and restore it in its outputs.
 
-They sit on the model (where token-wise heads profit too), on its trunk (so that other heads see the padded
-form) and on the pooler. Nothing of the model or of Transformers is replaced.
+They are registered on the model (so that token-wise heads run packed, too), on its base model (so that other heads see
+padded hidden states) and on the pooler. Nothing of the model or of Transformers is replaced.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["PaddedCallError", "Unpadding"]
 logger = logging.getLogger("adaattn_hf")
 
 UNPADDED = "unpadded"
-# Heads that treat every token alike, by the end of their class names; True if label t + 1 is scored at t.
+# Suffixes of classes whose head treats every token alike; True if label t + 1 is scored at t.
 _TOKEN_WISE = {"ForCausalLM": True, "LMHeadModel": True, "ForMaskedLM": False}
-# Heads that read every token; other heads of encoders read the first place of each row.
+# Suffixes of classes whose head reads every token; other heads of encoders read position 0 of each row.
 _EVERY_TOKEN = ("ForTokenClassification", "ForQuestionAnswering")
 
 
 class PaddedCallError(RuntimeError):
-    """A call with padding cannot be served without it, and the user asked to be told."""
+    """A padded call cannot be packed, and the model was prepared with `on_padded="raise"`."""
 
 
 @dataclass
 class _Frame:
-    """What is known of a forward pass between its entrance and its exit."""
+    """State of one forward pass between its pre-hook and its hook."""
 
     module: nn.Module
     owner: Unpadding
@@ -52,17 +52,17 @@ _frames: ContextVar[tuple[_Frame, ...]] = ContextVar("adaattn_unpad_frames", def
 
 
 class Unpadding:
-    """Hooks on one model.
+    """The hooks of one model.
 
     Attributes:
-        top: The model, head included.
-        trunk: What computes the hidden states.
-        calls: How many forward passes ran `unpadded`, and how many ran as they came, by the reason.
-        on_padded: `run` or `raise`.
+        top: The model with its head.
+        trunk: The base model, which computes the hidden states.
+        calls: Number of forward passes that ran `unpadded`, and of those that were not packed, by reason.
+        on_padded: `run` or `raise`: what to do with a padded call that cannot be packed.
     """
 
     def __init__(self, top: nn.Module, trunk: nn.Module, on_padded: str = "run") -> None:
-        """Hooks are put in place by `install`."""
+        """Registers nothing yet; `install` does."""
         self.top, self.trunk, self.on_padded = top, trunk, on_padded
         self.calls: Counter[str] = Counter()
         self.enabled = True
@@ -80,7 +80,7 @@ class Unpadding:
         self._said: set[str] = set()
 
     def install(self) -> None:
-        """Put the hooks in place."""
+        """Registers the hooks."""
         if self.top is not self.trunk:
             self._hook(self.top, self._enter_top)
         self._hook(self.trunk, self._enter_trunk)
@@ -94,7 +94,7 @@ class Unpadding:
 
     @property
     def trunk_parameters(self) -> frozenset[str]:
-        """Names of what the trunk's forward takes."""
+        """Names of the parameters of the base model's forward."""
         return frozenset(self._trunk_signature.parameters)
 
     def _hook(self, module: nn.Module, enter: Any) -> None:
@@ -102,16 +102,16 @@ class Unpadding:
         self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def runs(self, module: nn.Module) -> bool:
-        """The hooks have nothing to do at an entrance to `module` now: it is being run, or they stand aside."""
+        """Whether `module` should just run now: it is inside of a hooked call already, or the hooks are off."""
         return not self.enabled or tracing() or any(frame.module is module for frame in _frames.get())
 
-    # ------------------------------------------------------------------ entrances
+    # ------------------------------------------------------------------ pre-hooks
     def _enter_top(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or tracing():
             return None
@@ -144,7 +144,7 @@ class Unpadding:
         shifted: bool,
         count: bool = False,
     ) -> tuple[tuple[()], dict[str, Any]] | None:
-        """The packed arguments, or None to run the call as it came; the trunk counts what is not packed."""
+        """The packed arguments, or None to leave the call as it is; with `count`, reasons for that are counted."""
         layout = read_layout(arguments, self.config, pools_first=self.pools_first)
         if not isinstance(layout, Pass) and frame.blocked is not None:
             layout = frame.blocked
@@ -177,7 +177,7 @@ class Unpadding:
             self._said.add(passed.reason)
             logger.info("adaattn: %s runs with its padding: %s", type(self.top).__name__, passed.reason)
 
-    # ------------------------------------------------------------------ exits
+    # ------------------------------------------------------------------ hooks
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if tracing():
             return None
@@ -199,7 +199,7 @@ class Unpadding:
         return None if frame is None else self._padded(output, frame)
 
     def _current(self) -> _Frame | None:
-        """The frame of the trunk that runs now, if it runs on packed tokens."""
+        """The frame of the running base model, if it runs on packed tokens."""
         if tracing():
             return None
         frames = _frames.get()
@@ -208,14 +208,14 @@ class Unpadding:
         return frames[-1] if frames[-1].call is not None else None
 
     def _padded(self, value: Any, frame: _Frame) -> Any:
-        """Outputs in the padded form: hidden states and logits with zeros, the cache as the caller knows it."""
+        """Outputs in padded form: hidden states and logits with zeros at padding, and the caller's own cache."""
         call = frame.call
         if call is None:
             return value
         if isinstance(value, Tensor):
             if not call.layout.is_packed(value):
                 return value
-            # each tensor once, so that equal objects stay one object
+            # pad each tensor once: outputs that are the same object must stay the same object
             if id(value) not in frame.padded:
                 frame.padded[id(value)] = (value, call.layout.pad(value))
             return frame.padded[id(value)][1]

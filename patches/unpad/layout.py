@@ -1,4 +1,4 @@
-"""Where the real tokens of a padded batch lie, and the two ways between both forms."""
+"""Packs a padded batch into one row of real tokens and pads it again, by gather indices and `cu_seq_lens`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["PackedLayout"]
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """The real tokens of `[batch, length]`, row after row, as one row of `tokens`.
+    """Maps the real tokens of `[batch, length]`, row after row, to one packed row `[1, tokens]`, and back.
 
     Attributes:
-        batch, length: Extents of the padded form.
-        lengths: Real tokens of each row.
-        index: `[tokens]` place of each real token in the flattened padded form.
-        cu_seq_lens: `[batch + 1]` int32 running sums of `lengths`, starting with 0.
-        contiguous: No row has padding between real tokens.
-        from_first: The first place of every row is a real token.
+        batch, length: Shape of the padded form.
+        lengths: Number of real tokens in each row.
+        index: `[tokens]` gather indices of the real tokens in the flattened padded form.
+        cu_seq_lens: `[batch + 1]` int32, cumulative sums of `lengths` from 0.
+        contiguous: Whether no row has padding between real tokens.
+        from_first: Whether position 0 of every row is a real token.
     """
 
     batch: int
@@ -34,15 +34,15 @@ class PackedLayout:
 
     @classmethod
     def of(cls, mask: Tensor) -> PackedLayout:
-        """The layout of a 2-D mask `[batch, length]`, true for real tokens.
+        """The layout for a padding mask `[batch, length]`, true for real tokens.
 
-        Reads the mask once (synchronises).
+        Copies the mask to the host (synchronises).
         """
         host = mask.detach().bool().cpu()
         lengths = host.sum(dim=1)
-        places = torch.arange(host.shape[1], device="cpu")
-        first = torch.where(host, places, host.shape[1]).amin(dim=1)
-        last = torch.where(host, places, -1).amax(dim=1)
+        columns = torch.arange(host.shape[1], device="cpu")
+        first = torch.where(host, columns, host.shape[1]).amin(dim=1)
+        last = torch.where(host, columns, -1).amax(dim=1)
         cu_seq_lens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cpu")
         cu_seq_lens[1:] = lengths.cumsum(0)
         return cls(
@@ -57,13 +57,13 @@ class PackedLayout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Place of the first real token of each row, `length` where a row has none."""
+        """Column of the first real token of each row, `length` where a row has none."""
         if not self.tokens:
             return (self.length,) * self.batch
         first = self.index.cpu()[self.cu_seq_lens[:-1].cpu().long().clamp_max(self.tokens - 1)]
-        places = (first % self.length).tolist()
+        columns = (first % self.length).tolist()
         return tuple(
-            place if count else self.length for place, count in zip(places, self.lengths, strict=True)
+            column if count else self.length for column, count in zip(columns, self.lengths, strict=True)
         )
 
     @property
@@ -73,7 +73,7 @@ class PackedLayout:
 
     @property
     def full(self) -> bool:
-        """There is no padding."""
+        """Whether there is no padding."""
         return self.tokens == self.batch * self.length
 
     def pack(self, padded: Tensor) -> Tensor:
@@ -91,5 +91,5 @@ class PackedLayout:
         return self.pad(packed.transpose(1, 2)).transpose(1, 2)
 
     def is_packed(self, tensor: Tensor) -> bool:
-        """The tensor is `[1, tokens, features]` of this layout."""
+        """Whether a tensor has this layout's packed shape `[1, tokens, features]`."""
         return tensor.ndim == 3 and tensor.shape[0] == 1 and tensor.shape[1] == self.tokens

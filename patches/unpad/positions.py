@@ -1,6 +1,6 @@
-"""The positions that a model gives to the tokens of a padded batch when the caller gives none.
+"""The position ids that a model assigns to a padded batch when the caller passes none.
 
-Packed tokens must keep them, so they are computed on the padded form and packed with the tokens.
+Packed tokens must keep these, so they are computed on the padded form and packed along with the tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["PositionRule", "position_rule"]
 PositionRule = Callable[[Tensor | None, Tensor, Tensor], Tensor]
 """(`input_ids` or None, 2-D mask, a tensor on the device) -> position ids `[batch or 1, length]`."""
 
-# These count the real tokens, where others count columns.
+# Model types that number the real tokens; others number the columns.
 _COUNT_MASK = ("opt", "biogpt")
 
 
@@ -30,7 +30,7 @@ def _real_tokens(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor
 
 
 def _after_padding_index(padding_index: int) -> PositionRule:
-    """RoBERTa's way: tokens other than the padding token are counted, starting behind the padding token's number."""
+    """RoBERTa's rule: real tokens are numbered from `padding_index + 1`, padding gets `padding_index`."""
 
     def rule(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
         if input_ids is None:
@@ -44,7 +44,7 @@ def _after_padding_index(padding_index: int) -> PositionRule:
 
 
 def position_rule(trunk: nn.Module, config: Any) -> PositionRule:
-    """How this model counts positions."""
+    """The rule by which this model numbers positions."""
     for module in trunk.modules():
         if hasattr(module, "create_position_ids_from_inputs_embeds") and "padding_idx" in vars(module):
             return _after_padding_index(int(vars(module)["padding_idx"]))

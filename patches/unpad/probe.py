@@ -1,7 +1,7 @@
-"""A small batch run both ways, before a model is trusted to run without its padding.
+"""Tests on a small ragged batch that a model computes the same with and without padding.
 
-Reasons found in the configuration cannot be complete: a model may mix tokens by means that no attribute
-tells. So every model proves itself on a ragged batch first.
+The configuration cannot tell everything: a model may mix tokens in ways that no attribute shows. So every model must
+pass this test before its padding is removed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from .hooks import Unpadding
 
 __all__ = ["probe"]
 
-# Relative to the largest value. A token that sees another document, or stands at another position, is off by
-# far more.
+# Relative to the largest value; a token at a wrong position, or one that sees another row, is off by far more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 _HALF_TOLERANCE = 0.05
 
 
 def probe(unpadding: Unpadding) -> tuple[str, ...]:
-    """What differs between both forms of one ragged batch; empty if nothing does.
+    """The outputs that differ between the padded and the packed form of a ragged batch; empty if none do.
 
-    The model's modes, its random state and the counts of calls are as before.
+    Training modes, the random state and the counts of calls are restored.
     """
     target = unpadding.top if unpadding.token_wise else unpadding.trunk
     embeddings: Any = target.get_input_embeddings()  # type: ignore[operator]
@@ -56,20 +55,20 @@ def probe(unpadding: Unpadding) -> tuple[str, ...]:
 
 
 def _token_ids(vocabulary: int, pad_token: int | None) -> Tensor:
-    """`[3, 7]` distinct tokens, spread over the vocabulary, none of them the padding token."""
+    """`[3, 7]` token ids, spread over the vocabulary, none of them the padding token."""
     ids = torch.linspace(0, vocabulary - 1, 23, device="cpu").long()
     ids = ids[ids != pad_token] if pad_token is not None else ids
     return ids.repeat(22)[:21].view(3, 7)
 
 
 def _differences(padded: Any, packed: Any, mask: Tensor) -> list[tuple[str, float]]:
-    found = []
+    differing = []
     for name, expected in padded.items():
         actual = packed.get(name)
         if not isinstance(expected, Tensor) or not expected.is_floating_point():
             continue
         if not isinstance(actual, Tensor) or actual.shape != expected.shape:
-            found.append((name, float("inf")))
+            differing.append((name, float("inf")))
             continue
         bound = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE)
         difference, scale = (actual - expected).abs(), expected.abs().max().clamp_min(1e-30)
@@ -77,5 +76,5 @@ def _differences(padded: Any, packed: Any, mask: Tensor) -> list[tuple[str, floa
             difference = torch.where(mask.bool()[..., None], difference, actual.abs())
         relative = float(difference.max() / scale)
         if not relative <= bound:
-            found.append((name, relative))
-    return found
+            differing.append((name, relative))
+    return differing

@@ -1,4 +1,4 @@
-"""Why a model cannot run without its padding: asked once, before any hook is put in place."""
+"""Finds reasons why a model cannot run without padding, from its configuration and code, before hooks are added."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of a model that computes the hidden states; the model itself if it has no head."""
+    """The base model, which computes the hidden states; the model itself if it has no head."""
     trunk = model.base_model
     if trunk is not model and isinstance(trunk, PreTrainedModel):
         return trunk
@@ -29,7 +29,7 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def refusals(model: PreTrainedModel) -> tuple[str, ...]:
-    """All the reasons that the model's configuration and code give; empty if there are none."""
+    """Every reason against removing padding that configuration and code show; empty if there is none."""
     trunk = trunk_of(model)
     config = trunk.config
     reasons: list[str] = []

@@ -241,7 +241,7 @@ def test_clusters_are_documents_where_there_are_enough() -> None:
 )  # fmt: skip
 def test_each_gate_can_fail(change: dict[str, float], word: str) -> None:
     """Two needles of thirty may be lost by chance; six against none may not."""
-    values = {"upper": 5e-4, "kl": 5e-4, "top1": 0.995, "lost": 0, "won": 0, "found": 30, "kl_p999": 0.01}
+    values = {"upper": 5e-4, "kl": 5e-4, "top1": 0.995, "lost": 0, "won": 0, "retrieved": 30, "kl_p999": 0.01}
     reasons = Gates(1e-3, 0.99, 0.1).failures(**{**values, **change})  # type: ignore[arg-type]
     assert (len(reasons) == 1 and word in reasons[0]) if word else reasons == ()
 
