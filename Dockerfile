@@ -3,7 +3,7 @@
 #   docker build -t adaattn .
 #   docker run --rm adaattn eval                     # stock against adaattn on the packaged models, offline
 #   docker run --rm -v "$PWD:/data" adaattn explain /data/MODEL
-#   docker compose up notebook                       # the notebooks, at http://localhost:8888
+#   docker compose up notebook                       # the notebooks; the log has their address with its token
 
 FROM python:3.12-slim AS build
 # hadolint ignore=DL3008

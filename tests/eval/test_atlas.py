@@ -65,6 +65,15 @@ def test_the_page_asks_for_nothing_from_elsewhere(made: Path) -> None:
 @needs_browser
 def test_a_browser_draws_the_page(made: Path, tmp_path: Path) -> None:
     page = (made / "atlas.html").read_text(encoding="utf-8")
+    clipped = (
+        'document.body.dataset.cut = [...document.querySelectorAll("#grid button")]'
+        ".filter(b => b.scrollWidth > b.clientWidth).length;"
+    )
+    small = re.sub(r'("entropy":\s*\[)[-0-9.e]+', r"\g<1>0.0030312345", page)
+    assert small != page
+    drawn_small = drawn(small, clipped, tmp_path)
+    assert ">0.003</button>" in drawn_small
+    assert 'data-cut="0"' in drawn_small
     first = drawn(page, "", tmp_path)
     assert first.count('role="gridcell"') == 8  # two layers of four heads
     assert "Layer 1, head 3" in first  # whose map was asked for

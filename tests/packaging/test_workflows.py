@@ -59,6 +59,10 @@ def findings(workflow: dict[str, Any]) -> Iterator[str]:
                 yield f"{name}: {action} is not pinned to a version"
             if action.startswith("./") and not (ROOT / action).is_file():
                 yield f"{name}: {action} does not exist"
+        for step in job.get("steps", ()):
+            kept = step.get("with", {}).get("persist-credentials", True)
+            if step.get("uses", "").startswith("actions/checkout@") and kept:
+                yield f"{name}: checkout leaves its token to later steps; persist-credentials: false"
     for name, line in commands(workflow):
         for target in re.findall(r"\bmake ([a-z0-9-]+)", line):
             if target not in TARGETS:
@@ -87,7 +91,8 @@ def test_nothing_is_wrong_with_a_workflow(path: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "finding"),
     [
-        ({"steps": [{"uses": "actions/checkout@main"}]}, "not pinned"),
+        ({"steps": [{"uses": "actions/cache@main"}]}, "not pinned"),
+        ({"steps": [{"uses": "actions/checkout@v5"}]}, "leaves its token"),
         ({"uses": "./.github/workflows/absent.yml"}, "does not exist"),
         ({"steps": [{"run": "make tset"}]}, "make tset does not exist"),
         (
