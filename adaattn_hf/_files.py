@@ -10,13 +10,18 @@ from pathlib import Path
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Writes a file, text in UTF-8, that is either the old one or the new one and never half of it.
 
-    The unfinished file has a name that nobody can foresee, and is gone where the disk is full.
+    The unfinished file has a name that nobody can foresee, and is gone where the disk is full. Pipes and devices
+    (`/dev/stdout`) are written to, and not replaced by a file.
     """
+    data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent == Path("/dev") or (path.exists() and not path.is_file()):
+        path.write_bytes(data)
+        return
     descriptor, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(data)
         # such files are made for their owner alone; others may read as of any file that the process makes
         os.umask(mask := os.umask(0))
         os.chmod(fresh, 0o666 & ~mask)

@@ -63,6 +63,20 @@ def test_no_planted_name_is_followed(tmp_path: Path) -> None:
     assert (tmp_path / "plan.json").stat().st_mode == plain.stat().st_mode
 
 
+def test_pipes_and_devices_are_written_to_and_stay(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for target in (pipe, tmp_path / "link"):
+        with ThreadPoolExecutor(1) as pool:
+            reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+            pool.submit(write_atomically, target, "plan").result()
+            assert os.read(reader, 100) == b"plan"
+            os.close(reader)
+        assert target.is_fifo()
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
 def state() -> CalibrationState:
     return CalibrationState({"seed": 0}, (64,), 2, 3)
 
