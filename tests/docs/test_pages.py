@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from adaattn_hf.cli.main import COMMANDS, load_command
 
 from ..support.pages import PAGES, Block, blocks, command_lines, lacking
 from ..support.source_tree import ROOT
+from ..support.warm import WarmInterpreter
 
 
 def named(page: Path) -> str:
@@ -29,34 +31,34 @@ MARKED = [(page, number) for page in PAGES for number, block in enumerate(python
 WITH_RUN = [page for page in PAGES if any(block.run for block in blocks(page.read_text(encoding="utf-8")))]
 
 
-def run(code: str, place: Path) -> subprocess.CompletedProcess[str]:
-    """A program in a fresh interpreter and an empty directory, as a reader would paste it."""
-    return subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmInterpreter]:
+    """Runs programs as a reader would paste them: each as the first one of its process, in an empty directory."""
+    with WarmInterpreter(tmp_path_factory.mktemp("printed")) as warm:
+        yield warm
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=named)
-def test_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
-    done = run("\n".join(block.code for block in python_blocks(page) if not block.needs), tmp_path)
+def test_python_of_a_page_runs_from_top_to_bottom(
+    page: Path, tmp_path: Path, interpreter: WarmInterpreter
+) -> None:
+    code = "\n".join(block.code for block in python_blocks(page) if not block.needs)
+    done = interpreter.run(code, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "number"), MARKED, ids=[f"{named(p)}-{n}" for p, n in MARKED])
-def test_python_that_needs_something_runs_where_it_is(page: Path, number: int, tmp_path: Path) -> None:
+def test_python_that_needs_something_runs_where_it_is(
+    page: Path, number: int, tmp_path: Path, interpreter: WarmInterpreter
+) -> None:
     """With the blocks above it that need nothing."""
     found = python_blocks(page)
     if missing := lacking(found[number].needs):
         pytest.skip(missing)
     before = [block.code for block in found[:number] if not block.needs]
-    done = run("\n".join([*before, found[number].code]), tmp_path)
+    done = interpreter.run("\n".join([*before, found[number].code]), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -135,8 +137,19 @@ def test_a_need_that_nobody_knows_is_an_error() -> None:
         lacking("cudda")
 
 
-def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
-    assert run("import adaattn_hf\nadaattn_hf.repair()", tmp_path).returncode != 0
+def test_a_block_that_fails_is_noticed(tmp_path: Path, interpreter: WarmInterpreter) -> None:
+    done = interpreter.run("import adaattn_hf\nprint('here')\nadaattn_hf.repair()", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "here\n")
+    assert "has no attribute 'repair'" in done.stderr
+
+
+def test_no_program_sees_what_another_one_did(tmp_path: Path, interpreter: WarmInterpreter) -> None:
+    interpreter.run("import adaattn_hf, os, torch; torch.set_grad_enabled(False); here = 1", tmp_path)
+    code = (
+        "import sys, torch; print('adaattn_hf' in sys.modules, torch.is_grad_enabled(), 'here' in globals())"
+    )
+    assert interpreter.run(code, tmp_path).stdout == "False True False\n"
+    assert interpreter.run("import os; os.kill(os.getpid(), 9)", tmp_path).returncode == -9
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
