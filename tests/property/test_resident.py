@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from ..support.warm import WarmInterpreter
 
 MEASURED = """
 import sys
@@ -42,15 +44,16 @@ with torch.no_grad():
 """
 
 
-def growth(way: str, dtype: str, threads: int) -> tuple[int, int]:
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmInterpreter]:
+    with WarmInterpreter(tmp_path_factory.mktemp("printed")) as warm:
+        yield warm
+
+
+def growth(interpreter: WarmInterpreter, way: str, dtype: str, threads: int) -> tuple[int, int]:
     """Bytes that became resident in one call in a process of its own, and those of the output."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, way, dtype, str(threads)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = interpreter.run(MEASURED, Path.cwd(), way, dtype, str(threads))
+    assert done.returncode == 0, done.stderr
     grown, output = map(int, done.stdout.split())
     return grown, output
 
@@ -59,10 +62,12 @@ def growth(way: str, dtype: str, threads: int) -> tuple[int, int]:
     not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, which tells peaks apart"
 )
 @pytest.mark.parametrize(("dtype", "threads", "most"), [("float32", 2, 1.0), ("bfloat16", 1, 0.6)])
-def test_causal_4k_beside_the_resident_memory_of_sdpa(dtype: str, threads: int, most: float) -> None:
+def test_causal_4k_beside_the_resident_memory_of_sdpa(
+    dtype: str, threads: int, most: float, interpreter: WarmInterpreter
+) -> None:
     """In float32 each thread packs one tile of keys and values, less than what sdpa works with."""
-    ours, output = growth("ours", dtype, threads)
-    stock, _ = growth("stock", dtype, threads)
+    ours, output = growth(interpreter, "ours", dtype, threads)
+    stock, _ = growth(interpreter, "stock", dtype, threads)
     # the output itself is counted, so that a measurement that sees nothing is found out
     assert 0.9 * output < ours
     assert ours <= most * stock, (

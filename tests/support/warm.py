@@ -18,7 +18,7 @@ import torch, transformers, transformers.masking_utils, transformers.modeling_ut
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 for line in sys.stdin:
-    code, place, written = json.loads(line)
+    code, place, written, arguments = json.loads(line)
     child = os.fork()
     if child:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -27,6 +27,7 @@ for line in sys.stdin:
     os.chdir(place)
     for number, path in ((0, os.devnull), (1, written + ".out"), (2, written + ".err")):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = ["-c", *arguments]
     program = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(code, "<string>", "exec"), vars(program))
     raise SystemExit
@@ -54,11 +55,12 @@ class WarmInterpreter:
     ) -> None:
         self._server.communicate(timeout=60)
 
-    def run(self, code: str, place: Path) -> subprocess.CompletedProcess[str]:
-        """Run a program in a directory, as `python -P -c` does."""
+    def run(self, code: str, place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a program in a directory, as `python -P -c CODE ARGUMENTS` does."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        print(json.dumps([code, str(place), str(self._written)]), file=self._server.stdin, flush=True)
+        asked = [code, str(place), str(self._written), arguments]
+        print(json.dumps(asked), file=self._server.stdin, flush=True)
         status = int(self._server.stdout.readline())
         out, err = (Path(f"{self._written}.{end}").read_text(encoding="utf-8") for end in ("out", "err"))
         return subprocess.CompletedProcess(code, status, out, err)
