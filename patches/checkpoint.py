@@ -199,6 +199,15 @@ def load(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
     name = Path(model).resolve().name if Path(model).exists() else str(model)
+    if Path(model, "adaattn_plan.json").is_file() and not any(
+        one.name != "adaattn_plan.safetensors"
+        for kind in ("*.safetensors", "*.bin", "*.gguf")
+        for one in Path(model).glob(kind)
+    ):
+        raise ModelUnavailable(
+            f"model: {str(model)!r} holds a plan and no weights; give the model that the plan was made for, and the "
+            f"plan by --plan {model} or adaattn_hf.load_plan"
+        )
     torch_dtype, where = resolve_dtype(dtype), resolve_device(device)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     common = {key: value for key, value in common.items() if value}

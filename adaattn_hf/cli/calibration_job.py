@@ -171,6 +171,7 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> in
         *([result.report["cache"]] if result.met and "cache" in result.report else []),
         *bought,
         f"plan: {job.target}",
+        f"use: adaattn_hf.load_plan(model, {str(job.target)!r}); adaattn eval MODEL --plan {job.target}",
         f"picture: {picture}",
         f"other budgets: adaattn plan explore {job.target} --html FILE",
     ]:

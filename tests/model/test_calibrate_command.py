@@ -68,7 +68,14 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
     done = run(model, material, "--budget", "1%")
     assert done.exit_code == 0, done.output
     assert ", \n" not in done.output
-    for words in ("risk: done after", "bf16", "times as fast as exact", "passed: Δnll", f"plan: {model}"):
+    for words in (
+        "risk: done after",
+        "bf16",
+        "times as fast as exact",
+        "passed: Δnll",
+        f"plan: {model}",
+        "load_plan(model, ",
+    ):
         assert words in done.output, words
     assert done.output.count("passed: Δnll") == 1
     plan = (model / "adaattn_plan.json").read_bytes()

@@ -76,3 +76,14 @@ def test_weights_of_a_head_that_are_not_there_are_missed(tmp_path: Path) -> None
     bare = unnamed(tmp_path / "bert", BertModel(BertConfig(**SIZES)))
     with pytest.raises(ModelUnavailable, match="weights of its language-model head"):
         load(bare, tokenizer=str(demo_model_path("bert")))
+
+
+def test_a_directory_of_a_plan_alone_is_no_model(tmp_path: Path) -> None:
+    for name in ("config.json", "adaattn_plan.json"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    (tmp_path / "adaattn_plan.safetensors").write_bytes(b"")
+    with pytest.raises(ModelUnavailable, match=f"holds a plan and no weights.* --plan {tmp_path}"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelUnavailable, match="cannot load"):
+        load(tmp_path)
