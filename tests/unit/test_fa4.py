@@ -253,6 +253,18 @@ def test_serves_devices_that_it_was_written_for(
     assert (Flash4Backend().refusals(spec) == ()) is served
 
 
+@pytest.mark.parametrize("lacking", ["cutlass", "quack"])
+def test_says_when_the_package_was_not_installed_whole(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == lacking else object())
+    (reason,) = Flash4Backend().missing()
+    assert f"not installed whole (no module {lacking})" in reason
+
+
+def test_kept_blocks_are_refused_off_cuda() -> None:
+    asked = make(STRUCTURES["causal"], per_head=rules((0, 0), (0, 0), (0.6, 0.6)))
+    assert "flash-attn 4 runs on CUDA, got cpu tensors" in Flash4Backend().refusals(CallSpec.of(asked))
+
+
 def test_says_when_the_package_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "flash-attn-4 is not installed" in Flash4Backend().missing()[0]

@@ -58,6 +58,14 @@ def test_every_step_reads_codes(name: str, bits: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["decode", "padded decode"])
+def test_large_heads(name: str, bits: int) -> None:
+    """A tile holds fewer keys of them, but as many a warp."""
+    check(make(STRUCTURES[name], 4, 2, 256, 256, torch.float32), bits)
+
+
+@interpreted
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     "how",
     [{"mean": False}, {"first": False}, {"turned": False}, {"mean": False, "first": False, "turned": False}],

@@ -13,6 +13,9 @@ from ..base import Backend, head_refusals, nothing_seen
 
 __all__ = ["Flash4Backend"]
 
+_MODULES = ("flash_attn", "flash_attn.cute", "cutlass", "quack")
+"""Its own, parents first, and those of the compiler that it imports: an interrupted installation may lack these."""
+
 
 class Flash4Backend(Backend):
     """Dense and packed calls by its own kernels; windows per head, and sinks beside a window, by lists of blocks."""
@@ -24,14 +27,11 @@ class Flash4Backend(Backend):
         self._launch: Any = None
 
     def missing(self) -> tuple[str, ...]:
-        """The package is looked for without being imported; it shares the name of flash-attn 2's."""
-        if (
-            importlib.util.find_spec("flash_attn") is None
-            or importlib.util.find_spec("flash_attn.cute") is None
-        ):
-            return (
-                "flash-attn-4 is not installed (no module flash_attn.cute); pip install 'flash-attn-4>=4.0.0b1'",
-            )
+        """The package and what it imports are looked for without being imported; flash-attn 2 shares its name."""
+        for module in _MODULES:
+            if importlib.util.find_spec(module) is None:
+                what = "is not installed" if module.startswith("flash_attn") else "is not installed whole"
+                return (f"flash-attn-4 {what} (no module {module}); pip install 'flash-attn-4>=4.0.0b1'",)
         return ()
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
@@ -43,9 +43,10 @@ class Flash4Backend(Backend):
             head_windows=False, head_blocks=0, head_precision="model" if same else spec.head_precision
         )
         reasons = head_refusals(served, "flash-attn 4's kernels")
+        device = capability() if spec.device == "cuda" else None
         if spec.device != "cuda":
             reasons.append(f"flash-attn 4 runs on CUDA, got {spec.device} tensors")
-        elif (device := capability()) is None or device.sm < (9, 0) or device.sm >= (12, 0):
+        elif device is None or device.sm < (9, 0) or device.sm >= (12, 0):
             # what it offers other devices nobody has run here
             reasons.append("flash-attn 4 serves Hopper and datacentre Blackwell devices")
         if spec.dtype not in (torch.float16, torch.bfloat16):

@@ -127,8 +127,11 @@ def step_tile(width: int) -> Tile:
 
 
 def codes_tile(dim: int) -> Tile:
-    """The same over codes of heads of that size; each warp has keys of its own, 16 at least."""
-    return Tile(1, 128, 4, 3) if dim <= 128 else Tile(1, 64, 4, 2)
+    """The same over codes of heads of that size; each warp has 32 keys of its own.
+
+    With 16, Triton 3.6 may lay out the weights of a product as bytes, which is wrong in half precision.
+    """
+    return Tile(1, 128, 4, 3) if dim <= 128 else Tile(1, 64, 2, 2)
 
 
 @functools.cache
