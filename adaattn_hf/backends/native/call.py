@@ -172,7 +172,7 @@ def forward_like(
     ) -> Tensor:
         own = packed if record is None else None if pack is None else pack(record)
         try:
-            # what `addresses_of` asks: here its answer costs a tenth of the call
+            # what `addresses_of` asks, without the steps of calling it and of taking its answer apart
             fits = (
                 own is not None
                 and type(query) is Tensor
