@@ -225,7 +225,7 @@ class Plan:
     tensors: str
 
     def __post_init__(self) -> None:
-        if self.format != PLAN_FORMAT:
+        if type(self.format) is not int or self.format != PLAN_FORMAT:
             raise PlanError(
                 f"plan format is {self.format!r}, this version reads {PLAN_FORMAT}; calibrate again"
             )
@@ -233,7 +233,8 @@ class Plan:
             text(getattr(self, name), name)
         text(self.data_fingerprint, "data_fingerprint")
         text(self.tensors, "tensors")
-        real(self.budget, "budget")
+        if real(self.budget, "budget") < 0:
+            raise PlanError(f"budget is {self.budget!r}, expected a loss of 0 nats/token or more")
         whole(self.seed, "seed", least=-(1 << 63), most=1 << 64)
         if not isinstance(self.protocol, Mapping):
             raise PlanError(f"protocol is {type(self.protocol).__name__}, expected a mapping")

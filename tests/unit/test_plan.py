@@ -89,8 +89,11 @@ def test_choices_out_of_range_are_refused(bad: dict[str, Any]) -> None:
 
 
 def test_plans_out_of_order_or_of_another_format_are_refused() -> None:
-    with pytest.raises(PlanError, match="format"):
-        Plan.from_dict({**make_plan().to_dict(), "format": 99})
+    for other in (99, True, 1.0):
+        with pytest.raises(PlanError, match="format"):
+            Plan.from_dict({**make_plan().to_dict(), "format": other})
+    with pytest.raises(PlanError, match=r"budget is -0\.001, expected a loss of 0"):
+        Plan.from_dict({**make_plan().to_dict(), "budget": -0.001})
     with pytest.raises(PlanError, match="lengths"):
         make_plan(lengths=(1024, 512))
     layer = make_plan().layers[0]

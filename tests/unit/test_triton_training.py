@@ -72,6 +72,18 @@ def test_gradients_of_the_log_sum_exp() -> None:
 
 
 @interpreted
+def test_second_derivatives_are_refused() -> None:
+    from adaattn_hf.backends.triton.launch import attend
+
+    request = make(STRUCTURES["causal"], 4, 2, 16, 16, need_lse=False)
+    query = request.query.requires_grad_()
+    out = attend(replace(request, query=query)).out
+    (first,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives of attention"):
+        torch.autograd.grad(first.square().sum(), query)
+
+
+@interpreted
 def test_gradients_under_windows_per_head() -> None:
     check(make(LONG, 4, 2, 32, 32, need_lse=False, per_head=rules((0, 100), (0, 7))))
     check(make(STRUCTURES["documents"], 4, 2, 32, 32, need_lse=False, per_head=rules((5, 30), (2, 0))))

@@ -236,7 +236,7 @@ def addresses_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int] | None
         ):
             return q_at, k_at, v_at
     except (RuntimeError, NotImplementedError):
-        pass  # sparse tensors and the like have no storage to ask for
+        return None  # sparse tensors and the like have no storage to ask for
     return None
 
 

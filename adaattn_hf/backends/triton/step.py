@@ -184,7 +184,9 @@ def _rows(structure: CallStructure, device: torch.device) -> tuple[Tensor | None
     rows = structure.cached(
         ("triton rows", device),
         lambda: (
-            torch.tensor([(s.row, s.k_start, s.k_len, s.offset) for s in segments], dtype=torch.int64)
+            torch.tensor(
+                [(s.row, s.k_start, s.k_len, s.offset) for s in segments], dtype=torch.int64, device="cpu"
+            )
             .view(-1, 4)
             .to(device, non_blocking=True)
         ),

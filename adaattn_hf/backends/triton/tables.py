@@ -201,6 +201,8 @@ def shares_of(
         shares = [max(1, -(-count // span)) for count in counts]
         order = sorted(range(kv_heads), key=lambda head: -counts[head])
         entries = [(head, i, shares[head], *rules[head]) for head in order for i in range(shares[head])]
-        return torch.tensor(entries, dtype=torch.int32).to(device, non_blocking=True), max(shares)
+        return torch.tensor(entries, dtype=torch.int32, device="cpu").to(device, non_blocking=True), max(
+            shares
+        )
 
     return _remembered(("shares", windows, kv_heads, length, sequences, programs, least, device), make)

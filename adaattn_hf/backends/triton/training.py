@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure, Segment
+from ..first_order import first_order
 from ..windows import HeadWindows
 from .backward import of_keys, of_queries, prepare
 from .prefill import attend_forward, bulk_of
@@ -73,6 +74,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, sink, out, lse = ctx.saved_tensors
         if grad is None:
