@@ -328,6 +328,17 @@ def test_a_static_cache_takes_no_more_than_was_asked() -> None:
         in_pieces(model, tokens[:, 30:], cache, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_a_compiled_model_reads_the_cache_between_its_graphs() -> None:
+    model, tokens = llama(), ids(1, 21)
+    traced = torch.compile(model, backend="eager", dynamic=True)
+    ours = in_pieces(traced, tokens, AdaAttnCache(model, reserve=64), 20, 1)
+    torch._dynamo.reset()
+    theirs = in_pieces(model, tokens, AdaAttnCache(model, reserve=64), 20, 1)
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
+
+
 # ---------------- prepare
 @pytest.mark.parametrize("stored", FORMATS)
 def test_prepare_gives_generate_and_pipelines_the_cache(stored: str) -> None:
