@@ -110,7 +110,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             and sinks is None
             and position_bias is None
             and streams is None
-            and (scaling is None or type(scaling) is float)
+            and (scaling is None or (type(scaling) is float and scaling > 0.0))
         ):
             if type(attention_mask) is StructuredMask:
                 structure: CallStructure | None = attention_mask.structure  # maybe one for other extents

@@ -62,6 +62,19 @@ def test_a_scaling_that_is_no_number_is_refused(scaling: Any) -> None:
     assert torch.equal(called(scaling=1), called(scaling=1.0))
 
 
+@pytest.mark.parametrize("scaling", [0.0, 0, -0.5])
+@pytest.mark.parametrize("bias", [None, torch.randn(1, 2, 6, 6)])
+@pytest.mark.parametrize("backend", [None, "sdpa"])
+def test_any_scaling_leaves_hidden_keys_hidden(backend: str | None, bias: Any, scaling: float) -> None:
+    """torch's causal CPU kernel makes not-a-numbers of scalings that are not above zero."""
+    ours = interface.attention_function(backend)
+    asked = {"scaling": scaling, "is_causal": True, "position_bias": bias}
+    found = [ours(nn.Module(), QUERY, KEY, VALUE, None, **asked)[0] for _ in range(2)]
+    request = AttentionRequest(QUERY, KEY, VALUE, CallStructure(1, 6, 6, causal=True), scaling, bias=bias)
+    truth = reference.attention(request).out
+    assert all(float((out - truth).abs().max()) < 1e-5 for out in found)
+
+
 @pytest.mark.parametrize("name", sorted(HARMLESS))
 def test_a_harmless_keyword_changes_nothing(name: str) -> None:
     assert name not in served()

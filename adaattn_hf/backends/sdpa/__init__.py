@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..base import Backend, FastCall, head_refusals
 
@@ -30,6 +32,11 @@ class SdpaBackend(Backend):
         """Attention in one operator call where the structure has one, else by a program of calls."""
         from .dispatch import attend
 
+        scaling = request.scaling
+        if isinstance(scaling, (int, float)) and scaling <= 0:
+            # torch's causal CPU kernel hides keys by an infinity times this factor
+            query, scaling = (-request.query, -scaling) if scaling < 0 else (request.query * 0.0, 1.0)
+            request = replace(request, query=query, scaling=scaling)
         return attend(request)
 
     def fast_call(self, spec: CallSpec, request: AttentionRequest) -> FastCall | None:
