@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest
 from ...attention.structure import OPERANDS, CallStructure
-from ..sinks import sink_gradient
 
 if TYPE_CHECKING:
     from .rules import Rules
@@ -133,6 +132,8 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     )
     dsinks = None
     if sink_logits is not None and ctx.needs_input_grad[4]:
+        from ..sinks import sink_gradient  # of training alone
+
         dsinks = sink_gradient(grad, out, lse, sink_logits)
     return dq, dk, dv, dbias if need_bias else None, dsinks, *[None] * (len(ctx.numbers) + len(tensors))
 
