@@ -159,13 +159,12 @@ def attend_and_keep(
     facts = facts_of(backend, query, key, value, request.stored is not None)
     # other configurations may share the structure
     call = request.structure.cached(("call", forced, facts), find)
-    scaling = request.scaling
-    if call is None or (isinstance(scaling, (int, float)) and scaling <= 0):
-        return attend(request, forced).out  # which knows what torch's kernels make of such a factor
+    if call is None:
+        return attend(request, forced).out
     if undisturbed(module, kwargs) and not loses_borders(config):
         fields = {} if config is None else object.__getattribute__(config, "__dict__")
         structure.ready = Ready(config, fields, facts, call)
-    return call(query, key, value, scaling, *beside)
+    return call(query, key, value, request.scaling, *beside)
 
 
 def collects_weights() -> bool:

@@ -263,9 +263,11 @@ def _attend_anew(
 
 
 def _extended(request: AttentionRequest) -> bool:
-    """Whether a call asks for more than query, key, value, codes' record and structure say."""
+    """Whether a call asks for more than query, key, value, codes' record, structure and a factor above zero say."""
+    scaling = request.scaling
     return bool(
         request.dropout
+        or (isinstance(scaling, (int, float)) and scaling <= 0)
         or request.softcap is not None
         or request.sink_logits is not None
         or request.bias is not None

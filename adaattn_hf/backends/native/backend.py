@@ -74,15 +74,15 @@ class NativeBackend(Backend):
         if request.asks_nothing:
             return nothing_seen(request)
         rules, stored = rules_of(request.structure), request.stored
+        extended = request.bias is not None or request.sink_logits is not None or request.softcap is not None
         if stored is not None:
-            extended = request.bias is not None or request.sink_logits is not None or request.softcap
             if not (extended or request.need_lse):
                 extents = q.shape, k.shape, v.shape, q.dtype, v.dtype
                 like = request.structure.cached(extents, lambda: call.forward_like(q, k, v, rules, stored))
                 if like is not None:
                     return AttentionResult(like(q, k, v, request.scaling, stored))
             rules = replace(rules, **stored.rules())
-        if request.bias is not None or request.sink_logits is not None or request.softcap is not None:
+        if extended:
             rules = with_extras(rules, request.bias, request.sink_logits, request.softcap or 0.0, k.shape[2])
         if torch.is_grad_enabled() and _needs_grad(request):
             from .autograd import Differentiable
