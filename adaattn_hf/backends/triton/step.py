@@ -50,7 +50,6 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         return AttentionResult(out, lse)
     groups = heads // kv_heads
     member_heads = 1 << (groups - 1).bit_length()
-    wide = query.dtype is torch.float32
     if stored is None:
         tile, waves, least_rows, pad, pad_v = (
             step_tile(max(dim, value_dim) * query.itemsize),
@@ -64,7 +63,7 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         tile, waves, least_rows, pad, pad_v = (
             codes_tile(max(dim, value_dim)),
             _WAVES_OVER_CODES if 4 * sequences * kv_heads > _processors(device) else _WAVES,
-            16 if wide else 8,
+            4,
             32,
             64,
         )
