@@ -68,6 +68,16 @@ def test_without_a_mean_a_first_key_or_a_turn(how: dict[str, bool], bits: int) -
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.half])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("seen", [1500, 769, 60])
+def test_rows_that_adjoin_are_read_in_whole_tiles(seen: int, bits: int, dtype: torch.dtype) -> None:
+    """The last tile of a share goes back over keys that were read before, or ends behind the last of too few."""
+    asked = CallStructure(2, 1, 1500, causal=True, q_offset=torch.tensor(seen - 1))
+    check(make(asked, 8, 2, 64, 64, dtype), bits, 2e-5 if dtype is torch.float32 else 4e-3)
+
+
+@interpreted
 @pytest.mark.parametrize("bits", [8, 4])
 def test_shares_of_heads_with_windows_of_their_own(bits: int) -> None:
     check(make(LONG, 4, 2, 32, 32, torch.float32, per_head=rules((300, 0), (7, 0))), bits)

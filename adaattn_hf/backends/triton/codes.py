@@ -18,20 +18,28 @@ from .steps import capped
 
 
 @triton.jit
-def _bytes(k_ptr, v_ptr, real_ptr, k_n, v_n, u, end, few, low, WINDOW: tl.constexpr, HAS_REAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales' codes of the keys and values that are number `u` of those read, in the two low bytes; the third: is it real.
+def _bytes(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, real_ptr, first, k_n, v_n, n, end, u, few, low, WINDOW: tl.constexpr, HAS_REAL: tl.constexpr
+):
+    """Scales' codes (`attention.stored.decode_scale`) of keys and values that are number `u` of those read, from n to end.
 
-    See `attention.stored.decode_scale`.
+    In the low byte that of the key, then that of the value, then a bit for a real key and one for key 0 of the row.
     """
     j = tl.minimum(u, end - 1)
     if WINDOW:
         j = tl.where(j < few, j, j - few + low)
     j = j.to(tl.int64)
-    there = u < end
+    there = (u >= n) & (u < end)
     k, v = tl.load(k_ptr + j * k_n, mask=there, other=0), tl.load(v_ptr + j * v_n, mask=there, other=0)
     if HAS_REAL:
         there = tl.load(real_ptr + j, mask=there, other=0) != 0
-    return k.to(tl.int32) | (v.to(tl.int32) << 8) | (there.to(tl.int32) << 16)
+    return k.to(tl.int32) | (v.to(tl.int32) << 8) | tl.where(there, 1 << 16, 0) | tl.where(first + j == 0, 1 << 17, 0)
+
+
+@triton.jit
+def _begin(n, end, BLOCK: tl.constexpr, CLOSE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a tile from n on begins: CLOSE, so far back that it ends with the keys, as far as there are any before."""
+    return tl.maximum(tl.minimum(n, end - BLOCK), 0) if CLOSE else n
 
 
 @triton.jit
@@ -94,13 +102,14 @@ def decode_codes(  # type: ignore[no-untyped-def]
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr, BLOCK_N: tl.constexpr,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
-    TURN: tl.constexpr, TURN_V: tl.constexpr, WARPS: tl.constexpr,
+    TURN: tl.constexpr, TURN_V: tl.constexpr, CLOSE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """`decode.decode` over codes: int8 keys, values of BITS.
 
     Scales are read beside the codes, `mean` is that of a head's keys, `first` the first key of the batch row. TURN and
     TURN_V are the blocks of channels by which keys and values were turned (`attention.stored.hadamard`), 0 where they were
-    not. Channels of a row adjoin, and rows of values begin at even addresses. A tile is BLOCK_N keys, shared out to WARPS.
+    not. Channels of a row adjoin, and rows of values begin at even addresses; CLOSE: rows adjoin, too, and are powers of two,
+    all are read, and there are BLOCK_N at least. A tile is BLOCK_N keys, shared out to WARPS.
     """
     WIDE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     PARTS: tl.constexpr = 1 if WIDE else 2
@@ -108,6 +117,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
     Q_ROWS: tl.constexpr = COLUMNS if COLUMNS > 16 else 16
     OWN: tl.constexpr = BLOCK_N // WARPS
     FIELDS: tl.constexpr = 16 // BITS
+    WORDS: tl.constexpr = DIM_V // FIELDS
     kv_head, share, shares, row, first, few, low, start, end = reading(
         work_ptr, rows_ptr, offset_ptr, kv_len, offset, BLOCK_N, CAUSAL, WINDOW, TABLE, HAS_OFFSET
     )
@@ -148,9 +158,9 @@ def decode_codes(  # type: ignore[no-untyped-def]
 
     i = tl.arange(0, WARPS)[:, None] * OWN + tl.arange(0, OWN)[None, :]
     c = tl.arange(0, PAD_V // FIELDS)
-    k_base = k_ptr + row * k_b + kv_head * k_h + first * k_n + d[None, None, :]
+    k_base = k_ptr + row * k_b + kv_head * k_h + first * k_n
     v_base = v_ptr + row * v_b + kv_head * v_h + first * v_n
-    v_base = v_base.to(tl.pointer_type(tl.uint16)) + c[None, None, :]
+    v_base = v_base.to(tl.pointer_type(tl.uint16))
     k_scales = k_scale_ptr + row * ks_b + kv_head * ks_h + first * ks_n
     v_scales = v_scale_ptr + row * vs_b + kv_head * vs_h + first * vs_n
     V_COLUMNS: tl.constexpr = 2 * ROWS if ROWS < 8 else ROWS
@@ -158,30 +168,36 @@ def decode_codes(  # type: ignore[no-untyped-def]
     l = tl.zeros([WARPS, OWN, ROWS], tl.float32)
     acc_0 = tl.zeros([WARPS, PAD_V // FIELDS, V_COLUMNS], tl.float32)
     acc_1, acc_2, acc_3 = acc_0, acc_0, acc_0
+    # The device takes bits out and puts others in by one instruction, of whose two constants one must be in a register:
+    # where the compiler knew both it would take two.
+    unknown = tl.where(most < 0, 1, 0).to(tl.uint32)
+    low_bytes, low_halves, high_halves = unknown + 0x00FF00FF, unknown + 0x000F000F, unknown + 0x00F000F0
     real_base = real_ptr + row * kv_len + first
     # Bytes are too few for the pipeline of copies: they are asked for one tile ahead. Loaded beside the products they
     # would also make Triton 3.6 lay out the weights as bytes, which is wrong for 16 keys a warp.
-    following = _bytes(k_scales, v_scales, real_base, ks_n, vs_n, start + i, end, few, low, WINDOW, HAS_REAL)
+    following = _bytes(
+        k_scales, v_scales, real_base, first, ks_n, vs_n, start, end, _begin(start, end, BLOCK_N, CLOSE) + i, few, low,
+        WINDOW, HAS_REAL,
+    )  # fmt: skip
     for n in range(start, end, BLOCK_N):
-        u = n + i
+        begin = _begin(n, end, BLOCK_N, CLOSE)
         codes = following
-        j = tl.minimum(u, end - 1)  # codes are finite, and the weights of keys that are not there zero
-        if WINDOW:
-            j = tl.where(j < few, j, j - few + low)
-        j = j.to(tl.int64)
-        if PAD == DIM:
-            k = tl.load(k_base + j[:, :, None] * k_n)
+        # codes are finite, and the weights of keys that are not there zero
+        if CLOSE:
+            at = begin.to(tl.int64)
+            k = tl.load(k_base + at * DIM + (i[:, :, None] * DIM + d[None, None, :]))
+            v = tl.load(v_base + at * WORDS + (i[:, :, None] * WORDS + c[None, None, :]))
         else:
-            k = tl.load(k_base + j[:, :, None] * k_n, mask=(d < DIM)[None, None, :], other=0)
-        if PAD_V == DIM_V:
-            v = tl.load(v_base + j[:, :, None] * (v_n // 2))
-        else:
-            v = tl.load(
-                v_base + j[:, :, None] * (v_n // 2), mask=(c < DIM_V // FIELDS)[None, None, :], other=0
-            )
+            j = tl.minimum(begin + i, end - 1)
+            if WINDOW:
+                j = tl.where(j < few, j, j - few + low)
+            j = j.to(tl.int64)[:, :, None]
+            k = tl.load(k_base + j * k_n + d[None, None, :], mask=(d < DIM)[None, None, :], other=0)
+            v = tl.load(v_base + j * (v_n // 2) + c[None, None, :], mask=(c < WORDS)[None, None, :], other=0)
         following = _bytes(
-            k_scales, v_scales, real_base, ks_n, vs_n, u + BLOCK_N, end, few, low, WINDOW, HAS_REAL
-        )
+            k_scales, v_scales, real_base, first, ks_n, vs_n, n + BLOCK_N, end,
+            _begin(n + BLOCK_N, end, BLOCK_N, CLOSE) + i, few, low, WINDOW, HAS_REAL,
+        )  # fmt: skip
         if WIDE:
             s = tl.dot(k.to(tl.float32), x, input_precision="ieee")
         else:
@@ -191,11 +207,11 @@ def decode_codes(  # type: ignore[no-untyped-def]
         k_scale = (((codes & 255) << 20) + 897581056).to(tl.float32, bitcast=True)
         s = s * (unit[None, None, :] * k_scale) + of_mean[None, None, :]
         if HAS_FIRST:
-            s = tl.where((first + j == 0)[:, :, None], of_first[None, None, :], s)
+            s = tl.where(codes >= 1 << 17, of_first[None, None, :], s)
         # a value's scale is 2 ** power, which the running maximum takes in, times a number from 1 up to 2
         power = (codes >> 11) & 31
         s = capped(s * scale, softcap, HAS_CAP) + power.to(tl.float32)
-        s = tl.where(codes >= 65536, s, float("-inf"))
+        s = tl.where((codes & (1 << 16)) != 0, s, float("-inf"))
         top = tl.maximum(m, tl.max(s, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
         w = tl.exp2(s - base[:, None, :])
@@ -211,14 +227,14 @@ def decode_codes(  # type: ignore[no-untyped-def]
             decay, total = _twice(decay), _twice(total)
         pairs = _pairs(tl.permute(v, (0, 2, 1)))
         if BITS == 8:
-            acc_0 = _onto(acc_0, _numbers((pairs & 0x00FF00FF) ^ 0x64806480), w, decay, total, 1152.0)
-            acc_1 = _onto(acc_1, _numbers(((pairs >> 8) & 0x00FF00FF) ^ 0x64806480), w, decay, total, 1152.0)
+            acc_0 = _onto(acc_0, _numbers((pairs & low_bytes) ^ 0x64806480), w, decay, total, 1152.0)
+            acc_1 = _onto(acc_1, _numbers(((pairs >> 8) & low_bytes) ^ 0x64806480), w, decay, total, 1152.0)
         else:  # halves of bytes, the high ones 16 times as large; 7.5 is the code of zero
-            acc_0 = _onto(acc_0, _numbers((pairs & 0x000F000F) | 0x64006400), w, decay, total, 1031.5)
-            acc_1 = _onto(acc_1, _numbers((pairs & 0x00F000F0) | 0x64006400), w, decay, total, 1144.0)
+            acc_0 = _onto(acc_0, _numbers((pairs & low_halves) | 0x64006400), w, decay, total, 1031.5)
+            acc_1 = _onto(acc_1, _numbers((pairs & high_halves) | 0x64006400), w, decay, total, 1144.0)
             pairs = pairs >> 8
-            acc_2 = _onto(acc_2, _numbers((pairs & 0x000F000F) | 0x64006400), w, decay, total, 1031.5)
-            acc_3 = _onto(acc_3, _numbers((pairs & 0x00F000F0) | 0x64006400), w, decay, total, 1144.0)
+            acc_2 = _onto(acc_2, _numbers((pairs & low_halves) | 0x64006400), w, decay, total, 1031.5)
+            acc_3 = _onto(acc_3, _numbers((pairs & high_halves) | 0x64006400), w, decay, total, 1144.0)
 
     top = tl.max(m, 0)
     weight = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[None, :])

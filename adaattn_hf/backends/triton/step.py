@@ -108,6 +108,8 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         *stored.key_scale.stride(), *stored.value_scale.stride(), **fixed,
         BITS=4 if value.dtype is torch.uint8 else 8, HAS_MEAN=mean is not None, HAS_FIRST=first is not None,
         TURN=dim & -dim if stored.rotated else 0, TURN_V=value_dim & -value_dim if stored.rotated else 0,
+        CLOSE=windows is None and rows is None and kv_len >= tile.columns and (pad, pad_v) == (dim, value_dim)
+        and (key.stride(2), value.stride(2)) == (key.shape[3], value.shape[3]),
         WARPS=tile.warps,
     )  # fmt: skip
     return AttentionResult(out, lse)
@@ -127,7 +129,7 @@ def step_tile(width: int) -> Tile:
 
 def codes_tile(dim: int) -> Tile:
     """The same over codes of heads of that size; each warp has keys of its own, 16 at least."""
-    return Tile(1, 128, 4, 3) if dim <= 128 else Tile(1, 64, 4, 2)
+    return Tile(1, 128, 4, 3, 168) if dim <= 128 else Tile(1, 64, 4, 2)
 
 
 @functools.cache
