@@ -12,6 +12,7 @@ from transformers import StaticCache
 
 import adaattn_hf
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
@@ -317,13 +318,19 @@ def test_a_forced_backend_refuses_fp32() -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("adjoin", [False, True])
 @pytest.mark.parametrize("name", ["decode", "long decode", "padded decode", "device offset"])
-def test_a_step_reads_the_codes_of_a_cache(name: str, dtype: torch.dtype, bits: int, dim: int) -> None:
+def test_a_step_reads_the_codes_of_a_cache(
+    name: str, adjoin: bool, dtype: torch.dtype, bits: int, dim: int
+) -> None:
+    """Rows of codes adjoin in a cache's own tensors, and do not where a layer laid them out."""
     request = make(structures()[name], dtype, dim)
     key, value = request.key.float(), request.value.float()
     mean = (key.mean(dim=2) @ hadamard(dim, key.device)).contiguous()
     keys, key_scale = quantise(key, mean=mean)
     values, value_scale = quantise(value, bits=bits)
+    if adjoin:
+        keys, values = keys.contiguous(), values.contiguous()
     record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].contiguous())
     asked = AttentionRequest(request.query, keys, values, request.structure, request.scaling, stored=record)
     backend = choose(CallSpec.of(asked))
@@ -332,6 +339,35 @@ def test_a_step_reads_the_codes_of_a_cache(name: str, dtype: torch.dtype, bits: 
     atol = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
     for _ in range(2):  # the second finds the counters as the first left them
         torch.testing.assert_close(backend.attend(asked).out.double(), truth, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["causal", "full", "suffix"])
+@pytest.mark.parametrize("backend", ["triton", "fa4"])
+def test_kept_blocks_equal_the_definition(backend: str, name: str, dtype: torch.dtype, block: int) -> None:
+    """A head that keeps 0.6 of the mass and a windowed one; a row may keep a block more than it must, which few do."""
+    n = 700
+    structure = {
+        "causal": CallStructure(2, n, n, causal=True),
+        "full": CallStructure(2, n, n),
+        "suffix": CallStructure(2, 140, n, causal=True, q_offset=n - 140),
+    }[name]
+    rule = HeadRules((0, 70), (0, 5), (0.6, 0.0), ("model",) * 2, block)
+    request = make(structure, dtype, 64, per_head=rule, need_lse=True)
+    reasons = refusals_of(backend, CallSpec.of(request, look=True))
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    result, truth = BACKENDS[backend].attend(request), reference.attention(request)
+    assert result.lse is not None
+    off = result.lse.double() - truth.lse
+    assert off.min() > -1e-2
+    near = off < 1e-2
+    assert near.double().mean() > 0.99
+    error = (result.out.double() - truth.out).abs()[near.transpose(1, 2)]
+    assert error.max() <= 4 * torch.finfo(dtype).eps * truth.out.abs().max()
+    exact = reference.attention(make(structure, dtype, 64)).lse
+    assert (truth.lse < exact - 1e-2)[:, :4].any()  # there is something to leave out
 
 
 @pytest.mark.parametrize("gradient", [False, True])
