@@ -315,7 +315,7 @@ def test_a_forced_backend_refuses_fp32() -> None:
         ours(torch.ones(1, 4, dtype=torch.long, device="cuda"))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("adjoin", [False, True])

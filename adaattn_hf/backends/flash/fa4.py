@@ -43,9 +43,10 @@ class Flash4Backend(Backend):
             head_windows=False, head_blocks=0, head_precision="model" if same else spec.head_precision
         )
         reasons = head_refusals(served, "flash-attn 4's kernels")
+        device = capability() if spec.device == "cuda" else None
         if spec.device != "cuda":
             reasons.append(f"flash-attn 4 runs on CUDA, got {spec.device} tensors")
-        elif (device := capability()) is None or device.sm < (9, 0) or device.sm >= (12, 0):
+        elif device is None or device.sm < (9, 0) or device.sm >= (12, 0):
             # what it offers other devices nobody has run here
             reasons.append("flash-attn 4 serves Hopper and datacentre Blackwell devices")
         if spec.dtype not in (torch.float16, torch.bfloat16):

@@ -173,8 +173,8 @@ def decode_codes(  # type: ignore[no-untyped-def]
     unknown = tl.where(most < 0, 1, 0).to(tl.uint32)
     low_bytes, low_halves, high_halves = unknown + 0x00FF00FF, unknown + 0x000F000F, unknown + 0x00F000F0
     real_base = real_ptr + row * kv_len + first
-    # Bytes are too few for the pipeline of copies: they are asked for one tile ahead. Loaded beside the products they
-    # would also make Triton 3.6 lay out the weights as bytes, which is wrong for 16 keys a warp.
+    # Bytes are too few for the pipeline of copies: they are asked for one tile ahead. Triton 3.6 lays out weights and codes
+    # of values as it does the bytes of keys, four to a thread, which is wrong for fewer than 32 keys a warp.
     following = _bytes(
         k_scales, v_scales, real_base, first, ks_n, vs_n, start, end, _begin(start, end, BLOCK_N, CLOSE) + i, few, low,
         WINDOW, HAS_REAL,
