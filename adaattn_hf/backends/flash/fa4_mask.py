@@ -54,7 +54,7 @@ def both_ways_runs(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tabl
 
 
 def _kept(batch: Any, head: Any, row: Any, key: Any, tables: Any, size: int) -> Any:
-    """Whether a query keeps the block of `2 ** size` keys that a key lies in; written into the masks as they are traced."""
+    """Whether a query keeps the block of `2 ** size` keys that a key lies in; traced into the masks."""
     word = tables[2][tables[3][head[0]], batch[0], row[0], key[0] >> (size + 5)]
     kept = scalar_to_ssa((word >> ((key[0] >> size) & 31)) & 1, cutlass.Int32)
     return kept > scalar_to_ssa(0, cutlass.Int32)

@@ -128,7 +128,7 @@ def step_tile(width: int) -> Tile:
 
 
 def codes_tile(dim: int) -> Tile:
-    """The same over codes of heads of that size; each warp has 32 keys, which bytes in 16-bit products take at least."""
+    """The same over codes of heads of that size; each warp has keys of its own, 32 at least."""
     return Tile(1, 128, 4, 3, 168) if dim <= 128 else Tile(1, 128, 4, 2)
 
 
