@@ -181,6 +181,11 @@ def test_kept_blocks_equal_the_definition(stand: Stand, name: str, block: int) -
     assert block > 64 or (truth.lse < exact - 1e-3)[:, :2].any()  # there is something to leave out
 
 
+def test_kept_blocks_are_refused_off_cuda() -> None:
+    asked = make(STRUCTURES["causal"], per_head=rules((0, 0), (0, 0), (0.6, 0.6)))
+    assert "flash-attn 4 runs on CUDA, got cpu tensors" in Flash4Backend().refusals(CallSpec.of(asked))
+
+
 def test_blocks_that_are_seen_whole_ask_no_mask(stand: Stand) -> None:
     """Three blocks of queries, two heads: the diagonal, and what a window's border cuts."""
     made = make(CallStructure(1, 384, 384, causal=True), per_head=rules((0, 256)))

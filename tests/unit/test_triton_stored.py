@@ -14,6 +14,7 @@ from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import order
 from adaattn_hf.backends.triton import TritonBackend
+from adaattn_hf.backends.windows import HeadWindows
 
 from ..support.head_rules import rules
 from .test_triton import LEFT, STRUCTURES, N, interpreted, make
@@ -73,6 +74,30 @@ def test_large_heads(name: str, bits: int) -> None:
 )
 def test_without_a_mean_a_first_key_or_a_turn(how: dict[str, bool], bits: int) -> None:
     check(make(STRUCTURES["padded decode"], 6, 2, 48, 32, torch.float32), bits, **how)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.half])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("seen", [1500, 769, 60])
+def test_rows_that_adjoin_are_read_in_whole_tiles(seen: int, bits: int, dtype: torch.dtype) -> None:
+    """The last tile of a share goes back over keys that were read before, or ends behind the last of too few."""
+    asked = CallStructure(2, 1, 1500, causal=True, q_offset=torch.tensor(seen - 1))
+    check(make(asked, 8, 2, 64, 64, dtype), bits, 2e-5 if dtype is torch.float32 else 4e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("sequences", [1, 8, 50])
+@pytest.mark.parametrize("windows", [None, ((32768, 0), (1024, 16)) * 4])
+def test_no_more_shares_than_run_at_once(windows: HeadWindows | None, sequences: int) -> None:
+    """Unless each head of each sequence takes one already; one more share of the longest heads would be too many."""
+    from adaattn_hf.backends.triton.tables import shares_of
+
+    entries, most = shares_of(windows, 8, 32768, sequences, 396, 256, torch.device("cpu"))
+    heads = 8 if windows is None else 4
+    assert entries.shape[0] * sequences <= max(396, 8 * sequences)
+    assert entries.shape[0] * sequences + heads * sequences > 396
+    assert most == int(entries[:, 2].max())
 
 
 @interpreted

@@ -17,7 +17,9 @@ from .kernels import choose, listing, pool
 
 __all__ = ["Lists", "chosen_bits", "lists_of", "windows_beside"]
 
-_STEPS = 14
+_STEPS = 11
+_NARROWEST = 32
+"""Fewest blocks that a launch has registers for: rows at the start of a causal call look back at no more."""
 _STAYING = 1 << 15
 """Entries of the mean keys that stay in shared memory for all query heads of a key/value head."""
 _PART = 1 << 14
@@ -59,8 +61,7 @@ def chosen_bits(request: AttentionRequest, rules: HeadRules, segments: Sequence[
         key, pooled, runs, *key.stride(), blocks, DIM=dim, PAD=pad, BLOCK=block, num_warps=4
     )
     masses, longest = _masses(rules, device), max(s.q_len for s in segments)
-    # rows at the start of a causal call look back at fewer blocks
-    width = min(widest, 128) if structure.causal else widest
+    width = min(widest, _NARROWEST) if structure.causal else widest
     least = -1
     while width <= widest:
         rows, warps, stages = choice_tile(width)

@@ -53,51 +53,48 @@ def both_ways_runs(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tabl
     return (key >= first) & (key < stop) & near
 
 
+def _kept(batch: Any, head: Any, row: Any, key: Any, tables: Any, size: int) -> Any:
+    """Whether a query keeps the block of `2 ** size` keys that a key lies in; traced into the masks."""
+    word = tables[2][tables[3][head[0]], batch[0], row[0], key[0] >> (size + 5)]
+    kept = scalar_to_ssa((word >> ((key[0] >> size) & 31)) & 1, cutlass.Int32)
+    return kept > scalar_to_ssa(0, cutlass.Int32)
+
+
+def _causal_kept(batch: Any, head: Any, row: Any, key: Any, tables: Any, size: int) -> Any:
+    window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
+    sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
+    place = row + scalar_to_ssa(tables[4][0], cutlass.Int32)
+    near = (place - key < window) | (key < sinks)
+    return (key <= place) & near & _kept(batch, head, row, key, tables, size)
+
+
+def _both_ways_kept(batch: Any, head: Any, row: Any, key: Any, tables: Any, size: int) -> Any:
+    window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
+    sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
+    place = row + scalar_to_ssa(tables[4][0], cutlass.Int32)
+    near = ((place - key < window) & (key - place < window)) | (key < sinks)
+    return near & _kept(batch, head, row, key, tables, size)
+
+
 @cute.jit
 def causal_kept_64(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
     """Under the bits of kept blocks of 64 keys."""
-    window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
-    sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
-    word = tables[2][tables[3][head[0]], batch[0], row[0], key[0] >> 11]
-    kept = scalar_to_ssa((word >> ((key[0] >> 6) & 31)) & 1, cutlass.Int32)
-    place = row + scalar_to_ssa(tables[4][0], cutlass.Int32)
-    return (
-        (key <= place) & ((place - key < window) | (key < sinks)) & (kept > scalar_to_ssa(0, cutlass.Int32))
-    )
+    return _causal_kept(batch, head, row, key, tables, 6)
 
 
 @cute.jit
 def causal_kept_128(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
     """Under the bits of kept blocks of 128 keys."""
-    window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
-    sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
-    word = tables[2][tables[3][head[0]], batch[0], row[0], key[0] >> 12]
-    kept = scalar_to_ssa((word >> ((key[0] >> 7) & 31)) & 1, cutlass.Int32)
-    place = row + scalar_to_ssa(tables[4][0], cutlass.Int32)
-    return (
-        (key <= place) & ((place - key < window) | (key < sinks)) & (kept > scalar_to_ssa(0, cutlass.Int32))
-    )
+    return _causal_kept(batch, head, row, key, tables, 7)
 
 
 @cute.jit
 def both_ways_kept_64(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
     """Under the bits of kept blocks of 64 keys."""
-    window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
-    sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
-    word = tables[2][tables[3][head[0]], batch[0], row[0], key[0] >> 11]
-    kept = scalar_to_ssa((word >> ((key[0] >> 6) & 31)) & 1, cutlass.Int32)
-    place = row + scalar_to_ssa(tables[4][0], cutlass.Int32)
-    near = ((place - key < window) & (key - place < window)) | (key < sinks)
-    return near & (kept > scalar_to_ssa(0, cutlass.Int32))
+    return _both_ways_kept(batch, head, row, key, tables, 6)
 
 
 @cute.jit
 def both_ways_kept_128(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
     """Under the bits of kept blocks of 128 keys."""
-    window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
-    sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
-    word = tables[2][tables[3][head[0]], batch[0], row[0], key[0] >> 12]
-    kept = scalar_to_ssa((word >> ((key[0] >> 7) & 31)) & 1, cutlass.Int32)
-    place = row + scalar_to_ssa(tables[4][0], cutlass.Int32)
-    near = ((place - key < window) & (key - place < window)) | (key < sinks)
-    return near & (kept > scalar_to_ssa(0, cutlass.Int32))
+    return _both_ways_kept(batch, head, row, key, tables, 7)

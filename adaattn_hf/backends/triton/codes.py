@@ -1,9 +1,11 @@
 """One query per sequence over keys and values that are stored as codes, which no instruction converts one by one.
 
-A query is rounded to 16 bits of its largest channel and cut into two bytes; its products with bytes of keys are sums in
-int32. Codes of values become float16 where they are, two by two: a byte put into the mantissa of 1024 is 1024 plus that
-byte. A weight, times the scale of its value, is a float16 below 2 in units of the largest scale seen. Each warp reads
-keys of its own, so that none waits for another before the end.
+A query is rounded to 16 bits of its largest channel and cut into two bytes, which stand in columns beside one another;
+products of keys with them are sums in int32. So keys and channels are the rows of the device's products, of which there
+are many, and heads their columns: four heads fill the least of eight. Codes of values become float16 where they are, two
+by two: a byte put into the mantissa of 1024 is 1024 plus that byte, and what the weights make of 1024 is taken off their
+sum. A weight, times the scale of its value, is a float16 below 2 in units of the largest product of both that was seen.
+Each warp reads keys of its own, so that none waits for another before the end.
 """
 
 from __future__ import annotations
@@ -16,61 +18,82 @@ from .steps import capped
 
 
 @triton.jit
-def _bytes(k_ptr, v_ptr, real_ptr, k_n, v_n, u, end, few, low, WINDOW: tl.constexpr, HAS_REAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales' codes of the keys and values that are number `u` of those read, and which of these keys are real.
+def _bytes(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, real_ptr, first, k_n, v_n, n, end, u, few, low, WINDOW: tl.constexpr, HAS_REAL: tl.constexpr
+):
+    """Scales' codes (`attention.stored.decode_scale`) of keys and values that are number `u` of those read, from n to end.
 
-    See `attention.stored.decode_scale`.
+    In the low byte that of the key, then that of the value, then a bit for a real key and one for key 0 of the row.
     """
     j = tl.minimum(u, end - 1)
     if WINDOW:
         j = tl.where(j < few, j, j - few + low)
     j = j.to(tl.int64)
-    there = u < end
+    there = (u >= n) & (u < end)
     k, v = tl.load(k_ptr + j * k_n, mask=there, other=0), tl.load(v_ptr + j * v_n, mask=there, other=0)
     if HAS_REAL:
         there = tl.load(real_ptr + j, mask=there, other=0) != 0
-    return k, v, there
+    return (
+        k.to(tl.int32)
+        | (v.to(tl.int32) << 8)
+        | tl.where(there, 1 << 16, 0)
+        | tl.where(first + j == 0, 1 << 17, 0)
+    )
 
 
 @triton.jit
-def _upper(x):  # type: ignore[no-untyped-def]
-    """The upper bytes of 16-bit words `[w, n, c]` moved down, by words of 32 bits, which the device shifts in one."""
-    even, odd = tl.split(tl.permute(x.reshape(x.shape[0], x.shape[1] // 2, 2, x.shape[2]), (0, 1, 3, 2)))
-    both = ((even.to(tl.uint32) | (odd.to(tl.uint32) << 16)) >> 8) & 0x00FF00FF
-    both = tl.join(both.to(tl.uint16), (both >> 16).to(tl.uint16))
-    return tl.permute(both, (0, 1, 3, 2)).reshape(x.shape)
+def _begin(n, end, BLOCK: tl.constexpr, CLOSE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a tile from n on begins: CLOSE, so far back that it ends with the keys, as far as there are any before."""
+    return tl.maximum(tl.minimum(n, end - BLOCK), 0) if CLOSE else n
 
 
 @triton.jit
-def _number(bits):  # type: ignore[no-untyped-def]
-    """The float16 numbers with these bits."""
-    return bits.to(tl.float16, bitcast=True)
+def _pairs(x):  # type: ignore[no-untyped-def]
+    """16-bit words `[w, c, n]` of keys beside one another as words of 32 bits, `[w, c, n / 2]`."""
+    even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], x.shape[2] // 2, 2))
+    return even.to(tl.uint32) | (odd.to(tl.uint32) << 16)
 
 
 @triton.jit
-def _eight(x):  # type: ignore[no-untyped-def]
-    """Codes in the lower and in the upper bytes of words."""
-    return _number((x & 255) ^ 0x6480) - 1152.0, _number(_upper(x) ^ 0x6480) - 1152.0
+def _numbers(pairs):  # type: ignore[no-untyped-def]
+    """The float16 numbers `[w, c, n]` whose bits pairs hold."""
+    both = tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16))
+    return both.reshape(pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def _four(x):  # type: ignore[no-untyped-def]
-    """Codes of four bits in the lower bytes of words, the low one and the high one."""
-    return (_number((x & 15) | 0x6400) - 1024.0) * 2.0 - 15.0, _number((x & 240) | 0x6400) * 0.125 - 143.0
+def _onto(acc, v, w, decay, total, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Products of codes `[w, c, n]`, all OFFSET too large, and weights `[w, n, columns]`, onto sums that are scaled down.
+
+    In fp32 the codes are made right first: of the sum OFFSET would take seven bits or more.
+    """
+    acc = acc * decay[:, None, :]
+    if w.dtype == tl.float32:
+        return tl.dot(v.to(tl.float32) - OFFSET, w, acc, input_precision="ieee")
+    return tl.dot(v, w, acc - OFFSET * total[:, None, :])
 
 
 @triton.jit
-def _onto(acc, w, v):  # type: ignore[no-untyped-def]
-    """Products of weights and codes, in fp32 where queries are."""
-    return tl.dot(w, v.to(w.dtype), acc, input_precision="ieee")
-
-
-@triton.jit
-def _merged(acc, weight, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums over the warps `[w, rows, c]`, weighted by `[w, ROWS]`; rows behind those are zero."""
+def _merged(acc, weight):  # type: ignore[no-untyped-def]
+    """Sums over the warps `[w, c, columns]`, of which the first for each head counts, weighted by `[w, rows]`: `[rows, c]`."""
     WARPS: tl.constexpr = acc.shape[0]
-    acc = tl.sum(acc.reshape(WARPS, acc.shape[1] // ROWS, ROWS, acc.shape[2]), 1)
-    return tl.sum(acc * weight[:, :, None], 0)
+    ROWS: tl.constexpr = weight.shape[1]
+    if acc.shape[2] > ROWS:
+        acc, _ = tl.split(acc.reshape(WARPS, acc.shape[1], ROWS, 2))
+    return tl.trans(tl.sum(acc * weight[:, None, :], 0))
+
+
+@triton.jit
+def _twice(x):  # type: ignore[no-untyped-def]
+    """Columns of `[w, rows]` each two times."""
+    return tl.join(x, x).reshape(x.shape[0], 2 * x.shape[1])
+
+
+@triton.jit
+def _each(x, ROWS: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`[ROWS]` of rows that repeat, each PARTS times and all of them until there are enough."""
+    TIMES: tl.constexpr = x.shape[0] // (ROWS * PARTS)
+    return tl.sum(tl.sum(x.reshape(TIMES, ROWS, PARTS), 2), 0) * (1 / (TIMES * PARTS))
 
 
 # lengths grow by one in every step: they must not be compiled in
@@ -84,26 +107,31 @@ def decode_codes(  # type: ignore[no-untyped-def]
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr, BLOCK_N: tl.constexpr,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
-    TURN: tl.constexpr, TURN_V: tl.constexpr, WARPS: tl.constexpr,
+    TURN: tl.constexpr, TURN_V: tl.constexpr, CLOSE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """`decode.decode` over codes: int8 keys, values of BITS.
 
     Scales are read beside the codes, `mean` is that of a head's keys, `first` the first key of the batch row. TURN and
     TURN_V are the blocks of channels by which keys and values were turned (`attention.stored.hadamard`), 0 where they were
-    not. Channels of a row adjoin, and rows of values begin at even addresses. A tile is BLOCK_N keys, shared out to WARPS.
+    not. Channels of a row adjoin, and rows of values begin at even addresses; CLOSE: rows adjoin, too, and are powers of two,
+    all are read, and there are BLOCK_N at least. A tile is BLOCK_N keys, shared out to WARPS.
     """
     WIDE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    Q_ROWS: tl.constexpr = ROWS if WIDE else 2 * ROWS
+    PARTS: tl.constexpr = 1 if WIDE else 2
+    COLUMNS: tl.constexpr = PARTS * ROWS
+    Q_ROWS: tl.constexpr = COLUMNS if COLUMNS > 16 else 16
     OWN: tl.constexpr = BLOCK_N // WARPS
-    PARTS: tl.constexpr = 16 // BITS
+    FIELDS: tl.constexpr = 16 // BITS
+    WORDS: tl.constexpr = DIM_V // FIELDS
     kv_head, share, shares, row, first, few, low, start, end = reading(
         work_ptr, rows_ptr, offset_ptr, kv_len, offset, BLOCK_N, CAUSAL, WINDOW, TABLE, HAS_OFFSET
     )
     g = tl.arange(0, Q_ROWS)
+    member = g // PARTS % ROWS
     d = tl.arange(0, PAD)
     q = tl.load(
-        q_ptr + row * q_b + (kv_head * GROUPS + g % ROWS)[:, None] * q_h + d[None, :] * q_d,
-        mask=(g % ROWS < GROUPS)[:, None] & (d < DIM)[None, :],
+        q_ptr + row * q_b + (kv_head * GROUPS + member)[:, None] * q_h + d[None, :] * q_d,
+        mask=(member < GROUPS)[:, None] & (d < DIM)[None, :],
         other=0.0,
     )
     of_mean = tl.zeros([Q_ROWS], tl.float32)
@@ -124,97 +152,106 @@ def decode_codes(  # type: ignore[no-untyped-def]
         x = tl.where((peak > 0)[:, None], x * (32512 / tl.where(peak > 0, peak, 1.0))[:, None], 0.0)
         whole = tl.floor(x + 0.5).to(tl.int32)
         high = (whole + 128) >> 8
-        x = tl.where((g < ROWS)[:, None], high, whole - (high << 8)).to(tl.int8)
-        # both halves of the rows hold the same
-        unit = tl.sum(unit.reshape(2, ROWS), 0) * 0.5
-        of_mean = tl.sum(of_mean.reshape(2, ROWS), 0) * 0.5
-        of_first = tl.sum(of_first.reshape(2, ROWS), 0) * 0.5
-    x = tl.broadcast_to(x[None], (WARPS, Q_ROWS, PAD))
+        x = tl.where((g % 2 == 0)[:, None], high, whole - (high << 8)).to(tl.int8)
+    # rows that hold the same: the parts of a query, and what fills up the product that turns queries
+    unit = _each(unit, ROWS, PARTS)
+    of_mean = _each(of_mean, ROWS, PARTS)
+    of_first = _each(of_first, ROWS, PARTS)
+    if Q_ROWS > COLUMNS:
+        x = tl.max(x.reshape(Q_ROWS // COLUMNS, COLUMNS, PAD), 0).to(x.dtype)
+    x = tl.broadcast_to(tl.trans(x)[None], (WARPS, PAD, COLUMNS))
 
     i = tl.arange(0, WARPS)[:, None] * OWN + tl.arange(0, OWN)[None, :]
-    c = tl.arange(0, PAD_V // PARTS)
-    k_base = k_ptr + row * k_b + kv_head * k_h + first * k_n + d[None, None, :]
+    c = tl.arange(0, PAD_V // FIELDS)
+    k_base = k_ptr + row * k_b + kv_head * k_h + first * k_n
     v_base = v_ptr + row * v_b + kv_head * v_h + first * v_n
-    v_base = v_base.to(tl.pointer_type(tl.uint16)) + c[None, None, :]
+    v_base = v_base.to(tl.pointer_type(tl.uint16))
     k_scales = k_scale_ptr + row * ks_b + kv_head * ks_h + first * ks_n
     v_scales = v_scale_ptr + row * vs_b + kv_head * vs_h + first * vs_n
-    W_ROWS: tl.constexpr = ROWS if ROWS > 16 else 16
+    V_COLUMNS: tl.constexpr = 2 * ROWS if ROWS < 8 else ROWS
     m = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([WARPS, ROWS], tl.float32)
-    power = tl.zeros([WARPS], tl.int32)
-    acc_0 = tl.zeros([WARPS, W_ROWS, PAD_V // PARTS], tl.float32)
+    l = tl.zeros([WARPS, OWN, ROWS], tl.float32)
+    acc_0 = tl.zeros([WARPS, PAD_V // FIELDS, V_COLUMNS], tl.float32)
     acc_1, acc_2, acc_3 = acc_0, acc_0, acc_0
+    # The device takes bits out and puts others in by one instruction, of whose two constants one must be in a register:
+    # where the compiler knew both it would take two.
+    unknown = tl.where(most < 0, 1, 0).to(tl.uint32)
+    low_bytes, low_halves, high_halves = unknown + 0x00FF00FF, unknown + 0x000F000F, unknown + 0x00F000F0
     real_base = real_ptr + row * kv_len + first
-    # Bytes are too few for the pipeline of copies: they are asked for one tile ahead. Loaded beside the products they
-    # would also make Triton 3.6 lay out the weights as bytes, which is wrong for 16 keys a warp.
-    k_next, v_next, real_next = _bytes(
-        k_scales, v_scales, real_base, ks_n, vs_n, start + i, end, few, low, WINDOW, HAS_REAL
-    )
+    # Bytes are too few for the pipeline of copies: they are asked for one tile ahead. Triton 3.6 lays out weights and codes
+    # of values as it does the bytes of keys, four to a thread, which is wrong for fewer than 32 keys a warp.
+    following = _bytes(
+        k_scales, v_scales, real_base, first, ks_n, vs_n, start, end, _begin(start, end, BLOCK_N, CLOSE) + i, few, low,
+        WINDOW, HAS_REAL,
+    )  # fmt: skip
     for n in range(start, end, BLOCK_N):
-        u = n + i
-        there = real_next
-        j = tl.minimum(u, end - 1)  # codes are finite, and the weights of keys that are not there zero
-        if WINDOW:
-            j = tl.where(j < few, j, j - few + low)
-        j = j.to(tl.int64)
-        if PAD == DIM:
-            k = tl.load(k_base + j[:, :, None] * k_n)
+        begin = _begin(n, end, BLOCK_N, CLOSE)
+        codes = following
+        # codes are finite, and the weights of keys that are not there zero
+        if CLOSE:
+            at = begin.to(tl.int64)
+            k = tl.load(k_base + at * DIM + (i[:, :, None] * DIM + d[None, None, :]))
+            v = tl.load(v_base + at * WORDS + (i[:, :, None] * WORDS + c[None, None, :]))
         else:
-            k = tl.load(k_base + j[:, :, None] * k_n, mask=(d < DIM)[None, None, :], other=0)
-        if PAD_V == DIM_V:
-            v = tl.load(v_base + j[:, :, None] * (v_n // 2))
-        else:
-            v = tl.load(
-                v_base + j[:, :, None] * (v_n // 2), mask=(c < DIM_V // PARTS)[None, None, :], other=0
-            )
-        k_code, v_code = k_next.to(tl.int32), v_next.to(tl.int32)
-        k_next, v_next, real_next = _bytes(
-            k_scales, v_scales, real_base, ks_n, vs_n, u + BLOCK_N, end, few, low, WINDOW, HAS_REAL
-        )
-        k_scale = ((k_code << 20) + 897581056).to(tl.float32, bitcast=True)
+            j = tl.minimum(begin + i, end - 1)
+            if WINDOW:
+                j = tl.where(j < few, j, j - few + low)
+            j = j.to(tl.int64)[:, :, None]
+            k = tl.load(k_base + j * k_n + d[None, None, :], mask=(d < DIM)[None, None, :], other=0)
+            v = tl.load(v_base + j * (v_n // 2) + c[None, None, :], mask=(c < WORDS)[None, None, :], other=0)
+        following = _bytes(
+            k_scales, v_scales, real_base, first, ks_n, vs_n, n + BLOCK_N, end,
+            _begin(n + BLOCK_N, end, BLOCK_N, CLOSE) + i, few, low, WINDOW, HAS_REAL,
+        )  # fmt: skip
         if WIDE:
-            s = tl.dot(x, tl.permute(k, (0, 2, 1)).to(tl.float32), input_precision="ieee")
+            s = tl.dot(k.to(tl.float32), x, input_precision="ieee")
         else:
-            both = tl.dot(x, tl.permute(k, (0, 2, 1)), out_dtype=tl.int32).reshape(WARPS, 2, ROWS, OWN)
-            s = tl.sum(both * tl.where(tl.arange(0, 2) == 0, 256, 1)[None, :, None, None], 1).to(tl.float32)
-        s = s * (unit[None, :, None] * k_scale[:, None, :]) + of_mean[None, :, None]
+            upper, lower = tl.split(tl.dot(k, x, out_dtype=tl.int32).reshape(WARPS, OWN, ROWS, 2))
+            s = (upper * 256 + lower).to(tl.float32)
+        codes = codes[:, :, None]
+        k_scale = (((codes & 255) << 20) + 897581056).to(tl.float32, bitcast=True)
+        s = s * (unit[None, None, :] * k_scale) + of_mean[None, None, :]
         if HAS_FIRST:
-            s = tl.where((first + j == 0)[:, None, :], of_first[None, :, None], s)
-        s = tl.where(there[:, None, :], capped(s * scale, softcap, HAS_CAP), float("-inf"))
-        top = tl.maximum(m, tl.max(s, 2))
+            s = tl.where(codes >= 1 << 17, of_first[None, None, :], s)
+        # a value's scale is 2 ** power, which the running maximum takes in, times a number from 1 up to 2
+        power = (codes >> 11) & 31
+        s = capped(s * scale, softcap, HAS_CAP) + power.to(tl.float32)
+        s = tl.where((codes & (1 << 16)) != 0, s, float("-inf"))
+        top = tl.maximum(m, tl.max(s, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
-        w = tl.exp2(s - base[:, :, None])
+        w = tl.exp2(s - base[:, None, :])
         decay = tl.exp2(m - base)
-        l = l * decay + tl.sum(w, 2)
         m = top
-        before = power
-        power = tl.maximum(before, tl.max(v_code >> 3, 1))
-        # weights in units of 2 ** power: scales as floats whose exponents are taken down by as much
-        w = w * ((v_code << 20) + ((127 - power) << 23)[:, None]).to(tl.float32, bitcast=True)[:, None, :]
-        decay = decay * ((127 + before - power) << 23).to(tl.float32, bitcast=True)[:, None]
-        if ROWS < 16:
-            w = tl.permute(tl.join(w, tl.zeros_like(w)), (0, 3, 1, 2)).reshape(WARPS, 16, OWN)
-            decay = tl.permute(tl.join(decay, tl.zeros_like(decay)), (0, 2, 1)).reshape(WARPS, 16)
+        l = l * decay[:, None, :] + w * ((127 - power) << 23).to(tl.float32, bitcast=True)
+        w = w * (((codes & 1792) << 12) | 1065353216).to(tl.float32, bitcast=True)
         if not WIDE:
             w = w.to(tl.float16)
+        total = tl.sum(w.to(tl.float32), 1)
+        if ROWS < 8:
+            w = tl.join(w, tl.zeros_like(w)).reshape(WARPS, OWN, V_COLUMNS)
+            decay, total = _twice(decay), _twice(total)
+        pairs = _pairs(tl.permute(v, (0, 2, 1)))
         if BITS == 8:
-            v_0, v_1 = _eight(v)
-        else:
-            v_0, v_1 = _four(v)
-            v_2, v_3 = _four(_upper(v))
-            acc_2 = _onto(acc_2 * decay[:, :, None], w, v_2)
-            acc_3 = _onto(acc_3 * decay[:, :, None], w, v_3)
-        acc_0 = _onto(acc_0 * decay[:, :, None], w, v_0)
-        acc_1 = _onto(acc_1 * decay[:, :, None], w, v_1)
+            acc_0 = _onto(acc_0, _numbers((pairs & low_bytes) ^ 0x64806480), w, decay, total, 1152.0)
+            acc_1 = _onto(acc_1, _numbers(((pairs >> 8) & low_bytes) ^ 0x64806480), w, decay, total, 1152.0)
+        else:  # halves of bytes, the high ones 16 times as large; 7.5 is the code of zero
+            acc_0 = _onto(acc_0, _numbers((pairs & low_halves) | 0x64006400), w, decay, total, 1031.5)
+            acc_1 = _onto(acc_1, _numbers((pairs & high_halves) | 0x64006400), w, decay, total, 1144.0)
+            pairs = pairs >> 8
+            acc_2 = _onto(acc_2, _numbers((pairs & low_halves) | 0x64006400), w, decay, total, 1031.5)
+            acc_3 = _onto(acc_3, _numbers((pairs & high_halves) | 0x64006400), w, decay, total, 1144.0)
 
     top = tl.max(m, 0)
     weight = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[None, :])
-    l = tl.sum(l * weight, 0)
-    weight = weight * ((107 + power) << 23).to(tl.float32, bitcast=True)[:, None]
-    acc = tl.join(_merged(acc_0, weight, ROWS), _merged(acc_1, weight, ROWS))
-    if BITS == 4:  # a byte's high half stands 16 channels behind its low one
-        acc = tl.join(acc, tl.join(_merged(acc_2, weight, ROWS), _merged(acc_3, weight, ROWS)))
-        acc = tl.permute(acc.reshape(ROWS, PAD_V // 32, 8, 2, 2), (0, 1, 3, 2, 4))
+    l = tl.sum(tl.sum(l, 1) * weight, 0)
+    weight = weight * 2.0**-20  # of the power 0
+    if BITS == 8:
+        acc = tl.join(_merged(acc_0, weight), _merged(acc_1, weight))
+    else:  # a byte's high half stands 16 channels behind its low one
+        twice, eighth = weight * 2.0, weight * 0.125
+        acc = tl.join(_merged(acc_0, twice), _merged(acc_2, twice))
+        acc = tl.join(acc, tl.join(_merged(acc_1, eighth), _merged(acc_3, eighth)))
+        acc = tl.permute(acc.reshape(ROWS, PAD_V // 32, 8, 2, 2), (0, 1, 4, 2, 3))
     finish(
         acc.reshape(ROWS, PAD_V), top, l, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share,
         shares, most, ROWS, GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, TURN_V, SINGLE,

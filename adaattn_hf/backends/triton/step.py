@@ -50,7 +50,6 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         return AttentionResult(out, lse)
     groups = heads // kv_heads
     member_heads = 1 << (groups - 1).bit_length()
-    wide = query.dtype is torch.float32
     if stored is None:
         tile, waves, least_rows, pad, pad_v = (
             step_tile(max(dim, value_dim) * query.itemsize),
@@ -64,7 +63,7 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         tile, waves, least_rows, pad, pad_v = (
             codes_tile(max(dim, value_dim)),
             _WAVES_OVER_CODES if 4 * sequences * kv_heads > _processors(device) else _WAVES,
-            16 if wide else 8,
+            4,
             32,
             64,
         )
@@ -109,6 +108,8 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         *stored.key_scale.stride(), *stored.value_scale.stride(), **fixed,
         BITS=4 if value.dtype is torch.uint8 else 8, HAS_MEAN=mean is not None, HAS_FIRST=first is not None,
         TURN=dim & -dim if stored.rotated else 0, TURN_V=value_dim & -value_dim if stored.rotated else 0,
+        CLOSE=windows is None and rows is None and kv_len >= tile.columns and (pad, pad_v) == (dim, value_dim)
+        and (key.stride(2), value.stride(2)) == (key.shape[3], value.shape[3]),
         WARPS=tile.warps,
     )  # fmt: skip
     return AttentionResult(out, lse)
@@ -131,7 +132,7 @@ def codes_tile(dim: int) -> Tile:
 
     With 16, Triton 3.6 may lay out the weights of a product as bytes, which is wrong in half precision.
     """
-    return Tile(1, 128, 4, 3) if dim <= 128 else Tile(1, 64, 2, 2)
+    return Tile(1, 128, 4, 3, 168) if dim <= 128 else Tile(1, 64, 2, 2)
 
 
 @functools.cache

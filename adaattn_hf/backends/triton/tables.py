@@ -188,7 +188,7 @@ def shares_of(
         kv_heads: Key/value heads.
         kv_len: Keys of a sequence.
         sequences: Sequences that are read alike.
-        programs: As many as keep the device busy.
+        programs: As many as the device runs at once; there are no more unless each head has one.
         least: Fewest keys worth a program.
         device: Where the table goes.
     """
@@ -197,8 +197,13 @@ def shares_of(
     def make() -> tuple[Tensor, int]:
         rules = windows or ((ALL, 0),) * kv_heads
         counts = [min(window + sinks, length) for window, sinks in rules]
-        span = max(least, -(-sum(counts) * sequences // programs))
-        shares = [max(1, -(-count // span)) for count in counts]
+        # as many shares of the longest head as leave all of them no more than the programs that run at once: one more
+        # would have to wait until the others are done
+        for most in range(max(1, min(max(counts) // least, programs)), 0, -1):
+            span = -(-max(counts) // most)
+            shares = [max(1, -(-count // span)) for count in counts]
+            if sum(shares) * sequences <= programs:
+                break
         order = sorted(range(kv_heads), key=lambda head: -counts[head])
         entries = [(head, i, shares[head], *rules[head]) for head in order for i in range(shares[head])]
         return torch.tensor(entries, dtype=torch.int32, device="cpu").to(device, non_blocking=True), max(
