@@ -68,9 +68,11 @@ def _onto(acc, v, w, decay, total, OFFSET: tl.constexpr):  # type: ignore[no-unt
     In fp32 the codes are made right first: of the sum OFFSET would take seven bits or more.
     """
     acc = acc * decay[:, None, :]
-    if w.dtype == tl.float32:
-        return tl.dot(v.to(tl.float32) - OFFSET, w, acc, input_precision="ieee")
-    return tl.dot(v, w, acc - OFFSET * total[:, None, :])
+    if w.dtype == tl.float32:  # one way out: Triton 3.6 compiles what follows a return, too
+        acc = tl.dot(v.to(tl.float32) - OFFSET, w, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(v, w, acc - OFFSET * total[:, None, :])
+    return acc
 
 
 @triton.jit
