@@ -65,11 +65,12 @@ def _numbers(pairs):  # type: ignore[no-untyped-def]
 def _onto(acc, v, w, decay, total, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
     """Products of codes `[w, c, n]`, all OFFSET too large, and weights `[w, n, columns]`, onto sums that are scaled down.
 
-    In fp32 the codes are made right first: of the sum OFFSET would take seven bits or more.
+    In fp32 the codes are made right first: of the sum OFFSET would take seven bits or more. The codes are whole in the 11
+    bits of tf32 and the weights are cut into three parts of them, so that what is lost is of the 24th bit.
     """
     acc = acc * decay[:, None, :]
     if w.dtype == tl.float32:  # one way out: Triton 3.6 compiles what follows a return, too
-        acc = tl.dot(v.to(tl.float32) - OFFSET, w, acc, input_precision="ieee")
+        acc = tl.dot(v.to(tl.float32) - OFFSET, w, acc, input_precision="tf32x3")
     else:
         acc = tl.dot(v, w, acc - OFFSET * total[:, None, :])
     return acc
@@ -206,7 +207,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
             _begin(n + BLOCK_N, end, BLOCK_N, CLOSE) + i, few, low, WINDOW, HAS_REAL,
         )  # fmt: skip
         if WIDE:
-            s = tl.dot(k.to(tl.float32), x, input_precision="ieee")
+            s = tl.dot(k.to(tl.float32), x, input_precision="tf32x3")
         else:
             upper, lower = tl.split(tl.dot(k, x, out_dtype=tl.int32).reshape(WARPS, OWN, ROWS, 2))
             s = (upper * 256 + lower).to(tl.float32)

@@ -61,7 +61,7 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
     else:
         key, value = _adjoining(key), _adjoining(value)
         tile, waves, least_rows, pad, pad_v = (
-            codes_tile(max(dim, value_dim)),
+            codes_tile(max(dim, value_dim) * query.itemsize),
             _WAVES_OVER_CODES if 4 * sequences * kv_heads > _processors(device) else _WAVES,
             4,
             32,
@@ -127,12 +127,14 @@ def step_tile(width: int) -> Tile:
     return Tile(1, 64 if width <= 256 else 32, 4, 3)
 
 
-def codes_tile(dim: int) -> Tile:
-    """The same over codes of heads of that size; each warp has 32 keys of its own.
+def codes_tile(width: int) -> Tile:
+    """The same over codes, for queries of so many bytes; each warp has 32 keys of its own.
 
     With 16, Triton 3.6 may lay out the weights of a product as bytes, which is wrong in half precision.
     """
-    return Tile(1, 128, 4, 3, 168) if dim <= 128 else Tile(1, 64, 2, 2)
+    if width <= 256:
+        return Tile(1, 128, 4, 3, 168)
+    return Tile(1, 64, 2, 2) if width <= 512 else Tile(1, 32, 1, 2)
 
 
 @functools.cache
