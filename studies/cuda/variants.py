@@ -152,7 +152,7 @@ def _decode(row: Cell, batch: int, n: int, windows: tuple[int, ...]) -> None:
 def _each_share(
     row: Cell,
     call: Callable[[], object],
-    waves: tuple[str, Sequence[int]],
+    waves: tuple[str, Sequence[Any]],
     tiles: tuple[str, Sequence[tuple[Any, ...]]],
     repeats: int,
 ) -> None:
@@ -163,7 +163,7 @@ def _each_share(
             try:
                 with (
                     _instead(step, waves[0], count),
-                    _instead(step, tiles[0], lambda _, t=tile: Tile(1, *t)),
+                    _instead(step, tiles[0], lambda *_, t=tile: Tile(1, *t)),
                 ):
                     times[f"{count} waves, {tile}"] = microseconds(captured(call), repeats)
             except FAILURES as error:
@@ -190,14 +190,16 @@ def _codes(row: Cell, batch: int, n: int, kind: str) -> None:
     row["bytes"] = float(batch * KV_HEADS * n * BYTES[kind])
     row["as it is"] = microseconds(captured(call), 30)
     tiles = [
-        (64, 4, 3, 160),
-        (64, 4, 3, 128),
-        (64, 4, 4, 128),
-        (64, 4, 3, None),
         (128, 4, 3, None),
-        (128, 8, 3, 128),
+        (128, 4, 3, 168),
+        (128, 4, 4, None),
+        (64, 2, 4, None),
+        (64, 2, 5, None),
+        (256, 8, 3, None),
     ]
-    _each_share(row, call, ("_WAVES_OVER_CODES", (2, 3, 4, 6)), ("codes_tile", tiles), 15)
+    _each_share(
+        row, call, ("_WAVES_OVER_CODES", [{8: n, 4: n} for n in (2, 3, 4)]), ("codes_tile", tiles), 15
+    )
 
 
 def _training(row: Cell, n: int) -> None:

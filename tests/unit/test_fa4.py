@@ -265,11 +265,6 @@ def test_says_when_the_package_was_not_installed_whole(monkeypatch: pytest.Monke
     assert f"not installed whole (no module {lacking})" in reason
 
 
-def test_kept_blocks_are_refused_off_cuda() -> None:
-    asked = make(STRUCTURES["causal"], per_head=rules((0, 0), (0, 0), (0.6, 0.6)))
-    assert "flash-attn 4 runs on CUDA, got cpu tensors" in Flash4Backend().refusals(CallSpec.of(asked))
-
-
 def test_says_when_the_package_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "flash-attn-4 is not installed" in Flash4Backend().missing()[0]

@@ -2,7 +2,7 @@
 
 A row keeps the fewest blocks that hold a share of its pooled attention (`attention.blocks.keep_blocks`). The least weight
 that is kept is found by bisection instead of a sort: a row may keep one block more than it must where two weights differ
-by less than a hundredth, never one less.
+by less than a thousandth, never one less.
 """
 
 from __future__ import annotations

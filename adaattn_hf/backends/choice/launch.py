@@ -17,8 +17,8 @@ from .kernels import choose, listing, pool
 
 __all__ = ["Lists", "chosen_bits", "lists_of", "windows_beside"]
 
-_STEPS = 11
-_NARROWEST = 32
+_STEPS = 14
+_NARROWEST = 64
 """Fewest blocks that a launch has registers for: rows at the start of a causal call look back at no more."""
 _STAYING = 1 << 15
 """Entries of the mean keys that stay in shared memory for all query heads of a key/value head."""

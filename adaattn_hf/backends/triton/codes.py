@@ -5,7 +5,7 @@ products of keys with them are sums in int32. So keys and channels are the rows 
 are many, and heads their columns: four heads fill the least of eight. Codes of values become float16 where they are, two
 by two: a byte put into the mantissa of 1024 is 1024 plus that byte, and what the weights make of 1024 is taken off their
 sum. A weight, times the scale of its value, is a float16 below 2 in units of the largest product of both that was seen.
-Each warp reads keys of its own, so that none waits for another before the end.
+Queries and weights in fp32 are two float16, of which the second holds what the first left over. Each warp reads keys of its own, so that none waits for another before the end.
 """
 
 from __future__ import annotations
@@ -62,27 +62,31 @@ def _numbers(pairs):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _onto(acc, v, w, decay, total, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
+def _onto(acc, v, w, decay, total, OFFSET: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Products of codes `[w, c, n]`, all OFFSET too large, and weights `[w, n, columns]`, onto sums that are scaled down.
 
-    In fp32 the codes are made right first: of the sum OFFSET would take seven bits or more. The codes are whole in the 11
-    bits of tf32 and the weights are cut into three parts of them, so that what is lost is of the 24th bit.
+    For queries in fp32 the codes are made right first: of the sum OFFSET would take seven bits or more.
     """
     acc = acc * decay[:, None, :]
-    if w.dtype == tl.float32:  # one way out: Triton 3.6 compiles what follows a return, too
-        acc = tl.dot(v.to(tl.float32) - OFFSET, w, acc, input_precision="tf32x3")
+    if WIDE:  # one way out: Triton 3.6 compiles what follows a return, too
+        acc = tl.dot((v.to(tl.float32) - OFFSET).to(tl.float16), w, acc)
     else:
         acc = tl.dot(v, w, acc - OFFSET * total[:, None, :])
     return acc
 
 
 @triton.jit
-def _merged(acc, weight):  # type: ignore[no-untyped-def]
-    """Sums over the warps `[w, c, columns]`, of which the first for each head counts, weighted by `[w, rows]`: `[rows, c]`."""
+def _merged(acc, weight, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums over the warps `[w, c, columns]` weighted by `[w, rows]`: `[rows, c]`.
+
+    Of two columns of a head the second are the parts of its weights that a float16 left over, or nothing.
+    """
     WARPS: tl.constexpr = acc.shape[0]
     ROWS: tl.constexpr = weight.shape[1]
     if acc.shape[2] > ROWS:
-        acc, _ = tl.split(acc.reshape(WARPS, acc.shape[1], ROWS, 2))
+        acc, rest = tl.split(acc.reshape(WARPS, acc.shape[1], ROWS, 2))
+        if WIDE:
+            acc = acc + rest * (1 / 2048)
     return tl.trans(tl.sum(acc * weight[:, None, :], 0))
 
 
@@ -93,10 +97,10 @@ def _twice(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _each(x, ROWS: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`[ROWS]` of rows that repeat, each PARTS times and all of them until there are enough."""
-    TIMES: tl.constexpr = x.shape[0] // (ROWS * PARTS)
-    return tl.sum(tl.sum(x.reshape(TIMES, ROWS, PARTS), 2), 0) * (1 / (TIMES * PARTS))
+def _each(x, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`[ROWS]` of rows that repeat, each two times and all of them until there are enough."""
+    TIMES: tl.constexpr = x.shape[0] // (2 * ROWS)
+    return tl.sum(tl.sum(x.reshape(TIMES, ROWS, 2), 2), 0) * (0.5 / TIMES)
 
 
 # lengths grow by one in every step: they must not be compiled in
@@ -120,8 +124,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
     all are read, and there are BLOCK_N at least. A tile is BLOCK_N keys, shared out to WARPS.
     """
     WIDE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    PARTS: tl.constexpr = 1 if WIDE else 2
-    COLUMNS: tl.constexpr = PARTS * ROWS
+    COLUMNS: tl.constexpr = 2 * ROWS
     Q_ROWS: tl.constexpr = COLUMNS if COLUMNS > 16 else 16
     OWN: tl.constexpr = BLOCK_N // WARPS
     FIELDS: tl.constexpr = 16 // BITS
@@ -130,7 +133,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
         work_ptr, rows_ptr, offset_ptr, kv_len, offset, BLOCK_N, CAUSAL, WINDOW, TABLE, HAS_OFFSET
     )
     g = tl.arange(0, Q_ROWS)
-    member = g // PARTS % ROWS
+    member = g // 2 % ROWS
     d = tl.arange(0, PAD)
     q = tl.load(
         q_ptr + row * q_b + (kv_head * GROUPS + member)[:, None] * q_h + d[None, :] * q_d,
@@ -144,22 +147,33 @@ def decode_codes(  # type: ignore[no-untyped-def]
         of_first = tl.sum(q.to(tl.float32) * first_key[None, :], 1)
     x = q.to(tl.float32)
     if TURN:  # products of turned queries and turned keys are those of both as they were
-        x = turned(q, 0, PAD, PAD, TURN, "ieee")
+        if WIDE and TURN == PAD and TURN > 128:  # by halves: the whole matrix would fill the shared memory
+            x, y = tl.split(tl.permute(x.reshape(Q_ROWS, 2, PAD // 2), (0, 2, 1)))
+            x = tl.join(
+                turned(x + y, 0, PAD // 2, PAD // 2, TURN // 2, "ieee"),
+                turned(x - y, 0, PAD // 2, PAD // 2, TURN // 2, "ieee"),
+            )
+            x = tl.permute(x, (0, 2, 1)).reshape(Q_ROWS, PAD) * 0.5**0.5
+        else:
+            x = turned(q, 0, PAD, PAD, TURN, "ieee")
     if HAS_MEAN:
         mean = tl.load(mean_ptr + (row * kv_heads + kv_head) * DIM + d, mask=d < DIM, other=0.0)
         of_mean = tl.sum(x * mean[None, :], 1)
-    unit = tl.full([Q_ROWS], 1.0, tl.float32)
-    if not WIDE:
-        peak = tl.max(tl.abs(x), 1)
-        unit = peak * (1 / 32512) + tl.sum(x * 0.0, 1)  # a channel that is no number makes its row none
-        x = tl.where((peak > 0)[:, None], x * (32512 / tl.where(peak > 0, peak, 1.0))[:, None], 0.0)
+    peak = tl.max(tl.abs(x), 1)
+    MOST: tl.constexpr = 1 if WIDE else 32512
+    unit = peak * (1 / MOST) + tl.sum(x * 0.0, 1)  # a channel that is no number makes its row none
+    x = tl.where((peak > 0)[:, None], x * (MOST / tl.where(peak > 0, peak, 1.0))[:, None], 0.0)
+    if WIDE:
+        high = x.to(tl.float16).to(tl.float32)
+        x = tl.where((g % 2 == 0)[:, None], high, (x - high) * 2048).to(tl.float16)
+    else:
         whole = tl.floor(x + 0.5).to(tl.int32)
         high = (whole + 128) >> 8
         x = tl.where((g % 2 == 0)[:, None], high, whole - (high << 8)).to(tl.int8)
     # rows that hold the same: the parts of a query, and what fills up the product that turns queries
-    unit = _each(unit, ROWS, PARTS)
-    of_mean = _each(of_mean, ROWS, PARTS)
-    of_first = _each(of_first, ROWS, PARTS)
+    unit = _each(unit, ROWS)
+    of_mean = _each(of_mean, ROWS)
+    of_first = _each(of_first, ROWS)
     if Q_ROWS > COLUMNS:
         x = tl.max(x.reshape(Q_ROWS // COLUMNS, COLUMNS, PAD), 0).to(x.dtype)
     x = tl.broadcast_to(tl.trans(x)[None], (WARPS, PAD, COLUMNS))
@@ -171,7 +185,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
     v_base = v_base.to(tl.pointer_type(tl.uint16))
     k_scales = k_scale_ptr + row * ks_b + kv_head * ks_h + first * ks_n
     v_scales = v_scale_ptr + row * vs_b + kv_head * vs_h + first * vs_n
-    V_COLUMNS: tl.constexpr = 2 * ROWS if ROWS < 8 else ROWS
+    V_COLUMNS: tl.constexpr = 2 * ROWS if WIDE or ROWS < 8 else ROWS
     m = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
     l = tl.zeros([WARPS, OWN, ROWS], tl.float32)
     acc_0 = tl.zeros([WARPS, PAD_V // FIELDS, V_COLUMNS], tl.float32)
@@ -207,7 +221,8 @@ def decode_codes(  # type: ignore[no-untyped-def]
             _begin(n + BLOCK_N, end, BLOCK_N, CLOSE) + i, few, low, WINDOW, HAS_REAL,
         )  # fmt: skip
         if WIDE:
-            s = tl.dot(k.to(tl.float32), x, input_precision="tf32x3")
+            upper, lower = tl.split(tl.dot(k.to(tl.float16), x).reshape(WARPS, OWN, ROWS, 2))
+            s = upper + lower * (1 / 2048)
         else:
             upper, lower = tl.split(tl.dot(k, x, out_dtype=tl.int32).reshape(WARPS, OWN, ROWS, 2))
             s = (upper * 256 + lower).to(tl.float32)
@@ -227,33 +242,45 @@ def decode_codes(  # type: ignore[no-untyped-def]
         m = top
         l = l * decay[:, None, :] + w * ((127 - power) << 23).to(tl.float32, bitcast=True)
         w = w * (((codes & 1792) << 12) | 1065353216).to(tl.float32, bitcast=True)
-        if not WIDE:
-            w = w.to(tl.float16)
-        total = tl.sum(w.to(tl.float32), 1)
-        if ROWS < 8:
-            w = tl.join(w, tl.zeros_like(w)).reshape(WARPS, OWN, V_COLUMNS)
+        rounded = w.to(tl.float16)
+        total = tl.sum(rounded.to(tl.float32), 1)
+        if V_COLUMNS > ROWS:
+            rest = ((w - rounded.to(tl.float32)) * 2048).to(tl.float16) if WIDE else tl.zeros_like(rounded)
+            rounded = tl.join(rounded, rest).reshape(WARPS, OWN, V_COLUMNS)
             decay, total = _twice(decay), _twice(total)
         pairs = _pairs(tl.permute(v, (0, 2, 1)))
         if BITS == 8:
-            acc_0 = _onto(acc_0, _numbers((pairs & low_bytes) ^ 0x64806480), w, decay, total, 1152.0)
-            acc_1 = _onto(acc_1, _numbers(((pairs >> 8) & low_bytes) ^ 0x64806480), w, decay, total, 1152.0)
+            acc_0 = _onto(
+                acc_0, _numbers((pairs & low_bytes) ^ 0x64806480), rounded, decay, total, 1152.0, WIDE
+            )
+            acc_1 = _onto(
+                acc_1, _numbers(((pairs >> 8) & low_bytes) ^ 0x64806480), rounded, decay, total, 1152.0, WIDE
+            )
         else:  # halves of bytes, the high ones 16 times as large; 7.5 is the code of zero
-            acc_0 = _onto(acc_0, _numbers((pairs & low_halves) | 0x64006400), w, decay, total, 1031.5)
-            acc_1 = _onto(acc_1, _numbers((pairs & high_halves) | 0x64006400), w, decay, total, 1144.0)
+            acc_0 = _onto(
+                acc_0, _numbers((pairs & low_halves) | 0x64006400), rounded, decay, total, 1031.5, WIDE
+            )
+            acc_1 = _onto(
+                acc_1, _numbers((pairs & high_halves) | 0x64006400), rounded, decay, total, 1144.0, WIDE
+            )
             pairs = pairs >> 8
-            acc_2 = _onto(acc_2, _numbers((pairs & low_halves) | 0x64006400), w, decay, total, 1031.5)
-            acc_3 = _onto(acc_3, _numbers((pairs & high_halves) | 0x64006400), w, decay, total, 1144.0)
+            acc_2 = _onto(
+                acc_2, _numbers((pairs & low_halves) | 0x64006400), rounded, decay, total, 1031.5, WIDE
+            )
+            acc_3 = _onto(
+                acc_3, _numbers((pairs & high_halves) | 0x64006400), rounded, decay, total, 1144.0, WIDE
+            )
 
     top = tl.max(m, 0)
     weight = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[None, :])
     l = tl.sum(tl.sum(l, 1) * weight, 0)
     weight = weight * 2.0**-20  # of the power 0
     if BITS == 8:
-        acc = tl.join(_merged(acc_0, weight), _merged(acc_1, weight))
+        acc = tl.join(_merged(acc_0, weight, WIDE), _merged(acc_1, weight, WIDE))
     else:  # a byte's high half stands 16 channels behind its low one
         twice, eighth = weight * 2.0, weight * 0.125
-        acc = tl.join(_merged(acc_0, twice), _merged(acc_2, twice))
-        acc = tl.join(acc, tl.join(_merged(acc_1, eighth), _merged(acc_3, eighth)))
+        acc = tl.join(_merged(acc_0, twice, WIDE), _merged(acc_2, twice, WIDE))
+        acc = tl.join(acc, tl.join(_merged(acc_1, eighth, WIDE), _merged(acc_3, eighth, WIDE)))
         acc = tl.permute(acc.reshape(ROWS, PAD_V // 32, 8, 2, 2), (0, 1, 4, 2, 3))
     finish(
         acc.reshape(ROWS, PAD_V), top, l, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share,

@@ -18,11 +18,12 @@ from .tables import shares_of
 
 __all__ = ["attend_step"]
 
-# Programs per multiprocessor that a step is shared out among, and the fewest keys that one of them reads. Over codes of
-# many heads there are more: those take less of its shared memory. Of few heads the one program that puts a head's
-# shares together would have too many of them.
+# Programs per multiprocessor that a step is shared out among, and the fewest keys that one of them reads. Over values
+# of 4 bits of many heads there are more: those take less of its shared memory. Of few heads the one program that puts
+# a head's shares together would have too many of them.
 _WAVES = 2
-_WAVES_OVER_CODES = 3
+_WAVES_OVER_CODES = {8: 2, 4: 3}
+_STAGES = {8: 3, 4: 3}
 _LEAST_KEYS = 256
 
 
@@ -59,10 +60,10 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
             16,
         )
     else:
-        key, value = _adjoining(key), _adjoining(value)
+        key, value, bits = _adjoining(key), _adjoining(value), 4 if value.dtype is torch.uint8 else 8
         tile, waves, least_rows, pad, pad_v = (
-            codes_tile(max(dim, value_dim) * query.itemsize),
-            _WAVES_OVER_CODES if 4 * sequences * kv_heads > _processors(device) else _WAVES,
+            codes_tile(max(dim, value_dim) * query.itemsize, bits),
+            _WAVES_OVER_CODES[bits] if 4 * sequences * kv_heads > _processors(device) else _WAVES,
             4,
             32,
             64,
@@ -106,7 +107,7 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         *common, stored.key_scale, stored.value_scale, query if mean is None else mean,
         query if first is None else first,
         *stored.key_scale.stride(), *stored.value_scale.stride(), **fixed,
-        BITS=4 if value.dtype is torch.uint8 else 8, HAS_MEAN=mean is not None, HAS_FIRST=first is not None,
+        BITS=bits, HAS_MEAN=mean is not None, HAS_FIRST=first is not None,
         TURN=dim & -dim if stored.rotated else 0, TURN_V=value_dim & -value_dim if stored.rotated else 0,
         CLOSE=windows is None and rows is None and kv_len >= tile.columns and (pad, pad_v) == (dim, value_dim)
         and (key.stride(2), value.stride(2)) == (key.shape[3], value.shape[3]),
@@ -127,14 +128,16 @@ def step_tile(width: int) -> Tile:
     return Tile(1, 64 if width <= 256 else 32, 4, 3)
 
 
-def codes_tile(width: int) -> Tile:
-    """The same over codes, for queries of so many bytes; each warp has 32 keys of its own.
+def codes_tile(width: int, bits: int) -> Tile:
+    """The same over values of so many bits, for queries of so many bytes; each warp has 32 keys of its own.
 
     With 16, Triton 3.6 may lay out the weights of a product as bytes, which is wrong in half precision.
     """
-    if width <= 256:
-        return Tile(1, 128, 4, 3, 168)
-    return Tile(1, 64, 2, 2) if width <= 512 else Tile(1, 32, 1, 2)
+    if width > 256:
+        return Tile(1, 64, 2, 2)
+    return Tile(
+        1, 128, 4, _STAGES[bits], 168 if bits == 4 else None
+    )  # 168: registers of three programs at once
 
 
 @functools.cache
