@@ -1,4 +1,4 @@
-"""The command `adaattn`, started without torch: help, version and completion answer at once.
+"""The command `adaattn`, started without torch: help, version, completion and mistakes in options answer at once.
 
 `import adaattn_hf` registers names with Transformers and loads it for that, which takes seconds. The module of the
 command line needs nothing of the package before a command runs; so it is loaded by its file, and the package by the

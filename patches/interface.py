@@ -81,10 +81,15 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 no mask carries, which some stock implementations apply and others do not.
         """
         compiling = torch.compiler.is_compiling()
-        if compiling and hasattr(module, SEATED):
-            from .uncompiled import use_plan_runs_outside_graphs
+        if compiling and ((seated := hasattr(module, SEATED)) or getattr(key, "streams", None) is not None):
+            from . import uncompiled
 
-            return use_plan_runs_outside_graphs(  # type: ignore[no-any-return]
+            outside = (
+                uncompiled.use_plan_runs_outside_graphs
+                if seated
+                else uncompiled.streaming_heads_run_outside_graphs
+            )
+            return outside(  # type: ignore[no-any-return]
                 adaattn, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
                 is_causal=is_causal, softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
             )  # fmt: skip

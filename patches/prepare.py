@@ -16,10 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from adaattn_hf.plans.store import plan_of
-
-from .cache.layers import GrowingCache, grow_in_place, holds_tokens
-from .cache.stored import check_stored, store_in_place
+from .cache.layers import GrowingCache, holds_tokens
+from .cache.stored import check_stored, convert, stored_as
 from .fast_path import tracing
 from .fold import FoldError, Folding
 from .unpad import Unpadding, probe, refusals, trunk_of
@@ -56,19 +54,13 @@ class _CacheHook:
             config = module.config.get_text_config(decoder=True)
             if self.stored == "model" and not self.streaming:
                 return (), {**arguments, "past_key_values": GrowingCache(config=config)}
-            return (), {**arguments, "past_key_values": self._converted(module, DynamicCache(config=config))}
+            made = convert(DynamicCache(config=config), module, self.stored, self.streaming)
+            return (), {**arguments, "past_key_values": made}
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
         if type(cache) is DynamicCache and not holds_tokens(cache):
-            self._converted(module, cache)
+            convert(cache, module, self.stored, self.streaming)
         return None
-
-    def _converted(self, module: Any, cache: DynamicCache) -> Any:
-        if self.streaming:
-            from .cache.streaming import spans_of, stream
-
-            stream(cache, self.stored, spans_of(module))
-        return grow_in_place(cache) if self.stored == "model" else store_in_place(cache, self.stored)
 
 
 class _Prepared:
@@ -147,7 +139,7 @@ def prepare(
             if fold_rank:
                 prepared.folding = _folded(one)
             caches = "past_key_values" in inspect.signature(type(one).forward).parameters
-            stored, streams = _cache_of(one, cache, streaming)
+            stored, streams = stored_as(one, cache, streaming, "model")
             if (stored != "model" or streams) and not (caches and has_cache(one.config)):
                 raise PrepareError(
                     f"cache: got {stored!r} for {type(one).__name__}, which keeps no keys and values"
@@ -164,13 +156,6 @@ def prepare(
         if not done:
             restore(model)
     return model
-
-
-def _cache_of(model: PreTrainedModel, cache: str | None, streaming: bool | None) -> tuple[str, bool]:
-    """What a model's cache stores and whether heads stream: as asked, else as its plan was proven."""
-    plan = plan_of(model) if cache is None else None
-    proven = ("model", False) if plan is None or plan.cache is None else plan.cache
-    return proven[0] if cache is None else cache, proven[1] if streaming is None else streaming
 
 
 def _folded(model: PreTrainedModel) -> Folding:

@@ -12,7 +12,6 @@ from ..errors import UsageError
 from .interrupt import interrupted, terminate_like_interrupt
 from .interrupt import leave as ended
 from .json_output import AsJson
-from .options import kinds, known_prices, share, texts, times, tokens, use_threads, writable
 
 
 def calibrate(
@@ -127,12 +126,13 @@ def calibrate(
     Exit codes: 0 a plan passed; 2 wrong arguments; 4 the budget cannot be met and the plan is exact; 130 interrupted.
     Under `accelerate launch` or `torchrun` the processes share the sequences and make the same plan.
     """
-    # what loads Transformers is imported when the command runs, not when its help is asked for
+    # what loads torch is imported when the command runs, not when its help is asked for
     from ..calibration.settings import CalibrationSettings
     from ..calibration.state import refuse_interrupted
     from ..calibration.team import join, leave
     from .calibration_job import Job, fitted, named_or_packaged, print_calibration, run
     from .loading import load
+    from .options import kinds, known_prices, share, texts, times, tokens, use_threads, writable
 
     console = Console(stderr=as_json)
     target = out if out is not None else Path(model or "adaattn-plan")

@@ -6,18 +6,18 @@ import sys
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-
-from adaattn_hf.eval.progress import shown_progress
-from adaattn_hf.eval.settings import Limits, Loading, Output, Settings, Text
 
 from .._files import write_atomically
 from ..errors import EXIT_CODES, DataUnavailable, EvalError, UsageError
 from .interrupt import interrupted, leave, terminate_like_interrupt
 from .json_output import AsJson, print_reports, tables_aside
+
+if TYPE_CHECKING:
+    from adaattn_hf.eval.settings import Limits, Loading, Output, Settings, Text
 
 _EXAMPLES = """
 Measure an attention implementation against stock attention on real text.
@@ -149,6 +149,9 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure an attention implementation against stock attention on real text."""
+    # what loads torch is imported when the command runs, not when its help is asked for
+    from adaattn_hf.eval.settings import Limits, Loading, Output, Settings, Text
+
     directory = output or Path("results") / "eval" / datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     try:
         with terminate_like_interrupt(), tables_aside(as_json):
@@ -235,6 +238,7 @@ def _run(
     if output.resume and not chosen:
         raise UsageError("resume: got no --output, expected the directory of the interrupted run")
     from adaattn_hf.eval import bounds, corpora, report, runner, tasks
+    from adaattn_hf.eval.progress import shown_progress
     from adaattn_hf.patches.checkpoint import load
 
     from ..calibration import team

@@ -4,18 +4,21 @@ A new command is a line in `COMMANDS`: its name, and `adaattn_hf.cli.MODULE:func
 (typed parameters, `typer.Option`, a docstring whose first line is the summary). A module with an `app` of its own is a
 group.
 
-Nothing of the package is imported here, so that help, version and completion do not wait for torch.
+Nothing of the package is imported here, so that version and completion do not wait for torch. Help of a subcommand and
+mistakes in its options do not either: a command's module imports what loads torch when its function is called.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +38,7 @@ COMMANDS: dict[str, str] = {
     "run": "adaattn_hf.cli.run:run",
 }
 """Subcommand to the function that it calls."""
+PACKAGE = "adaattn_hf"
 
 
 def load_command(name: str) -> Any:
@@ -58,6 +62,50 @@ def load_command(name: str) -> Any:
         # a paragraph is one line: it is the terminal that knows where it breaks
         one.help = re.sub(r"(?<=\S)\n(?=\S)", " ", one.help or "")
     return command
+
+
+@contextlib.contextmanager
+def unopened() -> Iterator[None]:
+    """Let modules below the package be imported without the package's own, which loads torch; forget them afterwards.
+
+    Raises:
+        ModuleNotFoundError: The package is not installed.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None:
+        raise ModuleNotFoundError(f"{PACKAGE} is not installed; reinstall adaattn-hf")
+    sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)  # found, and not executed
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+            del sys.modules[name]
+
+
+def outline(name: str) -> Any:
+    """The subcommand with its options and help, which imports the package once it is called.
+
+    Raises:
+        KeyError: There is no such subcommand.
+    """
+    with contextlib.nullcontext() if PACKAGE in sys.modules else unopened():
+        command = load_command(name)
+    children = getattr(command, "commands", None)
+    for child in children.values() if children else [command]:
+        child.callback = functools.partial(called, name, child.name if children else None)
+    return command
+
+
+def called(name: str, child: str | None, /, **values: Any) -> Any:
+    """Call a subcommand, or one of a group's, with its module imported as part of the package."""
+    try:
+        if not sys.stderr.isatty():
+            no_foreign_bars()  # a bar that nobody sees grow is a line of noise
+        command = load_command(name)
+    except KeyboardInterrupt as error:
+        typer.echo("interrupted before anything was begun", err=True)
+        raise typer.Exit(130) from error
+    return (command.commands[child] if child else command).callback(**values)
 
 
 def without_types(parameters: Iterable[Any]) -> list[Any]:
@@ -90,15 +138,8 @@ class Deferred(TyperCommand):
     """A subcommand of which only the summary is known until it is called."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Import the command, and let it read its arguments."""
-        try:
-            if not sys.stderr.isatty():
-                no_foreign_bars()  # a bar that nobody sees grow is a line of noise
-            command = load_command(str(self.name))
-        except KeyboardInterrupt as error:
-            typer.echo("interrupted before anything was begun", err=True)
-            raise typer.Exit(130) from error
-        return command.make_context(info_name, args, parent, **extra)
+        """Let the command read its arguments."""
+        return outline(str(self.name)).make_context(info_name, args, parent, **extra)
 
 
 class LazyCommands(TyperGroup):

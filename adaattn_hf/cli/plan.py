@@ -6,16 +6,17 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from .._files import write_atomically
-from ..plans.page import compared, plan_page
-from ..plans.plan import Plan, PlanError
-from ..plans.render import differences, facts, heat_map, printable, save_png, summary
-from ..plans.store import read_plan
+from ..errors import UsageError
+from .interrupt import leave
+
+if TYPE_CHECKING:  # what loads torch is imported when a command runs, not when its help is asked for
+    from ..plans.plan import Plan
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, no_args_is_help=True)
 PlanPath = Annotated[Path, typer.Argument(help="A plan, or the directory of a model that carries one.")]
@@ -38,16 +39,21 @@ def show(
 
     Files are written before anything is printed. Exit codes: 0 done; 2 wrong arguments, or no plan.
     """
+    from ..plans.page import plan_page
+    from ..plans.plan import PlanError
+    from ..plans.render import heat_map, save_png, summary
+    from ..plans.store import read_plan
+
     try:
         if png is not None and importlib.util.find_spec("matplotlib") is None:
-            raise PlanError("--png needs matplotlib; pip install matplotlib")
+            raise UsageError("--png needs matplotlib; pip install matplotlib")
         shown = read_plan(path)
         if png is not None:
             _draw("--png", png, lambda path: save_png(shown, path))
         if html is not None:
             _draw("--html", html, _page(plan_page(shown)))
-    except PlanError as error:
-        _leave(error)
+    except (PlanError, UsageError) as error:
+        leave(UsageError(str(error)))
     if as_json:
         typer.echo(shown.to_json())
         return
@@ -68,6 +74,11 @@ def diff(
 
     Exit codes: 0 done; 2 wrong arguments, or no plan.
     """
+    from ..plans.page import compared
+    from ..plans.plan import PlanError
+    from ..plans.render import differences
+    from ..plans.store import read_plan
+
     try:
         plans = [read_plan(path), read_plan(other)]
         changed = differences(*plans)
@@ -76,8 +87,8 @@ def diff(
             names = [f"first: {path.name}", f"second: {other.name}"]
             lines = [f"{path} and {other}: {len(changed)} heads differ"]
             _draw("--html", html, _page(compared([*zip(names, plans, strict=True)], lines)))
-    except PlanError as error:
-        _leave(error)
+    except (PlanError, UsageError) as error:
+        leave(UsageError(str(error)))
     if as_json:
         units = [
             {"layer": layer, "head": head, "first": left.to_dict(), "second": right.to_dict()}
@@ -108,6 +119,9 @@ def explore(
     Exit codes: 0 done; 2 wrong arguments, no plan, or no report beside it.
     """
     from ..plans.page import page
+    from ..plans.plan import PlanError
+    from ..plans.render import facts
+    from ..plans.store import read_plan
     from ..policy.explore import SolverTable, explorer
 
     try:
@@ -122,10 +136,10 @@ def explore(
             raise PlanError(f"{report} holds no table of risks and prices; calibrate again with this version")
         data = explorer(SolverTable.from_dict(found["table"]), shown, facts(shown))
         _draw("--html", html, _page(page(data)))
-    except PlanError as error:
-        _leave(error)
+    except (PlanError, UsageError) as error:
+        leave(UsageError(str(error)))
     except ValueError as error:
-        _leave(PlanError(f"{report}: {error}"))
+        leave(UsageError(f"{report}: {error}"))
     if as_json:
         typer.echo(json.dumps(data))
         return
@@ -157,23 +171,15 @@ def _shown(value: float | None) -> str:
     return "none" if value is None else f"{value:.3g}"
 
 
-def _leave(error: PlanError) -> NoReturn:
-    console = Console(stderr=True)
-    console.print(
-        f"error: {printable(str(error))}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
-    raise typer.Exit(2) from error
-
-
 def _draw(name: str, target: Path, draw: Callable[[Path], None]) -> None:
     if not target.parent.is_dir():
-        raise PlanError(
+        raise UsageError(
             f"{name}: the directory {target.parent} does not exist; make it, or give a file in one that does"
         )
     try:
         draw(target)
     except OSError as error:
-        raise PlanError(
+        raise UsageError(
             f"{name}: {target} cannot be written ({error.strerror}); give a file in a directory that can"
         ) from error
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["GROWTH", "GrowingTensor"]
+__all__ = ["GROWTH", "GrowingTensor", "check_room"]
 
 GROWTH = 1.25
 # Room is given out in whole blocks of tokens, so that short sequences do not move at every step.
@@ -41,10 +41,7 @@ class GrowingTensor:
         Raises:
             ValueError: `growth` is not larger than 1, or `reserve` is negative.
         """
-        if not growth > 1:
-            raise ValueError(f"growth: got {growth}, expected a factor larger than 1, such as 1.25")
-        if reserve < 0:
-            raise ValueError(f"reserve: got {reserve}, expected a number of tokens, 0 or more")
+        check_room(reserve, growth)
         self.reserve = reserve
         self.growth = growth
         self.most = most
@@ -159,17 +156,37 @@ class GrowingTensor:
         self._room, self._start, self._stop = room, 0, past.shape[2]
 
     def to(self, device: torch.device | str) -> None:
-        """Move the tokens to a device; spare room is not copied."""
+        """Move the tokens to a device; spare room is not copied.
+
+        To the host it waits: what arrives in a strided room goes through one that the host itself copies from.
+        """
         if torch.device(device) == self.device:
             return
         past = self.view()
         room = _room(past.new_empty((0,), device=device), past.shape[0], self.capacity - self._start, past)
-        room[:, :, : past.shape[2]].copy_(past, non_blocking=True)
+        room[:, :, : past.shape[2]].copy_(past, non_blocking=torch.device(device).type != "cpu")
         self._room, self._start, self._stop = room, 0, past.shape[2]
 
     def clear(self) -> None:
         """Forget all tokens and keep the room."""
         self._start = self._stop = 0
+
+
+def check_room(reserve: int, growth: float, max_cache_len: int | None = None) -> None:
+    """Refuse room that no tokens could be kept in.
+
+    Raises:
+        ValueError: `growth` is not larger than 1, or a number of tokens is none.
+    """
+    if not growth > 1:
+        raise ValueError(f"growth: got {growth}, expected a factor larger than 1, such as 1.25")
+    if reserve < 0:
+        raise ValueError(f"reserve: got {reserve}, expected a number of tokens, 0 or more")
+    if max_cache_len is not None and max_cache_len < 1:
+        raise ValueError(
+            f"max_cache_len: got {max_cache_len}, expected a number of tokens, 1 or more; leave it out and the cache "
+            "grows"
+        )
 
 
 def _room(like: Tensor, batch: int, tokens: int, extents: Tensor | None = None) -> Tensor:

@@ -18,9 +18,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .growing import GROWTH, GrowingTensor
+from .growing import GROWTH, GrowingTensor, check_room
 
-__all__ = ["GrowingCache", "GrowingLayer", "GrowingSlidingLayer", "grow_in_place", "holds_tokens", "negative"]
+__all__ = [
+    "GrowingCache",
+    "GrowingLayer",
+    "GrowingSlidingLayer",
+    "after_copies",
+    "grow_in_place",
+    "holds_tokens",
+    "negative",
+    "room_for",
+]
 
 
 class _InPlace:
@@ -86,6 +95,7 @@ class _InPlace:
     def prefetch(self) -> None:
         """Move the tokens back to the device of the layer."""
         if self.is_initialized:
+            after_copies(self.device)
             self._move(self.device)
 
     def _move(self, device: torch.device | str) -> None:
@@ -133,19 +143,25 @@ class _InPlace:
 class GrowingLayer(_InPlace, DynamicLayer):
     """A layer of full attention: keeps everything, in place."""
 
-    def __init__(self, reserve: int = 0, growth: float = GROWTH) -> None:
-        """`reserve` tokens of room at once, then `growth` times the length whenever it is used up."""
+    def __init__(self, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None) -> None:
+        """`reserve` tokens of room at once, then `growth` times the length, `max_cache_len` at once and no more."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.reserve, self.growth = reserve, growth
+        self.growth, self.limit = growth, max_cache_len
+        self.reserve = reserve if max_cache_len is None else max_cache_len
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append `[batch, heads, n, head_dim]` and return all keys and values."""
+        room_for(self.limit, self.get_seq_length() + key_states.shape[2])
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._append(key_states, value_states)
         return self.keys, self.values
+
+    def get_max_length(self) -> int:
+        """`max_cache_len`, -1 where the layer grows."""
+        return -1 if self.limit is None else self.limit
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; the count is negative, as in Transformers."""
@@ -228,10 +244,10 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
             self.cumulative_length = self.keys.shape[2]
 
 
-def _growing(layer: Any, reserve: int, growth: float) -> Any:
+def _growing(layer: Any, reserve: int, growth: float, max_cache_len: int | None) -> Any:
     """The growing layer that does an empty stock layer's work; any other kind of layer stays what it is."""
     if type(layer) is DynamicLayer:
-        return GrowingLayer(reserve, growth)
+        return GrowingLayer(reserve, growth, max_cache_len)
     if type(layer) is DynamicSlidingWindowLayer:
         grown = GrowingSlidingLayer(layer.sliding_window, growth)
         grown.record_past = layer.record_past
@@ -285,21 +301,23 @@ class GrowingCache(DynamicCache):
                 layer.update(keys, values)
 
 
-def grow_in_place(cache: Cache, *, reserve: int = 0, growth: float = GROWTH) -> Cache:
+def grow_in_place(
+    cache: Cache, *, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None
+) -> Cache:
     """Give a `DynamicCache` that is still empty layers that grow in place; returns the cache.
 
     Raises:
-        ValueError: The cache holds tokens already, `growth` is not larger than 1, or `reserve` is negative.
+        ValueError: The cache holds tokens already, or `growth`, `reserve` or `max_cache_len` makes no room.
     """
-    if not growth > 1 or reserve < 0:
-        GrowingTensor(torch.empty(0, 0, 0, 0, device="cpu"), reserve=reserve, growth=growth)
+    check_room(reserve, growth, max_cache_len)
     if holds_tokens(cache):
         raise ValueError(
             f"cache: this {type(cache).__name__} holds tokens already; change its layers before the first update"
         )
-    cache.layers = [_growing(layer, reserve, growth) for layer in cache.layers]
+    cache.layers = [_growing(layer, reserve, growth, max_cache_len) for layer in cache.layers]
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = cast(Any, functools.partial(GrowingLayer, reserve, growth))
+        made = functools.partial(GrowingLayer, reserve, growth, max_cache_len)
+        cache.layer_class_to_replicate = cast(Any, made)
     return cache
 
 
@@ -316,3 +334,21 @@ def negative(tokens_to_remove: int) -> None:
             f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less: "
             "minus the count of tokens to take off the end"
         )
+
+
+def room_for(limit: int | None, length: int) -> None:
+    """Refuse more tokens than `max_cache_len` says."""
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"max_cache_len: got {limit}, expected at least {length}, the tokens to be kept; "
+            "make the cache longer, or leave max_cache_len out and it grows"
+        )
+
+
+def after_copies(device: torch.device) -> None:
+    """Let what the current stream does next begin behind the default one: copies of offloaded tokens come from there.
+
+    Transformers waits in its own `update` from 5.20 on; before, it fetches what may still be on its way to the host.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))

@@ -7,6 +7,7 @@ row that begins behind padding are saved to slots `p % sinks` when the ring is a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -31,13 +32,16 @@ class Ring:
         self.tokens, self.window, self.sinks = tokens, window, sinks
         self.count = 0
         """Tokens that came, those that are gone counted."""
+        self.before: tuple[Tokens, int] | None = None
+        self.since: list[tuple[Tensor, Tensor, Sequence[int]]] = []
+        """What was held at the last `commit` while the past is recorded, and what came since."""
 
     @property
     def whole(self) -> bool:
         """Nothing is gone."""
         return self.count <= self.sinks + self.window
 
-    def append(self, keys: Tensor, values: Tensor, starts: Sequence[int]) -> Read:
+    def append(self, keys: Tensor, values: Tensor, starts: Sequence[int], record_past: bool = False) -> Read:
         """Write `[batch, heads, n, head_dim]`; returns keys, values and record as the call of these tokens reads them.
 
         One token reads all slots as they lie; more read the sinks, the ring from its oldest token on, and themselves.
@@ -45,7 +49,14 @@ class Ring:
         Args:
             keys, values: The tokens.
             starts: Position of the first token of each sequence.
+            record_past: Whether `crop` may have to take these tokens back.
         """
+        if record_past:
+            if self.before is None:
+                self.before = copy.deepcopy(self.tokens), self.count
+            self.since.append((keys, values, starts))
+        else:
+            self.commit()
         tokens, count, past = self.tokens, keys.shape[2], self.count
         tokens.begin(keys)
         self.count += count
@@ -104,10 +115,27 @@ class Ring:
         head = (places % self.sinks == 0).nonzero().flatten()
         self.tokens.renew_first(rows[head].tolist(), [part[head] for part in moved])
 
+    def can_crop(self, count: int) -> bool:
+        """Whether what the heads read without the last `count` tokens is there, or recorded."""
+        return not count or self.whole or (self.before is not None and self.before[1] <= self.count - count)
+
     def crop(self, count: int) -> None:
-        """Forget the last `count` tokens; see `whole`."""
-        self.tokens.crop(count)
-        self.count -= count
+        """Forget the last `count` tokens, see `can_crop`, and what was recorded."""
+        if self.whole or not count or self.before is None:
+            self.tokens.crop(count)
+            self.count -= count
+        else:
+            left, since = self.count - count, self.since
+            self.tokens, self.count = self.before
+            for keys, values, starts in since:
+                fits = min(keys.shape[2], left - self.count)
+                if fits > 0:
+                    self.append(keys[:, :, :fits], values[:, :, :fits], starts)
+        self.commit()
+
+    def commit(self) -> None:
+        """Let what is held be what `crop` goes back to."""
+        self.before, self.since = None, []
 
 
 def _line(past: int, window: int, sinks: int, device: torch.device | str) -> Tensor:

@@ -18,12 +18,22 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from adaattn_hf.attention.stored import CHANNELS, FORMATS
+from adaattn_hf.plans.store import plan_of
 
-from .growing import GROWTH
-from .layers import grow_in_place, holds_tokens, negative
+from .growing import GROWTH, check_room
+from .layers import after_copies, grow_in_place, holds_tokens, negative, room_for
 from .tokens import PROMPT, StoredTokens
 
-__all__ = ["CACHES", "AdaAttnCache", "StoredLayer", "StoredSlidingLayer", "check_stored", "store_in_place"]
+__all__ = [
+    "CACHES",
+    "AdaAttnCache",
+    "StoredLayer",
+    "StoredSlidingLayer",
+    "check_stored",
+    "convert",
+    "store_in_place",
+    "stored_as",
+]
 
 CACHES = ("model", *FORMATS)
 """What a cache can keep: numbers in the model's dtype, or one of the quantised formats."""
@@ -60,12 +70,7 @@ class _Stored:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.tokens is not None
-        length = len(self.tokens) + key_states.shape[2]
-        if self.limit is not None and length > self.limit:
-            raise ValueError(
-                f"max_cache_len: got {self.limit}, expected at least {length}, the tokens to be kept; "
-                "make the cache longer, or leave max_cache_len out and it grows"
-            )
+        room_for(self.limit, len(self.tokens) + key_states.shape[2])
         self.keys, self.values = self.tokens.carriers(self.tokens.append(key_states, value_states))
 
     def _prompt(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,6 +101,7 @@ class _Stored:
     def prefetch(self) -> None:
         """Move the tokens back to the device of the layer."""
         if self.tokens is not None:
+            after_copies(self.device)
             self.tokens.to(self.device)
             self._look()
 
@@ -251,8 +257,10 @@ def store_in_place(
     """Give a `DynamicCache` that is still empty layers that store keys and values as asked; returns the cache.
 
     Raises:
-        ValueError: The cache holds tokens already, or has a layer that is neither of full nor of sliding attention.
+        ValueError: The cache holds tokens already, a layer is neither of full nor of sliding attention, or there is no
+            room as asked.
     """
+    check_room(reserve, growth, max_cache_len)
     if holds_tokens(cache):
         raise ValueError(
             f"cache: this {type(cache).__name__} holds tokens already; change its layers before the first update"
@@ -285,12 +293,12 @@ class AdaAttnCache(DynamicCache):
     def __init__(
         self,
         model: PreTrainedModel,
-        stored: str = "int8",
+        stored: str | None = None,
         *,
         reserve: int = 0,
         max_cache_len: int | None = None,
         growth: float = GROWTH,
-        streaming: bool = False,
+        streaming: bool | None = None,
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
     ) -> None:
@@ -299,40 +307,58 @@ class AdaAttnCache(DynamicCache):
         Args:
             model: Loaded with `attn_implementation="adaattn"`.
             stored: `"model"` (numbers in the model's dtype), `"int8"` (one scale per token and head) or `"k8v4"` (int8
-                keys, values of four bits).
+                keys, values of four bits). None: what the model's plan was proven with, `"int8"` without such a proof.
             reserve: Tokens for which room is made at once in layers that keep everything.
             max_cache_len: The same, and more is refused: memory is what it was at the first token.
             growth: Factor on the length when room is made.
             streaming: Heads to which the model's plan gives a window keep its first and last tokens alone, for
-                sequences up to the length that the plan speaks for.
+                sequences up to the length that the plan speaks for. None: as the plan was proven, where `stored` is
+                None, too.
             offloading: As in `DynamicCache`.
             offload_only_non_sliding: As in `DynamicCache`.
 
         Raises:
-            ValueError: The model cannot read such a cache, `max_cache_len` is asked of numbers, or `streaming` of a
-                model whose plan has no windows, or beside `offloading`.
+            TypeError: `model` is no model.
+            ValueError: The model cannot read such a cache, `streaming` is asked of a model whose plan has no windows or
+                beside `offloading`, or the room is no number of tokens.
         """
-        check_stored(model, stored, streaming)
-        if streaming and offloading:
-            raise ValueError(
-                "offloading: got True for a cache with streaming heads, whose tokens attention writes where it runs, "
-                "expected False; such heads keep little, or use streaming=False"
+        if not hasattr(model, "config"):
+            raise TypeError(
+                f"model: got {type(model).__name__}, expected the loaded Transformers model that shall read the cache; "
+                'call AdaAttnCache(model, "int8")'
             )
+        self.stored, self.streaming = stored_as(model, stored, streaming, "int8")
+        check_stored(model, self.stored, self.streaming)
         config = model.config.get_text_config(decoder=True)
         super().__init__(
             config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
         )
-        self.stored, self.streaming = stored, streaming
-        if streaming:
-            from .streaming import spans_of, stream
+        room: Any = {"reserve": reserve, "growth": growth, "max_cache_len": max_cache_len}
+        convert(self, model, self.stored, self.streaming, **room)
 
-            stream(self, stored, spans_of(model), reserve=reserve, growth=growth, max_cache_len=max_cache_len)
-        if stored != "model":
-            store_in_place(self, stored, reserve=reserve, growth=growth, max_cache_len=max_cache_len)
-            return
-        if max_cache_len is not None:
+
+def stored_as(
+    model: PreTrainedModel, stored: str | None, streaming: bool | None, default: str
+) -> tuple[str, bool]:
+    """What a model's cache stores and whether heads stream: as asked, else as its plan was proven, else the default."""
+    plan = plan_of(model) if stored is None else None
+    proven = (default, False) if plan is None or plan.cache is None else plan.cache
+    return proven[0] if stored is None else stored, proven[1] if streaming is None else streaming
+
+
+def convert(cache: Cache, model: PreTrainedModel, stored: str, streaming: bool, **room: Any) -> Cache:
+    """Give an empty `DynamicCache` of a model layers that keep what is asked for; returns the cache.
+
+    Raises:
+        ValueError: Streaming heads are asked for beside offloading, or of a model whose plan has no windows.
+    """
+    if streaming:
+        if cache.offloading:
             raise ValueError(
-                "max_cache_len: got a length for a cache of numbers, expected none; use reserve=, or Transformers' "
-                "StaticCache"
+                "offloading: got True for a cache with streaming heads, whose tokens attention writes where it runs, "
+                "expected False; such heads keep little, or use streaming=False"
             )
-        grow_in_place(self, reserve=reserve, growth=growth)
+        from .streaming import spans_of, stream
+
+        stream(cache, stored, spans_of(model), **room)
+    return grow_in_place(cache, **room) if stored == "model" else store_in_place(cache, stored, **room)

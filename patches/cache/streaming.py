@@ -15,7 +15,7 @@ from adaattn_hf.plans.store import plan_of
 
 from .carrier import StoredTensor
 from .growing import GROWTH
-from .layers import negative
+from .layers import negative, room_for
 from .ring import Read, Ring
 from .tokens import SMOOTHED, StoredTokens, Tokens
 
@@ -82,6 +82,7 @@ class StreamingLayer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.stored, self.spans, self.growth, self.limit = stored, spans, growth, max_cache_len
         self.reserve = reserve if max_cache_len is None else max_cache_len
+        self.record_past = False
         self.reset()
 
     def reset(self) -> None:
@@ -139,11 +140,7 @@ class StreamingLayer(DynamicLayer):
                 "whose every layer hands its keys to attention"
             )
         total = self.count + key_states.shape[2]
-        if self.limit is not None and total > self.limit:
-            raise ValueError(
-                f"max_cache_len: got {self.limit}, expected at least {total}, the tokens to be kept; "
-                "make the cache longer, or leave max_cache_len out and it grows"
-            )
+        room_for(self.limit, total)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.count, self.fresh = total, (key_states, value_states)
@@ -184,7 +181,7 @@ class StreamingLayer(DynamicLayer):
             if not past and queries is not None:
                 tokens.expect(queries.unflatten(1, (keys.shape[1], -1))[:, list(heads)].flatten(1, 2))
             if isinstance(store, Ring):
-                read.append((heads, store, store.append(*own, starts)))
+                read.append((heads, store, store.append(*own, starts, self.record_past)))
             else:
                 store.append(*own)
                 read.append((heads, store, store.read(store.views())))
@@ -230,19 +227,23 @@ class StreamingLayer(DynamicLayer):
             RuntimeError: Heads have forgotten tokens that they would read then.
         """
         negative(tokens_to_remove)
-        if not tokens_to_remove or not self.groups:
+        if not self.groups:
             return
         for _, store in self.groups:
-            if isinstance(store, Ring) and not store.whole:
+            if isinstance(store, Ring) and not store.can_crop(-tokens_to_remove):
                 raise RuntimeError(
                     f"crop: heads of this layer keep {store.sinks} first tokens and the last {store.window} of "
-                    f"{self.count}, what they would read after it is gone; use a cache with streaming=False for "
-                    "assisted decoding and prompt lookup"
+                    f"{self.count}, what they would read after it is gone; call activate_past_recording() before the "
+                    "tokens that may have to be taken back, or use a cache with streaming=False"
                 )
         for _, store in self.groups:
             store.crop(-tokens_to_remove)
         self.count += tokens_to_remove
         self._look(self.keys.codes[:, :, :1], self.values.codes[:, :, :1])
+
+    def activate_past_recording(self) -> None:
+        """Keep what `crop` may have to bring back, from now to the next `crop`, as assisted decoding asks for it."""
+        self.record_past = True
 
     def offload(self) -> None:
         """Move the tokens to the CPU."""
@@ -276,6 +277,9 @@ class StreamingLayer(DynamicLayer):
     def _rows(self, rows: Sequence[int]) -> None:
         if self.starts is not None:
             self.starts = tuple(self.starts[row] for row in rows)
+        for _, store in self.groups:
+            if isinstance(store, Ring):
+                store.commit()  # what was recorded is of other rows
         self._look(*(t.codes[:1, :, :1].expand(len(rows), -1, -1, -1) for t in (self.keys, self.values)))
 
     def held(self) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention.heads import joined_heads
@@ -93,10 +92,9 @@ def _answer(module: nn.Module, program: Program, request: AttentionRequest, forc
 
 
 def _nobody_looks(module: nn.Module, wanted: bool) -> None:
-    """Refuse what looks at all keys, and graphs."""
+    """Refuse what looks at all keys."""
     settings = settings_in(getattr(module, "config", None))
     asked = {
-        "torch.compile": torch.compiler.is_compiling(),
         "output_attentions": wanted,
         "calibration or a profile": listening().tap is not None,
         "adaattn.monitor": settings.monitor,

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from adaattn_hf.cli import ablate
-from adaattn_hf.cli import bench as bench_command
+from adaattn_hf.cli import bench_job as bench_command
 from adaattn_hf.cli.interrupt import leave
 from adaattn_hf.errors import EvalError
 from adaattn_hf.eval import atlas, pages
@@ -137,7 +137,7 @@ ELSEWHERE = {
 """Modules that write to a terminal or a page and are not among the cases here: what they write, or who tests it."""
 HERE = {
     "adaattn_hf/cli/ablate.py",
-    "adaattn_hf/cli/bench.py",
+    "adaattn_hf/cli/bench_job.py",
     "adaattn_hf/cli/interrupt.py",
     "adaattn_hf/plans/page.py",
     "adaattn_hf/plans/render.py",

@@ -14,7 +14,7 @@ import torch
 import yaml
 from typer.testing import CliRunner, Result
 
-from adaattn_hf.cli import bench as bench_module
+from adaattn_hf.cli import bench_job as bench_module
 from adaattn_hf.cli.main import app
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.bench.grid import read_grid

@@ -35,6 +35,7 @@ from adaattn_hf.backends.select import refusals_of
 from adaattn_hf.patches.cache.carrier import StoredTensor
 from adaattn_hf.patches.cache.stored import AdaAttnCache, StoredLayer, StoredSlidingLayer
 from adaattn_hf.patches.cache.tokens import SMOOTHED, StoredTokens
+from studies.cache_speed import held_bytes
 
 VOCAB = 61
 FORMATS = ("int8", "k8v4")
@@ -315,14 +316,15 @@ def test_a_sliding_layer_keeps_its_window_and_gives_back_what_a_long_prompt_took
     assert layer.tokens.nbytes <= 2.6 * 128 * 2 * 2 * 65
 
 
-def test_a_static_cache_takes_no_more_than_was_asked() -> None:
+@pytest.mark.parametrize("stored", ["model", *FORMATS])
+def test_a_static_cache_takes_no_more_than_was_asked(stored: str) -> None:
     model, tokens = llama(), ids(1, 40)
-    cache = AdaAttnCache(model, "int8", max_cache_len=30)
+    cache = AdaAttnCache(model, stored, max_cache_len=30)
     in_pieces(model, tokens, cache, 20)
     layer: Any = cache.layers[0]
-    before = layer.tokens.nbytes
+    before = held_bytes(cache)
     in_pieces(model, tokens[:, 20:], cache, 10)
-    assert layer.tokens.nbytes == before
+    assert held_bytes(cache) == before
     assert layer.get_max_length() == 30
     with pytest.raises(ValueError, match="max_cache_len: got 30, expected at least 31"):
         in_pieces(model, tokens[:, 30:], cache, 1)
@@ -386,6 +388,27 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
     )
     with pytest.raises(adaattn_hf.PrepareError, match="keeps no keys and values"):
         adaattn_hf.prepare(bert, cache="int8", unpad=False)
+
+
+@pytest.mark.parametrize(
+    ("room", "words"),
+    [
+        ({"growth": 1.0}, r"growth: got 1\.0, expected a factor larger than 1"),
+        ({"reserve": -1}, "reserve: got -1, expected a number of tokens, 0 or more"),
+        ({"max_cache_len": 0}, "max_cache_len: got 0, expected a number of tokens, 1 or more; leave it out"),
+    ],
+)
+@pytest.mark.parametrize("stored", ["model", *FORMATS])
+def test_room_that_holds_nothing_is_refused_before_a_token_comes(
+    stored: str, room: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        AdaAttnCache(llama(), stored, **room)
+
+
+def test_a_cache_is_made_for_a_model_and_not_for_its_configuration() -> None:
+    with pytest.raises(TypeError, match=r"model: got LlamaConfig, expected the loaded Transformers model"):
+        AdaAttnCache(llama().config)
 
 
 def test_small_heads_are_refused_four_bits() -> None:

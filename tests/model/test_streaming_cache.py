@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import adaattn_hf
@@ -47,11 +47,11 @@ def llama(layers: Any = LAYERS, limit: int = LIMIT, dtype: torch.dtype = torch.f
     return model
 
 
-def give(model: Any, layers: Any, limit: int = LIMIT) -> None:
+def give(model: Any, layers: Any, limit: int = LIMIT, protocol: Any = None) -> None:
     modules = dict(store.attention_modules(model, "llama"))
     plan = Plan(
         format=PLAN_FORMAT, model_type="llama", weight_hash="", dtype=str(model.dtype).removeprefix("torch."),
-        adaattn="0", torch="0", transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={},
+        adaattn="0", torch="0", transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol=protocol or {},
         lengths=(limit,), verified=None,
         layers=tuple(LayerPlan(i, store.weight_hash(m), layers[i]) for i, m in modules.items()), units=(), tensors="",
     )  # fmt: skip
@@ -244,6 +244,41 @@ def test_a_prepared_model_generates_behind_padding() -> None:
     assert adaattn_hf.unpad_calls(model)["unpadded"] == 1
 
 
+@pytest.mark.parametrize("stored", CACHES)
+def test_room_that_is_made_at_once_is_all_there_will_be(stored: str) -> None:
+    model, tokens = llama(), ids(1, 120)
+    cache = AdaAttnCache(model, stored, streaming=True, max_cache_len=100)
+    run(model, tokens, cache, 30)
+    before = held(cache)
+    run(model, tokens, cache, 60, *[1] * 10)
+    assert held(cache) == before
+    with pytest.raises(ValueError, match="max_cache_len: got 100, expected at least 101"):
+        run(model, tokens, cache, 1)
+
+
+def test_a_cache_is_what_its_plan_was_proven_with() -> None:
+    model, tokens = llama(), ids(1, 40)
+    assert (AdaAttnCache(model).stored, AdaAttnCache(model).streaming) == ("int8", False)
+    give(model, LAYERS, protocol={"cache": {"stored": "k8v4", "streaming": True}})
+    proven = AdaAttnCache(model)
+    assert (proven.stored, proven.streaming) == ("k8v4", True)
+    run(model, tokens, proven, 30, 10)
+    whole = AdaAttnCache(model, "int8")  # named, so that nothing of the proof is taken over
+    assert (whole.stored, whole.streaming) == ("int8", False)
+    assert AdaAttnCache(model, streaming=False).stored == "k8v4"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_a_compiled_model_streams_between_its_graphs() -> None:
+    model, tokens = llama(LAYERS[:1]), ids(1, 82)
+    traced = torch.compile(model, backend="eager", dynamic=True)
+    streaming, full = caches(model, "model")
+    ours = run(traced, tokens, streaming, 60, 1, 20, 1)
+    torch._dynamo.reset()
+    torch.testing.assert_close(ours, run(model, tokens, full, 60, 1, 20, 1), atol=NEAR, rtol=0)
+
+
 def held_in_full(cache: Any) -> int:
     return sum(len(layer.spans) * layer.count * PER_TOKEN["int8"] for layer in cache.layers)
 
@@ -253,6 +288,13 @@ def test_what_streaming_heads_cannot_do_is_refused_by_name() -> None:
     model, tokens = llama(), ids(1, 60)
     with pytest.raises(ValueError, match="offloading: got True for a cache with streaming heads"):
         AdaAttnCache(model, "model", streaming=True, offloading=True)
+    adaattn_hf.prepare(model, streaming=True, unpad=False)
+    with (
+        pytest.raises(ValueError, match="offloading: got True for a cache with streaming heads"),
+        torch.no_grad(),
+    ):
+        model(tokens, past_key_values=DynamicCache(config=model.config, offloading=True))
+    adaattn_hf.restore(model)
     cache = AdaAttnCache(model, "model", streaming=True)
     run(model, tokens, cache, 20)
     cache.crop(-5)  # nothing is gone yet
@@ -324,3 +366,53 @@ def test_the_command_counts_streaming_heads(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["cache"]["streaming_heads"] == [4, 6]
+
+
+# ---------------- taking tokens back
+@pytest.mark.parametrize("stored", CACHES)
+@pytest.mark.parametrize("before", [(50, 20), (20,), (90, 1, 1)], ids=["passed", "whole", "long"])
+def test_tokens_are_taken_back_while_the_past_is_recorded(stored: str, before: tuple[int, ...]) -> None:
+    """As assisted decoding does: guesses by one call or several, some of which stay."""
+    model, tokens = model_for(stored), ids(2, 200)
+    mask = torch.ones_like(tokens)
+    mask[1, :37] = 0  # its first tokens are saved while guesses push them out
+    ours = AdaAttnCache(model, stored, streaming=True)
+    run(model, tokens, ours, *before, mask=mask)
+    ours.activate_past_recording()
+    straight = AdaAttnCache(model, stored, streaming=True)
+    run(model, tokens, straight, *before, mask=mask)
+    for guesses, kept in (((6,), 2), ((40,), 1), ((1, 1, 1), 2), ((5,), 5), ((3, 4), 0)):
+        at = ours.get_seq_length()
+        wrong = torch.cat([tokens[:, : at + kept], tokens[:, at + kept :].flip(1)], dim=1)
+        run(model, wrong, ours, *guesses, mask=mask)
+        ours.crop(kept - sum(guesses))
+        if kept:
+            run(model, tokens, straight, kept, mask=mask)
+        assert ours.get_seq_length() == straight.get_seq_length() == at + kept
+        torch.testing.assert_close(
+            run(model, tokens, copy.deepcopy(ours), 1, 9, mask=mask),
+            run(model, tokens, copy.deepcopy(straight), 1, 9, mask=mask),
+            atol=NEAR,
+            rtol=0,
+        )
+    run(model, tokens, ours, 1, 1, mask=mask)
+    ours.batch_select_indices(torch.tensor([1]))
+    with pytest.raises(RuntimeError, match=r"call activate_past_recording\(\) before"):
+        ours.crop(-1)
+
+
+@pytest.mark.parametrize("how", ["prompt-lookup", "assistant"])
+def test_assisted_decoding_gives_the_tokens_of_a_full_cache(how: str) -> None:
+    model, tokens = llama(), ids(1, 90)
+    lookup = how == "prompt-lookup"
+    guess: dict[str, Any] = {"prompt_lookup_num_tokens": 3} if lookup else {"assistant_model": llama(None)}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 80,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    ours, theirs = (
+        model.generate(tokens, past_key_values=c, **settings, **guess) for c in caches(model, "model")
+    )
+    assert torch.equal(ours, theirs)

@@ -1,0 +1,244 @@
+"""The cells of one `adaattn bench`: measured in turn, told, and kept as they are finished."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from adaattn_hf.eval.bench.grid import Cell, Grid
+from adaattn_hf.eval.bench.measure import measure
+from adaattn_hf.eval.bench.peers import PEERS, absent_peers, takes
+from adaattn_hf.eval.bench.report import markdown, verdict
+from adaattn_hf.eval.bench.ways import KERNELS, error_of, is_stock, shape_of, trace, ways
+from adaattn_hf.eval.bench.work import Work, missing
+from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.eval.timing import peak_bytes, spread
+from adaattn_hf.patches.checkpoint import known_implementations
+
+from .._files import write_atomically
+from ..errors import UsageError, unknown
+
+__all__ = ["check_names", "choose_cells", "run", "run_cell"]
+
+OURS = "adaattn"
+# What an implementation raises that cannot do a cell; anything else is a fault of ours and stops the run.
+_REFUSALS = (NotImplementedError, ValueError, RuntimeError, ImportError, OSError)
+
+
+def check_names(names: list[str]) -> None:
+    """Refuses names that no attention goes by; what is only not installed here is no mistake.
+
+    Raises:
+        UsageError: For the first unknown name.
+    """
+    known = [*known_implementations(), *KERNELS, *PEERS]
+    for name in names:
+        if name not in known:
+            raise UsageError(unknown("attention implementation", name, known))
+
+
+def choose_cells(data: Grid, only: str) -> list[Cell]:
+    """The cells whose title matches.
+
+    Raises:
+        UsageError: None does, or `only` is no regular expression.
+    """
+    titles = ", ".join(cell.title for cell in data.cells)
+    try:
+        pattern = re.compile(only)
+    except re.error as error:
+        raise UsageError(f"--only: got {only!r}, which is no regular expression ({error})") from error
+    found = [cell for cell in data.cells if pattern.search(cell.title)]
+    if not found:
+        raise UsageError(f"--only: got {only!r}, which matches no cell; known: {titles}")
+    return found
+
+
+def run(
+    cells: list[Cell],
+    data: Grid,
+    rounds: int,
+    threads: int,
+    where: torch.device,
+    implementations: str,
+    ours: str,
+    output: Path | None,
+    overwrite: bool,
+    table: Path | None,
+    gate: bool,
+    memory: bool,
+    profile: Path | None,
+) -> list[str]:
+    """Measures, prints and writes; returns a line for each cell that is below its floor."""
+    if threads:
+        torch.set_num_threads(threads)
+    console = Console()
+    peers = absent_peers(data.peers)
+    names = [name for name in implementations.split(",") if name]
+    names = names or [*data.stock, *(peer for peer in data.peers if peer not in peers)]
+    absent = {name: why for name in names if (why := missing(name, where)) is not None}
+    present = [name for name in names if name not in absent]
+    report: dict[str, Any] = {
+        "provenance": provenance(where),
+        "rounds": rounds,
+        "ours": ours,
+        "absent": absent,
+        "peers": peers,
+        "slower": data.slower,
+        "cells": [],
+    }
+    # a run of some cells keeps the others' figures, each with the commit that it was measured at
+    earlier = _earlier(output, report, overwrite)
+    failed = []
+    for cell in cells:
+        asked = [ours, *(name for name in present if name not in PEERS or takes(name, cell))]
+        found = run_cell(cell, asked, data, rounds, where, memory, profile)
+        if gate and _below(found):
+            # a neighbour on the machine may have disturbed it; a real loss shows twice
+            found = run_cell(cell, asked, data, rounds, where, memory)
+        if _below(found):
+            failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
+        found["commit"] = report["provenance"]["commit"]
+        earlier[cell.title] = found
+        report["cells"] = [
+            {"error": {}, **earlier[known.title], **_fixed(known, data)}
+            for known in data.cells
+            if known.title in earlier
+        ]
+        _tell(found, console)
+        gc.collect()
+        if output is not None:
+            # after every cell: an interrupted run keeps what it measured
+            write_atomically(output, (json.dumps(report, indent=1) + "\n").encode())
+            write_atomically(table or output.with_suffix(".md"), markdown(report, output.name).encode())
+    if gate:
+        for line in failed:
+            console.print(f"below its floor: {line}", markup=False)
+    return failed
+
+
+def _fixed(cell: Cell, data: Grid) -> dict[str, Any]:
+    """What the grid says of a cell, whenever it was measured."""
+    return {"note": cell.note, "dtype": cell.dtype, "shape": shape_of(cell, data)}
+
+
+def _earlier(output: Path | None, report: dict[str, Any], overwrite: bool) -> dict[str, dict[str, Any]]:
+    """Cells that a file holds already, measured in the same way by the same machine and versions.
+
+    Raises:
+        UsageError: They were measured otherwise, and are not to be overwritten.
+    """
+    if output is None or not output.exists():
+        return {}
+    old = json.loads(output.read_text(encoding="utf-8"))
+    made, here = old["provenance"], report["provenance"]
+    same = ("versions", "python", "cpu", "cores", "threads", "device")
+    changed = [f"{name} was {made[name]}, is {here[name]}" for name in same if made[name] != here[name]]
+    changed += [f"ours was {old['ours']}, is {report['ours']}"] * (old["ours"] != report["ours"])
+    if changed and not overwrite:
+        raise UsageError(
+            f"output: {output} holds cells that were measured otherwise ({'; '.join(changed)}); give another file, or "
+            "--overwrite"
+        )
+    return {} if changed else {cell["title"]: cell for cell in old["cells"]}
+
+
+def _below(found: dict[str, Any]) -> bool:
+    return found["ratio_best"] is not None and found["ratio_best"]["wall"]["median"] < found["floor"]
+
+
+def run_cell(
+    cell: Cell,
+    names: list[str],
+    grid: Grid,
+    rounds: int,
+    device: torch.device,
+    memory: bool,
+    profile: Path | None = None,
+) -> dict[str, Any]:
+    """All figures of one cell; the first name is ours, the others are compared with it."""
+    works: dict[str, Work] = {}
+    refused: dict[str, str] = {}
+    differences: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    mine: Any = None
+    make, error = ways(cell, grid, device), error_of(cell, device)
+    for name in names:
+        try:
+            work = make(name)
+            result = work()
+        except _REFUSALS as refusal:
+            if name == names[0]:
+                raise
+            refused[name] = str(refusal).splitlines()[0][:200] if str(refusal) else type(refusal).__name__
+            continue
+        own = OURS if name == names[0] else name
+        if mine is None:
+            mine = result.detach()
+        else:
+            differences[name] = _difference(cell, mine, result.detach())
+        if error is not None:
+            errors[own] = error(result)
+        works[own] = work
+    if profile is not None:
+        trace(works, profile, cell.title, device)
+    times = measure(works, rounds, device)
+    ratios = {
+        name: {
+            clock: spread([a / b for a, b in zip(times[name][clock], times[OURS][clock], strict=True)])
+            for clock in ("wall", "process")
+        }
+        for name in works
+        if name != OURS
+    }
+    best = min(filter(is_stock, ratios), key=lambda name: ratios[name]["wall"]["median"], default=None)
+    return {
+        "title": cell.title,
+        "level": cell.level,
+        "dtype": cell.dtype,
+        "shape": shape_of(cell, grid),
+        "target": cell.target,
+        "floor": cell.floor,
+        "times": {
+            name: {clock: spread(values) for clock, values in clocks.items()}
+            for name, clocks in times.items()
+        },
+        "ratios": ratios,
+        "best": best,
+        "ratio_best": None if best is None else ratios[best],
+        "difference": differences,
+        "error": errors,
+        "peak_bytes": {name: peak_bytes(work, device)[0] for name, work in works.items()} if memory else {},
+        "refused": refused,
+    }
+
+
+def _difference(cell: Cell, mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference on rows that are no padding, relative to the largest value."""
+    mine, theirs = mine.float(), theirs.float()
+    if cell.padding is not None and mine.ndim > 1 and mine.shape[1] == cell.keys > 1:
+        keep = torch.zeros(cell.batch, cell.q_len, dtype=torch.bool, device=mine.device)
+        for row, length in enumerate(cell.lengths):
+            keep[row, cell.q_len - length if cell.padding == "left" else 0 :][:length] = True
+        mine, theirs = mine[keep], theirs[keep]
+    return float((mine - theirs).abs().max() / theirs.abs().max())
+
+
+def _tell(found: dict[str, Any], console: Console) -> None:
+    """Prints a cell as it is named: brackets in a title are no markup."""
+    console.print(_line(found), markup=False)
+
+
+def _line(found: dict[str, Any]) -> str:
+    ours = found["times"][OURS]["wall"]["median"] * 1e3
+    others = ", ".join(f"{name} {entry['wall']['median']:.2f}x" for name, entry in found["ratios"].items())
+    reached = verdict(found)
+    return f"{found['title']}: {ours:.3g} ms; {others}" + (
+        f" (target {found['target']:g} {reached})" if reached else ""
+    )
