@@ -26,7 +26,7 @@ class CalibrationSettings:
 
     Attributes:
         budget: Allowed loss, nats/token; ln(1 + b) for a relative rise b of the perplexity.
-        lengths: Length bins in tokens, rising; beyond the last one the plan is exact.
+        lengths: Length bins in tokens, rising; tokens that see more keys than the last one are exact.
         seed: Seed of the text sample, the labels, the rows and the needles.
         sequences: Sequences per length that risks are measured on.
         rows: Query rows sampled per sequence.

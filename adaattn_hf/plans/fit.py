@@ -45,8 +45,23 @@ def weight_hash(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(_state(module).items()):
         digest.update(f"{name} ".encode())
-        digest.update(_sampled(parameter))
+        digest.update(_sampled(_present(module, name, parameter)))
     return digest.hexdigest()
+
+
+def _present(module: nn.Module, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A weight, or what accelerate's hook brings in its place for the pass where it was offloaded."""
+    if not weight.is_meta:
+        return weight
+    owner, _, own_name = name.rpartition(".")
+    kept = getattr(getattr(module.get_submodule(owner), "_hf_hook", None), "weights_map", None)
+    if kept is None:
+        raise PlanError(
+            f"{type(module).__name__}.{name} has no data (device 'meta'), expected the weights that the plan was "
+            "made for; load them, then the plan"
+        )
+    brought: torch.Tensor = kept[own_name]
+    return brought
 
 
 def _state(module: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -77,7 +92,7 @@ def model_hash(model: nn.Module) -> str:
         if name.startswith("pooler."):
             continue
         digest.update(name.encode())
-        digest.update(_sampled(parameter))
+        digest.update(_sampled(_present(base, name, parameter)))
     return f"{_WHOLE}{digest.hexdigest()}"
 
 

@@ -200,7 +200,7 @@ class Plan:
         seed: Seed of every random choice.
         data_fingerprint: Hash of the calibration and verification text.
         protocol: Words and numbers that say how it was measured.
-        lengths: Length bins in tokens, rising; beyond the last one every layer is exact.
+        lengths: Length bins in tokens, rising; tokens that see more keys than the last one are exact.
         layers: One plan per layer that is not exact throughout; absent layers are exact.
         units: Risk and price of each unit of the layers above.
         verified: The verdict on held-out text, or `None` for a plan that was not verified.

@@ -27,12 +27,11 @@ def probe(unpadding: Unpadding) -> tuple[str, ...]:
     """
     target = unpadding.top if unpadding.token_wise else unpadding.trunk
     embeddings: Any = target.get_input_embeddings()  # type: ignore[operator]
-    weight = embeddings.weight
-    ids = _token_ids(embeddings.num_embeddings, getattr(unpadding.config, "pad_token_id", None)).to(
-        weight.device
-    )
+    # tensors for offloaded weights are sent where they belong by accelerate's hooks
+    device = "cpu" if embeddings.weight.is_meta else embeddings.weight.device
+    ids = _token_ids(embeddings.num_embeddings, getattr(unpadding.config, "pad_token_id", None)).to(device)
     last = [1] * 5 + [0] * 2 if unpadding.pools_first else [0] * 2 + [1] * 5
-    mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4, last], device=weight.device)
+    mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4, last], device=device)
     training = {module: module.training for module in target.modules()}
     calls = unpadding.calls.copy()
     target.eval()

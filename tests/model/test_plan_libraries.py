@@ -102,3 +102,26 @@ def test_weights_written_past_their_counter_are_compared_when_the_plan_is_loaded
     ours.model.layers[1].self_attn.k_proj.weight.data.add_(1.0)
     with pytest.raises(PlanError, match="not those that the plan"):
         adaattn_hf.load_plan(ours)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plan_first", [True, False])
+def test_offloaded_weights_are_checked_where_they_are_kept(plan_first: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    right = planned(kind="window", window=2)(input_ids=tokens()).logits
+    ours = planned(kind="window", window=2)
+    if plan_first:
+        adaattn_hf.load_plan(ours)
+    accelerate.cpu_offload(ours, execution_device=torch.device("cpu"))
+    if not plan_first:
+        adaattn_hf.load_plan(ours)
+    for _ in range(2):
+        torch.testing.assert_close(ours(input_ids=tokens()).logits, right, rtol=0, atol=0)
+    ours.model.layers[1].self_attn.k_proj._hf_hook.weights_map["weight"].add_(0.1)
+    with pytest.raises(PlanError, match="layer 1 are not those that the plan"):
+        ours(input_ids=tokens())
+
+
+def test_weights_without_data_are_refused_by_name() -> None:
+    with pytest.raises(PlanError, match=r"LlamaAttention\.\S+ has no data \(device 'meta'\)"):
+        adaattn_hf.load_plan(planned(kind="window", window=2).to("meta"))

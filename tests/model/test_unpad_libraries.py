@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import adaattn_hf
 
+from ..support.models import fresh_pair, padding, tokens
+
 sentence_transformers = pytest.importorskip("sentence_transformers")
 losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
 
@@ -122,3 +124,15 @@ def test_a_real_encoder_is_exact_and_faster_on_a_ragged_batch(assets: Path) -> N
     torch.testing.assert_close(embeddings["ours"], embeddings["stock"], rtol=1e-4, atol=1e-5)
     # a fifth of the batch is real, so that even a busy machine must see a difference
     assert min(seconds["ours"]) < 0.7 * min(seconds["stock"])
+
+
+@torch.no_grad()
+def test_an_offloaded_model_is_prepared() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    stock, ours = fresh_pair("llama")
+    accelerate.cpu_offload(ours, execution_device=torch.device("cpu"))
+    ids, mask = tokens(), padding("left")
+    adaattn_hf.prepare(ours)
+    found, expected = (m(input_ids=ids, attention_mask=mask).logits for m in (ours, stock))
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
+    assert adaattn_hf.unpad_calls(ours) == {"unpadded": 1}
