@@ -47,6 +47,7 @@ def _speed(model: str, rows: Sequence[Mapping[str, Any]], floor: Mapping[str, fl
         "| by process time |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+    rows = sorted(rows, key=lambda row: (row["batch"], row["length"]))  # measured in any order
     for row in rows:
         start = f"| {row['batch']} | {row['length']} | {row['cache']} | "
         if "failed" in row:
