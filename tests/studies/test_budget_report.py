@@ -60,12 +60,15 @@ def test_a_page_counts_both_texts_and_sets_earlier_plans_beside_them(tmp_path: P
     old.write_text(json.dumps({"seeds": [record(1e-3, 0, 3e-4, None, ["bf16"] * 4)], "peers": peers}))
     main(tmp_path / "study", tmp_path / "page.json", old)
     page = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert "| 0.1 % | 2 of 2 | 1 of 2 | 70% (60% to 80%) | 100% (90% to 110%) | 2.00 (2.00 to 2.00) |" in page
+    assert (
+        "| 0.1 % | 2 of 2 | 2, 1 of 2 | 70% (60% to 80%) | 100% (90% to 110%) | 2.00 (2.00 to 2.00) |" in page
+    )
     speed = times_exact(["bf16"] * 4, 2, TABLE, 64)
     earlier = f"| 0.1 %, earlier search | 1 of 1 | – | 30% (30% to 30%) | – | {speed:.2f} ("
     assert earlier in page
     assert (
-        "seed 1: inside on the held-out text, and on the text of another kind the bound is 1.10e-03" in page
+        "seed 1: inside on every held-out text; on the text of another kind it loses 5.50e-04, at most 1.10e-03"
+        in page
     )
     assert "| a peer | 1 |" in page
     assert "Of an earlier study" in page
