@@ -49,9 +49,6 @@ class Family:
             where positions start anew a document does.
         unrouted: How a part of the model computes attention past Transformers' interface, where its source
             does not say so plainly; empty if it does not.
-        rotary: A rotary embedding stands between the projections and the scores.
-        projections: Attribute names of the query and key projections in the attention module; equal names
-            mean one fused matrix.
     """
 
     model_type: str
@@ -60,74 +57,26 @@ class Family:
     fragile_padding: bool = False
     loses_borders: bool = False
     unrouted: str = ""
-    rotary: bool = True
-    projections: tuple[str, str] = ("q_proj", "k_proj")
 
 
-_ENCODERS = [
-    "albert",
-    "bert",
-    "camembert",
-    "convbert",
-    "data2vec-text",
-    "distilbert",
-    "electra",
-    "ernie",
-    "esm",
-    "eurobert",
-    "flaubert",
-    "ibert",
-    "jina_embeddings_v3",
-    "mobilebert",
-    "modernbert",
-    "mpnet",
-    "nomic_bert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "splinter",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
-]
-_DENSE = [
-    "axk2",
-    "deepseek_v32",
-    "deepseek_v4",
-    "dots3_note",
-    "glm_moe_dsa",
-    "granite_speech5",
-    "hy_v4",
-    "mistral_large4",
-    "nemotron_asr_streaming",
-    "parakeet",
-    "pix2struct",
-    "qwen4_exp",
-    "sam3",
-    "sam3_lite_text",
-    "swin",
-    "beit",
-    "gpt_bigcode",
-    "granite4_vision",
-    "siglip2",
-    "gemma4",
-    "gemma4_unified",
-    "diffusion_gemma",
-]
-_BORDERLESS = ["afmoe", "biogpt", "gpt_oss", "nemotron", "opt", "stablelm"]
+_ENCODERS = """
+albert bert camembert convbert data2vec-text distilbert electra ernie esm eurobert flaubert ibert
+jina_embeddings_v3 mobilebert modernbert mpnet nomic_bert roberta roberta-prelayernorm roc_bert roformer
+splinter xlm-roberta xlm-roberta-xl xmod
+"""
+_DENSE = """
+axk2 deepseek_v32 deepseek_v4 dots3_note glm_moe_dsa granite_speech5 hy_v4 mistral_large4
+nemotron_asr_streaming parakeet pix2struct qwen4_exp sam3 sam3_lite_text swin beit gpt_bigcode granite4_vision
+siglip2 gemma4 gemma4_unified diffusion_gemma
+"""
+_BORDERLESS = """
+afmoe biogpt gpt_oss nemotron opt stablelm
+"""
 
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family("gpt2", rotary=False, projections=("c_attn", "c_attn")),
-    "bert": Family("bert", encoder_only=True, rotary=False, projections=("query", "key")),
-    "llama": Family("llama"),
-    **{
-        name: Family(name, encoder_only=True, rotary=name in ("modernbert", "eurobert", "nomic_bert", "esm"))
-        for name in _ENCODERS
-        if name != "bert"
-    },
-    **{name: Family(name, dense_mask=True) for name in _DENSE},
-    **{name: Family(name, loses_borders=True) for name in _BORDERLESS},
+    **{name: Family(name, encoder_only=True) for name in _ENCODERS.split()},
+    **{name: Family(name, dense_mask=True) for name in _DENSE.split()},
+    **{name: Family(name, loses_borders=True) for name in _BORDERLESS.split()},
     "gemma3n": Family("gemma3n", fragile_padding=True),
     "bigbird_pegasus": Family(
         "bigbird_pegasus", unrouted="adds the mask to scores of its own in the encoder"
