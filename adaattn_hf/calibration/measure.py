@@ -91,8 +91,8 @@ class Measurement:
         ]
         return np.array([mean for mean, _ in found]), np.array([error for _, error in found])
 
-    def ratio(self, picks: NDArray[np.int64], length: int, phase: str = "prefill") -> float:
-        """Returns how many times faster than exact attention the launches of an allocation are, by the price table."""
+    def ratio(self, picks: NDArray[np.int64], length: int) -> float:
+        """Returns how many times as fast as exact attention the prefill of an allocation is, by the price table."""
         layers, table = self.layers, self.table
         choices, kinds = layers.candidates.choices, layers.kinds
 
@@ -100,7 +100,7 @@ class Measurement:
             constants: dict[str, float] = {}
             total = 0.0
             for pick in mine:
-                price = table.price(phase, length, pricing.launch_label(choices[pick], kinds[layer]))
+                price = table.price("prefill", length, pricing.launch_label(choices[pick], kinds[layer]))
                 name = table.launch(choices[pick].label)
                 constants[name] = max(constants.get(name, 0.0), price.constant)
                 total += price.slope

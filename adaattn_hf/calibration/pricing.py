@@ -27,6 +27,8 @@ from ..policy.knapsack import Array, Launches
 from ..policy.prices import Price, PriceTable, fit_price
 
 PHASES = ("prefill", "decode")
+ROUNDS = 3
+"""Times that every launch is timed, in turn with the others; the smallest time counts."""
 
 
 def machine() -> str:
@@ -82,9 +84,8 @@ def measure_prices(
     choices: Sequence[Choice],
     tensors: LayerTensors,
     *,
-    repeats: int = 3,
-    phases: Sequence[str] = PHASES,
-    own: int | None = None,
+    phases: Sequence[str],
+    own: int | None,
 ) -> PriceTable:
     """Returns the measured prices of every choice.
 
@@ -92,7 +93,6 @@ def measure_prices(
         requests: By length, a call of one layer of the model on real text.
         choices: The choices.
         tensors: Bases and means of that layer.
-        repeats: Interleaved rounds.
         phases: What is timed; models that generate nothing have no decode.
         own: See `launch_label`.
     """
@@ -105,7 +105,7 @@ def measure_prices(
             kv_heads = request.key.shape[1]
             counts = sorted({1, kv_heads})
             best: dict[tuple[str, int], float] = {}
-            for _ in range(repeats):
+            for _ in range(ROUNDS):
                 for choice in choices:
                     for count in counts:
                         program = Program(LayerPlan(0, "", (choice,) * count), tensors, length)
@@ -153,8 +153,8 @@ def unit_prices(
     *,
     lengths: Sequence[int],
     decode_tokens: int,
-    windows: Mapping[int, int | None] | None = None,
-    kinds: Mapping[int, int | None] | None = None,
+    windows: Mapping[int, int | None],
+    kinds: Mapping[int, int | None],
 ) -> tuple[Array, Launches]:
     """Returns prices `[units, choices]` in seconds and the launch constants, summed over the length bins.
 
@@ -186,14 +186,14 @@ def unit_prices(
         return share @ slopes, share @ constants
 
     _, constants = summed(None)
-    by_kind = {own: summed(own)[0] for own in {None, *(kinds or {}).values()}}
+    by_kind = {own: summed(own)[0] for own in {None, *kinds.values()}}
     names = [table.launch(choice.label) for choice in choices]
     groups = list(dict.fromkeys(names))
     launch = np.array([groups.index(name) for name in names])
     constant = np.array([float(np.median(constants[launch == group])) for group in range(len(groups))])
-    prices = np.stack([by_kind[(kinds or {}).get(layer)] for layer, _ in units])
+    prices = np.stack([by_kind[kinds.get(layer)] for layer, _ in units])
     for unit, (layer, _) in enumerate(units):
-        own = (windows or {}).get(layer)
+        own = windows.get(layer)
         for place, choice in enumerate(choices):
             if choice.beside_window(own) != choice:
                 prices[unit, place] = np.inf
