@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from adaattn_hf.config import AdaAttnConfig, settings_in
+from adaattn_hf.plans.store import settings_of
 from adaattn_hf.presets import load_preset
 
 __all__ = ["configure"]
@@ -37,9 +38,10 @@ def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnC
     configs[id(model.config)] = model.config
     chosen = load_preset(settings) if isinstance(settings, str) else settings
     if isinstance(settings, str):
-        carried = next((plan for config in configs.values() if (plan := _plan_in(config)) is not None), None)
+        present = [settings_of(config) for config in configs.values()]
+        carried = next((plan for one in present if (plan := one.get("plan")) is not None), None)
         plan = _within(carried, chosen)
-        said = any(_said_unverified(config) for config in configs.values())
+        said = any(one.get("unverified") is True for one in present)
         chosen = replace(chosen, plan=plan, unverified=plan is not None and said)
     data = chosen.to_dict()
     for config in configs.values():
@@ -47,18 +49,6 @@ def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnC
             config.adaattn = data
     settings_in(model.config)  # reads them once, and says now what is to be said
     return chosen
-
-
-def _plan_in(config: Any) -> Mapping[str, Any] | None:
-    """The plan of a configuration."""
-    present = getattr(config, "adaattn", None)
-    return present.get("plan") if isinstance(present, Mapping) else None
-
-
-def _said_unverified(config: Any) -> bool:
-    """Whether a configuration says that a plan may run that held-out text has not shown good."""
-    present = getattr(config, "adaattn", None)
-    return isinstance(present, Mapping) and present.get("unverified") is True
 
 
 def _within(plan: Mapping[str, Any] | None, preset: AdaAttnConfig) -> Mapping[str, Any] | None:

@@ -57,9 +57,7 @@ def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -
     others = {m: Seat({}) for m in model.modules() if m is not model and hasattr(m, "config")}
     if plan is None:
         return others
-    if not isinstance(plan, Plan):
-        path, plan = Path(plan), store.read_plan(plan)
-        store.read_tensors(plan, path if path.is_dir() else path.parent)
+    plan = store.with_tensors(plan)
     known = _checked.setdefault(model, [])
     for checked, allowed, seats in known:
         if checked is plan and allowed is unverified:
