@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import some_rows
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
 
@@ -90,16 +90,12 @@ def compare(
         return
     request = request.widened()  # what a cache stores as codes
     if program is None:
-        rows = _rows(request)
-        expected, answer, allowed = reference.attention(rows[1]).out, out[:, rows[0]], TOLERANCE[out.dtype]
+        count = min(ROWS, request.structure.q_len)
+        rows = torch.linspace(0, request.structure.q_len - 1, count, device=out.device).round().long()
+        expected, answer = reference.attention(some_rows(request, rows)).out, out[:, rows]
+        allowed = TOLERANCE[out.dtype]
     else:
-        weights = (
-            request.query.shape[0]
-            * request.query.shape[1]
-            * request.structure.q_len
-            * request.structure.kv_len
-        )
-        if weights > _MOST_WEIGHTS:
+        if request.query.shape[:3].numel() * request.structure.kv_len > _MOST_WEIGHTS:
             warnings.warn(
                 f"shadow: a planned call of {request.structure.q_len} queries and {request.structure.kv_len} keys was "
                 "not compared, its weights would not fit; shorter calls of this model are",
@@ -124,18 +120,3 @@ def compare(
     if action == "raise":
         raise ShadowMismatch(sentence)
     warnings.warn(sentence, RuntimeWarning, stacklevel=2)
-
-
-def _rows(request: AttentionRequest) -> tuple[Tensor, AttentionRequest]:
-    """Places of rows spread over a call, and a request about them alone."""
-    structure = request.structure
-    device = request.query.device
-    count = min(ROWS, structure.q_len)
-    rows = torch.linspace(0, structure.q_len - 1, count, device=device).round().long()
-    mask = structure.visible_rows(rows, device)
-    about = CallStructure(structure.batch, count, structure.kv_len, mask=mask)
-    shorter = request.with_tensors(request.query[:, :, rows], request.key, request.value, about)
-    if request.bias is not None:
-        bias = request.bias
-        shorter.bias = bias if bias.shape[-2] == 1 else bias[..., rows, :]
-    return rows, shorter

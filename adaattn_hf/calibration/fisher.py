@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..attention.heads import some_rows
 from ..attention.request import AttentionRequest
 from ..attention.structure import CallStructure
 from ..attention.tap import tapping
@@ -92,15 +93,9 @@ def row_outputs(
 ) -> RowOutputs:
     """Returns the outputs of each choice (the first is exact), all heads taking it, on rows of a batch of one."""
     device = request.query.device
-    structure = request.structure
-    kv_heads, kv_len = request.key.shape[1], request.key.shape[2]
-    every = list(range(kv_heads))
-    visible = structure.visible_rows(rows, device)
-    sampled = replace(
-        request,
-        query=request.query[:, :, rows].contiguous(),
-        structure=CallStructure(1, len(rows), kv_len, mask=visible),
-    )
+    every, kv_len = list(range(request.key.shape[1])), request.key.shape[2]
+    sampled = some_rows(request, rows)
+    visible = sampled.structure.visible(device=device)
     weights = attention_weights(sampled)[0]
     outputs, dropped = [], []
     for choice in choices:
