@@ -1,4 +1,4 @@
-"""Facts about model families, one record each: data, not code."""
+"""What is known about model families that their configurations do not tell, one record per family."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ feature_attention_mask audio_feature_lengths use_audio_in_video length lengths s
 offset_mapping overflow_to_sample_mapping assistant_masks completion_mask prompt_mask
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""Keywords that attention is handed and need not read: what it computes is said by the tensors and the mask. They are
-what models take for themselves (ids, features, labels, switches of their outputs), columns of batches, and sizes that
-only other kernels want. A keyword that is neither here nor served is refused by name."""
+"""Keywords that reach attention but do not change it: inputs and labels of the model, switches of its outputs, columns
+of batches, and sizes that only other kernels need. A keyword that is neither listed here nor supported is refused."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,15 @@ class Family:
 
     Attributes:
         model_type: As in the configuration.
-        encoder_only: Every bidirectional mask of the family is self-attention over its own tokens, so that
-            padding tokens are padding as queries too (a cross-attention mask looks the same but pads keys
-            only).
-        dense_mask: The model slices or combines the prepared mask and must get a tensor.
-        fragile_padding: The model divides by the magnitude of each row, so that rows of padding must not
-            become zero: the gradient of the whole model would be NaN.
-        loses_borders: The model makes its masks without positions, or keeps `cu_seq_lens_*` from its attention;
-            where positions start anew a document does.
-        unrouted: How a part of the model computes attention past Transformers' interface, where its source
-            does not say so plainly; empty if it does not.
+        encoder_only: Bidirectional masks of the family are always self-attention, so that padding is the same for
+            queries and keys (a cross-attention mask looks alike, but pads keys only).
+        dense_mask: The model slices or combines the prepared mask and needs a tensor.
+        fragile_padding: The model divides by the norm of each row, so that an output of zeros at padding would make
+            all gradients NaN.
+        loses_borders: The model makes its masks without positions, or does not pass `cu_seq_lens_*` to attention; a
+            document starts wherever positions restart.
+        unrouted: How a part of the model bypasses Transformers' attention interface, where its source does not show
+            it; empty if none does.
     """
 
     model_type: str
@@ -85,29 +83,29 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Any) -> Family | None:
-    """The record of a configuration's family, if there is one."""
-    # asked in every forward pass: the class answers ten times faster than `PretrainedConfig.__getattribute__`
+    """Returns the record of a configuration's family, None if there is none."""
+    # called in every forward pass: class attributes are ten times as fast as `PretrainedConfig.__getattribute__`
     model_type = getattr(type(config), "model_type", "") or getattr(config, "model_type", "")
     return FAMILIES.get(model_type.removesuffix("_text"))
 
 
 def needs_dense_mask(config: Any) -> bool:
-    """The family's code computes with the prepared mask."""
+    """Whether the family's code computes with the prepared mask."""
     family = family_of(config)
     return family is not None and family.dense_mask
 
 
 def loses_borders(config: Any) -> bool:
-    """Borders of packed documents reach the family's attention as positions alone."""
+    """Whether positions are all that tells the family's attention where packed documents begin."""
     family = family_of(config)
     return family is not None and family.loses_borders
 
 
 def skips_padding(config: Any, causal: bool) -> bool:
-    """Rows of padding may be left out of a mask over as many queries as keys.
+    """Whether padding may be skipped as queries, too, in a mask over as many queries as keys.
 
-    A causal mask is always over the model's own tokens, a bidirectional one only in an encoder; and the model
-    must bear rows of zeros.
+    A causal mask is always self-attention, a bidirectional one only in an encoder. The model must cope with outputs of
+    zeros at padding.
     """
     family = family_of(config)
     if causal:

@@ -1,4 +1,4 @@
-"""Putting settings on a model: every tower's configuration gets them, since each layer sees its own tower's."""
+"""Sets this package's settings on a model and on each of its towers, whose layers read their own configuration."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["configure"]
 def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnConfig:
     """Set AdaAttn's settings on a model and all its towers; they are saved with it.
 
-    A preset is a budget, and a plan spends it. A plan that the model carries is kept where its own budget is within the
-    preset's; a plan that spends more is taken away, which is said. Where no plan is left every layer is exact, which is
-    said, too, with the command that makes a plan.
+    A preset allows a loss budget, which only a plan can spend. The model's plan is kept if its own budget is within the
+    preset's, else removed with a warning. Without a plan every layer is exact; a warning then names the command that
+    makes one.
 
     Args:
         model: Any Transformers model.
-        settings: Settings as they are to be, or the name of a preset.
+        settings: The settings, or the name of a preset.
 
     Returns:
         The settings.
@@ -47,12 +47,12 @@ def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnC
     for config in configs.values():
         if hasattr(config, "to_dict"):
             config.adaattn = data
-    settings_in(model.config)  # reads them once, and says now what is to be said
+    settings_in(model.config)  # parsed now, so that its warnings come here
     return chosen
 
 
 def _within(plan: Mapping[str, Any] | None, preset: AdaAttnConfig) -> Mapping[str, Any] | None:
-    """The plan, where it spends no more than the preset allows."""
+    """Returns the plan if its budget is within the preset's, else None."""
     if plan is None or float(plan.get("budget", math.inf)) <= math.log1p(preset.budget) * (1 + 1e-6):
         return plan
     if preset.budget > 0:
