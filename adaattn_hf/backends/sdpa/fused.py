@@ -180,7 +180,8 @@ def run_backward(
         if program.dense:
             part = dense_part(part, structure, query.device, query.dtype)
         grads = kernel.backward(
-            *(_view(t, part, part.q_start, part.q_len) for t in (grad, out)),
+            _view(grad, part, part.q_start, part.q_len),
+            _view(out, part, part.q_start, part.q_len),
             _lse_view(lse, part).contiguous(),
             _rectangle(part, query, key, value, bias, scaling),
         )
