@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["one_dtype", "restored"]
-
 
 def restored(out: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the output in the dtype of the query, under autocast in autocast's, as stock attention does."""

@@ -22,8 +22,6 @@ from .cache.memory import CacheMemory, memory_of
 from .cache.stored import AdaAttnCache
 from .tuned import elsewhere
 
-__all__ = ["Explanation", "LayerChoice", "explain"]
-
 _LENGTH = 8
 
 

@@ -5,16 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "FAMILIES",
-    "HARMLESS",
-    "Family",
-    "family_of",
-    "loses_borders",
-    "needs_dense_mask",
-    "skips_padding",
-]
-
 _HARMLESS = """
 use_cache cache_position past_key_value past_key_values past_key_values_length position_embeddings layer_idx
 max_length_q max_length_k seq_idx deterministic attn_implementation query_length is_training return_dict

@@ -22,20 +22,6 @@ from adaattn_hf.backends.select import attend, choose
 
 from .families import HARMLESS, loses_borders
 
-__all__ = [
-    "MOST",
-    "Ready",
-    "attend_and_keep",
-    "collects_weights",
-    "facts_of",
-    "maskless",
-    "may_share",
-    "recall",
-    "remember",
-    "structure_at_hand",
-    "undisturbed",
-]
-
 IDLE = HARMLESS | {"position_ids"}
 """Keywords that change no call. `position_ids` do in some model families; calls of those are not remembered."""
 

@@ -23,8 +23,6 @@ from adaattn_hf.plans.choices import rank_of
 from adaattn_hf.plans.fit import Weights
 from adaattn_hf.plans.program import Program
 
-__all__ = ["FoldError", "Folding"]
-
 _PAIRS = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"))
 _TOLERANCE = 1e-3
 """Largest change of a score by folding, relative to the largest score of the head."""

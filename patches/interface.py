@@ -32,8 +32,6 @@ from .families import HARMLESS, loses_borders
 from .fast_path import facts_of, undisturbed
 from .structured_mask import StructuredMask
 
-__all__ = ["AttentionFunction", "attention_function"]
-
 AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
 
 # Keywords of continuous batching, whose keys and values lie in a paged cache that this function cannot read.

@@ -12,8 +12,6 @@ from adaattn_hf.plans.execute import rows_within
 from adaattn_hf.plans.program import Program
 from adaattn_hf.stats.profile import pooled_weights
 
-__all__ = ["SIZE", "head_map", "plan_map"]
-
 SIZE = 128
 """Rows and columns of an image at most; longer prompts are pooled."""
 

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-__all__ = ["MaskPattern", "read_pattern"]
-
 
 @dataclass(frozen=True, eq=False)
 class MaskPattern:

@@ -21,8 +21,6 @@ from .support import UnsupportedModel, unsupported, uses_interface
 if TYPE_CHECKING:
     from .mask_pattern import MaskPattern
 
-__all__ = ["adaattn_mask"]
-
 
 def adaattn_mask(
     batch_size: int,

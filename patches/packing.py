@@ -9,9 +9,6 @@ from adaattn_hf.attention.structure import CallStructure
 
 from .fast_path import tracing
 
-__all__ = ["Packed", "with_documents", "with_restarts"]
-
-
 Packed = dict[tuple[int, int], tuple[Tensor, Tensor, CallStructure]]
 
 

@@ -14,8 +14,6 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 
-__all__ = ["paged_function"]
-
 
 def paged_function(backend: str | None = None) -> Any:
     """The function to register as `paged|NAME`.

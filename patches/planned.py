@@ -20,8 +20,6 @@ from adaattn_hf.plans.store import program_of
 
 from . import shadow
 
-__all__ = ["by_plan"]
-
 
 def by_plan(
     module: nn.Module,

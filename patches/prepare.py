@@ -24,8 +24,6 @@ from .unpad import Unpadding, probe, refusals, trunk_of
 from .unpad.call import arguments_of, has_cache, makes_cache
 from .unpad.direct import DirectForward, called_directly
 
-__all__ = ["PrepareError", "prepare", "restore", "unpad_calls"]
-
 _SLOT = "_adaattn_prepared"
 _ON_PADDED = ("run", "raise")
 Model = TypeVar("Model", bound=nn.Module)

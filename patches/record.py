@@ -30,8 +30,6 @@ from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, s
 
 from .maps import head_map, plan_map
 
-__all__ = ["AttentionRecord", "record"]
-
 ENERGIES = (0.95, 0.99, 0.999)
 """Shares of the scores' energy for which the smallest sufficient rank is given."""
 PHASES = ("prefill", "padded", "packed", "decode")

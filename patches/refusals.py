@@ -10,8 +10,6 @@ from torch import Tensor
 
 from adaattn_hf.backends.select import BackendRefusal
 
-__all__ = ["check_additions", "check_scaling", "check_transform", "with_bias"]
-
 
 def check_scaling(scaling: Any) -> None:
     """Refuse a scaling factor that is not a number.

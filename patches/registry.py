@@ -14,8 +14,6 @@ from adaattn_hf.errors import unknown
 from .interface import attention_function
 from .masks import adaattn_mask
 
-__all__ = ["NAMES", "engine_takes_names", "register", "resolve", "unregister"]
-
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
 """Maps each `attn_implementation` to the backend that it forces, or to None where one is chosen per kind of call."""
 

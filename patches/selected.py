@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.structure import CallStructure
 
-__all__ = ["with_selected_keys"]
-
 
 def with_selected_keys(
     module: nn.Module, structure: CallStructure, heads: int, kwargs: dict[str, Any]

@@ -14,8 +14,6 @@ from adaattn_hf.config import AdaAttnConfig, settings_in
 from adaattn_hf.plans.store import settings_of
 from adaattn_hf.presets import load_preset
 
-__all__ = ["configure"]
-
 
 def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnConfig:
     """Set AdaAttn's settings on a model and all its towers; they are saved with it.

@@ -23,8 +23,6 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
 
-__all__ = ["ShadowMismatch", "compare", "reset"]
-
 ROWS = 64
 """Query rows that are compared in a call without a plan."""
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}

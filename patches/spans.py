@@ -21,8 +21,6 @@ from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import choose
 
-__all__ = ["spans"]
-
 
 class _Spans(Recorder):
     """Opens a span when a call's backend is chosen, and closes it when the call returns."""

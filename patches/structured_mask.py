@@ -19,8 +19,6 @@ from .support import UnsupportedModel, unsupported
 if TYPE_CHECKING:
     from .packing import Packed
 
-__all__ = ["StructuredMask"]
-
 _ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 _ADDED = unsupported("a model", "adds the attention mask to scores that it computes itself")
 

@@ -19,8 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .families import family_of
 
-__all__ = ["UnsupportedModel", "check", "refusal_of", "unsupported", "uses_interface"]
-
 _OWN_TABLE = re.compile(r"_CLASSES\[")
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 

@@ -17,8 +17,6 @@ from adaattn_hf.plans.store import plan_of
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-__all__ = ["AdaAttnCallback", "plan_statistics"]
-
 
 class _Tally(Recorder):
     """Counts calls instead of keeping them."""

@@ -27,19 +27,6 @@ from adaattn_hf.backends.table import Cell, Table, TableError, cell_of, clearly_
 from adaattn_hf.backends.tuning import measure
 from adaattn_hf.errors import unknown
 
-__all__ = [
-    "SETTINGS",
-    "begin",
-    "current",
-    "elsewhere",
-    "forget",
-    "keep",
-    "key_of",
-    "path_of",
-    "preferred",
-    "setting",
-]
-
 VARIABLE = "ADAATTN_TUNE"
 SETTINGS = {
     "off": "no table is read",

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["streaming_heads_run_outside_graphs", "use_plan_runs_outside_graphs"]
-
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def use_plan_runs_outside_graphs(attention: Any, /, *args: Any, **kwargs: Any) -> Any:

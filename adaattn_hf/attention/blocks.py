@@ -20,16 +20,6 @@ from .segments import Segment
 if TYPE_CHECKING:
     from .request import AttentionRequest
 
-__all__ = [
-    "BLOCK",
-    "block_segments",
-    "keep_blocks",
-    "kept_keys",
-    "keys_of_blocks",
-    "picked_blocks",
-    "pooled_keys",
-]
-
 BLOCK = 64
 """Keys per block where nothing else is said."""
 

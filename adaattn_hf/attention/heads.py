@@ -17,8 +17,6 @@ from .structure import CallStructure
 if TYPE_CHECKING:
     from .request import AttentionRequest
 
-__all__ = ["HEAD_PRECISIONS", "HeadRules", "joined_heads", "some_heads", "some_rows", "spelled_out"]
-
 HEAD_PRECISIONS = ("model", "bf16", "int8")
 _BLOCKS = (64, 128)
 

@@ -249,15 +249,3 @@ def unit_risks(
         mixed = torch.einsum("cb,bur->cur", torch.from_numpy(combine).to(grouped), grouped)
         sums.append((0.5 * mixed.square().sum(-1)).T.cpu().numpy())
     return np.concatenate(sums, axis=0), rows
-
-
-__all__ = [
-    "FisherRecorder",
-    "Moments",
-    "RowOutputs",
-    "label_gradients",
-    "layer_index",
-    "measure",
-    "row_outputs",
-    "unit_risks",
-]

@@ -14,8 +14,6 @@ from ..backends import select
 from ..plans import execute
 from ..plans.program import Program
 
-__all__ = ["FIRST", "stored_tap"]
-
 FIRST = 64
 """Tokens of a sequence from which the mean of its keys is taken, those of a short prompt."""
 

@@ -29,8 +29,6 @@ from .search import Joint, JointPasses, programs, solve
 if TYPE_CHECKING:
     from .measure import Measurement
 
-__all__ = ["PROTOCOL", "Rounding", "Storage", "aimed_at", "choose_storage", "roundings"]
-
 PROTOCOL = "cache"
 """Where a plan's protocol says what its cache stores."""
 

@@ -16,8 +16,6 @@ from . import execute
 from .choices import PRECISE_ROWS, Choice
 from .program import Program
 
-__all__ = ["dropped_mass", "one_run", "relative_change"]
-
 
 def one_run(request: AttentionRequest, turn: int) -> AttentionRequest | None:
     """One run of queries and keys of a call, whole and plain, in turn; None where the mask is not made of runs."""

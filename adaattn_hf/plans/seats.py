@@ -15,8 +15,6 @@ from ..attention.tap import SEATED, Seat, seating
 from . import store
 from .plan import Plan
 
-__all__ = ["use_plan"]
-
 MOST = 8
 """Plans that are kept checked for a model, the newest."""
 _checked: WeakKeyDictionary[nn.Module, list[tuple[Plan, bool, dict[nn.Module, Seat]]]] = WeakKeyDictionary()

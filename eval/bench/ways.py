@@ -23,8 +23,6 @@ from .model import model_works
 from .peers import PEERS, peer_work
 from .work import Work, attention_works, structure_of, tensors_of
 
-__all__ = ["KERNELS", "error_of", "is_stock", "shape_of", "trace", "ways"]
-
 KERNELS = {
     "sdpa:flash": SDPBackend.FLASH_ATTENTION,
     "sdpa:efficient": SDPBackend.EFFICIENT_ATTENTION,

@@ -10,8 +10,6 @@ from .call import _ERRORS, addresses_of
 from .guard import lies
 from .library import DTYPES, STORE, library, missing
 
-__all__ = ["store", "write"]
-
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = (torch.int8, torch.uint8)
 

@@ -12,8 +12,6 @@ from . import limits
 from .kernels import FlashCpuKernel, Rectangle
 from .tiles import Part, dense_part
 
-__all__ = ["attend_few"]
-
 
 def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | None:
     """`[batch, 1, heads, head_dim]` for one query per row; None where its keys are no range, or there are none."""

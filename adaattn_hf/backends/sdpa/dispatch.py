@@ -30,8 +30,6 @@ from .planner import Target, program_for
 from .tiles import EMPTY, constant
 from .traced import masked_call, plain_call, run_traced
 
-__all__ = ["attend", "fast_call"]
-
 
 def attend(request: AttentionRequest) -> AttentionResult:
     """Attention by the cheapest exact way."""

@@ -17,8 +17,6 @@ from ..sinks import sink_gradient
 from .kernels import Kernel, Rectangle
 from .tiles import EMPTY, Part, Program, bias_of, dense_part, empty_rows
 
-__all__ = ["Fused", "is_single", "run_forward", "run_single"]
-
 
 def _view(t: Tensor, part: Part, start: int, length: int) -> Tensor:
     """Rows `start … start + length` of `[batch, heads, len, dim]`; the repetitions of a part become its batch."""

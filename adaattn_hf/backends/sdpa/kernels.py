@@ -14,18 +14,6 @@ from torch import Tensor
 
 from . import limits
 
-__all__ = [
-    "EfficientKernel",
-    "FlashCpuKernel",
-    "Gradients",
-    "Kernel",
-    "MathKernel",
-    "Rectangle",
-    "aligned",
-    "repeated",
-    "suits_efficient",
-]
-
 
 class Rectangle(NamedTuple):
     """Queries and the keys that they are computed against; `mask` is additive, `causal` starts at both first tokens."""

@@ -16,11 +16,6 @@ from torch import Tensor
 from ...attention.structure import CallStructure
 from . import limits
 
-__all__ = [
-    "EMPTY", "Local", "Part", "Program", "Rules", "Run", "band_mask", "bias_of", "constant", "dense_part",
-    "dense_program", "empty_rows", "local_parts", "may_be_empty",
-]  # fmt: skip
-
 EMPTY = -1e30
 """Log-sum-exp of a row that has seen no key: finite, so that merging two such rows is no NaN."""
 

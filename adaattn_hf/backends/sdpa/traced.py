@@ -13,8 +13,6 @@ from ...attention.request import AttentionRequest
 from .kernels import repeated, splits_groups
 from .tiles import Part, Program, bias_of, dense_part
 
-__all__ = ["masked_call", "plain_call", "run_traced"]
-
 
 def plain_call(
     query: Tensor, key: Tensor, value: Tensor, request: AttentionRequest, *, causal: bool

@@ -27,8 +27,6 @@ from ..record import PlanError, real, whole
 from .part import Colour, Keys, Setting, register
 from .window import SINKS
 
-__all__ = ["MASSES", "Blocks"]
-
 MASSES = (0.95, 0.98, 0.99, 0.995)
 TILE = 64
 """Query rows that share one gather of key blocks."""
