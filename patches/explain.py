@@ -20,6 +20,7 @@ from adaattn_hf.plans.store import plan_of
 
 from .cache.memory import CacheMemory, memory_of
 from .cache.stored import AdaAttnCache
+from .support import refuse_other_attention
 from .tuned import elsewhere
 
 _LENGTH = 8
@@ -65,23 +66,20 @@ class Explanation:
         lines = [f"{self.model}, attn_implementation={self.implementation!r}"]
         said: dict[str, tuple[str, ...]] | None = None
         before: dict[str, tuple[str, ...]] = {}
-        groups: dict[tuple[str, str, CallSpec, str], list[str]] = {}
-        why: dict[tuple[str, str, CallSpec, str], LayerChoice] = {}
+        groups: dict[tuple[str, str, CallSpec, str], list[LayerChoice]] = {}
         for choice in self.layers:
-            key = (choice.phase, choice.backend, choice.spec, choice.plan)
-            groups.setdefault(key, []).append(choice.layer)
-            why[key] = choice
-        for key, names in groups.items():
-            phase, backend, spec, plan = key
-            span = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
-            if said is not None and why[key].refused != said:
+            groups.setdefault((choice.phase, choice.backend, choice.spec, choice.plan), []).append(choice)
+        for (phase, backend, spec, plan), layers in groups.items():
+            first, last = layers[0].layer, layers[-1]
+            span = first if len(layers) == 1 else f"{first} … {last.layer} ({len(layers)} layers)"
+            if said is not None and last.refused != said:
                 lines += _why_not(said, before)
                 before |= said
-            said = why[key].refused
+            said = last.refused
             lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
             if plan:
                 lines.append(f"           plan: {plan}")
-            lines += [f"           measured: {words}" for words in why[key].measured]
+            lines += [f"           measured: {words}" for words in last.measured]
         lines += _why_not(said or {}, before)
         if self.cache is not None and self.cache.layers:
             lines.append(f"  cache    {self.cache}")
@@ -129,16 +127,7 @@ def explain(
             such a cache.
         BackendRefusal: A forced backend cannot serve a layer.
     """
-    implementation = model.config._attn_implementation
-    names = {implementation} if isinstance(implementation, str) else set(implementation.values())
-    towers = {
-        getattr(m.config, "_attn_implementation", None) for m in model.modules() if hasattr(m, "config")
-    }
-    if not any(str(name).startswith("adaattn") for name in names | towers):
-        raise ValueError(
-            f"model: its attention implementation is {implementation!r}, none of AdaAttn's; load it with "
-            'attn_implementation="adaattn" or call model.set_attn_implementation("adaattn")'
-        )
+    refuse_other_attention(model)
     device = device or model.device.type
     dtype = dtype or model.dtype
     with torch.device("meta"):
@@ -169,7 +158,12 @@ def explain(
             of_plan = asked.get(index, "") if isinstance(index, int) else ""
             measured = () if forced is not None else _measured(spec)
             choices.append(LayerChoice(key[0], phase, spec, backend, refused, of_plan, measured))
-    return Explanation(type(model).__name__, str(implementation), tuple(choices), kept[0] if kept else None)
+    return Explanation(
+        type(model).__name__,
+        str(model.config._attn_implementation),
+        tuple(choices),
+        kept[0] if kept else None,
+    )
 
 
 def _measured(spec: CallSpec) -> tuple[str, ...]:

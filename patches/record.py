@@ -29,6 +29,7 @@ from adaattn_hf.stats.rows import stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
 
 from .maps import head_map, plan_map
+from .support import refuse_other_attention
 
 ENERGIES = (0.95, 0.99, 0.999)
 """Shares of the scores' energy for which the smallest sufficient rank is given."""
@@ -291,16 +292,7 @@ def record(
     """
     if rows < 1:
         raise ValueError(f"rows: got {rows}, expected at least 1 sampled row per call")
-    names = {
-        str(getattr(module.config, "_attn_implementation", None))
-        for module in model.modules()
-        if hasattr(module, "config")
-    }
-    if not any(name.startswith("adaattn") for name in names):
-        raise ValueError(
-            f"model: its attention implementation is {', '.join(sorted(names)) or 'unknown'}, none of AdaAttn's; load "
-            'it with attn_implementation="adaattn" or call model.set_attn_implementation("adaattn")'
-        )
+    refuse_other_attention(model)
     programs = None if against is None else programs_for(model, against)
     with recording(AttentionRecord(model, rows, seed, spectrum, dict.fromkeys(maps), programs)) as listener:
         yield listener  # type: ignore[misc]

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .families import family_of
@@ -51,6 +52,22 @@ def check(model: PreTrainedModel | PreTrainedConfig) -> None:
         reason = refusal_of(config)
         if reason is not None:
             raise UnsupportedModel(reason)
+
+
+def refuse_other_attention(model: nn.Module) -> None:
+    """Refuses a model whose attention is not this package's.
+
+    Raises:
+        ValueError: None of its towers is set to `adaattn…`.
+    """
+    from adaattn_hf.plans.store import implementations  # masks import this module, and need nothing of plans
+
+    names = implementations(model)
+    if not any(name.startswith("adaattn") for name in names):
+        raise ValueError(
+            f"model: its attention implementation is {', '.join(sorted(names)) or 'unknown'}, none of AdaAttn's; load "
+            'it with attn_implementation="adaattn" or call model.set_attn_implementation("adaattn")'
+        )
 
 
 def refusal_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> str | None:

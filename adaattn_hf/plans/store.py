@@ -289,7 +289,7 @@ def refuse_stock_attention(model: nn.Module) -> None:
     Raises:
         PlanError: If none of its towers runs one of ours.
     """
-    names = _implementations(model)
+    names = implementations(model)
     if names and not any(name.startswith("adaattn") for name in names):
         raise PlanError(
             f"model: its attention implementation is {', '.join(sorted(names))}, which knows no plans; load it with "
@@ -340,7 +340,7 @@ def _settings_of(config: Path) -> Mapping[str, Any]:
     return settings or {}
 
 
-def _implementations(model: nn.Module) -> set[str]:
+def implementations(model: nn.Module) -> set[str]:
     """Names of the attention implementations of a model's towers."""
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None))
