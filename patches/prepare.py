@@ -1,8 +1,8 @@
-"""What a loaded model can be given beyond its attention: no padding anywhere, a cache that grows in place.
+"""Prepares a loaded model: removes padding from the whole forward pass, and makes caches that grow in place.
 
     model = adaattn_hf.prepare(AutoModel.from_pretrained(name, attn_implementation="adaattn"))
 
-Both are hooks: nothing of the model is replaced, `restore` takes them away.
+Both are forward hooks; nothing in the model is replaced, and `restore` removes them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class PrepareError(ValueError):
-    """A model cannot be prepared as asked; says all the reasons."""
+    """A model cannot be prepared as asked; the message lists all reasons."""
 
 
 class _CacheHook:
