@@ -105,6 +105,11 @@ class CalibrationSettings:
             raise ValueError(
                 f"kv_bytes is {self.kv_bytes}, expected a share of the bytes below 1, such as 0.4x"
             )
+        if self.with_cache and "window" not in self.families:
+            raise ValueError(
+                f"families is {','.join(self.families)}, expected window among them: only heads with windows keep less "
+                "in a cache, so add it, or leave optimize and kv_bytes out"
+            )
         if self.minutes is not None and not self.minutes > 0.0:
             raise ValueError(f"minutes is {self.minutes}, expected a time above 0, or None for no end")
         if self.bolder < 0:
