@@ -11,8 +11,6 @@ import torch
 
 from .errors import unknown
 
-__all__ = ["AdaAttnConfig", "ConfigError", "raw_settings", "settings_in"]
-
 CONFIG_VERSION = 1
 MISMATCHES = ("raise", "warn")
 

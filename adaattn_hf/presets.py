@@ -9,8 +9,6 @@ import yaml
 from .config import AdaAttnConfig, ConfigError
 from .errors import unknown
 
-__all__ = ["load_preset", "preset_names"]
-
 
 def preset_names() -> tuple[str, ...]:
     """Names of the presets that come with the package."""

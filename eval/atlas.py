@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-__all__ = ["page"]
-
 
 def page(recorded: Mapping[str, Any], title: str, about: str) -> str:
     """Returns the page.

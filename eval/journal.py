@@ -31,6 +31,8 @@ from .timing import Elapsed
 
 VERSION = 1
 NAME = "journal.jsonl"
+_ARRAYS = {"nll": "<f8", "kl": "<f8", "hit": "?", "agree": "?"}
+"""Arrays of `TokenScores` with the types in which they are written."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,8 @@ class BatchRecord:
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON values."""
-        arrays = {"nll": "<f8", "kl": "<f8", "hit": "?", "agree": "?"}
-        packed = {key: _pack(getattr(self.scores, key), kind) for key, kind in arrays.items()}
         return {
-            **packed,
+            **{key: _pack(getattr(self.scores, key), kind) for key, kind in _ARRAYS.items()},
             "wall": [e.wall for e in self.elapsed],
             "process": [e.process for e in self.elapsed],
             "activation": [list(c) if c else None for c in self.activation],
@@ -55,12 +55,7 @@ class BatchRecord:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> BatchRecord:
         """The record of JSON values."""
-        scores = TokenScores(
-            nll=_unpack(value["nll"], "<f8"),
-            kl=_unpack(value["kl"], "<f8"),
-            hit=_unpack(value["hit"], "?"),
-            agree=_unpack(value["agree"], "?"),
-        )
+        scores = TokenScores(**{key: _unpack(value[key], kind) for key, kind in _ARRAYS.items()})
         elapsed = tuple(Elapsed(w, p) for w, p in zip(value["wall"], value["process"], strict=True))
         return cls(scores, elapsed, tuple(Counts(*c) if c else None for c in value["activation"]))
 

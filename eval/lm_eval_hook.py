@@ -16,8 +16,6 @@ from lm_eval.__main__ import cli_evaluate
 
 from . import lm_eval_model
 
-__all__ = ["main"]
-
 NAME = lm_eval_model.NAME
 
 

@@ -1,4 +1,4 @@
-"""How a study's pages write tables, losses and budgets."""
+"""How pages write tables, losses and budgets, and names that may hold markup."""
 
 from __future__ import annotations
 
@@ -42,8 +42,3 @@ def loss(value: float) -> str:
 def percent(budget: float) -> str:
     """Returns a budget as a rise of the perplexity."""
     return f"{100 * math.expm1(budget):.3g} %"
-
-
-def verdicts_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns what was proved of each plan that a seed tried, failed ones too."""
-    return [entry["verified"] for entry in record["report"]["history"] if "verified" in entry]

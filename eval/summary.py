@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adaattn_hf.stats.paired import Flag, Float, TokenScores
+from adaattn_hf.stats.paired import Flag, Float, TokenScores, joined
 
 from . import compare
 from .journal import BatchRecord
@@ -39,14 +39,8 @@ def gather(task: Task, batches: Sequence[Sequence[int]], records: Sequence[Batch
     of_window = np.concatenate(
         [np.full(len(task.windows[w].targets), w, dtype=np.int64) for batch in batches for w in batch]
     )
-    parts = [record.scores for record in records]
     order = np.argsort(of_window, kind="stable")
-    scores = TokenScores(
-        nll=np.concatenate([p.nll for p in parts], axis=1)[:, order],
-        kl=np.concatenate([p.kl for p in parts], axis=1)[:, order],
-        hit=np.concatenate([p.hit for p in parts], axis=1)[:, order],
-        agree=np.concatenate([p.agree for p in parts], axis=1)[:, order],
-    )
+    scores = joined([record.scores for record in records]).ordered(order)
     window = of_window[order]
     document = np.asarray([task.windows[w].document for w in window], dtype=np.int64)
     return Tokens(scores, document, window)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from adaattn_hf.backends.native import memory
@@ -60,15 +59,8 @@ def turn(arms: int, batch: int) -> list[int]:
 
 def ratio_summary(stock: Sequence[float], arm: Sequence[float]) -> dict[str, float | int]:
     """How many times faster than stock: median over batches of stock / arm, quartiles, and of the totals."""
-    ratios = np.asarray(stock) / np.asarray(arm)
-    low, middle, high = np.percentile(ratios, [25, 50, 75])
-    return {
-        "median": float(middle),
-        "quartile_25": float(low),
-        "quartile_75": float(high),
-        "total": float(np.sum(stock) / np.sum(arm)),
-        "batches": len(ratios),
-    }
+    ratios = [first / second for first, second in zip(stock, arm, strict=True)]
+    return {**spread(ratios), "total": sum(stock) / sum(arm), "batches": len(ratios)}
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Loading a checkpoint with its tokenizer, and one set of weights as several models that differ in their attention."""
+"""Loads a checkpoint with its tokenizer, and makes copies of a model that share weights but differ in attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _HASHED_BYTES = 1 << 20
 _LOADING = (OSError, ValueError, KeyError, ImportError)
-"""What Transformers raises where a checkpoint is absent, broken or needs a package that is not installed."""
+"""Errors that Transformers raises for a checkpoint that is missing, broken or needs a package."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Checkpoint:
     """A loaded model with its tokenizer.
 
     Attributes:
-        name: what the user called it, a directory reduced to its last part.
+        name: hub id, or the last part of a directory's path.
         model: in evaluation mode, on its device.
         tokenizer: Transformers' tokenizer.
         objective: `causal` or `masked`.
@@ -58,7 +58,7 @@ class Checkpoint:
 
     @property
     def max_length(self) -> int | None:
-        """The longest input that the configuration speaks of, in tokens."""
+        """The longest input that the configuration allows, in tokens; None if it does not say."""
         config = self.model.config.get_text_config()
         for name in ("n_positions", "max_position_embeddings", "n_ctx"):
             value = getattr(config, name, None)
@@ -67,7 +67,7 @@ class Checkpoint:
         return None
 
     def prefix_token(self) -> int:
-        """The token before a document: BOS, else EOS (as lm-evaluation-harness has it)."""
+        """Returns the token before a document: BOS, else EOS, as in lm-evaluation-harness."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
@@ -78,14 +78,14 @@ class Checkpoint:
         )
 
     def pad_token(self) -> int:
-        """A token for padding, which is masked: the tokenizer's, else EOS, else 0."""
+        """Returns the token for padding (which is masked): the tokenizer's, else EOS, else 0."""
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
         return 0
 
     def special_tokens(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer puts before and after a text."""
+        """Returns the special tokens that the tokenizer puts before and after a text."""
         whole = self.tokenizer.encode("a", verbose=False)
         body = self.tokenizer.encode("a", add_special_tokens=False, verbose=False)
         for at in range(len(whole) - len(body) + 1):
@@ -94,7 +94,7 @@ class Checkpoint:
         raise ModelUnavailable(f"tokenizer: {self.name}'s gives {whole} for 'a', expected {body} within it")
 
     def fingerprint(self) -> str:
-        """sha256 over name, shape, dtype and the first MiB of every weight: another checkpoint shows, quickly."""
+        """Returns a sha256 over name, shape, dtype and first MiB of every weight, which tells checkpoints apart."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -104,7 +104,7 @@ class Checkpoint:
 
 
 def resolve_dtype(name: str) -> torch.dtype | str:
-    """The dtype of a name; `auto` is the checkpoint's own."""
+    """Returns the dtype of a name, or `auto` for the checkpoint's own."""
     if name == "auto":
         return "auto"
     if name not in DTYPES:
@@ -113,7 +113,7 @@ def resolve_dtype(name: str) -> torch.dtype | str:
 
 
 def resolve_device(name: str | None, *, here: bool = True) -> torch.device:
-    """The device of a name, which has to be `here`; by default CUDA where there is one, else the CPU."""
+    """Returns the device of a name, by default CUDA if available, else the CPU; `here`: refuse one that is missing."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -156,7 +156,7 @@ def _objective(config: Any, asked: str, name: str) -> Objective:
 
 
 def is_masked(config: Any) -> bool:
-    """Whether a configuration is of a masked-language model: as saved, or by its family for a bare encoder."""
+    """Whether a configuration is that of a masked-language model, by its architectures, else by its family."""
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     saved = config.architectures or []
@@ -179,17 +179,17 @@ def load(
     trust_remote_code: bool = False,
     implementation: str | None = None,
 ) -> Checkpoint:
-    """A checkpoint from the hub or a directory, in evaluation mode.
+    """Loads a checkpoint from the hub or a directory, in evaluation mode.
 
     Args:
         model: Hub id or directory.
         dtype: A name of `DTYPES`, or `auto`, the checkpoint's own.
         device: Where the weights go; see `resolve_device`.
-        tokenizer: Where it is not the model's own.
-        revision: Of a hub model.
+        tokenizer: Hub id or directory of another tokenizer than the model's own.
+        revision: Revision of a hub model.
         gguf_file: GGUF file within `model`.
         objective: `auto`, `causal` or `masked`.
-        trust_remote_code: Let the model bring code.
+        trust_remote_code: Allow the model to run code of its own.
         implementation: The attention implementation; None leaves it to Transformers.
 
     Raises:
@@ -255,7 +255,7 @@ def _not_loaded(model: str | Path, error: Exception) -> ModelUnavailable:
 
 
 def why_not(model: str | Path, error: Exception) -> str:
-    """Why a checkpoint was not loaded; Transformers takes a path that is not there for a bad id."""
+    """Returns why a checkpoint was not loaded; for a missing path Transformers complains about a bad id."""
     name = str(model)
     path = isinstance(model, Path) or name.startswith(("/", ".", "~")) or name.count("/") > 1
     if path and not Path(model).expanduser().exists():
@@ -269,7 +269,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def known_implementations() -> list[str]:
-    """Every attention implementation that Transformers knows by now, `eager` included."""
+    """Returns all attention implementations that Transformers knows now, `eager` included."""
     from transformers import AttentionInterface
 
     registry: Any = AttentionInterface
@@ -277,21 +277,21 @@ def known_implementations() -> list[str]:
 
 
 NO_PLAN = "none"
-"""Stands for a plan: run without the plan that the model carries."""
+"""Given in place of a plan: run without the plan that the model carries."""
 
 
 def arms(
     checkpoint: Checkpoint, implementations: Sequence[str], plans: Sequence[str | None] | None = None
 ) -> list[Any]:
-    """One model per implementation, all over the same weights in memory.
+    """Returns one model per attention implementation, all sharing the checkpoint's parameters.
 
-    Each arm has its own modules, configuration and buffers, so that nothing that one attention keeps can
-    reach another; parameters are shared, so that the weights are the same by construction and held once.
+    Each model (arm) has its own modules, configuration and buffers, so that no arm can affect another; the parameters
+    are the same tensors, held in memory once.
 
     Args:
         checkpoint: The weights.
         implementations: One name per arm.
-        plans: Per arm the file or directory of its plan, `NO_PLAN`, or None for what the model carries.
+        plans: Per arm the file or directory of its plan, `NO_PLAN`, or None for the model's own.
 
     Raises:
         ModelUnavailable: an implementation is unknown or the model refuses it, or a plan belongs to another model.

@@ -1,30 +1,28 @@
-"""The one dtype that a call computes in, and the dtype of what it answers: autocast's where that is on."""
+"""Chooses the dtype that a call computes in and the dtype of its output, with and without autocast."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["one_dtype", "restored"]
-
 
 def restored(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Autocast defines the output's dtype, as it does for stock attention; nothing else may change it."""
+    """Returns the output in the dtype of the query, under autocast in autocast's, as stock attention does."""
     return out if _autocasts(out.device.type) else out.to(dtype)
 
 
 def _autocasts(device: str) -> bool:
-    """Whether autocast is on; the meta device, on which `explain` runs models, has none."""
+    """Whether autocast is on for a device; the meta device, which `explain` uses, has no autocast."""
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value in one dtype: autocast's where it is on, else the widest that came.
+    """Returns query, key and value in one dtype: autocast's where it is on, else the widest of the three.
 
-    Rotary embeddings leave queries and keys in fp32 under autocast while values are half; GPT-2 may ask for fp32.
+    Under autocast, rotary embeddings return fp32 queries and keys beside half-precision values; GPT-2 can ask for fp32.
     """
     dtype = query.dtype
-    # GPT-2's setting; asked of the instance's dictionary because `Module.__getattr__` is slow to miss
+    # a setting of GPT-2, read from `__dict__` because a failing `Module.__getattr__` is slow
     upcasts = module.__dict__.get("reorder_and_upcast_attn")
     casts = torch._C._is_any_autocast_enabled() and _autocasts(query.device.type)
     if not (casts or upcasts) and dtype is key.dtype is value.dtype:

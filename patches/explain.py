@@ -1,4 +1,4 @@
-"""Which backend runs in which layer, what its plan asks of it, and why not the other backends."""
+"""Explains which backend each layer of a model runs, why not the others, and what its plan changes."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from adaattn_hf.plans.store import plan_of
 
 from .cache.memory import CacheMemory, memory_of
 from .cache.stored import AdaAttnCache
+from .support import refuse_other_attention
 from .tuned import elsewhere
-
-__all__ = ["Explanation", "LayerChoice", "explain"]
 
 _LENGTH = 8
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What runs in one layer, in one phase.
+    """The backend of one layer in one phase.
 
     Attributes:
         layer: Name of the attention module in the model.
         phase: `prefill`, `padded` (a batch with padding) or `decode`.
         spec: The facts of the call.
         backend: Name of the backend that serves it.
-        refused: Per other backend, all its reasons against the call; no reason means that it stands behind in order.
-        measured: Per backend, the calls like this one that this machine's table gives to it against the built-in order.
-        plan: What the plan asks of the layer's key/value heads, in words; empty where the layer is exact. Heads that
-            compute something else may run on another backend than exact ones.
+        refused: Per other backend, all reasons why it cannot serve the call; empty for one that could, but comes later
+            in the order.
+        plan: The choices of the layer's key/value heads in words; empty if the layer is exact. Heads with a choice may
+            run on another backend than exact heads.
+        measured: In words, backends that this machine's table of measurements prefers for calls like this one.
     """
 
     layer: str
@@ -53,36 +53,33 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Per layer and phase, what runs."""
+    """The backends of a model's layers, by phase."""
 
     model: str
     implementation: str
     layers: tuple[LayerChoice, ...]
     cache: CacheMemory | None = None
-    """What the model's cache takes, None for a model that keeps none."""
+    """Memory of the model's key/value cache, None for a model without one."""
 
     def __str__(self) -> str:
-        """One line per group of layers of like choice; below groups that refuse alike, what is new of the refusals."""
+        """One line per group of layers with equal backend, call and plan; then the refusals not listed before."""
         lines = [f"{self.model}, attn_implementation={self.implementation!r}"]
         said: dict[str, tuple[str, ...]] | None = None
         before: dict[str, tuple[str, ...]] = {}
-        groups: dict[tuple[str, str, CallSpec, str], list[str]] = {}
-        why: dict[tuple[str, str, CallSpec, str], LayerChoice] = {}
+        groups: dict[tuple[str, str, CallSpec, str], list[LayerChoice]] = {}
         for choice in self.layers:
-            key = (choice.phase, choice.backend, choice.spec, choice.plan)
-            groups.setdefault(key, []).append(choice.layer)
-            why[key] = choice
-        for key, names in groups.items():
-            phase, backend, spec, plan = key
-            span = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
-            if said is not None and why[key].refused != said:
+            groups.setdefault((choice.phase, choice.backend, choice.spec, choice.plan), []).append(choice)
+        for (phase, backend, spec, plan), layers in groups.items():
+            first, last = layers[0].layer, layers[-1]
+            span = first if len(layers) == 1 else f"{first} … {last.layer} ({len(layers)} layers)"
+            if said is not None and last.refused != said:
                 lines += _why_not(said, before)
                 before |= said
-            said = why[key].refused
+            said = last.refused
             lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
             if plan:
                 lines.append(f"           plan: {plan}")
-            lines += [f"           measured: {words}" for words in why[key].measured]
+            lines += [f"           measured: {words}" for words in last.measured]
         lines += _why_not(said or {}, before)
         if self.cache is not None and self.cache.layers:
             lines.append(f"  cache    {self.cache}")
@@ -92,7 +89,7 @@ class Explanation:
 
 
 def _why_not(refused: Mapping[str, tuple[str, ...]], before: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """A line for all backends that would serve, too, one for each that refuses, and one for those that did so above."""
+    """Returns lines: all backends that could also serve; each that refuses; those whose reasons are above."""
     behind = [name for name, reasons in refused.items() if not reasons]
     lines = [f"           would serve, too: {', '.join(behind)}"] if behind else []
     again = [name for name, reasons in refused.items() if reasons and before.get(name) == reasons]
@@ -114,32 +111,23 @@ def explain(
     streaming: bool = False,
     plan: Plan | None = None,
 ) -> Explanation:
-    """What each attention layer of a model runs on and by what plan, found by a dry pass over a copy without weights.
+    """Reports which backend and plan each attention layer of a model uses, by running a copy on the meta device.
 
     Args:
-        model: A model whose implementation is one of ours.
-        inputs: Keywords of the model's forward, for models that read neither token ids nor pixels.
+        model: A model whose attention implementation is `adaattn…`.
+        inputs: Keyword arguments of the model's forward, for models that read neither token ids nor pixels.
         device: Explain for this device type (`cpu`, `cuda`) instead of the model's own.
         dtype: Explain for this dtype instead of the model's own.
-        cache: Explain for a cache that stores keys and values so; see `AdaAttnCache`.
+        cache: Explain for a cache of this format; see `AdaAttnCache`.
         streaming: Count the cache's bytes with the streaming heads of the plan; see `AdaAttnCache`.
-        plan: Explain with this plan instead of the one that the model carries.
+        plan: Explain with this plan instead of the model's own.
 
     Raises:
-        ValueError: The model's implementation is none of ours, its inputs cannot be guessed, or it cannot read such a
-            cache.
-        BackendRefusal: A backend that was asked for by name cannot serve a layer.
+        ValueError: The model runs another attention implementation, its inputs cannot be guessed, or it cannot use
+            such a cache.
+        BackendRefusal: A forced backend cannot serve a layer.
     """
-    implementation = model.config._attn_implementation
-    names = {implementation} if isinstance(implementation, str) else set(implementation.values())
-    towers = {
-        getattr(m.config, "_attn_implementation", None) for m in model.modules() if hasattr(m, "config")
-    }
-    if not any(str(name).startswith("adaattn") for name in names | towers):
-        raise ValueError(
-            f"model: its attention implementation is {implementation!r}, none of AdaAttn's; load it with "
-            'attn_implementation="adaattn" or call model.set_attn_implementation("adaattn")'
-        )
+    refuse_other_attention(model)
     device = device or model.device.type
     dtype = dtype or model.dtype
     with torch.device("meta"):
@@ -170,11 +158,16 @@ def explain(
             of_plan = asked.get(index, "") if isinstance(index, int) else ""
             measured = () if forced is not None else _measured(spec)
             choices.append(LayerChoice(key[0], phase, spec, backend, refused, of_plan, measured))
-    return Explanation(type(model).__name__, str(implementation), tuple(choices), kept[0] if kept else None)
+    return Explanation(
+        type(model).__name__,
+        str(model.config._attn_implementation),
+        tuple(choices),
+        kept[0] if kept else None,
+    )
 
 
 def _measured(spec: CallSpec) -> tuple[str, ...]:
-    """What the machine's table says of calls like this one, whatever their length."""
+    """Returns in words which backends the machine's table prefers for calls like this one, of any length."""
     return tuple(
         f"{name} for " + ", ".join(f"{c.length // 2 + 1} to {c.length} keys (work {c.work})" for c in cells)
         for name, cells in elsewhere(spec).items()
@@ -182,7 +175,7 @@ def _measured(spec: CallSpec) -> tuple[str, ...]:
 
 
 def _in_words(layer: LayerPlan) -> str:
-    """The choices of a layer with the key/value heads that take each."""
+    """Returns the choices of a layer in words, each with its key/value heads; empty if all are exact."""
     heads: dict[str, list[str]] = {}
     for head, choice in enumerate(layer.choices):
         heads.setdefault(choice.label, []).append(str(head))
@@ -201,12 +194,12 @@ def _phases(
     kept: list[CacheMemory],
     spans: Mapping[int, Any] | None,
 ) -> Iterator[tuple[str, list[tuple[nn.Module, CallSpec, str | None]]]]:
-    """Calls of a prompt, of a padded batch and, for models that generate with a cache, of one decode step."""
+    """Yields the attention calls of a prompt, of a padded batch and, for models with a cache, of one decode step."""
     inputs = _inputs(ghost) if given is None else {name: value.to("meta") for name, value in given.items()}
     cached = ghost.can_generate() and not ghost.config.is_encoder_decoder
     first = Recorder(dry=True)
     with torch.no_grad(), recording(first):
-        # with a cache, Transformers does not look for packed documents, which needs data
+        # with a cache Transformers does not look for packed documents, which would need data
         keywords: dict[str, Any] = {"use_cache": True} if cached else {}
         if stored != "model":
             keywords["past_key_values"] = AdaAttnCache(ghost, stored)
@@ -228,7 +221,7 @@ def _phases(
 
 
 def _inputs(ghost: PreTrainedModel) -> dict[str, Any]:
-    """Small inputs on the meta device."""
+    """Returns small inputs on the meta device."""
     config = ghost.config
     if ghost.main_input_name == "pixel_values":
         vision = getattr(config, "vision_config", config)

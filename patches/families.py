@@ -1,19 +1,9 @@
-"""Facts about model families, one record each: data, not code."""
+"""What is known about model families that their configurations do not tell, one record per family."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-
-__all__ = [
-    "FAMILIES",
-    "HARMLESS",
-    "Family",
-    "family_of",
-    "loses_borders",
-    "needs_dense_mask",
-    "skips_padding",
-]
 
 _HARMLESS = """
 use_cache cache_position past_key_value past_key_values past_key_values_length position_embeddings layer_idx
@@ -28,9 +18,8 @@ feature_attention_mask audio_feature_lengths use_audio_in_video length lengths s
 offset_mapping overflow_to_sample_mapping assistant_masks completion_mask prompt_mask
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""Keywords that attention is handed and need not read: what it computes is said by the tensors and the mask. They are
-what models take for themselves (ids, features, labels, switches of their outputs), columns of batches, and sizes that
-only other kernels want. A keyword that is neither here nor served is refused by name."""
+"""Keywords that reach attention but do not change it: inputs and labels of the model, switches of its outputs, columns
+of batches, and sizes that only other kernels need. A keyword that is neither listed here nor supported is refused."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +28,15 @@ class Family:
 
     Attributes:
         model_type: As in the configuration.
-        encoder_only: Every bidirectional mask of the family is self-attention over its own tokens, so that
-            padding tokens are padding as queries too (a cross-attention mask looks the same but pads keys
-            only).
-        dense_mask: The model slices or combines the prepared mask and must get a tensor.
-        fragile_padding: The model divides by the magnitude of each row, so that rows of padding must not
-            become zero: the gradient of the whole model would be NaN.
-        loses_borders: The model makes its masks without positions, or keeps `cu_seq_lens_*` from its attention;
-            where positions start anew a document does.
-        unrouted: How a part of the model computes attention past Transformers' interface, where its source
-            does not say so plainly; empty if it does not.
-        rotary: A rotary embedding stands between the projections and the scores.
-        projections: Attribute names of the query and key projections in the attention module; equal names
-            mean one fused matrix.
+        encoder_only: Bidirectional masks of the family are always self-attention, so that padding is the same for
+            queries and keys (a cross-attention mask looks alike, but pads keys only).
+        dense_mask: The model slices or combines the prepared mask and needs a tensor.
+        fragile_padding: The model divides by the norm of each row, so that an output of zeros at padding would make
+            all gradients NaN.
+        loses_borders: The model makes its masks without positions, or does not pass `cu_seq_lens_*` to attention; a
+            document starts wherever positions restart.
+        unrouted: How a part of the model bypasses Transformers' attention interface, where its source does not show
+            it; empty if none does.
     """
 
     model_type: str
@@ -60,74 +45,26 @@ class Family:
     fragile_padding: bool = False
     loses_borders: bool = False
     unrouted: str = ""
-    rotary: bool = True
-    projections: tuple[str, str] = ("q_proj", "k_proj")
 
 
-_ENCODERS = [
-    "albert",
-    "bert",
-    "camembert",
-    "convbert",
-    "data2vec-text",
-    "distilbert",
-    "electra",
-    "ernie",
-    "esm",
-    "eurobert",
-    "flaubert",
-    "ibert",
-    "jina_embeddings_v3",
-    "mobilebert",
-    "modernbert",
-    "mpnet",
-    "nomic_bert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "splinter",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
-]
-_DENSE = [
-    "axk2",
-    "deepseek_v32",
-    "deepseek_v4",
-    "dots3_note",
-    "glm_moe_dsa",
-    "granite_speech5",
-    "hy_v4",
-    "mistral_large4",
-    "nemotron_asr_streaming",
-    "parakeet",
-    "pix2struct",
-    "qwen4_exp",
-    "sam3",
-    "sam3_lite_text",
-    "swin",
-    "beit",
-    "gpt_bigcode",
-    "granite4_vision",
-    "siglip2",
-    "gemma4",
-    "gemma4_unified",
-    "diffusion_gemma",
-]
-_BORDERLESS = ["afmoe", "biogpt", "gpt_oss", "nemotron", "opt", "stablelm"]
+_ENCODERS = """
+albert bert camembert convbert data2vec-text distilbert electra ernie esm eurobert flaubert ibert
+jina_embeddings_v3 mobilebert modernbert mpnet nomic_bert roberta roberta-prelayernorm roc_bert roformer
+splinter xlm-roberta xlm-roberta-xl xmod
+"""
+_DENSE = """
+axk2 deepseek_v32 deepseek_v4 dots3_note glm_moe_dsa granite_speech5 hy_v4 mistral_large4
+nemotron_asr_streaming parakeet pix2struct qwen4_exp sam3 sam3_lite_text swin beit gpt_bigcode granite4_vision
+siglip2 gemma4 gemma4_unified diffusion_gemma
+"""
+_BORDERLESS = """
+afmoe biogpt gpt_oss nemotron opt stablelm
+"""
 
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family("gpt2", rotary=False, projections=("c_attn", "c_attn")),
-    "bert": Family("bert", encoder_only=True, rotary=False, projections=("query", "key")),
-    "llama": Family("llama"),
-    **{
-        name: Family(name, encoder_only=True, rotary=name in ("modernbert", "eurobert", "nomic_bert", "esm"))
-        for name in _ENCODERS
-        if name != "bert"
-    },
-    **{name: Family(name, dense_mask=True) for name in _DENSE},
-    **{name: Family(name, loses_borders=True) for name in _BORDERLESS},
+    **{name: Family(name, encoder_only=True) for name in _ENCODERS.split()},
+    **{name: Family(name, dense_mask=True) for name in _DENSE.split()},
+    **{name: Family(name, loses_borders=True) for name in _BORDERLESS.split()},
     "gemma3n": Family("gemma3n", fragile_padding=True),
     "bigbird_pegasus": Family(
         "bigbird_pegasus", unrouted="adds the mask to scores of its own in the encoder"
@@ -136,29 +73,29 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Any) -> Family | None:
-    """The record of a configuration's family, if there is one."""
-    # asked in every forward pass: the class answers ten times faster than `PretrainedConfig.__getattribute__`
+    """Returns the record of a configuration's family, None if there is none."""
+    # called in every forward pass: class attributes are ten times as fast as `PretrainedConfig.__getattribute__`
     model_type = getattr(type(config), "model_type", "") or getattr(config, "model_type", "")
     return FAMILIES.get(model_type.removesuffix("_text"))
 
 
 def needs_dense_mask(config: Any) -> bool:
-    """The family's code computes with the prepared mask."""
+    """Whether the family's code computes with the prepared mask."""
     family = family_of(config)
     return family is not None and family.dense_mask
 
 
 def loses_borders(config: Any) -> bool:
-    """Borders of packed documents reach the family's attention as positions alone."""
+    """Whether positions are all that tells the family's attention where packed documents begin."""
     family = family_of(config)
     return family is not None and family.loses_borders
 
 
 def skips_padding(config: Any, causal: bool) -> bool:
-    """Rows of padding may be left out of a mask over as many queries as keys.
+    """Whether padding may be skipped as queries, too, in a mask over as many queries as keys.
 
-    A causal mask is always over the model's own tokens, a bidirectional one only in an encoder; and the model
-    must bear rows of zeros.
+    A causal mask is always self-attention, a bidirectional one only in an encoder. The model must cope with outputs of
+    zeros at padding.
     """
     family = family_of(config)
     if causal:

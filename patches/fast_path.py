@@ -1,8 +1,8 @@
-"""The fast path of small calls: what one call worked out is kept for those that look like it.
+"""The fast path for small calls: a structure remembers the backend call that was chosen for it.
 
-Where the device is quicker than Python, a layer costs what stands around its kernel. A structure keeps the call that
-its last layer came to: the mask of a forward pass holds one structure for all layers, and structures without tensors
-serve later passes of like shape.
+A small call spends more time in Python than in its kernel. All layers of a forward pass share one structure through
+the mask, so the first layer chooses a backend and the others reuse its choice. Structures without tensors are also kept
+for later forward passes with the same shapes.
 """
 
 from __future__ import annotations
@@ -22,25 +22,11 @@ from adaattn_hf.backends.select import attend, choose
 
 from .families import HARMLESS, loses_borders
 
-__all__ = [
-    "MOST",
-    "Ready",
-    "attend_and_keep",
-    "collects_weights",
-    "facts_of",
-    "maskless",
-    "may_share",
-    "recall",
-    "remember",
-    "structure_at_hand",
-    "undisturbed",
-]
-
 IDLE = HARMLESS | {"position_ids"}
-"""Keywords that change no call; positions do in some families, whose calls are not kept."""
+"""Keywords that change no call. `position_ids` do in some model families; calls of those are not remembered."""
 
 MOST = 64
-"""Structures that are kept; a decode passes through a new one with every token."""
+"""Most structures that are kept; every step of a decode adds one, since its keys are one more."""
 
 _structures: dict[Hashable, CallStructure] = {}
 
@@ -51,29 +37,29 @@ _casts = torch._C._is_any_autocast_enabled
 
 
 def tracing() -> bool:
-    """Whether torch.compile or torch.jit.trace records a graph, which would keep what data says now."""
+    """Whether torch.compile or torch.jit.trace records a graph, into which nothing read from data may go."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def may_share() -> bool:
-    """Whether structures may be kept: a tracer's lengths are symbols, what a dispatch mode sees must not outlive it."""
+    """Whether structures may be kept for later passes: not in a traced graph (lengths are symbols) or dispatch mode."""
     return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
 
 
 def remember(key: Hashable, structure: CallStructure) -> None:
-    """Keeps a structure under everything that it was made from."""
+    """Keeps a structure under a key that holds everything it was made from."""
     if len(_structures) >= MOST:
         _structures.clear()
     _structures[key] = structure
 
 
 class Ready(NamedTuple):
-    """A call that a layer came to, and the facts under which it did.
+    """A remembered call, and the conditions under which it may be repeated.
 
     Attributes:
-        config: The configuration of the module that asked.
-        fields: Those of the configuration; they held no settings of ours, and may since.
-        facts: What `facts_of` said.
+        config: Configuration of the attention module that made the call.
+        fields: The configuration's `__dict__`: had no settings of this package then, and must not have any now.
+        facts: Result of `facts_of`.
         attend: The call.
     """
 
@@ -84,9 +70,9 @@ class Ready(NamedTuple):
 
 
 def facts_of(backend: str | None, query: Tensor, key: Tensor, value: Tensor, stored: bool) -> Hashable:
-    """What a kept call holds for, besides its structure: the backend that was named, and all but the numbers.
+    """Returns what must be equal for a remembered call to be repeated: backend, shapes, dtypes, device and gradients.
 
-    `stored`: whether keys and values are codes of a cache.
+    `stored` says whether keys and values are codes of a quantised cache.
     """
     return (
         backend,
@@ -110,7 +96,7 @@ def structure_at_hand(
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> CallStructure | None:
-    """The structure that `_read_mask` gives where no mask came, if it need not be made."""
+    """Returns the structure of a call without a mask if an earlier call has made it, else None."""
     if attention_mask is not None or sliding_window is not None or not query.dim() == key.dim() == 4:
         return None
     return recall(maskless(module, query.shape, key.shape, is_causal))
@@ -119,9 +105,9 @@ def structure_at_hand(
 def maskless(
     module: nn.Module, q_shape: torch.Size, k_shape: torch.Size, is_causal: bool | None
 ) -> tuple[int, int, int, bool]:
-    """Batch, both lengths and causality of a call without a mask.
+    """Returns batch, query length, key length and causality of a call without a mask.
 
-    Stock attention then aligns causality to the first key and lets a single query see everything.
+    As in stock attention, causality then counts from the first key, and a single query sees all keys.
     """
     batch, _, q_len, _ = q_shape
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
@@ -129,7 +115,7 @@ def maskless(
 
 
 def undisturbed(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Nothing but a call's tensors can make it differ from the pass's other calls: no cast, keyword or listener."""
+    """Whether only the tensors can change the call: no autocast, keyword, listener or collector of weights."""
     return (
         IDLE.issuperset(kwargs)
         and listening() == NOBODY
@@ -148,7 +134,7 @@ def attend_and_keep(
     kwargs: dict[str, Any],
     structure: CallStructure,
 ) -> Tensor:
-    """Attention without extras but codes; the structure that came keeps the way to it for calls that look the same."""
+    """Computes attention and remembers the call with `structure`, for the layers that follow."""
     query, key, value = request.query, request.key, request.value
     beside = () if request.stored is None else (request.stored,)
 
@@ -157,7 +143,7 @@ def attend_and_keep(
         return choose(spec, forced).fast_call(spec, request)
 
     facts = facts_of(backend, query, key, value, request.stored is not None)
-    # other configurations may share the structure
+    # kept apart from `structure.ready`: models with other configurations may share the structure
     call = request.structure.cached(("call", forced, facts), find)
     if call is None:
         return attend(request, forced).out
@@ -168,6 +154,6 @@ def attend_and_keep(
 
 
 def collects_weights() -> bool:
-    """Whether a collector will pick the weights up: GPT-2 keeps the keyword that asks for them to itself."""
+    """Whether Transformers collects attention weights by hooks; GPT-2 does not pass `output_attentions` on."""
     collector = _collector.get()
     return collector is not None and "attentions" in collector

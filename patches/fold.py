@@ -1,10 +1,9 @@
-"""Score ranks folded into the query and key projections of models without a rotary embedding between.
+"""Folds a plan's score ranks into the query and key projections of models without rotary embeddings (GPT-2, BERT).
 
-A plan's score rank r keeps r columns of `query @ query_basis` and `key @ key_basis`. Where nothing but the
-head's own projection makes queries and keys (GPT-2, BERT), the bases are part of the weights: both are
-completed to square matrices with `query_basis @ key_basis^T = 1`, so that all scores stay what they are and the
-first r columns are those of the rank. At run time a rank is then a view. Exact rows beyond the plan's length
-read all columns; other heads are not touched.
+A score rank r keeps r columns of `query @ query_basis` and `key @ key_basis`. If queries and keys come straight from
+linear projections, the bases can be multiplied into the weights: both are completed to square matrices with
+`query_basis @ key_basis^T = 1`, so that all scores stay the same and the first r columns are those of the rank. At run
+time the rank is then a view. Exact rows beyond the plan's length read all columns; other heads are unchanged.
 """
 
 from __future__ import annotations
@@ -23,20 +22,18 @@ from adaattn_hf.plans.choices import rank_of
 from adaattn_hf.plans.fit import Weights
 from adaattn_hf.plans.program import Program
 
-__all__ = ["FoldError", "Folding"]
-
 _PAIRS = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"))
 _TOLERANCE = 1e-3
 """Largest change of a score by folding, relative to the largest score of the head."""
 
 
 class FoldError(ValueError):
-    """Ranks cannot be folded into the weights of this model; says why."""
+    """Ranks cannot be folded into the weights of this model; the message says why."""
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Where the rows of one projection lie: `weight` is `[out, in]`, or `[in, out]` where `transposed`."""
+    """Locates the rows of one projection: `weight` is `[out, in]`, or `[in, out]` if `transposed`."""
 
     module: nn.Module
     transposed: bool
@@ -72,7 +69,7 @@ class Folding:
         model: A model that carries a plan.
 
     Raises:
-        FoldError: If the plan takes no rank, or something stands between the projections and attention. Nothing is
+        FoldError: The plan has no rank, or queries and keys do not come straight from the projections. Nothing is
             changed then.
     """
 
@@ -100,7 +97,7 @@ class Folding:
             raise
 
     def remove(self) -> None:
-        """Puts weights and programs back."""
+        """Restores weights and programs."""
         for parameter, original in reversed(self._kept):
             parameter.data.copy_(original)
         for module, own, folded in self._programs:
@@ -151,10 +148,10 @@ def _groups(module: nn.Module, kv_heads: int) -> int:
 
 
 def _projections(module: nn.Module) -> tuple[_Slice, _Slice]:
-    """Where the query and key projections of an attention module lie.
+    """Returns the query and key projections of an attention module.
 
     Raises:
-        FoldError: If they are not where GPT-2, BERT and their kin have them.
+        FoldError: They are not found under the names that GPT-2, BERT and related models use.
     """
     fused = getattr(module, "c_attn", None)
     if isinstance(fused, nn.Module) and isinstance(getattr(module, "split_size", None), int):

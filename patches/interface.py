@@ -1,4 +1,4 @@
-"""The attention function that Transformers calls, once per layer and forward pass."""
+"""The attention function that Transformers calls once per layer and forward pass."""
 
 from __future__ import annotations
 
@@ -32,17 +32,15 @@ from .families import HARMLESS, loses_borders
 from .fast_path import facts_of, undisturbed
 from .structured_mask import StructuredMask
 
-__all__ = ["AttentionFunction", "attention_function"]
-
 AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
 
-# Keywords of continuous batching: keys and values lie in a paged cache that only listed implementations are given.
+# Keywords of continuous batching, whose keys and values lie in a paged cache that this function cannot read.
 _UNSERVED = ("block_table", "cache")
 _CHANGING = frozenset(
     (*_UNSERVED, "cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices", "output_attentions")
 )
 _MEANT = _CHANGING | {"position_ids"}
-"""Keywords that change a call, positions in some families."""
+"""Keywords that may change what is computed; `position_ids` do so in some model families only."""
 _KNOWN = HARMLESS | _MEANT
 
 
@@ -71,14 +69,14 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention `[batch, q_len, heads, head_dim_v]` and, where asked for, weights `[batch, heads, q_len, kv_len]`.
+        """Returns the output `[batch, q_len, heads, head_dim_v]`, and weights `[batch, heads, q_len, kv_len]` or None.
 
-        The arguments are those of Transformers' own `sdpa`, in its order. `sliding_window` is not read: the mask
-        carries the window.
+        The arguments are those of Transformers' own `sdpa`, in its order. `sliding_window` is only checked: the
+        window itself comes with the mask.
 
         Raises:
-            ValueError: A keyword that may change what is computed and is not served, by its name; or a window that
-                no mask carries, which some stock implementations apply and others do not.
+            ValueError: A keyword may change what is computed and is not supported (named in the message), or a
+                window was passed without a mask, which some stock implementations apply and others ignore.
         """
         compiling = torch.compiler.is_compiling()
         if compiling and ((seated := hasattr(module, SEATED)) or getattr(key, "streams", None) is not None):
@@ -102,12 +100,12 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
             )  # fmt: skip
         stored = streams = None
-        if not isinstance(key, Tensor):  # `StoredTensor`, which caches hand on that keep no plain numbers
+        if not isinstance(key, Tensor):  # a `StoredTensor`, which quantised and streaming caches return
             carriers: tuple[Any, Any] = key, value
             stored, streams = carriers[0].record, carriers[0].streams
             key, value = carriers[0].codes, carriers[1].codes
         elif not compiling and (prompt := getattr(key, "_adaattn_prompt", None)) is not None:
-            prompt.reread(query, key)  # what its cache rounded it into, see `cache.tokens.PROMPT`
+            prompt.reread(query, key)  # its cache rounds the keys again; see `cache.tokens.PROMPT`
         if (
             not (compiling or dropout)
             and softcap is None
@@ -118,7 +116,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             and (scaling is None or (type(scaling) is float and scaling > 0.0))
         ):
             if type(attention_mask) is StructuredMask:
-                structure: CallStructure | None = attention_mask.structure  # maybe one for other extents
+                structure: CallStructure | None = attention_mask.structure  # shapes are compared below
             else:
                 structure = fast_path.structure_at_hand(
                     module, query, key, attention_mask, is_causal, sliding_window
@@ -144,10 +142,10 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
 
 
 def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuses keywords of which nobody here knows what they mean.
+    """Refuses unknown keywords.
 
     Raises:
-        ValueError: One has a value.
+        ValueError: An unknown keyword has a value other than None.
     """
     for name, value in kwargs.items():
         if name not in _KNOWN and value is not None:
@@ -177,7 +175,7 @@ def _attend_anew(
     stored: Any,
     streams: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """A call of which nothing is known yet: what it asks for is read, and served."""
+    """Serves a call that the fast path does not know: reads the mask and keywords, then runs attention."""
     check_dimensions(query, key, value)
     if position_bias is not None or isinstance(attention_mask, Tensor):
         from .refusals import check_additions
@@ -238,7 +236,7 @@ def _attend_anew(
         stored=stored,
     )
     if streams is not None:
-        from .cache.streams import attend_streams  # loaded with the cache that needs it
+        from .cache.streams import attend_streams  # imported here: few models have a streaming cache
 
         out = attend_streams(module, request, streams, forced, wanted)
         return (out if out.dtype is out_dtype else restored(out, out_dtype)), None
@@ -251,7 +249,7 @@ def _attend_anew(
     tap = None if compiling else listening().tap
     weights = None
     if adapted:
-        from .planned import by_plan  # calls without settings never load what plans need
+        from .planned import by_plan  # imported here: models without settings need nothing of plans
 
         out, weights = by_plan(module, request, forced, config, tap, wanted, sliding_window)
     elif tap is not None:
@@ -268,7 +266,7 @@ def _attend_anew(
 
 
 def _extended(request: AttentionRequest) -> bool:
-    """Whether a call asks for more than query, key, value, codes' record, structure and a factor above zero say."""
+    """Whether a call has what no fast call serves: dropout, softcap, sinks, a bias or a factor of zero or less."""
     scaling = request.scaling
     return bool(
         request.dropout
@@ -282,7 +280,7 @@ def _extended(request: AttentionRequest) -> bool:
 def _with_keywords(
     module: nn.Module, structure: CallStructure, attention_mask: Any, query: Tensor, kwargs: dict[str, Any]
 ) -> CallStructure:
-    """The structure with what came by keyword: packed documents, selected keys.
+    """Returns the structure with what keywords add to it: packed documents and selected keys.
 
     Raises:
         ValueError: The keys lie in a paged cache.
@@ -309,11 +307,11 @@ def _with_keywords(
 def _read_mask(
     module: nn.Module, q_shape: torch.Size, k_shape: torch.Size, attention_mask: Any, is_causal: bool | None
 ) -> tuple[CallStructure, Tensor | None]:
-    """Structure and additive bias of what arrived as `attention_mask`.
+    """Returns the structure and the additive bias that `attention_mask` stands for.
 
     Raises:
-        TypeError: Something that is neither a mask of ours nor a tensor.
-        ValueError: A mask for other lengths.
+        TypeError: The mask is neither a `StructuredMask` nor a tensor.
+        ValueError: The mask has another shape than the scores.
     """
     batch, heads, q_len, _ = q_shape
     kv_len = k_shape[2]

@@ -1,4 +1,4 @@
-"""The attention of one head as an image: exact, and by a plan, of prompts of any length."""
+"""Computes the attention map of one head as a pooled image, exact or under a plan, for prompts of any length."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from adaattn_hf.plans.execute import rows_within
 from adaattn_hf.plans.program import Program
 from adaattn_hf.stats.profile import pooled_weights
 
-__all__ = ["SIZE", "head_map", "plan_map"]
-
 SIZE = 128
-"""Rows and columns of an image at most; longer prompts are pooled."""
+"""Largest number of rows and columns of an image; longer prompts are pooled."""
 
 
 def head_map(request: AttentionRequest, head: int) -> Tensor:
@@ -39,10 +37,10 @@ def head_map(request: AttentionRequest, head: int) -> Tensor:
 
 
 def plan_map(request: AttentionRequest, head: int, program: Program | None) -> Tensor:
-    """Returns the same of what a plan computes for the head; None is exact.
+    """Returns the same for what a plan computes for the head; without a program the head is exact.
 
     Raises:
-        ValueError: The prompt is longer than the plan speaks for.
+        ValueError: The prompt is longer than the plan covers.
     """
     if program is None:
         return head_map(request, head)

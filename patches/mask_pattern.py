@@ -1,8 +1,8 @@
-"""Reading the closures that Transformers composes its masks from.
+"""Reads masking rules from the mask functions that Transformers composes, without building a dense mask.
 
-`transformers.masking_utils` describes a mask as a function of (batch, head, query, key) made by nesting a few
-of its own factories. Their names and their captured values say all that the dense tensor would say. Anything
-composed otherwise is unknown here and gets evaluated, not guessed.
+`transformers.masking_utils` builds a mask as a function of (batch, head, query, key) by nesting a few of its own
+factories. The factories' names and the values that their closures capture say everything that the dense mask would.
+A function that is composed in any other way is not guessed at; its dense mask is computed instead.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-__all__ = ["MaskPattern", "read_pattern"]
-
 
 @dataclass(frozen=True, eq=False)
 class MaskPattern:
-    """What a mask function says.
+    """The rules of a mask function.
 
     Attributes:
-        causal: Keys behind the query are hidden. None if the function does not say.
+        causal: Whether keys after the query are hidden; None if the function does not say.
         window: `W` as in `CallStructure.window`.
         chunk, left_padding: Chunk length and, per batch row, the key index of the first chunk.
         documents: `[batch, length]` document numbers of packed sequences.
@@ -44,9 +42,9 @@ _CAUSAL, _BOTH_WAYS = MaskPattern(causal=True), MaskPattern(causal=False)
 
 
 def read_pattern(function: Callable[..., Any]) -> MaskPattern | None:
-    """The pattern of a mask function, or None if it is not one of Transformers' own compositions.
+    """Returns the rules of a mask function, None if it is not composed of Transformers' own factories.
 
-    While a graph is traced closures cannot be opened; then only the two bare functions are known, by name.
+    In a traced graph closures cannot be read; there only the two bare functions are recognised, by name.
     """
     if torch.compiler.is_compiling():
         name = getattr(function, "__qualname__", "")
@@ -72,14 +70,13 @@ def read_pattern(function: Callable[..., Any]) -> MaskPattern | None:
 
 
 def _merge(patterns: list[MaskPattern | None]) -> MaskPattern | None:
-    """The conjunction of patterns; None if one is unknown or two say different things about one rule."""
+    """Returns the conjunction of patterns, None if one is unknown or two of them disagree about a rule."""
     merged = MaskPattern()
     started = False
     for pattern in patterns:
         if pattern is None:
             return None
-        # A disjunction inside a conjunction with other rules does not distribute over them: leave it to
-        # evaluation.
+        # "causal or same span" combined with further rules is no structure: compute the dense mask
         if merged.spans is not None or (pattern.spans is not None and started):
             return None
         for name, value in vars(pattern).items():
@@ -95,7 +92,7 @@ def _merge(patterns: list[MaskPattern | None]) -> MaskPattern | None:
 
 
 def _read_or(captured: dict[str, Any]) -> MaskPattern | None:
-    """Causal, or the same numbered span: how image tokens see one another."""
+    """Reads "causal, or in the same span", which lets the tokens of an image see one another."""
     parts = [read_pattern(f) for f in captured["mask_functions"]]
     if len(parts) != 2 or any(part is None for part in parts):
         return None
@@ -111,14 +108,14 @@ def _read_or(captured: dict[str, Any]) -> MaskPattern | None:
 
 
 def _read_packed_positions(captured: dict[str, Any]) -> MaskPattern | None:
-    """Positions counted per document: the same rules, since documents are contiguous and start chunks."""
+    """Reads positions that restart in every document: the rules stay the same, since documents are contiguous."""
     inner = read_pattern(captured["mask_function"])
     return None if inner is None or inner.spans is not None else inner
 
 
 _READERS: dict[str, Callable[[dict[str, Any]], MaskPattern | None]] = {
     "sliding_window_overlay": lambda c: MaskPattern(window=c["sliding_window"]),
-    # Transformers counts the distance inclusively here
+    # here Transformers includes keys at exactly this distance
     "sliding_window_bidirectional_overlay": lambda c: MaskPattern(window=c["sliding_window"] + 1),
     "chunked_overlay": lambda c: MaskPattern(chunk=c["chunk_size"], left_padding=c["left_padding"]),
     "packed_sequence_mask_function": lambda c: MaskPattern(documents=c["packed_sequence_mask"]),

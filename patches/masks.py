@@ -1,4 +1,4 @@
-"""The mask function that Transformers calls once per forward pass and kind of mask."""
+"""The mask function that Transformers calls once per forward pass and kind of mask; it returns a mask proxy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from .support import UnsupportedModel, unsupported, uses_interface
 if TYPE_CHECKING:
     from .mask_pattern import MaskPattern
 
-__all__ = ["adaattn_mask"]
-
 
 def adaattn_mask(
     batch_size: int,
@@ -37,20 +35,20 @@ def adaattn_mask(
     device: Any = "cpu",
     **kwargs: Any,
 ) -> StructuredMask | Tensor:
-    """The structure of a mask, or the dense boolean mask where a model composes one that has no structure.
+    """Returns a `StructuredMask`, or a dense boolean mask for model families that need a tensor.
 
-    Never None: whether a call is causal is a fact of the mask, not of the module.
+    Never returns None, because attention reads causality from the mask and not from the module.
 
     Raises:
-        UnsupportedModel: The model does not route its attention through Transformers' attention interface, so
-            that the name `adaattn` would run something else in silence.
+        UnsupportedModel: The model does not use Transformers' attention interface, so that it would silently run
+            another attention under the name `adaattn`.
     """
     if isinstance(attention_mask, StructuredMask):
-        # generate prepares the mask and the model's forward asks again
+        # made by generate(), and passed to the model's forward, which asks again
         return attention_mask
     mask_device = device if isinstance(device, torch.device) else torch.device(device)
     causal = _causality(mask_function)
-    # the most frequent masks of all: nothing to read
+    # the most frequent case, a bare causal or bidirectional mask without padding: nothing has to be read
     bare = causal is not None and type(q_offset) is int and not use_vmap
     bare = bare and (attention_mask is None or _hides_nothing(attention_mask, kv_length + kv_offset))
     key = None
@@ -87,14 +85,14 @@ def adaattn_mask(
 
     if dense:
         return stock(attention_mask)
-    from .mask_pattern import read_pattern  # masks that say nothing but causality never need it
+    from .mask_pattern import read_pattern  # imported here: bare masks do not need it
 
     pattern = None if use_vmap else read_pattern(mask_function)
     if pattern is not None and (pattern.causal is None or pattern.padding is not None):
         pattern = None
     if pattern is not None and pattern.documents is not None and q_length != kv_length:
         pattern = None
-    # A preallocated cache's offset is the very tensor that its update increments in mask_device.
+    # A preallocated cache increments this very tensor in place when it is updated, so it is copied.
     offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
     padding = _padding_of_keys(attention_mask, kv_length, kv_offset)
     if pattern is None:
@@ -107,8 +105,8 @@ def adaattn_mask(
 
 
 def _causality(mask_function: Callable[..., Any]) -> bool | None:
-    """Whether one of the two bare mask functions is causal; None for every other function."""
-    # compared one by one: tracers before torch 2.13 know no functions as keys
+    """True for the bare causal mask function, False for the bare bidirectional one, None for all others."""
+    # compared one by one: before torch 2.13 tracers cannot use functions as dictionary keys
     if mask_function is causal_mask_function:
         return True
     return False if mask_function is bidirectional_mask_function else None
@@ -124,7 +122,7 @@ def _structure(
     padding: Tensor | None,
     config: Any,
 ) -> CallStructure:
-    """A read pattern in the coordinates of this call's keys."""
+    """Turns a pattern into a structure whose positions count from this call's first key."""
     spans = pattern.spans
     if spans is not None:
         missing = kv_len + kv_offset - spans.shape[1]
@@ -153,9 +151,10 @@ def _structure(
 
 
 def _settled(structure: CallStructure, device: Any, padding: Tensor | None, config: Any) -> CallStructure:
-    """As it is; while a graph is recorded, with the dense mask fixed once for all layers if one is needed.
+    """Returns the structure itself; in a traced graph with a dense mask, made once for all layers, unless it is plain.
 
-    Plans count keys from where a sequence begins: models with settings keep the padding beside the mask.
+    Models with settings of this package keep the padding beside the mask, because plans count keys from the first
+    real token.
     """
     if not fast_path.tracing() or structure.plain:
         return structure
@@ -174,9 +173,9 @@ def _settled(structure: CallStructure, device: Any, padding: Tensor | None, conf
 
 
 def _hides_nothing(attention_mask: Any, length: int) -> bool:
-    """A 2-D mask of ones, where looking is free: on the CPU and where no graph would keep the answer."""
+    """Whether a 2-D mask is all ones; only looks where that is cheap: on the CPU, and not in a traced graph."""
     return (
-        type(attention_mask) is Tensor  # other kinds may have nothing to look at
+        type(attention_mask) is Tensor  # subclasses may hold no data
         and attention_mask.is_cpu
         and not fast_path.tracing()
         and attention_mask.shape[1] >= length
@@ -185,7 +184,7 @@ def _hides_nothing(attention_mask: Any, length: int) -> bool:
 
 
 def _padding_of_keys(attention_mask: Tensor | None, kv_len: int, kv_offset: int) -> Tensor | None:
-    """`[batch, kv_len]`: the 2-D mask at this call's keys; what it does not cover is hidden."""
+    """Returns the 2-D mask of this call's keys, `[batch, kv_len]`; keys beyond its end are hidden."""
     if attention_mask is None:
         return None
     missing = kv_len + kv_offset - attention_mask.shape[1]

@@ -1,4 +1,4 @@
-"""Documents packed one behind the other, said by `cu_seq_lens_q` and `cu_seq_lens_k` or by positions."""
+"""Adds the borders of packed documents to a structure, from `cu_seq_lens_q` and `cu_seq_lens_k` or from positions."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from adaattn_hf.attention.structure import CallStructure
 
 from .fast_path import tracing
 
-__all__ = ["Packed", "with_documents", "with_restarts"]
-
-
 Packed = dict[tuple[int, int], tuple[Tensor, Tensor, CallStructure]]
 
 
 def with_documents(
     structure: CallStructure, cu_q: Tensor, cu_k: Tensor | None, known: Packed | None = None
 ) -> CallStructure:
-    """The structure with document borders, which always win: no query sees another document.
+    """Returns the structure with document borders: no query sees another document, whatever the mask says.
 
     Args:
-        structure: What the mask says.
-        cu_q, cu_k: `[documents + 1]` running sums of lengths, starting with 0; keys default to the queries'
-            borders.
-        known: What the layers before found for this structure in this forward pass; added to.
+        structure: The rules of the mask.
+        cu_q, cu_k: `[documents + 1]` cumulative lengths, starting with 0; `cu_k` defaults to `cu_q`.
+        known: Results of earlier layers of this forward pass; the new one is added.
 
     Raises:
         ValueError: More than one batch row.
@@ -44,15 +40,15 @@ def with_documents(
 
 
 def with_restarts(structure: CallStructure, positions: Tensor, known: Packed | None = None) -> CallStructure:
-    """The structure with a border wherever positions start anew; as it is where the call holds no packed row.
+    """Returns the structure with a document border wherever positions restart; unchanged without a packed row.
 
     Args:
-        structure: What the mask says.
+        structure: The rules of the mask.
         positions: `[1, q_len]` position of each token in its document.
-        known: What the layers before found for this structure in this forward pass; added to.
+        known: Results of earlier layers of this forward pass; the new one is added.
     """
     compiling = tracing()
-    # what is no bare causality is a dense mask in a traced graph
+    # in a traced graph every mask that is not plain causal is a dense one
     legible = (structure.causal and structure.plain) or (compiling and structure.mask is not None)
     square = structure.batch == 1 and structure.q_len == structure.kv_len > 1
     if not (legible and square) or positions.shape != (1, structure.q_len):
@@ -86,7 +82,7 @@ def _with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> Cal
         same = q_documents[:, None, :, None] == k_documents[:, None, None, :]
         return structure.with_changes(mask=same if structure.mask is None else structure.mask & same)
     changes: dict[str, Tensor] = {}
-    # a pair of numbers as one: equal where both are, and growing along the row where both are
+    # combine old number and document into one number that still grows along the row
     many = cu_q.shape[0] + 1
     if structure.spans is not None:
         spans = structure.spans.to(k_documents.device)
@@ -99,6 +95,6 @@ def _with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> Cal
 
 
 def _numbers(cu: Tensor, length: int) -> Tensor:
-    """`[1, length]`: number of the document that each position belongs to."""
+    """Returns `[1, length]`, the number of each position's document."""
     positions = torch.arange(length, device=cu.device, dtype=cu.dtype)
     return torch.searchsorted(cu, positions, right=True)[None]

@@ -1,7 +1,7 @@
-"""Continuous batching: many requests packed in one row, their keys in the engine's paged cache.
+"""Attention for continuous batching: many requests packed into one row, with keys in the engine's paged cache.
 
-The engine of Transformers 5.17 and 5.18 runs `paged|NAME` for a model that is set to `NAME`. Later engines
-take a fixed list of names, so that there nothing is registered and this module is not loaded.
+The engine of Transformers 5.17 and 5.18 calls `paged|NAME` for a model that is set to `NAME`. Later engines accept only
+a fixed list of names; there nothing is registered and this module is not imported.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
-
-__all__ = ["paged_function"]
 
 
 def paged_function(backend: str | None = None) -> Any:
@@ -39,11 +37,11 @@ def paged_function(backend: str | None = None) -> Any:
         cu_seq_lens_k: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attention `[1, q_len, heads, head_dim_v]` of all requests; what belongs to no request is zero.
+        """Returns the output `[1, q_len, heads, head_dim_v]` of all requests; tokens of no request are zero.
 
         Raises:
-            ValueError: The call is no step of continuous batching, or asks for a block table.
-            PlanError: Some thread runs the model by another plan (`use_plan`).
+            ValueError: The call is not a step of continuous batching, or passes a block table.
+            PlanError: Some thread runs the model with another plan (`use_plan`).
         """
         from adaattn_hf.attention.tap import SEATED
         from adaattn_hf.plans import execute

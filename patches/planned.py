@@ -1,4 +1,4 @@
-"""A layer whose model has settings: its plan is read, watched, run and compared."""
+"""Attention of a layer whose model has settings: runs its plan, with monitoring and shadowing where asked for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from adaattn_hf.plans.store import program_of
 
 from . import shadow
 
-__all__ = ["by_plan"]
-
 
 def by_plan(
     module: nn.Module,
@@ -32,11 +30,11 @@ def by_plan(
     wanted: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and, where asked for, weights of a layer whose model has settings: by its plan, if it has one."""
+    """Returns the output of a layer whose model has settings, by its plan if it has one, and weights if `wanted`."""
     compiling = torch.compiler.is_compiling()
     program = program_of(module, compiling)
     if compiling and program is None and request.structure.mask is not None:
-        # the mask says it all; beside it stands what plans count from
+        # the padding beside the dense mask is for plans only
         request = replace(request, structure=request.structure.with_changes(key_padding=None))
     if tap is not None:
         out = tap(module, request.widened())
@@ -58,7 +56,7 @@ def by_plan(
 
 
 def _refuse_chunks(module: nn.Module, program: Program) -> None:
-    """Refuses choices that count keys where a mask cannot say from which one.
+    """Refuses choices that count keys from the first one, which a traced mask of chunks does not show.
 
     Raises:
         ValueError: The plan has such a choice.

@@ -1,14 +1,15 @@
-"""What a loaded model can be given beyond its attention: no padding anywhere, a cache that grows in place.
+"""Prepares a loaded model: removes padding from the whole forward pass, and makes caches that grow in place.
 
     model = adaattn_hf.prepare(AutoModel.from_pretrained(name, attn_implementation="adaattn"))
 
-Both are hooks: nothing of the model is replaced, `restore` takes them away.
+Both are forward hooks; nothing in the model is replaced, and `restore` removes them.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from torch import nn
@@ -24,15 +25,13 @@ from .unpad import Unpadding, probe, refusals, trunk_of
 from .unpad.call import arguments_of, has_cache, makes_cache
 from .unpad.direct import DirectForward, called_directly
 
-__all__ = ["PrepareError", "prepare", "restore", "unpad_calls"]
-
 _SLOT = "_adaattn_prepared"
 _ON_PADDED = ("run", "raise")
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class PrepareError(ValueError):
-    """A model cannot be prepared as asked; says all the reasons."""
+    """A model cannot be prepared as asked; the message lists all reasons."""
 
 
 class _CacheHook:
@@ -64,23 +63,15 @@ class _CacheHook:
 
 
 class _Prepared:
-    """What was put on one model."""
+    """What was put on one model, in this order; copied with the model."""
 
     def __init__(self) -> None:
         self.unpadding: Unpadding | None = None
-        self.growing: _CacheHook | None = None
-        self.direct: DirectForward | None = None
-        self.folding: Folding | None = None
+        self.parts: list[Folding | RemovableHandle | Unpadding | DirectForward] = []
 
     def remove(self) -> None:
-        if self.direct is not None:
-            self.direct.remove()
-        if self.unpadding is not None:
-            self.unpadding.remove()
-        if self.growing is not None:
-            self.growing.handle.remove()
-        if self.folding is not None:
-            self.folding.remove()
+        for part in reversed(self.parts):
+            part.remove()
 
 
 def prepare(
@@ -127,34 +118,31 @@ def prepare(
     """
     if on_padded not in _ON_PADDED:
         raise ValueError(f"on_padded: got {on_padded!r}, expected one of {', '.join(_ON_PADDED)}")
-    found = list(_outermost(model))
-    if not found:
+    towers = list(_outermost(model))
+    if not towers:
         raise PrepareError(f"model: {type(model).__name__} holds no Transformers model")
     restore(model)
-    done = False
-    try:
-        for one in found:
-            prepared = _Prepared()
-            one.__dict__[_SLOT] = prepared
+    with ExitStack() as on_error:
+        on_error.callback(restore, model)
+        for tower in towers:
+            prepared = tower.__dict__[_SLOT] = _Prepared()
             if fold_rank:
-                prepared.folding = _folded(one)
-            caches = "past_key_values" in inspect.signature(type(one).forward).parameters
-            stored, streams = stored_as(one, cache, streaming, "model")
-            if (stored != "model" or streams) and not (caches and has_cache(one.config)):
+                prepared.parts.append(_folded(tower))
+            caches = "past_key_values" in inspect.signature(type(tower).forward).parameters
+            stored, streams = stored_as(tower, cache, streaming, "model")
+            if (stored != "model" or streams) and not (caches and has_cache(tower.config)):
                 raise PrepareError(
-                    f"cache: got {stored!r} for {type(one).__name__}, which keeps no keys and values"
+                    f"cache: got {stored!r} for {type(tower).__name__}, which keeps no keys and values"
                 )
-            check_stored(one, stored, streams)
+            check_stored(tower, stored, streams)
             if caches and (growing_cache or stored != "model" or streams):
-                prepared.growing = _CacheHook(one, stored, streams)
+                prepared.parts.append(_CacheHook(tower, stored, streams).handle)
             if unpad:
-                prepared.unpadding = _unpadded(one, on_padded)
-                if any(one is module for module in called_directly(model)):
-                    prepared.direct = DirectForward(one, prepared.unpadding)
-        done = True
-    finally:
-        if not done:
-            restore(model)
+                prepared.unpadding = _unpadded(tower, on_padded)
+                prepared.parts.append(prepared.unpadding)
+                if any(tower is module for module in called_directly(model)):
+                    prepared.parts.append(DirectForward(tower, prepared.unpadding))
+        on_error.pop_all()
     return model
 
 
@@ -186,8 +174,8 @@ def _unpadded(model: PreTrainedModel, on_padded: str) -> Unpadding:
 
 def restore(model: Model) -> Model:
     """Take away what `prepare` put on a model; returns the model. Harmless when nothing is there."""
-    for one in _outermost(model):
-        prepared = one.__dict__.pop(_SLOT, None)
+    for tower in _outermost(model):
+        prepared = tower.__dict__.pop(_SLOT, None)
         if prepared is not None:
             prepared.remove()
     return model
@@ -199,8 +187,8 @@ def unpad_calls(model: nn.Module) -> dict[str, int]:
     Calls inside a traced graph run as they came and are not counted.
     """
     counts: dict[str, int] = {}
-    for one in _outermost(model):
-        prepared = one.__dict__.get(_SLOT)
+    for tower in _outermost(model):
+        prepared = tower.__dict__.get(_SLOT)
         if prepared is not None and prepared.unpadding is not None:
             for reason, count in prepared.unpadding.calls.items():
                 counts[reason] = counts.get(reason, 0) + count

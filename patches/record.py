@@ -1,4 +1,4 @@
-"""Seeing attention while a model runs: per layer and head entropy, sinks, distances, block density, ranks and rounding.
+"""Records statistics of attention while a model runs: entropy, sinks, distances, block density, ranks, rounding noise.
 
 with adaattn_hf.record(model) as record:
     model.generate(**inputs)
@@ -29,17 +29,16 @@ from adaattn_hf.stats.rows import stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
 
 from .maps import head_map, plan_map
-
-__all__ = ["AttentionRecord", "record"]
+from .support import refuse_other_attention
 
 ENERGIES = (0.95, 0.99, 0.999)
-"""Shares of the scores' energy for which the smallest sufficient rank is given."""
+"""Shares of the scores' energy for which the smallest sufficient rank is reported."""
 PHASES = ("prefill", "padded", "packed", "decode")
 
 
 @dataclass
 class _Sums:
-    """What is known of one layer in one phase: sums per head, and how many calls they are of."""
+    """Sums per head over the calls of one layer in one phase."""
 
     calls: int = 0
     longest: int = 0
@@ -62,12 +61,12 @@ class _Layer:
 
 
 class AttentionRecord(Recorder):
-    """What `record` saw. Printed, it is a table of layers; `to_dict` and `figure` say the rest.
+    """The recorded statistics. `print` shows a table of layers; `to_dict` and `figure` give everything.
 
     Attributes:
-        layers: By the number of the attention module in the model.
-        maps: Images of single heads that were asked for, by `(layer, head)`.
-        errors: For the same heads exact weights minus those of the plan that they are held against.
+        layers: By layer index.
+        maps: Attention maps of the requested heads, by `(layer, head)`.
+        errors: For the same heads, exact weights minus those of the plan that they are compared with.
     """
 
     def __init__(
@@ -90,11 +89,11 @@ class AttentionRecord(Recorder):
         self._numbers: dict[int, int] = {}
 
     def record(self, module: nn.Module, spec: CallSpec, forced: str | None) -> None:
-        """Nothing before a call is computed."""
+        """Does nothing: calls are measured once they are computed."""
 
     @torch.no_grad()
     def answered(self, module: nn.Module, request: AttentionRequest, forced: str | None, out: Tensor) -> None:
-        """Measure sampled rows of a call of this model."""
+        """Adds the statistics of sampled rows of a call, if it is a call of this model."""
         if id(module) not in self._names:
             return
         index = getattr(module, "layer_idx", None)
@@ -144,7 +143,7 @@ class AttentionRecord(Recorder):
                     self.errors[number, head] = exact - plan_map(request, head, self.programs.get(index))
 
     def _moments(self, layer: _Layer, request: AttentionRequest) -> None:
-        """Add the second moments of the real tokens' queries and keys."""
+        """Adds the second moments of the queries and keys of real tokens."""
         padding = request.structure.key_padding
         for row in range(request.query.shape[0]):
             query, key = request.query[row : row + 1], request.key[row : row + 1]
@@ -155,7 +154,7 @@ class AttentionRecord(Recorder):
             layer.moments = moments if layer.moments is None else layer.moments + moments
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: per layer and phase the means of each query head, ranks per key/value head, counts of calls."""
+        """Returns JSON values: means per layer, phase and query head, ranks per key/value head, and counts of calls."""
         return {
             "format": 1,
             "rows_per_call": self.rows,
@@ -217,10 +216,10 @@ class AttentionRecord(Recorder):
         return "\n".join(lines)
 
     def figure(self, phase: str = "prefill") -> Any:
-        """A matplotlib figure: entropy, sink mass, block density and int8 noise of every layer and head.
+        """Returns a matplotlib figure of entropy, sink mass, block density and int8 noise by layer and head.
 
         Raises:
-            ValueError: No call of that phase was seen.
+            ValueError: No call of that phase was recorded.
         """
         from matplotlib.figure import Figure
 
@@ -249,7 +248,7 @@ class AttentionRecord(Recorder):
 
 
 def _rounded(values: Tensor) -> Any:
-    """JSON values with six digits; infinite ratios are null."""
+    """Returns JSON values with six digits; infinite ratios become null."""
     flat: Any = values.double().cpu().tolist()
 
     def entry(value: Any) -> Any:
@@ -270,39 +269,30 @@ def record(
     maps: tuple[tuple[int, int], ...] = (),
     against: Plan | str | Path | None = None,
 ) -> Iterator[AttentionRecord]:
-    """Measures the attention of a model while it runs in this thread: prefill, decode, padded and packed calls.
+    """Records statistics of a model's attention in prefill, decode, padded and packed calls of this thread.
 
-    Nothing of the model is changed; what listens is gone behind the block, also after an exception. Calls of a compiled
-    graph are not seen.
+    The model is not changed, and nothing listens after the block, not even after an exception. Calls inside a compiled
+    graph cannot be recorded.
 
     Args:
-        model: A model whose attention implementation is one of ours, with or without a plan.
+        model: A model with an attention implementation of this package, with or without a plan.
         rows: Query rows sampled per call, one from each of as many equal parts.
         seed: Seed of the sample.
-        spectrum: Measure the spectrum of the scores, too (one fp64 product per call and head).
+        spectrum: Also measure the spectrum of the scores (one fp64 product per call and head).
         maps: Pairs of layer and query head whose pooled attention map is kept, from the first prompt.
-        against: A plan, its file or directory: where the weights of these heads would err by it is kept, too. It need
-            not be the plan that the model runs by.
+        against: A plan, its file or directory; for the heads of `maps`, also keeps the error of their weights under
+            this plan, which need not be the model's own.
 
     Yields:
         The record, which may be read at any time.
 
     Raises:
-        ValueError: The model runs another attention, or `rows` is not positive.
-        PlanError: The plan to hold against does not belong to the model.
+        ValueError: The model runs another attention implementation, or `rows` is not positive.
+        PlanError: The plan `against` does not belong to the model.
     """
     if rows < 1:
         raise ValueError(f"rows: got {rows}, expected at least 1 sampled row per call")
-    names = {
-        str(getattr(module.config, "_attn_implementation", None))
-        for module in model.modules()
-        if hasattr(module, "config")
-    }
-    if not any(name.startswith("adaattn") for name in names):
-        raise ValueError(
-            f"model: its attention implementation is {', '.join(sorted(names)) or 'unknown'}, none of AdaAttn's; load "
-            'it with attn_implementation="adaattn" or call model.set_attn_implementation("adaattn")'
-        )
+    refuse_other_attention(model)
     programs = None if against is None else programs_for(model, against)
     with recording(AttentionRecord(model, rows, seed, spectrum, dict.fromkeys(maps), programs)) as listener:
         yield listener  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Refuses masks, biases, factors and transforms that attention cannot serve, before anything is read from them."""
+"""Refuses masks, biases, scaling factors and function transforms that attention cannot handle, before using them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from torch import Tensor
 
 from adaattn_hf.backends.select import BackendRefusal
 
-__all__ = ["check_additions", "check_scaling", "check_transform", "with_bias"]
-
 
 def check_scaling(scaling: Any) -> None:
-    """Refuse what no score can be multiplied by.
+    """Refuse a scaling factor that is not a number.
 
     Raises:
-        ValueError: Names it and what it should be.
+        ValueError: It is not; the message says what it should be.
     """
     if not isinstance(scaling, (Real, Tensor, torch.SymFloat, torch.SymInt)):
         raise ValueError(f"scaling: got {scaling!r:.80}, expected a number, or None for head_dim**-0.5")
 
 
 def check_additions(query: Tensor, attention_mask: Any, position_bias: Any) -> None:
-    """Refuse a mask or a bias that cannot mean anything beside these queries.
+    """Refuse a mask or a bias of the wrong type, shape or device.
 
     Raises:
-        ValueError: Names it, what it has and what it should have.
+        ValueError: The message names it, what it is and what it should be.
     """
     if isinstance(attention_mask, Tensor):
         _check_mask(query, attention_mask)
@@ -52,7 +50,7 @@ def _check_mask(query: Tensor, mask: Tensor) -> None:
             "[batch, 1 or heads, q_len, kv_len] or [batch, kv_len] of booleans or numbers"
         )
     if mask.ndim == 4 and mask.dtype is not torch.bool and not mask.dtype.is_floating_point:
-        # zeros and ones, or numbers to add: nobody can tell
+        # could be zeros and ones, or numbers to add
         raise ValueError(
             f"attention_mask: got {mask.dtype} with four dimensions, expected bool (True = attend) or floating point "
             "(added to the scores); say which with attention_mask.bool() or .float()"
@@ -60,7 +58,7 @@ def _check_mask(query: Tensor, mask: Tensor) -> None:
 
 
 def with_bias(mask: Tensor, bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
-    """The sum of an additive mask and a bias, in no less than the query's precision.
+    """Returns the sum of an additive mask and a bias, at least in the query's precision.
 
     Raises:
         ValueError: The bias does not broadcast to the scores.
@@ -77,10 +75,12 @@ def with_bias(mask: Tensor, bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
 
 
 def check_transform(backend: str | None, transform: str, query: Tensor, key: Tensor) -> None:
-    """Refuses what cannot be written out in torch's own operations, every one of which a transform sees.
+    """Refuses calls under a function transform that cannot be computed by torch's own operations.
+
+    A transform (`torch.func`, `make_fx`) sees torch operations, but nothing of the native kernels.
 
     Raises:
-        BackendRefusal: The native kernels were asked for by name, or lengths are symbols.
+        BackendRefusal: The native backend is forced, or lengths are symbolic.
     """
     if backend is not None:
         raise BackendRefusal(

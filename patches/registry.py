@@ -1,4 +1,4 @@
-"""Our names in Transformers' registries. Nothing of Transformers is replaced."""
+"""Registers the attention names `adaattn` and `adaattn_<backend>` with Transformers; replaces nothing there."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from adaattn_hf.errors import unknown
 from .interface import attention_function
 from .masks import adaattn_mask
 
-__all__ = ["NAMES", "engine_takes_names", "register", "resolve", "unregister"]
-
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
-"""`attn_implementation` -> backend that the name forces, None where one is chosen."""
+"""Maps each `attn_implementation` to the backend that it forces, or to None where one is chosen per kind of call."""
 
 
 def resolve(name: str) -> str | None:
-    """The backend that an `attn_implementation` of ours forces, None where one is chosen.
+    """Returns the backend that a registered `attn_implementation` forces, None where one is chosen per kind of call.
 
     Raises:
-        ValueError: No name of ours; lists them and the nearest.
+        ValueError: The name is not one of `NAMES`; the message lists them and the nearest.
     """
     if name not in NAMES:
         raise ValueError(unknown("attn_implementation", name, NAMES))
@@ -32,23 +30,23 @@ def resolve(name: str) -> str | None:
 
 
 def _measured(spec: CallSpec, default: str) -> tuple[str, ...]:
-    """What this machine's table says of a call, looked for at the first one."""
+    """Backends that this machine's table of measurements prefers for a call; imported at the first call."""
     from .tuned import preferred
 
     return preferred(spec, default)
 
 
 def register() -> None:
-    """Make the names known to Transformers, in this process. Harmless when repeated."""
+    """Register the names with Transformers in this process. May be called again."""
     use_measured(_measured)
     for name, backend in NAMES.items():
         AttentionInterface.register(name, attention_function(backend))
-        # without a mask function of the same name Transformers drops padding in silence
+        # without a mask function under the same name Transformers silently ignores padding
         AttentionMaskInterface.register(name, adaattn_mask)
         if engine_takes_names():
             from .paged import paged_function
 
-            # with a mask function of this name the engine would ask it for a mask of the wrong size
+            # no mask function under this name: the engine would call it for a mask of the wrong size
             AttentionInterface.register(f"paged|{name}", paged_function(backend))
 
 
@@ -58,7 +56,7 @@ def engine_takes_names() -> bool:
 
 
 def unregister() -> None:
-    """Take the names out again; models that carry them can no longer run."""
+    """Remove the names again; models that are set to one of them can no longer run."""
     for name in NAMES:
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)

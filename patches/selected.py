@@ -1,7 +1,7 @@
-"""Keys that a model's own indexer selects per query (DeepSeek sparse attention and its kin).
+"""Sparse attention whose keys the model selects itself, per query, by an indexer (DeepSeek sparse attention).
 
-Such models mask the unselected keys themselves for Transformers' `eager` and `sdpa`, and hand the selection
-over as a keyword to every other implementation. It becomes one more condition of the structure here.
+For Transformers' `eager` and `sdpa` such models mask the other keys themselves; all other implementations get the
+selection as a keyword. Here it becomes part of the structure's mask.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.structure import CallStructure
 
-__all__ = ["with_selected_keys"]
-
 
 def with_selected_keys(
     module: nn.Module, structure: CallStructure, heads: int, kwargs: dict[str, Any]
 ) -> CallStructure:
-    """The structure with the selection that came by keyword, if one came.
+    """Returns the structure restricted to the selected keys, unchanged if no selection was passed.
 
     Args:
-        module: The attention module; its indexer knows the length of a block.
-        structure: What the mask says.
+        module: The attention module, whose indexer has the block size.
+        structure: The rules of the mask.
         heads: Number of query heads.
         kwargs: May hold `indices` `[batch, q_len, top_k]`, the selected keys of each query, or
             `block_indices` `[batch, groups, q_len, top_k]`, the selected blocks of keys of each query and
@@ -45,7 +43,7 @@ def with_selected_keys(
 
 
 def _scattered(indices: Tensor, length: int) -> Tensor:
-    """Boolean, last axis of `length` instead of top_k: True where an index points."""
+    """Turns indices `[…, top_k]` into a boolean `[…, length]` that is True at every index."""
     index = indices.long()
     index = index.masked_fill((index < 0) | (index >= length), length)
     found = torch.zeros((*index.shape[:-1], length + 1), dtype=torch.bool, device=index.device)

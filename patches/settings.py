@@ -1,4 +1,4 @@
-"""Putting settings on a model: every tower's configuration gets them, since each layer sees its own tower's."""
+"""Sets this package's settings on a model and on each of its towers, whose layers read their own configuration."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from adaattn_hf.config import AdaAttnConfig, settings_in
+from adaattn_hf.plans.store import settings_of
 from adaattn_hf.presets import load_preset
-
-__all__ = ["configure"]
 
 
 def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnConfig:
     """Set AdaAttn's settings on a model and all its towers; they are saved with it.
 
-    A preset is a budget, and a plan spends it. A plan that the model carries is kept where its own budget is within the
-    preset's; a plan that spends more is taken away, which is said. Where no plan is left every layer is exact, which is
-    said, too, with the command that makes a plan.
+    A preset allows a loss budget, which only a plan can spend. The model's plan is kept if its own budget is within the
+    preset's, else removed with a warning. Without a plan every layer is exact; a warning then names the command that
+    makes one.
 
     Args:
         model: Any Transformers model.
-        settings: Settings as they are to be, or the name of a preset.
+        settings: The settings, or the name of a preset.
 
     Returns:
         The settings.
@@ -37,32 +36,21 @@ def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnC
     configs[id(model.config)] = model.config
     chosen = load_preset(settings) if isinstance(settings, str) else settings
     if isinstance(settings, str):
-        carried = next((plan for config in configs.values() if (plan := _plan_in(config)) is not None), None)
+        present = [settings_of(config) for config in configs.values()]
+        carried = next((plan for one in present if (plan := one.get("plan")) is not None), None)
         plan = _within(carried, chosen)
-        said = any(_said_unverified(config) for config in configs.values())
+        said = any(one.get("unverified") is True for one in present)
         chosen = replace(chosen, plan=plan, unverified=plan is not None and said)
     data = chosen.to_dict()
     for config in configs.values():
         if hasattr(config, "to_dict"):
             config.adaattn = data
-    settings_in(model.config)  # reads them once, and says now what is to be said
+    settings_in(model.config)  # parsed now, so that its warnings come here
     return chosen
 
 
-def _plan_in(config: Any) -> Mapping[str, Any] | None:
-    """The plan of a configuration."""
-    present = getattr(config, "adaattn", None)
-    return present.get("plan") if isinstance(present, Mapping) else None
-
-
-def _said_unverified(config: Any) -> bool:
-    """Whether a configuration says that a plan may run that held-out text has not shown good."""
-    present = getattr(config, "adaattn", None)
-    return isinstance(present, Mapping) and present.get("unverified") is True
-
-
 def _within(plan: Mapping[str, Any] | None, preset: AdaAttnConfig) -> Mapping[str, Any] | None:
-    """The plan, where it spends no more than the preset allows."""
+    """Returns the plan if its budget is within the preset's, else None."""
     if plan is None or float(plan.get("budget", math.inf)) <= math.log1p(preset.budget) * (1 + 1e-6):
         return plan
     if preset.budget > 0:

@@ -1,11 +1,10 @@
-"""Shadowing: the first calls of each kind are computed a second time by the plainest backend, and the two compared.
+"""Shadowing: computes the first calls of each kind a second time by plain operations, and compares the results.
 
     model.config.adaattn = {"shadow": 2}                          # raise where they differ: for tests and CI
     model.config.adaattn = {"shadow": 2, "mismatch": "warn"}      # say so and go on: for production
 
-A model without a plan is compared with `attention.reference`, one with a plan with what the plan computes on the eager
-backend: kernels are checked, not the plan's loss. What a plan loses is proved by its calibration and watched by
-`monitor`.
+A model without a plan is compared with `attention.reference`, a model with a plan with the same plan on the eager
+backend: shadowing checks kernels, not the loss of a plan, which calibration proves and `monitor` watches.
 """
 
 from __future__ import annotations
@@ -19,37 +18,35 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import some_rows
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
 
-__all__ = ["ShadowMismatch", "compare", "reset"]
-
 ROWS = 64
-"""Query rows of a call without a plan that are compared."""
+"""Query rows that are compared in a call without a plan."""
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Allowed error of a head's output in the Frobenius norm, relative to its size."""
 PLANNED_TOLERANCE = 5e-2
-"""The same under a plan, whose choices may round: two ways to round differ by as much as the rounding itself."""
+"""The same under a plan, whose choices may round: two ways of rounding differ by about the rounding error."""
 _MOST_WEIGHTS = 1 << 27
-"""A planned call is computed with all its weights in memory; of larger ones nothing is compared, which is said."""
+"""Largest number of attention weights of a planned call that is compared; larger calls give a warning instead."""
 
 
 class ShadowMismatch(RuntimeError):
-    """A call was answered with something else than the reference says."""
+    """The output of a call differs from the reference."""
 
 
 _counts: dict[int, tuple[weakref.ref[Any], Counter[Any]]] = {}
 
 
 def reset() -> None:
-    """Forgets what was compared, so that the next calls are compared again."""
+    """Starts counting anew, so that the next calls are compared again."""
     _counts.clear()
 
 
 def _is_due(config: Any, kind: Any, limit: int) -> bool:
-    """Whether a call of this kind is one of the first of its model; counts it."""
+    """Counts a call, and returns whether it is among the first `limit` of its kind in this model."""
     entry = _counts.get(id(config))
     if entry is None or entry[0]() is not config:
         for stale in [number for number, (owner, _) in _counts.items() if owner() is None]:
@@ -70,36 +67,32 @@ def compare(
     limit: int,
     action: str,
 ) -> None:
-    """Compares a call's output with the reference, if it is one of the first of its kind in this model.
+    """Compares a call's output with the reference, if the call is one of the first of its kind in this model.
 
     Args:
         module: The attention module.
         request: The call.
-        forced: The backend that was asked for by name.
+        forced: Name of the forced backend, None if it was chosen.
         program: The layer's plan, ready to run; None without one.
-        out: `[batch, q_len, heads, head_dim_v]`, what was computed.
-        limit: Calls of each kind that are compared, layers counted apart.
+        out: `[batch, q_len, heads, head_dim_v]`, the call's output.
+        limit: Calls that are compared of each kind and layer.
         action: `raise` or `warn`.
 
     Raises:
-        ShadowMismatch: They differ by more than rounding can explain, and `action` is `raise`.
+        ShadowMismatch: They differ by more than rounding explains, and `action` is `raise`.
     """
-    spec = spec_of(request)._replace(keys=0, kv_bytes=0, pairs=0)  # a growing call stays of one kind
+    spec = spec_of(request)._replace(keys=0, kv_bytes=0, pairs=0)  # a growing cache is one kind
     layer = getattr(module, "layer_idx", None)
     if request.dropout or not _is_due(module.config, (layer, spec), limit):
         return
     request = request.widened()  # what a cache stores as codes
     if program is None:
-        rows = _rows(request)
-        expected, answer, allowed = reference.attention(rows[1]).out, out[:, rows[0]], TOLERANCE[out.dtype]
+        count = min(ROWS, request.structure.q_len)
+        rows = torch.linspace(0, request.structure.q_len - 1, count, device=out.device).round().long()
+        expected, answer = reference.attention(some_rows(request, rows)).out, out[:, rows]
+        allowed = TOLERANCE[out.dtype]
     else:
-        weights = (
-            request.query.shape[0]
-            * request.query.shape[1]
-            * request.structure.q_len
-            * request.structure.kv_len
-        )
-        if weights > _MOST_WEIGHTS:
+        if request.query.shape[:3].numel() * request.structure.kv_len > _MOST_WEIGHTS:
             warnings.warn(
                 f"shadow: a planned call of {request.structure.q_len} queries and {request.structure.kv_len} keys was "
                 "not compared, its weights would not fit; shorter calls of this model are",
@@ -114,7 +107,7 @@ def compare(
     expected, answer = expected.double(), answer.double()
     size = expected.square().sum((1, 3)).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
     error = float(((answer - expected).square().sum((1, 3)).sqrt() / size).max())
-    if error <= allowed:  # an error that is no number is above every tolerance
+    if error <= allowed:  # false for NaN, too
         return
     sentence = (
         f"shadow: layer {layer} of {type(module).__name__} on {choose(spec, forced).name} is off by {error:.3g} of the "
@@ -124,18 +117,3 @@ def compare(
     if action == "raise":
         raise ShadowMismatch(sentence)
     warnings.warn(sentence, RuntimeWarning, stacklevel=2)
-
-
-def _rows(request: AttentionRequest) -> tuple[Tensor, AttentionRequest]:
-    """Places of rows spread over a call, and a request about them alone."""
-    structure = request.structure
-    device = request.query.device
-    count = min(ROWS, structure.q_len)
-    rows = torch.linspace(0, structure.q_len - 1, count, device=device).round().long()
-    mask = structure.visible_rows(rows, device)
-    about = CallStructure(structure.batch, count, structure.kv_len, mask=mask)
-    shorter = request.with_tensors(request.query[:, :, rows], request.key, request.value, about)
-    if request.bias is not None:
-        bias = request.bias
-        shorter.bias = bias if bias.shape[-2] == 1 else bias[..., rows, :]
-    return rows, shorter

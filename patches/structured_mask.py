@@ -1,8 +1,8 @@
-"""The object that travels through a model in the place of a dense mask.
+"""A mask proxy: carries a `CallStructure` through a model in place of a dense mask.
 
-Transformers hands what the mask function returns to every layer, and here and there treats it as a tensor
-(generation makes it contiguous, accelerate moves it, a few models slice it). `StructuredMask` answers all of
-that, and becomes a dense boolean tensor only when someone computes with it.
+Transformers passes the mask function's result to every layer and sometimes treats it as a tensor: generation makes it
+contiguous, accelerate moves it between devices, a few models slice it. `StructuredMask` supports these operations, and
+becomes a dense boolean tensor only when somebody computes with it.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ from .support import UnsupportedModel, unsupported
 if TYPE_CHECKING:
     from .packing import Packed
 
-__all__ = ["StructuredMask"]
-
 _ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 _ADDED = unsupported("a model", "adds the attention mask to scores that it computes itself")
 
 
 class StructuredMask:
-    """A `CallStructure` with the surface of a boolean tensor `[batch, 1, q_len, kv_len]`."""
+    """A `CallStructure` with the interface of a boolean tensor `[batch, 1, q_len, kv_len]`."""
 
     ndim = 4
     dtype = torch.bool
 
     def __init__(self, structure: CallStructure, device: torch.device) -> None:
-        """`device` is where a dense mask would lie."""
+        """`device` is the device of the dense mask."""
         self.structure = structure
         self.device = device
-        # what `cu_seq_lens_*` add belongs to one forward pass, as this object does
+        # structures with documents added, shared by the layers of this forward pass
         self.packed: Packed = {}
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the mask that this stands for."""
+        """Shape of the dense mask."""
         return torch.Size((self.structure.batch, 1, self.structure.q_len, self.structure.kv_len))
 
     def dim(self) -> int:
@@ -73,14 +71,14 @@ class StructuredMask:
         return StructuredMask(self.structure.with_changes(**moved), torch.device(device))
 
     def dense(self) -> Tensor:
-        """The boolean tensor that this stands for; rows of padding see the real keys, as in stock masks."""
+        """Returns the dense boolean mask; rows of padding see the real keys, as in stock masks."""
         structure = self.structure
         if structure.pads_queries:
             structure = structure.with_changes(pads_queries=False)
         return structure.visible(device=self.device).expand(self.shape)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else a model does with a mask is done with the dense one."""
+        """Any other attribute is that of the dense mask."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.dense(), name)
@@ -99,14 +97,14 @@ class StructuredMask:
         return ~self.dense()
 
     def __add__(self, other: Any) -> Tensor:
-        """Refused: a boolean mask means nothing when it is added to scores."""
+        """Refused: adding a boolean mask to scores would not mask anything."""
         raise UnsupportedModel(_ADDED)
 
     __radd__ = __add__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Any torch function sees the dense mask."""
+        """Gives torch functions the dense mask."""
 
         if getattr(func, "__name__", "") in _ADDITIONS:
             raise UnsupportedModel(_ADDED)

@@ -1,9 +1,8 @@
-"""Which models take no attention implementation by name, and the sentence that says so.
+"""Detects models that cannot run another attention implementation, and says so in one sentence.
 
-Transformers accepts a registered name for every model, also for those whose code computes attention by
-itself. Some of these then ask the mask function for a mask and are refused there; some look the name up in a
-table of their own and raise a bare `KeyError`; some never ask and would run their own attention in silence.
-`check` finds all three.
+Transformers accepts a registered name for every model, even if the model's code computes attention itself. Some of
+these models call the mask function and are refused there; some look the name up in a table of their own and raise a
+bare `KeyError`; some ignore the name and silently run their own attention. `check` finds all three.
 """
 
 from __future__ import annotations
@@ -16,24 +15,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .families import family_of
-
-__all__ = ["UnsupportedModel", "check", "refusal_of", "unsupported", "uses_interface"]
 
 _OWN_TABLE = re.compile(r"_CLASSES\[")
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
 
 class UnsupportedModel(ValueError):
-    """The model computes attention by itself: no implementation can be chosen by name."""
+    """The model computes attention itself: no implementation can be chosen by name."""
 
 
 def unsupported(
     who: str, how: str = "does not route its attention through Transformers' attention interface"
 ) -> str:
-    """The sentence that refuses a model."""
+    """Returns the message for a model that is not supported."""
     return (
         f"attn_implementation: got 'adaattn' for {who}, which {how}, so that no implementation can be "
         "chosen by name; load it with attn_implementation='eager'"
@@ -44,11 +42,11 @@ def check(model: PreTrainedModel | PreTrainedConfig) -> None:
     """Raise if a model would not run on adaattn, though Transformers accepts the name for it.
 
     Args:
-        model: A model, or the configuration of one that is not loaded yet. Of a model, the towers that are
-            set to another implementation are not looked at.
+        model: A model, or the configuration of one that is not loaded yet. Towers of a model that are set to another
+            implementation are not checked.
 
     Raises:
-        UnsupportedModel: A part of the model computes attention by itself.
+        UnsupportedModel: A part of the model computes attention itself.
     """
     for config in _configs(model):
         reason = refusal_of(config)
@@ -56,8 +54,24 @@ def check(model: PreTrainedModel | PreTrainedConfig) -> None:
             raise UnsupportedModel(reason)
 
 
+def refuse_other_attention(model: nn.Module) -> None:
+    """Refuses a model whose attention is not this package's.
+
+    Raises:
+        ValueError: None of its towers is set to `adaattn…`.
+    """
+    from adaattn_hf.plans.store import implementations  # masks import this module, and need nothing of plans
+
+    names = implementations(model)
+    if not any(name.startswith("adaattn") for name in names):
+        raise ValueError(
+            f"model: its attention implementation is {', '.join(sorted(names)) or 'unknown'}, none of AdaAttn's; load "
+            'it with attn_implementation="adaattn" or call model.set_attn_implementation("adaattn")'
+        )
+
+
 def refusal_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> str | None:
-    """The sentence that refuses models of a configuration (or its class), None if they are served."""
+    """Returns why models of a configuration (or its class) are not supported, None if they are."""
     config_class: Any = config if isinstance(config, type) else type(config)
     name = config_class.__name__
     family = family_of(config)
@@ -76,7 +90,7 @@ def refusal_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> str | None:
 
 
 def _configs(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Configurations of all towers; of a model, of those that run under one of our names."""
+    """Yields the configurations of all towers; of a model, only of those that are set to `adaattn…`."""
     if isinstance(model, PreTrainedConfig):
         yield model
         for name in model.sub_configs:
@@ -93,9 +107,9 @@ def _configs(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTrainedCo
 
 @torch.compiler.assume_constant_result
 def uses_interface(config_class: type) -> bool:
-    """Whether the modeling file beside a configuration class asks the attention interface for its function.
+    """Whether the modeling file beside a configuration class uses Transformers' attention interface.
 
-    Remote code that keeps its classes elsewhere is taken at its word.
+    True for remote code whose modeling file is not found.
     """
     source = _modeling_source(config_class)
     return source is None or "ALL_ATTENTION_FUNCTIONS" in source
@@ -103,7 +117,7 @@ def uses_interface(config_class: type) -> bool:
 
 @functools.cache
 def _modeling_source(config_class: type) -> str | None:
-    """Source of the modeling file beside a configuration class; None if there is no such file."""
+    """Returns the source of the modeling file beside a configuration class, None if there is no such file."""
     name = config_class.__module__.replace("configuration_", "modeling_")
     if name == config_class.__module__:
         return None

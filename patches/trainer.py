@@ -1,4 +1,4 @@
-"""A Trainer callback: what attention did and what the plan says, in every log."""
+"""A Trainer callback that adds counts of backends and the plan's predictions to every log."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from adaattn_hf.plans.store import plan_of
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-__all__ = ["AdaAttnCallback", "plan_statistics"]
-
 
 class _Tally(Recorder):
-    """Counts calls instead of keeping them."""
+    """Counts attention calls by kind and forced backend."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +29,7 @@ class _Tally(Recorder):
         self.counts[spec, forced] += 1
 
     def drained(self) -> dict[str, float]:
-        """Shares of backends and kinds of structure since the last time, and the number of calls."""
+        """Returns the shares of backends and kinds of structure since the last log, and the number of calls."""
         total = sum(self.counts.values())
         if not total:
             return {}
@@ -47,11 +45,10 @@ class _Tally(Recorder):
 
 
 def plan_statistics(model: nn.Module) -> dict[str, float]:
-    """What the model's plan says, as numbers that a logger takes; empty for a model without one.
+    """Returns what a model's plan predicts, as numbers for a logger; empty for a model without a plan.
 
-    The numbers: key/value heads per kind of choice and in all, the predicted loss (the sum of the risks,
-    nats/token), the predicted share of the exact price, and the verified bound on the loss where there is
-    one.
+    These are the key/value heads per kind of choice and in all, the predicted loss (the sum of the risks, nats/token),
+    the predicted price as a share of the exact price, and the verified bound on the loss, if there is one.
     """
     plan = plan_of(model)
     if plan is None:
@@ -73,13 +70,13 @@ def plan_statistics(model: nn.Module) -> dict[str, float]:
 class AdaAttnCallback(TrainerCallback):
     """Adds AdaAttn's numbers to the logs of a Trainer.
 
-    `Trainer(callbacks=[AdaAttnCallback()])` puts them into `state.log_history` and the printed lines.
-    `AdaAttnCallback().attach(trainer)` puts them before all other callbacks too, so that TensorBoard, W&B and
-    every other reporter gets them.
+    `Trainer(callbacks=[AdaAttnCallback()])` adds them to `state.log_history` and the printed lines.
+    `AdaAttnCallback().attach(trainer)` also runs before all other callbacks, so that TensorBoard, W&B and every other
+    reporter gets them.
     """
 
     def __init__(self) -> None:
-        """Listens from the beginning of training to its end."""
+        """Creates a callback, which counts from the beginning of training to its end."""
         self._tally = _Tally()
         self._listening = ExitStack()
         self._plan: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""What was measured on this machine has a say in what `auto` takes: the user's table, read once.
+"""This machine's table of measured backends, which the automatic choice of a backend follows.
 
-A file per device in the user's cache, made by `adaattn tune`, or class by class at the first call of each where
-ADAATTN_TUNE is `first`. It speaks for the device, driver, packages and kernels in its key alone.
+There is one file per device in the user's cache directory. `adaattn tune` writes it; with ADAATTN_TUNE=first each class
+of calls is measured when it first occurs. A table is valid for the device, driver, packages and kernels in its key.
 """
 
 from __future__ import annotations
@@ -27,19 +27,6 @@ from adaattn_hf.backends.table import Cell, Table, TableError, cell_of, clearly_
 from adaattn_hf.backends.tuning import measure
 from adaattn_hf.errors import unknown
 
-__all__ = [
-    "SETTINGS",
-    "begin",
-    "current",
-    "elsewhere",
-    "forget",
-    "keep",
-    "key_of",
-    "path_of",
-    "preferred",
-    "setting",
-]
-
 VARIABLE = "ADAATTN_TUNE"
 SETTINGS = {
     "off": "no table is read",
@@ -58,10 +45,10 @@ PACKAGES = {
 
 
 def setting(asked: str | None = None) -> str:
-    """How tables are used: what is asked for, else what ADAATTN_TUNE says, else `file`.
+    """Returns how tables are used: `asked`, else the value of ADAATTN_TUNE, else `file`.
 
     Raises:
-        ValueError: None of SETTINGS.
+        ValueError: It is not one of SETTINGS.
     """
     asked = asked or os.environ.get(VARIABLE) or "file"
     if asked not in SETTINGS:
@@ -70,7 +57,7 @@ def setting(asked: str | None = None) -> str:
 
 
 def path_of(device: str) -> Path:
-    """The file of a device's table, by the device's name; in XDG_CACHE_HOME, else in `~/.cache`."""
+    """Returns the file of a device's table, named after the device, in XDG_CACHE_HOME or `~/.cache`."""
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     room = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
@@ -79,7 +66,7 @@ def path_of(device: str) -> Path:
 
 @functools.cache
 def key_of(device: str) -> dict[str, str]:
-    """What the figures of a table depend on besides the call."""
+    """Returns what measurements depend on besides the call: device, driver, versions of packages and kernels."""
     key = {"kernels": _digest()}
     if device == "cuda":
         key |= {"device": torch.cuda.get_device_name(), "driver": driver(), "cuda": str(torch.version.cuda)}
@@ -95,7 +82,7 @@ def key_of(device: str) -> dict[str, str]:
 
 
 def _digest() -> str:
-    """A short hash of the backends' own sources and of the compiled library."""
+    """Returns a short hash of the backends' sources and of the compiled library."""
     digest = hashlib.sha256()
     for path in sorted(Path(adaattn_hf.backends.__file__).parent.glob("*/*")):
         if path.suffix in (".py", ".so"):
@@ -105,11 +92,11 @@ def _digest() -> str:
 
 _tables: dict[str, Table | None] = {}
 _unusable: set[str] = set()
-"""Devices whose file is damaged, or speaks for something else."""
+"""Devices whose file is damaged or was measured under another key."""
 
 
 def current(device: str) -> Table | None:
-    """The table of a device, read once; None where there is none. One that cannot be used is named in a warning."""
+    """Returns the table of a device, None without one; read once, with a warning if it cannot be used."""
     if device not in PACKAGES or (device == "cuda" and not torch.cuda.is_available()):
         return None
     if device not in _tables:
@@ -124,7 +111,7 @@ def current(device: str) -> Table | None:
 
 
 def begin(device: str) -> str:
-    """Make room for measurements: a file that cannot be used here is deleted. Says why, empty where none was."""
+    """Deletes a table that cannot be used, so that a new one can be made; returns why, empty if none was deleted."""
     path, said = path_of(device), ""
     try:
         if path.exists():
@@ -137,7 +124,7 @@ def begin(device: str) -> str:
 
 
 def forget() -> None:
-    """Read the tables anew at the next call, and choose anew."""
+    """Forgets tables and choices, so that the next call reads and chooses anew."""
     _tables.clear()
     _unusable.clear()
     key_of.cache_clear()
@@ -145,7 +132,7 @@ def forget() -> None:
 
 
 def preferred(spec: CallSpec, default: str) -> tuple[str, ...]:
-    """Backends that this machine's table holds to be clearly faster than `default` for a call; best first."""
+    """Returns the backends that are clearly faster than `default` for a call by this machine's table, best first."""
     asked, cell = setting(), cell_of(spec)
     if asked == "off" or cell is None or (spec.device == "cuda" and not torch.cuda.is_available()):
         return ()
@@ -156,7 +143,7 @@ def preferred(spec: CallSpec, default: str) -> tuple[str, ...]:
 
 
 def elsewhere(spec: CallSpec) -> dict[str, list[Cell]]:
-    """Classes of calls like one, of whatever length, that the table takes out of the built-in order; by backend."""
+    """Returns by backend the classes of calls like this one, of any length, that the table gives to it."""
     table = current(spec.device) if setting() != "off" else None
     like = cell_of(spec._replace(length=1, holes=False))
     found: dict[str, list[Cell]] = {}
@@ -173,12 +160,12 @@ def elsewhere(spec: CallSpec) -> dict[str, list[Cell]]:
 
 
 def keep(device: str, cell: Cell, clock: Clock | None = None) -> Table:
-    """The table with one more class of calls, measured now. Writes its file, but over none that cannot be used here.
+    """Measures one more class of calls, and returns the table; writes its file unless an unusable one is in its place.
 
     Args:
         device: `cpu` or `cuda`.
-        cell: What is measured.
-        clock: Measures instead of the device's own clock.
+        cell: The class of calls.
+        clock: Replaces the device's own clock.
     """
     path = path_of(device)
     table = _tables[device] = current(device) or Table(key_of(device))
@@ -192,6 +179,6 @@ def keep(device: str, cell: Cell, clock: Clock | None = None) -> Table:
 
 
 def _busy(device: str) -> bool:
-    """Whether what happens now is recorded: by a graph of the device, or by whoever listens to torch's dispatcher."""
+    """Whether operations are being recorded, by CUDA graph capture or a dispatch mode, so that nothing may be timed."""
     capturing = device == "cuda" and torch.cuda.is_current_stream_capturing()
     return capturing or torch._C._len_torch_dispatch_stack() > 0

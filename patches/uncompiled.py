@@ -1,4 +1,4 @@
-"""Calls that leave a compiled graph: `use_plan`, whose plan is that of the calling thread, and streaming heads."""
+"""Runs attention outside compiled graphs: with `use_plan`, whose plan belongs to a thread, and with streaming heads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["streaming_heads_run_outside_graphs", "use_plan_runs_outside_graphs"]
-
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def use_plan_runs_outside_graphs(attention: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls an attention function outside the graph; where the graph must be whole, the refusal has this name."""
+    """Calls an attention function outside the graph; with `fullgraph=True` torch's error shows this function's name."""
     return attention(*args, **kwargs)
 
 

@@ -20,8 +20,6 @@ from .segments import Segment
 if TYPE_CHECKING:
     from .request import AttentionRequest
 
-__all__ = ["BLOCK", "block_segments", "keep_blocks", "keys_of_blocks", "picked_blocks", "pooled_keys"]
-
 BLOCK = 64
 """Keys per block where nothing else is said."""
 
@@ -136,3 +134,23 @@ def picked_blocks(
         softcap=request.softcap,
         block=block,
     )
+
+
+def kept_keys(
+    request: AttentionRequest, mass: float, sinks: int, heads: Sequence[int], block: int = BLOCK
+) -> Tensor | None:
+    """Returns the boolean `[batch, heads, q_len, kv_len]` of keys in kept blocks, None where blocks do not apply.
+
+    The arguments are those of `picked_blocks`.
+    """
+    segments = block_segments(request)
+    if segments is None:
+        return None
+    shape = request.query.shape[0], len(heads), request.query.shape[2], request.key.shape[2]
+    kept = torch.zeros(shape, dtype=torch.bool, device=request.query.device)
+    for segment in segments:
+        rows = slice(segment.q_start, segment.q_start + segment.q_len)
+        keys = slice(segment.k_start, segment.k_start + segment.k_len)
+        blocks = picked_blocks(request, segment, mass, sinks, heads, block)
+        kept[segment.row, :, rows, keys] = keys_of_blocks(blocks, segment.k_len, block)
+    return kept

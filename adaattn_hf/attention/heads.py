@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .blocks import BLOCK, block_segments, keys_of_blocks, picked_blocks
+from .blocks import BLOCK, kept_keys
 from .rounding import through_dtype, through_int8
 from .structure import CallStructure
 
 if TYPE_CHECKING:
     from .request import AttentionRequest
-
-__all__ = ["HEAD_PRECISIONS", "HeadRules", "joined_heads", "some_heads", "spelled_out"]
 
 HEAD_PRECISIONS = ("model", "bf16", "int8")
 _BLOCKS = (64, 128)
@@ -142,25 +140,11 @@ def spelled_out(request: AttentionRequest) -> AttentionRequest:
         own = structure.with_changes(window=window, sinks=sinks).visible(device=request.query.device)
         if own.shape[1] > 1:
             own = own[:, head * groups : (head + 1) * groups]
-        kept = _kept_keys(request, rules, head) if rules.masses[head] else None
+        mass = rules.masses[head]
+        kept = kept_keys(request, mass, rules.sinks[head], [head], rules.block) if mass else None
         mask = own if kept is None else own & kept
         masks.append(mask.expand(request.query.shape[0], groups, *mask.shape[2:]))
     return replace(request, structure=structure.with_changes(mask=torch.cat(masks, dim=1)))
-
-
-def _kept_keys(request: AttentionRequest, rules: HeadRules, head: int) -> Tensor | None:
-    """Boolean `[batch, 1, q_len, kv_len]` of keys in kept blocks, None where blocks do not apply."""
-    segments = block_segments(request)
-    if segments is None:
-        return None
-    batch, _, q_len, _ = request.query.shape
-    kept = torch.zeros(batch, 1, q_len, request.key.shape[2], dtype=torch.bool, device=request.query.device)
-    for segment in segments:
-        rows = slice(segment.q_start, segment.q_start + segment.q_len)
-        keys = slice(segment.k_start, segment.k_start + segment.k_len)
-        blocks = picked_blocks(request, segment, rules.masses[head], rules.sinks[head], [head], rules.block)
-        kept[segment.row, :, rows, keys] = keys_of_blocks(blocks, segment.k_len, rules.block)
-    return kept
 
 
 def _rounded(request: AttentionRequest, rules: HeadRules) -> AttentionRequest:
@@ -211,6 +195,23 @@ def some_heads(request: AttentionRequest, kv_heads: Sequence[int]) -> AttentionR
         sink_logits=None if request.sink_logits is None else rows(request.sink_logits, 0, heads),
         bias=bias if bias is None or bias.shape[1] == 1 else rows(bias, 1, heads),
         per_head=None if request.per_head is None else request.per_head.some(kv_heads),
+    )
+
+
+def some_rows(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
+    """Returns the request of a few query rows against all keys, with a dense mask of what they see.
+
+    Args:
+        request: A call.
+        rows: `[rows]` indices of query rows.
+    """
+    device, structure, bias = request.query.device, request.structure, request.bias
+    visible, rows = structure.visible_rows(rows, device), rows.to(device)
+    return replace(
+        request,
+        query=request.query.index_select(2, rows),
+        structure=CallStructure(structure.batch, len(rows), structure.kv_len, mask=visible),
+        bias=bias if bias is None or bias.shape[-2] == 1 else bias[..., rows, :],
     )
 
 

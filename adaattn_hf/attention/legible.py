@@ -11,8 +11,6 @@ from torch import Tensor
 from .request import AttentionRequest
 from .structure import CallStructure
 
-__all__ = ["legible"]
-
 
 def legible(request: AttentionRequest, window: int | None = None) -> AttentionRequest | None:
     """Returns the request with rules in place of a dense mask, itself without such a mask, None where none fit.

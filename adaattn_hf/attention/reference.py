@@ -15,8 +15,6 @@ from torch import Tensor
 from .heads import spelled_out
 from .request import AttentionRequest
 
-__all__ = ["ReferenceResult", "attention"]
-
 
 class ReferenceResult(NamedTuple):
     """What attention is.

@@ -14,17 +14,6 @@ if TYPE_CHECKING:
     from .heads import HeadRules
     from .stored import StoredKV
 
-__all__ = [
-    "AttentionRequest",
-    "AttentionResult",
-    "CallSpec",
-    "check_dimensions",
-    "format_of",
-    "head_dim_of",
-    "holds_no_memory",
-    "in_one_batch",
-]
-
 
 # Not frozen: a frozen dataclass costs microseconds to make, and one is made in every layer.
 @dataclass(eq=False, slots=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["LEVELS", "quantise", "through_dtype", "through_int8"]
-
 LEVELS = 127.0
 
 

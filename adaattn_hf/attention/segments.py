@@ -8,8 +8,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Segment", "find_segments"]
-
 Run = tuple[int, int]
 
 

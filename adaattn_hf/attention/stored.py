@@ -19,18 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CHANNELS",
-    "FORMATS",
-    "StoredKV",
-    "decode_scale",
-    "dequantise",
-    "direction_of",
-    "encode_scale",
-    "hadamard",
-    "quantise",
-]
-
 FORMATS = ("int8", "k8v4")
 """Stored formats by name: keys and values in int8; int8 keys with values of four bits."""
 

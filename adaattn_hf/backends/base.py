@@ -13,8 +13,6 @@ from ..attention.request import AttentionRequest, AttentionResult, CallSpec, hea
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
 
-__all__ = ["SMALL_PAIRS", "Backend", "FastCall", "head_refusals", "nothing_seen", "spec_of"]
-
 FastCall = Callable[..., Tensor]
 """Maps query, key, value, scaling and, of codes, their `StoredKV` to the output `[batch, q_len, heads, head_dim_v]`;
 see `Backend.fast_call`."""

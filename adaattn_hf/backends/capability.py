@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Capability", "capability", "cpu_name", "driver", "of_level", "of_sm"]
-
 
 @dataclass(frozen=True)
 class Capability:

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Clock", "clock_of", "quartiles"]
-
 Calls = Mapping[str, Callable[[], Any]]
 Clock = Callable[[Calls], Mapping[str, list[float]]]
 """Maps calls to microseconds of several runs of each."""

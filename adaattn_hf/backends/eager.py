@@ -9,8 +9,6 @@ from torch import Tensor
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
 from .base import Backend, head_refusals, nothing_seen
 
-__all__ = ["EagerBackend", "attention_weights"]
-
 
 def _weights_and_lse(request: AttentionRequest) -> tuple[Tensor, Tensor]:
     """Weights `[batch, heads, q_len, kv_len]` in the softmax's dtype, without dropout, and the row's log-sum-exp."""

@@ -11,8 +11,6 @@ from ..attention.request import AttentionRequest
 from ..attention.structure import CallStructure
 from .table import Cell
 
-__all__ = ["HEADS", "KINDS", "SHORTEST", "probes"]
-
 KINDS = ("full", "causal", "suffix", "window", "ragged", "step", "padded step")
 SHORTEST = {"full": 2, "causal": 2, "suffix": 4, "window": 64, "ragged": 256, "padded step": 16}
 """Keys below which there is no such call, or nobody looks what it is."""

@@ -20,17 +20,6 @@ from .native.backend import NativeBackend
 from .sdpa import SdpaBackend
 from .triton import TritonBackend
 
-__all__ = [
-    "BACKENDS",
-    "BackendRefusal",
-    "attend",
-    "choose",
-    "order",
-    "refusals_of",
-    "serving",
-    "use_measured",
-]
-
 logger = logging.getLogger("adaattn_hf")
 
 BACKENDS: dict[str, Backend] = {

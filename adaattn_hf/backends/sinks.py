@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["sink_gradient"]
-
 
 def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
     """`-sum_i p_sink,i D_i` with `D = rowsum(dO * O)`: a sink draws weight and carries no value.

@@ -12,8 +12,6 @@ import torch
 
 from ..attention.request import CallSpec
 
-__all__ = ["LONGEST", "MARGIN", "Cell", "Table", "TableError", "Times", "cell_of", "clearly_faster"]
-
 FORMAT = 1
 MARGIN = 1.03
 """How many times as fast a backend must be, in the median, to be taken before the first of the order."""

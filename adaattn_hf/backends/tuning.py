@@ -18,8 +18,6 @@ from .probes import probes
 from .select import BACKENDS, refusals_of
 from .table import Cell, Times
 
-__all__ = ["measure"]
-
 FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AssertionError)
 """What a kernel ends in that a device or a version cannot run, or that cannot be compiled."""
 

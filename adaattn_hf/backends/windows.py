@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..attention.heads import HeadRules
 from ..attention.structure import CallStructure
 
-__all__ = ["ALL", "HeadWindows", "head_windows"]
-
 ALL = 1 << 30
 """The window of a head that has none."""
 

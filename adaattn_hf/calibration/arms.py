@@ -1,9 +1,8 @@
-"""Running a model's exact and planned arm on the same tokens, with the vocabulary projection done in pieces.
+"""Runs a model with exact attention and with a plan (two arms) on the same tokens, and scores both.
 
-A forward to the last hidden state and a chunked projection keep memory at one chunk of logits. Whether
-`head(hidden)` is what the model returns is checked once per model; where a head does more (transforms, caps or
-scales) it is reached through the model's own forward pass, and where that is not possible either the model's
-logits are used.
+The base model computes the last hidden states, and its head turns them into logits chunk by chunk, so that memory holds
+one chunk of logits only. It is checked once per model that `head(hidden)` equals the model's logits. A head that also
+transforms, caps or scales is run through the model's own forward pass; if that fails too, whole logits are used.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CHUNK = 256
 
 
 class ModelArms:
-    """A model seen as body and head.
+    """A model split into its base model (the body) and its head.
 
     Attributes:
         model: The model, `model(input_ids)` giving `logits`.
@@ -54,7 +53,7 @@ class ModelArms:
         self._head = self._find_head(projection)
 
     def _find_head(self, projection: nn.Module) -> Callable[[Tensor], Tensor] | None:
-        """The function from last hidden states to logits, `None` where there is no telling."""
+        """Finds the function from last hidden states to logits, `None` if none gives the model's logits."""
         if self._body is None:
             return None
         probe = torch.arange(1, 9, device=self.device)[None]
@@ -62,7 +61,7 @@ class ModelArms:
             whole: Tensor = self.model(input_ids=probe).logits
             states: Tensor = self._body(input_ids=probe).last_hidden_state
             heads: list[Callable[[Tensor], Tensor]] = [self._head_of_forward]
-            # a head that transforms first may have another width at its end
+            # skip it if its width differs: then the head transforms the states first
             if getattr(projection, "in_features", states.shape[-1]) == states.shape[-1]:
                 heads.insert(0, projection)
             for head in heads:
@@ -72,10 +71,10 @@ class ModelArms:
         return None
 
     def _head_of_forward(self, states: Tensor) -> Tensor:
-        """The logits of hidden states, by the model's own forward pass.
+        """Computes the logits of hidden states by the model's own forward pass.
 
-        The body reads one token, and what it returns is replaced: whatever the model does behind its body
-        (a transform, a norm, a cap on the logits) is done to these states.
+        The body runs on one token, and a hook replaces its output by these states, so that the model applies whatever
+        follows the body (a transform, a norm, a cap on the logits) to them.
         """
 
         def replaced(_module: nn.Module, _inputs: object, output: Any) -> Any:
@@ -94,8 +93,7 @@ class ModelArms:
         return logits
 
     def hidden(self, given: Input) -> Tensor:
-        """Returns the last hidden states of the predictions `[1, predictions, width]`, logits where a model has no
-        head of its own.
+        """Returns the last hidden states of the predictions `[1, predictions, width]`, logits if no head was found.
 
         Args:
             given: Token ids `[1, n]`, or a reading.
@@ -114,12 +112,12 @@ class ModelArms:
 
     @torch.no_grad()
     def exact(self, given: Input) -> Tensor:
-        """Returns `hidden` under exact attention, whatever plan the model carries."""
+        """Returns `hidden` under exact attention, ignoring the model's plan."""
         with tapping(exact_tap):
             return self.hidden(given)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns fp32 logits of a stretch of hidden states."""
+        """Returns the fp32 logits of some hidden states."""
         return (hidden if self._head is None else self._head(hidden)).float()
 
     def chunks(self, *hidden: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
@@ -129,12 +127,12 @@ class ModelArms:
 
 
 def exact_tap(module: nn.Module, request: AttentionRequest) -> Tensor:
-    """Answers with exact attention, whatever plan the module carries."""
+    """Computes exact attention, ignoring the module's plan."""
     return select.attend(request).out
 
 
 def plan_tap(programs: Mapping[int, Program]) -> Tap:
-    """Returns a tap that runs the programs by layer index, exact where there is none."""
+    """Returns a tap that runs the program of each layer, exact attention in layers without one."""
 
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
         program = programs.get(int(module.layer_idx))  # type: ignore[arg-type]
@@ -161,8 +159,8 @@ def compare(arms: ModelArms, given: Input, tap: Tap, exact: Tensor | None = None
     Args:
         arms: The model.
         given: Token ids `[1, n]`, scored at every next token, or a reading.
-        tap: Answers the attention calls of the second arm.
-        exact: Hidden states of the first arm, if they are known already.
+        tap: Computes the attention of the second arm.
+        exact: Hidden states of the first arm, computed if absent.
     """
     reading = reading_of(given)
     if exact is None:
@@ -186,16 +184,16 @@ def compare_all(
     Args:
         arms: The model.
         readings: The readings.
-        tap: Answers the attention calls of the second arm.
-        exact: Hidden states of the first arm per reading, if they are known already.
+        tap: Computes the attention of the second arm.
+        exact: Hidden states of the first arm per reading, computed if absent.
     """
     known: Sequence[Tensor | None] = [None] * len(readings) if exact is None else exact
     return joined([compare(arms, one, tap, state) for one, state in zip(readings, known, strict=True)])
 
 
 Progress = Callable[[str, int, int], None]
-"""Told the name of a stage, how much of it is done and how much there is."""
+"""Callback with the name of a stage, the steps done and the number of steps."""
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Tells nobody."""
+    """Ignores progress."""

@@ -1,4 +1,4 @@
-"""Builds a plan from a solved allocation: its records, the tensors that it reads, its report and its files."""
+"""Builds a plan from a solved allocation, with its records, tensors, report and files."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def make_plan(
 
     Args:
         measurement: Risks and prices of a model.
-        picks: `[units]`, place among the candidates of each unit's choice.
-        verified: The proof, if there is one.
-        alpha: `[lengths]`, factors that re-scaled the sums of risks; 1 where no whole plan was measured.
+        picks: `[units]`, index of each unit's choice among the candidates.
+        verified: The verdict on held-out text, if there is one.
+        alpha: `[lengths]`, factors that re-scale the sums of risks; 1 if no whole plan was measured.
     """
     facts, settings = measurement.layers, measurement.inputs.settings
     layers, units = [], []
@@ -97,14 +97,14 @@ def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -
 def finished_plan(
     measurement: Measurement, picks: NDArray[np.int64], verified: Verified | None, alpha: Array, gates: Gates
 ) -> tuple[Plan, dict[str, Tensor]]:
-    """Returns the plan of an allocation with the protocol of its making, and the tensors that it reads by name.
+    """Returns the plan of an allocation with the protocol of its calibration, and its tensors by name.
 
     Args:
         measurement: Risks and prices of a model.
-        picks: `[units]`, place among the candidates of each unit's choice.
-        verified: The proof, if there is one.
-        alpha: `[lengths]`, factors that re-scaled the sums of risks.
-        gates: What had to hold.
+        picks: `[units]`, index of each unit's choice among the candidates.
+        verified: The verdict on held-out text, if there is one.
+        alpha: `[lengths]`, factors that re-scale the sums of risks.
+        gates: The acceptance criteria.
     """
     plan = make_plan(measurement, picks, verified, alpha)
     tensors: dict[str, Tensor] = {}
@@ -148,13 +148,13 @@ def report(
     alpha: Array,
     verdicts: Sequence[Verified],
 ) -> dict[str, Any]:
-    """Returns what the making of a plan found, as JSON data.
+    """Returns the report of a calibration, as JSON data.
 
     Args:
         measurement: Risks and prices of a model.
         history: What each step predicted and measured.
-        found: The allocation of the plan, `None` for the exact one.
-        alpha: `[lengths]`, factors that re-scaled the sums of risks.
+        found: The allocation of the plan, `None` for the exact plan.
+        alpha: `[lengths]`, factors that re-scale the sums of risks.
         verdicts: The last verdict of each length.
     """
     exact = np.zeros(len(measurement.layers.units), dtype=np.int64)
@@ -176,7 +176,7 @@ def report(
 
 
 def solver_table(measurement: Measurement, alpha: Array) -> SolverTable:
-    """Returns what the solver chose by, risks re-scaled by the factors `[lengths]`."""
+    """Returns the solver's prices and risks, the risks re-scaled by the factors `alpha` `[lengths]`."""
     layers, inputs = measurement.layers, measurement.inputs
     return SolverTable(
         layers.units,
@@ -189,7 +189,7 @@ def solver_table(measurement: Measurement, alpha: Array) -> SolverTable:
 
 
 def _direct(measurement: Measurement) -> list[dict[str, Any]]:
-    """What pass two measured of each pair and length, beside the estimate and the risk that was reckoned with."""
+    """Returns the KL that pass two measured per pair and length, with the estimate and the corrected risk."""
     risks = measurement.risks()
     found = []
     for place, length in enumerate(measurement.inputs.settings.lengths if measurement.decided else ()):
@@ -214,7 +214,7 @@ def _direct(measurement: Measurement) -> list[dict[str, Any]]:
 
 
 def save_plan(model: nn.Module, result: Calibration, directory: Path) -> None:
-    """Writes the plan beside a model's weights: into `config.json`, and bases and means into their safetensors file."""
+    """Writes the plan beside a model's weights: to `config.json`, and its bases and means to a safetensors file."""
     store.attach(model, result.plan)
     data = store.tensor_bytes(result.plan)
     if data is not None:

@@ -1,4 +1,4 @@
-"""What a plan buys of a whole forward pass: exact and planned passes in turn, and the ratio of their times."""
+"""Times whole forward passes with and without a plan, in turn, and reports the speed-up."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .inputs import Inputs
 
 CONFIDENCE = 0.95
 MOST_ROUNDS = 15
-"""Rounds of passes that are short."""
+"""Largest number of rounds, reached by short passes."""
 WORTH = 5.0
-"""Seconds that rounds beyond those asked for may take."""
+"""Further rounds are added for so many seconds."""
 
 
 @dataclass(frozen=True)
 class Benefit:
-    """Times as fast as with exact attention.
+    """Speed-up of a whole forward pass over exact attention.
 
     Attributes:
         length: Tokens of the sequence.
@@ -34,7 +34,7 @@ class Benefit:
         low: Lower limit of the two-sided 95 % interval, by Student's t on the logarithms.
         high: Upper limit.
         rounds: Rounds, each of one exact and one planned pass.
-        clock: What the seconds are of.
+        clock: What was measured, `time` or `CPU time`.
     """
 
     length: int
@@ -45,7 +45,7 @@ class Benefit:
     clock: str
 
     def sentence(self) -> str:
-        """Returns the figure in words."""
+        """Returns the speed-up in words."""
         return (
             f"whole forward pass of {self.length} tokens: {self.ratio:.2f} times as fast as exact "
             f"(95 %: {self.low:.2f} to {self.high:.2f}, {self.clock}, {self.rounds} rounds)"
@@ -54,12 +54,12 @@ class Benefit:
 
 @torch.no_grad()
 def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) -> list[Benefit]:
-    """Returns what a plan buys at each length, all layers and the head of the last token counted.
+    """Returns the speed-up of the whole forward pass, with the head on the last token, at each length.
 
     Args:
         inputs: The model and its text.
         programs: The plan's programs by layer index.
-        rounds: Rounds at least, 2 or more.
+        rounds: Smallest number of rounds, 2 or more.
     """
     found = []
     for length, sample in inputs.samples.items():
@@ -79,7 +79,7 @@ def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) 
 def _seconds(
     inputs: Inputs, tokens: torch.Tensor, taps: Mapping[str, Tap], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each arm, one per round; a round before them warms up."""
+    """Returns the seconds of each arm, one per round, after a round of warm-up."""
     model = inputs.model
     options = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     if "use_cache" in signature(model.forward).parameters:

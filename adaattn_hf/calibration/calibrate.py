@@ -1,16 +1,16 @@
 """From a loss budget to a verified plan, in five steps.
 
-* measure: the risk of every choice of every unit, a key/value head of a layer, from a few backward passes on
+* measure: estimate the risk of every choice for every unit (a key/value head of a layer) from a few backward passes on
   sampled rows (`measure`, `fisher`)
-* price: the launches, timed on this machine (`pricing`)
-* choose: a multiple-choice knapsack inside what every length affords (`search`, `policy.knapsack`)
-* aim: whole plans measured on calibration text say what bound a plan will reach, and the next is chosen by it
+* price: time the launches on this machine (`pricing`)
+* choose: solve a multiple-choice knapsack within the budget of every length (`search`, `policy.knapsack`)
+* aim: measure whole plans on calibration text, predict the bound that a plan will reach, and choose the next plan by it
   (`policy.aim`)
-* verify: held-out text, paired and clustered, in looks that grow until they decide (`proof`); then bolder or
-  smaller plans, each on fresh text (`campaign`)
+* verify: test the plan on held-out text, paired and clustered, in looks that grow until they decide (`proof`); then try
+  bolder or smaller plans, each on fresh text (`campaign`)
 
-Everything random comes from one seed; with the prices of a file the plan is the same byte for byte. Prices
-timed anew differ in the last digits, and may tip a choice between two of nearly the same price.
+All randomness comes from one seed, so that with prices from a file the plan is the same byte for byte. Prices measured
+anew differ in the last digits, which may decide between two choices of nearly equal price.
 """
 
 from __future__ import annotations
@@ -61,18 +61,17 @@ def calibrate(
     """Returns a plan for a model, verified on held-out text.
 
     Args:
-        model: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run
-            in.
-        encode: Text to token ids, without special tokens.
+        model: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
+        encode: Maps text to token ids, without special tokens.
         data: Files and directories of text.
-        settings: How the plan is made.
-        verify_data: Held-out text of another source; disjoint parts of `data` when absent.
-        scoring: What the model is scored on: `MaskedTokens.of(tokenizer)` for a masked-language model.
-        prices: Prices measured before; measured now when absent.
-        directory: Where the state is kept after every sequence.
-        resume: Go on with the state found there.
-        progress: Told what is being done.
-        say: Told in words what the user should know before it takes time.
+        settings: Settings of the calibration.
+        verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
+        scoring: How the model is scored: `MaskedTokens.of(tokenizer)` for a masked-language model.
+        prices: Prices measured before; measured now if absent.
+        directory: Where the state is saved after every sequence.
+        resume: Continue from the state saved there.
+        progress: Callback for a progress display.
+        say: Callback for messages to the user.
 
     Raises:
         ValueError: If the model cannot carry a plan, or the text is too short.
@@ -108,20 +107,20 @@ def measure_model(
     scoring: Scoring = NEXT_TOKEN,
     directory: Path | None = None,
 ) -> Measurement:
-    """Returns risks and prices of a model with nothing chosen, for ablations and studies.
+    """Returns risks and prices of a model without choosing a plan, for ablations and studies.
 
-    Given a directory, what was measured is kept there, and a state found there is gone on with.
+    The state is saved in the directory, if one is given, and a state found there is continued.
     """
     inputs = open_inputs(model, encode, data, settings, verify_data=verify_data, scoring=scoring)
     return measure(inputs, prices=prices, directory=directory, resume=directory is not None)
 
 
 def choose_and_verify(measurement: Measurement, settings: CalibrationSettings | None = None) -> Calibration:
-    """Returns the boldest plan that passed, or the exact plan.
+    """Returns the boldest plan that passed verification, or the exact plan.
 
     Args:
         measurement: Risks and prices of a model.
-        settings: Another budget, or another way to prove it, than those of the measurement.
+        settings: Settings with another budget or verification than those of the measurement.
     """
     if settings is not None:
         measurement = replace(measurement, inputs=measurement.inputs.with_settings(settings))

@@ -1,9 +1,9 @@
-"""One plan after another until one that spends the budget is proved.
+"""Searches and verifies plans one after another, until one that uses up the budget has passed.
 
-Each plan is aimed at the bound that it will be held against: by the loss that whole plans showed on calibration text,
-and by what the held-out shards of the plans before it showed. It is proved on held-out text of its own
-(`policy.sequential` says what the looks may err). One that passes with room is followed by a bolder one; one that
-fails by a smaller one.
+Each plan is chosen so that its predicted upper bound just meets the budget. The prediction is fitted to the losses of
+whole plans on calibration text and of earlier plans on held-out text. Each plan is verified on held-out text of its own
+(`policy.sequential` controls the error rate). After a plan that passes with room to spare a bolder one follows, after a
+failure a smaller one.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .stock import stock_flips
 from .storage import PROTOCOL, Rounding, aimed_at, choose_storage, roundings
 
 SHARE = 0.9
-"""Share of the budget that a predicted bound is to take."""
+"""Share of the budget at which predicted bounds are aimed."""
 ROOM = 0.75
-"""Share of the budget below which a bound leaves room for a bolder plan."""
+"""A bolder plan follows if the bound took less than this share of the budget."""
 BOLDER = 0.98
 """A bolder plan takes at most this share of the time of the one that passed."""
 DRIFT = 0.5
-"""Standard error of the loss per KL that text of another source adds, before any of it was looked at."""
+"""Additional standard error of the loss per KL for text of another source that has not been looked at yet."""
 OUTSIDE = 2.0
-"""How many times the KL of every calibration source held-out text may lose without a word."""
+"""A warning is given if the KL on held-out text is outside the range of the calibration sources by this factor."""
 
 
 class Campaign:
-    """Plans one after another, each aimed by what those before it showed, and proved on text of its own.
+    """Searches and verifies plans one after another, each chosen with what the earlier ones showed.
 
     Args:
         measurement: Risks and prices of a model.
@@ -70,7 +70,7 @@ class Campaign:
         self.gates = Gates(s.budget, s.top1, s.kl_p999 if s.kl_p999 is not None else math.inf, s.needles_lost)
 
     def run(self) -> Calibration:
-        """Returns what came out."""
+        """Returns the calibration's result."""
         inputs = self.measurement.inputs
         passed: tuple[Found, Proof] | None = None
         alone: tuple[Found, Proof] | None = None
@@ -96,7 +96,7 @@ class Campaign:
                 break
             proof, coded = self.prove(found)
             worst = (coded or proof).worst
-            # the last entry that says verified is of the plan that is returned
+            # the last `verified` entry belongs to the plan that is returned
             kind = "bolder" if passed and not worst.passed else "verified"
             self.history.append({kind: asdict(worst), "held_out": self.looked_at})
             if worst.passed:
@@ -108,7 +108,7 @@ class Campaign:
                 self.attempts = further
             else:
                 sentence = worst.sentence
-                if alone is None and passed is None and proof.passed:  # what there is to fall back on
+                if alone is None and passed is None and proof.passed:  # the fallback
                     alone, self.proved = (found, proof), f"beside the plan {sentence}"
                 self.attempts = self.attempts.failed()
                 further = self.attempts.advanced() if passed else self.attempts
@@ -126,7 +126,7 @@ class Campaign:
         )
 
     def choose_format(self) -> None:
-        """Measures what formats of a cache cost, and takes the one beside which plans are sought."""
+        """Measures the loss of each cache format, and chooses the one that plans are combined with."""
         measurement, lengths = self.measurement, self.measurement.inputs.settings.lengths
         self.roundings = roundings(self.passes)
         aim = self.aim(max(self.most(), 2))
@@ -139,7 +139,7 @@ class Campaign:
         )
 
     def known(self, planned: bool) -> dict[str, Verified | str]:
-        """What is known of formats beside the plan that was found, or without one."""
+        """Returns a verdict on each format, or why it is not tested; `planned`: together with the plan found."""
         budget, beside = self.gates.budget, "numbers" if self.format is None else self.format.stored
         found: dict[str, Verified | str] = {}
         for one in self.roundings:
@@ -155,7 +155,7 @@ class Campaign:
         return found
 
     def with_cache(self, result: Calibration, by_layer: Mapping[int, Program]) -> Calibration:
-        """The outcome with what its cache may store; a budget that allows nothing of what was asked for is not met."""
+        """Returns the result with the verified cache format, not met if `kv_bytes` is not reached."""
         found, words = choose_storage(
             self.measurement,
             by_layer,
@@ -172,22 +172,22 @@ class Campaign:
         return replace(result, plan=plan, met=True, sentence=sentence, report=report)
 
     def late(self) -> bool:
-        """Whether the time that was given is over, by the clock of the process that leads."""
+        """Whether the time limit has passed, by the clock of the first process."""
         inputs = self.measurement.inputs
         minutes = inputs.settings.minutes
         return minutes is not None and inputs.team.tell(time.monotonic() - inputs.opened > 60.0 * minutes)
 
     def pool(self) -> int:
-        """Held-out sequences that there are at the length with the fewest."""
+        """Returns the number of held-out sequences, at the length with the fewest."""
         return min(len(sample.held_out) for sample in self.measurement.inputs.samples.values())
 
     def most(self) -> int:
-        """Held-out sequences that the next plan may take: half of what is left, so that another may follow."""
+        """Returns how many held-out sequences the next plan may use: half of the rest, so that another can follow."""
         s, left = self.measurement.inputs.settings, self.pool() - self.used
         return min(s.most_held_out, left if left < 2 * s.held_out else max(s.held_out, left // 2))
 
     def law(self, length: int, joints: Sequence[Joint]) -> LossLaw:
-        """How loss follows the KL at a length, by the plans of a search and by every shard that was looked at."""
+        """Returns the law of loss per KL at a length, fitted to the plans of a search and all held-out shards."""
         inputs = self.measurement.inputs
         beside = [] if self.format is None else [self.format.joint[length]]
         law = LossLaw.first_guess(self.scored(length)).learned([one.observed for one in (*beside, *joints)])
@@ -195,18 +195,18 @@ class Campaign:
             law = replace(law, per_kl_error=math.hypot(law.per_kl_error, DRIFT))
         for shard in self.shards[length]:
             law = law.learned(shard)
-        if inputs.other_source:  # each source is proved by its own sequences
+        if inputs.other_source:  # each source is verified by its own sequences
             sources = {sequence.source for sequence in inputs.samples[length].held_out}
             law = replace(law, spread=law.spread * math.sqrt(len(sources)))
         return law
 
     def scored(self, length: int) -> float:
-        """Scored predictions of a sequence."""
+        """Returns the scored predictions of a sequence."""
         inputs = self.measurement.inputs
         return float(sum(len(one.targets) for one in inputs.readings(inputs.samples[length].joint[0])))
 
     def aim(self, most: int) -> Aim:
-        """What the next plan is aimed at: as much text as noise needs, and the KL that it affords."""
+        """Returns the aim of the next plan: how much held-out text to use, and the KL that it may have."""
         s = self.measurement.inputs.settings
         laws = {length: self.law(length, self.joint[length]) for length in s.lengths}
         first = min(s.held_out, most)
@@ -216,7 +216,7 @@ class Campaign:
         return self.current
 
     def taught(self, aim: Aim, length: int, joints: list[Joint]) -> Aim:
-        """The aim after plans were measured at a length; flips of the likeliest token get their limit."""
+        """Returns the aim after plans were measured at a length, with the limit on flips of the likeliest token."""
         self.joint[length] = joints
         flips = max(
             (one.flips / math.sqrt(one.kl) for many in self.joint.values() for one in many if one.kl > 0),
@@ -227,9 +227,9 @@ class Campaign:
         return self.current
 
     def prove(self, found: Found) -> tuple[Proof, Proof | None]:
-        """Tests a plan on the next held-out text, and over the cache's format, and learns from it.
+        """Verifies a plan on the next held-out text, alone and with the cache's format, and learns from the result.
 
-        Both must pass on the same text, so that each is tested at the whole level (an intersection-union test).
+        Both must pass on the same text, so each may be tested at the full level (an intersection-union test).
         """
         inputs, layers = self.measurement.inputs, self.measurement.layers
         self.plans += 1
@@ -260,7 +260,7 @@ class Campaign:
         return proof, coded
 
     def warn_of_other_text(self, length: int, joint: Joint, held: float) -> None:
-        """Says where the held-out text loses what no source of the calibration text does."""
+        """Warns if the KL on held-out text is far from that of all calibration sources."""
         low, high = min(joint.kl_by_source.values()), max(joint.kl_by_source.values())
         if self.plans == 1 and not low / OUTSIDE <= held <= high * OUTSIDE:
             self.measurement.inputs.say(
@@ -269,7 +269,7 @@ class Campaign:
             )
 
     def forecast(self) -> str:
-        """Says before the long part how long it takes, and whether the text can decide."""
+        """Returns a message on how long search and verification take, and how much of the budget noise will use up."""
         inputs, layers = self.measurement.inputs, self.measurement.layers
         s, most = inputs.settings, max(self.most(), 2)
         aim = self.aim(most)
@@ -293,7 +293,7 @@ class Campaign:
         return f"search and proof of one plan: about {duration(seconds / inputs.team.size)}, {'; '.join(words)}{spare}"
 
     def finished(self, found: Found, proof: Proof) -> Calibration:
-        """The plan that passed."""
+        """Returns the result for a plan that passed."""
         worst = proof.worst
         plan, tensors = finished_plan(
             self.measurement, found.allocation.picks, worst, self.alpha, self.current.gates
@@ -303,7 +303,7 @@ class Campaign:
         return Calibration(plan, tensors, True, worst.sentence, words)
 
     def exact(self, sentence: str) -> Calibration:
-        """The exact plan, and why."""
+        """Returns the exact plan as the result, with the reason."""
         none = np.zeros(len(self.measurement.layers.units), dtype=np.int64)
         plan, _ = finished_plan(self.measurement, none, None, self.alpha, self.current.gates)
         budget = self.measurement.inputs.settings.budget

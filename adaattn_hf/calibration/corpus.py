@@ -1,8 +1,8 @@
-"""Text files into token sequences of one length, sampled in one pass with memory that does not grow with the corpus.
+"""Samples token sequences of one length from text files, in one pass and with constant memory.
 
-Every candidate sequence gets a random rank from the seed and its place; the sequences of smallest rank are
-kept (bottom-k sampling), which is a uniform sample without knowing how many there are. Order and content
-depend on seed and text alone.
+Every candidate sequence gets a random rank from the seed and its index, and the sequences of smallest rank are kept
+(bottom-k sampling): a uniform sample that need not know how many candidates there are. The sample depends on the seed
+and the text alone.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Tokens of one stretch of text.
+    """A chunk of text as tokens.
 
     Attributes:
-        document: Which document the stretch comes from; stretches of one document are not independent.
+        document: Name of the document that it comes from; chunks of one document are not independent.
         tokens: Token ids.
-        source: The file or directory, of those that were named, that it comes from.
+        source: Name of the file or directory, as the user gave it.
     """
 
     document: str
@@ -38,7 +38,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Sample:
-    """Disjoint sequences for each use, and what they were drawn from.
+    """Disjoint sequences for each use.
 
     Attributes:
         parts: `parts[use]` is a list of sequences.
@@ -54,7 +54,7 @@ class Sample:
 
 
 def read_documents(paths: Iterable[str | Path]) -> Iterator[tuple[str, Iterator[str]]]:
-    """Yields documents as a name and pieces of text: each line of a `.jsonl` (its field `text`), each other file whole.
+    """Yields documents as a name and pieces of text: each line of a `.jsonl` file (its field `text`), or a whole file.
 
     Directories are read file by file in the order of their names.
 
@@ -81,7 +81,7 @@ def read_documents(paths: Iterable[str | Path]) -> Iterator[tuple[str, Iterator[
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """Pieces of a file that end at a line break, so that tokens rarely straddle two."""
+    """Yields pieces of a file that end at a line break, so that few tokens span two pieces."""
     with path.open(encoding="utf-8", errors="replace") as file:
         rest = ""
         while piece := file.read(CHARS):
@@ -96,13 +96,13 @@ def _pieces(path: Path) -> Iterator[str]:
 def sequences(
     documents: Iterable[tuple[str, Iterator[str]]], encode: Encode, length: int, seen: Callable[[str], None]
 ) -> Iterator[TokenSequence]:
-    """Yields stretches of `length` tokens; short documents run on, a stretch is named by its first document.
+    """Yields chunks of `length` tokens; short documents are joined, and a chunk is named after its first document.
 
     Args:
         documents: Names and pieces of text.
         encode: Text to token ids, without special tokens.
-        length: Tokens per stretch.
-        seen: Told every piece of text, for the fingerprint.
+        length: Tokens per chunk.
+        seen: Called with every piece of text, for the fingerprint.
     """
     buffer: list[int] = []
     name = ""
@@ -128,7 +128,7 @@ def draw(
 ) -> Sample:
     """Returns disjoint uniform samples of sequences of `length` tokens for each use.
 
-    Of several sources each gives as many as any other, as long as it has them, whatever their lengths.
+    All sources contribute equally many sequences, as far as they have them, whatever their sizes.
 
     Args:
         paths: Files and directories of text.
@@ -136,7 +136,7 @@ def draw(
         length: Tokens per sequence.
         wanted: Sequences wanted per use.
         seed: Seed of the sample.
-        spare: Further sequences that are taken, where the text holds them, for the last of the uses.
+        spare: Further sequences for the last of the uses, as many as the text holds.
 
     Raises:
         ValueError: If the text holds fewer sequences than are wanted in all.

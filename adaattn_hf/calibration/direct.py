@@ -1,7 +1,7 @@
-"""Pass two of calibration: the KL that one choice of one unit costs, measured by a forward pass of its own.
+"""Pass two of calibration: measures the KL of single choices of single units, each by a forward pass of its own.
 
-Only pairs that decide a plan are measured (`policy.decisive`). Layers below the changed one answer from the
-outputs of the exact pass, so that a change near the end of the model costs little attention.
+Only pairs of unit and choice that decide a plan are measured (`policy.decisive`). Layers below the changed one reuse
+the attention outputs of the exact pass, so that changes in late layers are cheap.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .fisher import layer_index
 from .scoring import Input
 
 STRETCHES = 8
-"""Stretches of a sequence whose mean KL is kept apart, for the error of the whole."""
+"""Parts of a sequence whose mean KL is kept separately, to estimate the standard error."""
 
 
 class SingleChanges:
-    """One sequence, and what changing the attention of single layers does to its predictions.
+    """Measures how changing the attention of a single layer changes the predictions for one sequence.
 
-    Keeps the attention outputs of all layers of this sequence.
+    Keeps the attention outputs of all layers for this sequence.
 
     Args:
         arms: The model.
@@ -48,7 +48,7 @@ class SingleChanges:
             self._exact = arms.hidden(given)
 
     def kl(self, program: Program) -> NDArray[np.float64]:
-        """Returns the mean KL `[STRETCHES]` of each stretch under a program of one layer, exact elsewhere."""
+        """Returns the mean KL `[STRETCHES]` of each part under a program of one layer, all others exact."""
         changed = program.plan.layer
 
         def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
@@ -62,7 +62,7 @@ class SingleChanges:
 
 
 def mean_and_error(stretches: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
-    """Returns the mean KL over sequences and stretches, and its standard error."""
+    """Returns the mean KL over sequences and their parts, and its standard error."""
     values = np.concatenate(stretches)
     return float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values)))
 
@@ -74,13 +74,13 @@ def measured_pairs(
     program: Callable[[int, int], Program],
     step: Callable[[], None],
 ) -> Mapping[tuple[int, int], NDArray[np.float64]]:
-    """Returns the mean KL of the stretches of one sequence under each pair (unit, choice) alone.
+    """Returns the mean KL of the parts of one sequence for each pair (unit, choice) by itself.
 
     Args:
         arms: The model.
         readings: The passes over the sequence.
         pairs: Units and choices.
-        program: The program of one unit taking one choice, the rest of its layer exact.
+        program: Makes the program in which one unit takes one choice and the rest of its layer is exact.
         step: Called after each pair.
     """
     every = [SingleChanges(arms, reading) for reading in readings]

@@ -1,9 +1,8 @@
-"""Pass one of calibration: the loss that every choice of every unit would cost, from a few backward passes.
+"""Pass one of calibration: estimates the loss of every choice for every unit from a few backward passes.
 
-For labels drawn from the model, E[KL] = 1/2 E[(g . do)^2] with g the gradient of the sampled log-likelihood
-with respect to the attention output and do what the choice changes in it. One backward pass gives g of all
-heads of all layers; do is computed on sampled rows for every choice by the very code that will run. Rows are
-summed without cross terms.
+For labels drawn from the model, E[KL] = 1/2 E[(g . do)^2], where g is the gradient of the sampled log-likelihood with
+respect to the attention output, and do the change of that output by a choice. One backward pass gives g for all heads
+of all layers; do is computed on sampled rows by the code that will run the plan. Cross terms between rows are left out.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..attention.heads import some_rows
 from ..attention.request import AttentionRequest
 from ..attention.structure import CallStructure
 from ..attention.tap import tapping
@@ -31,7 +31,7 @@ from .scoring import Input, reading_of
 
 @dataclass
 class Moments:
-    """Pass zero: mean keys and Grams of each layer.
+    """Pass zero: mean keys and Gram matrices of each layer.
 
     Attributes:
         grams: By layer index.
@@ -46,7 +46,7 @@ class Moments:
     causal: dict[int, bool] = field(default_factory=dict)
 
     def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
-        """Adds the moments of one call and answers it exactly."""
+        """Adds the moments of one call, and computes exact attention."""
         index = layer_index(module)
         new = gram(request.query.detach(), request.key.detach())
         new = Gram(new.query.cpu(), new.key.cpu(), new.key_sum.cpu(), new.count)
@@ -75,11 +75,11 @@ def layer_index(module: nn.Module) -> int:
 
 @dataclass(frozen=True, eq=False)
 class RowOutputs:
-    """What every choice computes on sampled rows of one layer.
+    """The outputs of every choice on sampled rows of one layer.
 
     Attributes:
         outputs: `[choices, heads, rows, head_dim_v]`.
-        dropped: `[choices, heads, rows]`: attention weight left out, and the output's relative change by operands.
+        dropped: `[choices, heads, rows]`: attention mass dropped, plus the relative change of the output by operands.
     """
 
     outputs: Tensor
@@ -92,15 +92,9 @@ def row_outputs(
 ) -> RowOutputs:
     """Returns the outputs of each choice (the first is exact), all heads taking it, on rows of a batch of one."""
     device = request.query.device
-    structure = request.structure
-    kv_heads, kv_len = request.key.shape[1], request.key.shape[2]
-    every = list(range(kv_heads))
-    visible = structure.visible_rows(rows, device)
-    sampled = replace(
-        request,
-        query=request.query[:, :, rows].contiguous(),
-        structure=CallStructure(1, len(rows), kv_len, mask=visible),
-    )
+    every, kv_len = list(range(request.key.shape[1])), request.key.shape[2]
+    sampled = some_rows(request, rows)
+    visible = sampled.structure.visible(device=device)
     weights = attention_weights(sampled)[0]
     outputs, dropped = [], []
     for choice in choices:
@@ -118,16 +112,16 @@ def row_outputs(
 
 @dataclass(eq=False)
 class FisherRecorder:
-    """Listens to one forward pass, then to its backward passes.
+    """Records one forward pass, then its backward passes.
 
     Attributes:
         rows: Sampled query rows.
-        choices: Choices measured; the exact one is the base and is not among them.
+        choices: Choices measured, without the exact one, which they are compared with.
         tensors: By layer index.
-        changes: By layer index: `[choices, heads, rows, head_dim_v]`, what a choice changes in the output.
+        changes: By layer index: `[choices, heads, rows, head_dim_v]`, change of the output by each choice.
         dropped: By layer index: `[choices, heads, rows]`.
-        gradients: By layer index: `[heads, rows, head_dim_v]` of the backward pass in progress.
-        listening: Whether calls are recorded; a checkpointed backward pass repeats calls.
+        gradients: By layer index: `[heads, rows, head_dim_v]` of the current backward pass.
+        listening: Whether calls are recorded; a checkpointed backward pass repeats the forward calls.
     """
 
     rows: Tensor
@@ -139,7 +133,7 @@ class FisherRecorder:
     listening: bool = True
 
     def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
-        """Answers exactly, and records what each choice would have changed."""
+        """Computes exact attention, and records what each choice would change."""
         out = exact_tap(module, request)
         if not self.listening:
             return out
@@ -171,7 +165,7 @@ class FisherRecorder:
 def drawn_labels(likelihood: Tensor, labels: int, generator: torch.Generator) -> Tensor:
     """Returns labels `[n, labels]` drawn from log-likelihoods `[n, vocabulary]`, on their device.
 
-    The generator is the CPU's, so that its numbers are the same everywhere; the distributions stay where they are.
+    Random numbers come from the CPU's generator, so that they are the same for every device.
     """
     below = likelihood.double().exp().cumsum(-1)
     place = torch.rand(len(below), labels, generator=generator, dtype=torch.float64, device="cpu").to(
@@ -207,9 +201,9 @@ def measure(
     generator: torch.Generator,
     on_products: Callable[[dict[int, Tensor]], None],
 ) -> FisherRecorder:
-    """Runs one sequence forward and `labels` times backward, handing over g . do after each backward pass.
+    """Runs one sequence forward and `labels` times backward; calls `on_products` with g . do after each backward pass.
 
-    Labels are drawn for every prediction of the sequence: at each position, or at the places of a reading.
+    Labels are drawn for every scored prediction: at each position, or at the masked positions of a reading.
     """
     sampled = stratified_rows(reading_of(given).tokens.shape[1], rows, generator)
     recorder = FisherRecorder(sampled, choices, tensors)
@@ -237,9 +231,8 @@ def unit_risks(
 ) -> tuple[NDArray[np.float64], int]:
     """Returns `[units, choices]` sums of 1/2 (g . do)^2 over rows, and the number of rows.
 
-    Products are linear in do: those of the query heads that share a key/value head add up, and those of a
-    combined choice (a window in int8) are the sum of its parts. Each unit is one key/value head of one layer,
-    layers rising.
+    Products are linear in do: they add up over the query heads of a key/value head, and over the parts of a combined
+    choice (a window in int8, say). Each unit is one key/value head of one layer, in ascending order of layers.
 
     Args:
         products: By layer index `[base choices, heads, rows]`.
@@ -254,15 +247,3 @@ def unit_risks(
         mixed = torch.einsum("cb,bur->cur", torch.from_numpy(combine).to(grouped), grouped)
         sums.append((0.5 * mixed.square().sum(-1)).T.cpu().numpy())
     return np.concatenate(sums, axis=0), rows
-
-
-__all__ = [
-    "FisherRecorder",
-    "Moments",
-    "RowOutputs",
-    "label_gradients",
-    "layer_index",
-    "measure",
-    "row_outputs",
-    "unit_risks",
-]

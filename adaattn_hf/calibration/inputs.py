@@ -1,4 +1,4 @@
-"""The inputs of a calibration: an opened model, and the text that it is measured, re-scaled and proved on."""
+"""The inputs of a calibration: the model, and the text for measuring risks, comparing plans and verifying them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .settings import CalibrationSettings
 
 
 def unsaid(sentence: str) -> None:
-    """Tells nobody."""
+    """Ignores messages."""
 
 
 @dataclass(frozen=True)
 class LengthSample:
-    """Disjoint sequences of one length, by what they serve.
+    """Disjoint sequences of one length, by use.
 
     Attributes:
-        risk: Risks are measured on these.
-        joint: Whole plans are measured on these while one is searched for.
-        held_out: Plans are proved on these, each on sequences that no plan before it has seen; as many as the text
-            holds, up to what the settings can use.
+        risk: For measuring risks.
+        joint: For measuring whole plans during the search.
+        held_out: For verification, each plan on sequences that no earlier plan has seen; as many as the text holds and
+            the settings can use.
         fingerprint: Hash of the text that they were drawn from.
     """
 
@@ -42,18 +42,18 @@ class LengthSample:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A model opened for calibration, and its text.
+    """A model ready for calibration, and its text.
 
     Attributes:
         model: In evaluation mode.
-        arms: The model as body and head.
-        settings: How the plan is made.
-        scoring: What the model is scored on.
-        samples: By length, the text.
-        own_numbers: Whether the layers were numbered by this package; the model has no numbers of its own.
-        progress: Told what is being done.
-        say: Told in words what the user should know before it takes time.
-        other_source: Whether the held-out text is of a source of its own.
+        arms: The model split into body and head.
+        settings: Settings of the calibration.
+        scoring: How the model is scored.
+        samples: Text by length.
+        own_numbers: Whether this package numbered the layers, because the model does not.
+        progress: Callback for a progress display.
+        say: Callback for messages to the user.
+        other_source: Whether the held-out text comes from another source.
         team: The processes that share the work.
         opened: When the model was opened, by `time.monotonic`.
     """
@@ -81,10 +81,10 @@ class Inputs:
         return self.scoring.readings(sequence.tokens, self.settings.seed, self.arms.device)
 
     def with_settings(self, settings: CalibrationSettings) -> Inputs:
-        """Returns the same model and text under settings that ask for another budget; the sample must be the same.
+        """Returns the same model and text with other settings, such as another budget.
 
         Raises:
-            ValueError: If what is measured would be another.
+            ValueError: If risks would have to be measured again.
         """
         settings = replace(settings, windows=self.scoring.windows(settings.windows))
         if settings.measured() != self.settings.measured():
@@ -106,17 +106,17 @@ def open_inputs(
     progress: Progress = silent,
     say: Callable[[str], None] = unsaid,
 ) -> Inputs:
-    """Opens a model for calibration and draws its text.
+    """Prepares a model for calibration and samples its text.
 
     Args:
         model: A model loaded with `attn_implementation="adaattn"`.
-        encode: Text to token ids, without special tokens.
+        encode: Maps text to token ids, without special tokens.
         data: Files and directories of text.
-        settings: How the plan is made.
-        verify_data: Held-out text of another source; disjoint parts of `data` when absent.
-        scoring: What the model is scored on.
-        progress: Told what is being done.
-        say: Told in words what the user should know before it takes time.
+        settings: Settings of the calibration.
+        verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
+        scoring: How the model is scored.
+        progress: Callback for a progress display.
+        say: Callback for messages to the user.
 
     Raises:
         ValueError: If the model cannot carry a plan, or the text is too short.
@@ -152,7 +152,7 @@ def _draw(
     length: int,
     settings: CalibrationSettings,
 ) -> LengthSample:
-    """The text of one length; `length` counts tokens of text."""
+    """Samples the text of one length; `length` counts tokens of text, without special tokens."""
     s = settings
     own = {"risk": s.sequences, "joint": s.joint}
     held = {"held_out": s.held_out}
@@ -170,10 +170,10 @@ def _draw(
 
 
 def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: int) -> list[TokenSequence]:
-    """Held-out sequences of sources in turn, as long as every source has one: each is proved by its own.
+    """Returns equally many held-out sequences of every source, because each source is verified by its own.
 
     Raises:
-        ValueError: If a source has a single sequence, which has no spread, or none.
+        ValueError: If a source has fewer than two sequences, which have no standard deviation.
     """
     counts = {Path(path).name: 0 for path in paths}
     for sequence in held_out:
@@ -188,9 +188,9 @@ def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: in
 
 
 def most_positions(model: nn.Module) -> int | None:
-    """Returns the most tokens that a model with a table of positions can read, `None` without such a table."""
+    """Returns the longest input of a model with learned position embeddings, `None` for other models."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("position_embeddings", "wpe") and isinstance(module, nn.Embedding):
-            # RoBERTa and its kin count from behind the padding token
+            # RoBERTa and related models start counting after the padding token's index
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
     return None

@@ -1,7 +1,7 @@
-"""Pass zero of calibration: what the attention layers of a model are, and the choices that their heads have.
+"""Pass zero of calibration: finds the attention layers of a model and the candidate choices of their heads.
 
-One sequence of each length is run exactly. It gives the mean keys and Gram matrices that int8 and ranks need, and
-the calls that are timed for the prices.
+One sequence of each length is run with exact attention. It gives the mean keys and Gram matrices that int8 and ranks
+need, and the attention calls that are timed for the prices.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .inputs import Inputs
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """The attention layers of a model, as one pass over text found them.
+    """The attention layers of a model.
 
     Attributes:
         model_type: `config.model_type` of the model with the attention modules.
         dtype: Dtype of the attention weights, `float32` and so on.
-        indices: Indices of the layers, rising.
+        indices: Indices of the layers, ascending.
         kv_heads: Key/value heads of each layer.
         hashes: By layer: hash of the attention weights.
         model_hash: Hash of all weights of the model.
         windows: By layer: the model's own window, `None` without one.
         candidates: The choices of each unit (a key/value head of a layer).
         tensors: By layer: mean keys, and bases of ranks.
-        calls: By length: the call of a layer in the middle of the model, which is timed.
-        local_calls: By the window of layers that are timed apart: their call, by length.
-        seconds: By length: how long the pass over one sequence took, by the clock on the wall.
+        calls: By length: an attention call from the middle of the model, for timing.
+        local_calls: By window and length: a call of the layers with that window, which are timed separately.
+        seconds: By length: wall-clock time of the pass over one sequence.
     """
 
     model_type: str
@@ -80,15 +80,15 @@ class Layers:
 
     @property
     def kinds(self) -> dict[int, int | None]:
-        """By layer: the window of layers that are priced apart, `None` for those of the kind priced first."""
+        """By layer: its window if layers with that window are priced separately, else `None`."""
         return {layer: own if own in self.local_calls else None for layer, own in self.windows.items()}
 
 
 def observe_layers(inputs: Inputs) -> Layers:
-    """Runs one sequence of each length and returns what the layers are.
+    """Runs one sequence of each length and returns the layers.
 
     Raises:
-        ValueError: If no plan could name or serve the layers, or the scoring is for another kind of model.
+        ValueError: If plans do not support these layers, or the scoring is for another kind of model.
     """
     moments = fisher.Moments()
     calls: dict[int, AttentionRequest] = {}
@@ -143,7 +143,7 @@ def observe_layers(inputs: Inputs) -> Layers:
 
 
 def _calls(inputs: Inputs, moments: fisher.Moments, length: int) -> list[AttentionRequest]:
-    """The attention calls of one sequence of a length, whose moments are added up."""
+    """Runs one sequence of a length, adds up its moments, and returns its attention calls."""
     seen: list[AttentionRequest] = []
 
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
@@ -179,7 +179,7 @@ def _attention_config(model: nn.Module) -> Any:
 
 
 def _layer_tensors(gram: Gram, found: Candidates, device: torch.device) -> LayerTensors:
-    """Mean keys of a layer, and its bases where some choice has a rank."""
+    """Returns the mean keys of a layer, and its bases if some choice has a rank."""
     columns = max(choice.columns for choice in found.choices)
     key_mean = gram.key_mean.float().to(device)
     if not columns:

@@ -1,11 +1,11 @@
-"""Pass one of calibration, and the prices: the risk and the seconds of every choice of every head, measured.
+"""Measures the risk and the price of every choice for every head: all that choosing a plan needs.
 
-* `observe_layers` (pass zero) says what the layers are
-* `measure_risks` (pass one) adds up the loss that every choice would cost (`fisher`)
+* `observe_layers` (pass zero) finds the layers
+* `measure_risks` (pass one) estimates the loss of every choice (`fisher`)
 * `price_table` times the launches (`pricing`)
-* `measure_directly` (pass two, where it is asked for) gives the pairs that decide a plan forward passes of their own
+* `measure_directly` (pass two, optional) measures the pairs that decide a plan by forward passes of their own
 
-What comes out is a `Measurement`, which nothing changes any more: choosing and proving only read it.
+The result is a frozen `Measurement`, which choosing and verifying only read.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from .layers import Layers, observe_layers
 from .state import CalibrationState
 
 Pair = tuple[int, int]
-"""A unit and a choice, by their places."""
+"""Indices of a unit and of a choice."""
 
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """What choosing needs of one model: its layers, risks and prices.
+    """Layers, risks and prices of one model.
 
     Attributes:
         inputs: The model and its text.
         layers: Its attention layers and their choices.
-        state: What the passes summed up.
+        state: Sums over the sequences measured.
         table: Measured prices.
         prices: `[units, choices]`, seconds.
         launches: Constants of the launches.
-        decided: Pairs whose KL was measured directly, which `risks` reckons with.
-        directory: Where the state is kept, if it is.
+        decided: Pairs whose KL was measured directly; `risks` takes them into account.
+        directory: Where the state is saved, if anywhere.
     """
 
     inputs: Inputs
@@ -59,7 +59,7 @@ class Measurement:
     directory: Path | None = None
 
     def risks(self) -> Array:
-        """Returns the risks `[lengths, units, choices]` in nats/token, not re-scaled, pass two reckoned with."""
+        """Returns the risks `[lengths, units, choices]` in nats/token, corrected by pass two, not re-scaled."""
         found = []
         for length in self.inputs.settings.lengths:
             table = self.state.risks[length]
@@ -74,7 +74,7 @@ class Measurement:
 
     @property
     def costs(self) -> Array:
-        """What the search makes least, `[units, choices]`: seconds, or where a smaller cache is wanted its tokens."""
+        """What the search minimises, `[units, choices]`: seconds, or tokens in the cache under `optimize="memory"`."""
         if not self.inputs.settings.with_cache:
             return self.prices
         kept = self.layers.kept_tokens(max(self.inputs.settings.lengths)).astype(np.float64)
@@ -91,8 +91,8 @@ class Measurement:
         ]
         return np.array([mean for mean, _ in found]), np.array([error for _, error in found])
 
-    def ratio(self, picks: NDArray[np.int64], length: int, phase: str = "prefill") -> float:
-        """Returns how many times faster than exact attention the launches of an allocation are, by the price table."""
+    def ratio(self, picks: NDArray[np.int64], length: int) -> float:
+        """Returns how many times as fast as exact attention the prefill of an allocation is, by the price table."""
         layers, table = self.layers, self.table
         choices, kinds = layers.candidates.choices, layers.kinds
 
@@ -100,7 +100,7 @@ class Measurement:
             constants: dict[str, float] = {}
             total = 0.0
             for pick in mine:
-                price = table.price(phase, length, pricing.launch_label(choices[pick], kinds[layer]))
+                price = table.price("prefill", length, pricing.launch_label(choices[pick], kinds[layer]))
                 name = table.launch(choices[pick].label)
                 constants[name] = max(constants.get(name, 0.0), price.constant)
                 total += price.slope
@@ -122,9 +122,9 @@ def measure(
 
     Args:
         inputs: The model and its text.
-        prices: Prices measured before; measured now when absent.
-        directory: Where the state is kept after every sequence.
-        resume: Go on with the state found there.
+        prices: Prices measured before; measured now if absent.
+        directory: Where the state is saved after every sequence.
+        resume: Continue from the state saved there.
     """
     layers = observe_layers(inputs)
     state = measure_risks(inputs, layers, directory, resume)
@@ -171,7 +171,7 @@ def _save(inputs: Inputs, state: CalibrationState, directory: Path | None) -> No
 
 
 def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[Array, int, Array]:
-    """Sums of risk, rows and dropped masses of one sequence."""
+    """Returns the sums of risks, the rows and the dropped mass of one sequence."""
     s = inputs.settings
     generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
     sums = np.zeros((len(layers.units), len(layers.candidates.choices)))
@@ -201,7 +201,7 @@ def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int)
 
 
 def _dropped_mass(layers: Layers, recorder: fisher.FisherRecorder) -> Array:
-    """Mean, 95th percentile and mean square of what rows lose by a choice, the worst query head of a unit."""
+    """Returns mean, 95th percentile and mean square of the rows' dropped mass, for each unit's worst query head."""
     found = np.zeros((len(layers.units), len(layers.candidates.choices), 3))
     for place, index in enumerate(layers.indices):
         mass = recorder.dropped[index].double()
@@ -210,17 +210,17 @@ def _dropped_mass(layers: Layers, recorder: fisher.FisherRecorder) -> Array:
         stats = torch.stack(
             [grouped.mean(-1), torch.quantile(grouped, 0.95, dim=-1), grouped.square().mean(-1)], dim=-1
         )
-        # a combined choice loses what its parts lose: the mass of the one, the rounding of the other
+        # the loss of a combined choice is the sum over its parts: dropped mass and rounding
         mixed = torch.einsum("cb,bus->ucs", torch.from_numpy(layers.candidates.combine).to(stats), stats)
         found[place * layers.kv_heads : (place + 1) * layers.kv_heads] = mixed.cpu().numpy()
     return found
 
 
 def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None) -> PriceTable:
-    """Returns the prices of the launches: those given, checked, or measured now.
+    """Returns the prices of the launches: the given table after a check, or one measured now.
 
     Raises:
-        ValueError: If a table lacks a choice, a length or a phase.
+        ValueError: If the table lacks a choice, a length or a phase.
     """
     inputs.progress("prices", 0, 1)
     middle = layers.tensors[layers.indices[len(layers.indices) // 2]]
@@ -241,7 +241,7 @@ def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None
 
 
 def measure_directly(measurement: Measurement, pairs: list[Pair]) -> Measurement:
-    """Pass two: returns the measurement with the KL of pairs, by forward passes of their own."""
+    """Pass two: returns the measurement with the KL of these pairs, measured by forward passes of their own."""
     inputs, state = measurement.inputs, measurement.state
     s, team = inputs.settings, inputs.team
     total = len(pairs) * s.sequences * len(s.lengths)
@@ -271,7 +271,7 @@ def measure_directly(measurement: Measurement, pairs: list[Pair]) -> Measurement
 
 
 def _single(layers: Layers, lengths: tuple[int, ...]) -> Callable[[int, int], Program]:
-    """Gives the program of one unit taking one choice, the rest of its layer exact."""
+    """Returns a function that makes the program in which one unit takes one choice and its layer is exact otherwise."""
 
     def program(unit: int, choice: int) -> Program:
         layer, head = layers.units[unit]

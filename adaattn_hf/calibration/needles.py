@@ -1,11 +1,10 @@
-"""Needles in the user's own text: does attention still find what lies far behind?
+"""A needle-in-a-haystack test on the user's own text: can attention still retrieve tokens from far back?
 
-A haystack is a stretch of the text. Several needles, each a key of tokens and a value of tokens, are written
-into it at spread depths; at the end every key is repeated and the value must come out as the likeliest
-tokens. Keys and values are drawn from the haystack's own vocabulary, and all needles share one context, so
-that a needle must be told from the others. A quarter of the needles repeats the key of another one, half a
-haystack before it, with a value of its own; both are asked for, and the first token may be that of either.
-(RULER, Hsieh et al. 2024, calls the two multi-key and multi-value.)
+A haystack is a chunk of the text. Several needles, each a key and a value of a few tokens, are inserted at evenly
+spread depths. At the end every key is repeated, and the value must follow as the likeliest tokens. Keys and values
+are drawn from the haystack's own vocabulary, and all needles share one context, so that they can be confused. A
+quarter of the needles repeats the key of a needle half a haystack earlier with another value; both are asked for, and
+the first token may be that of either. (RULER, Hsieh et al. 2024: multi-key and multi-value.)
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ VALUE = 4
 
 @dataclass(frozen=True)
 class Haystack:
-    """One context with its needles.
+    """A context with its needles.
 
     Attributes:
         tokens: `[length]` token ids, needles and questions included.
         answers: Per needle the position of the first value token in the question.
-        depths: Per needle its place in the haystack, 0 first to 1 last.
-        likely: Per needle the first tokens that its key may bring to mind, one for each of its values.
+        depths: Per needle its relative position in the haystack, from 0 to 1.
+        likely: Per needle the accepted first tokens, one for each value of its key.
     """
 
     tokens: Tensor
@@ -87,7 +86,7 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
 
 
 def is_found(haystack: Haystack, needle: int, likeliest: Sequence[int]) -> bool:
-    """Returns whether the likeliest tokens in the place of a needle's value are what its key may bring to mind."""
+    """Returns whether the likeliest tokens after a needle's key are an accepted value."""
     answer = haystack.answers[needle]
     rest = haystack.tokens[answer + 1 : answer + VALUE].tolist()
     return likeliest[0] in haystack.likely[needle] and list(likeliest[1:]) == rest
@@ -95,9 +94,9 @@ def is_found(haystack: Haystack, needle: int, likeliest: Sequence[int]) -> bool:
 
 @torch.no_grad()
 def retrieved(arms: ModelArms, haystack: Haystack, tap: Tap | None) -> tuple[bool, ...]:
-    """Returns for each needle whether its value tokens are the model's likeliest, given those before.
+    """Returns for each needle whether the model's likeliest tokens, teacher-forced, are its value.
 
-    A tap of `None` lets the model answer as it is, by its plan if it carries one.
+    Without a tap the model runs as it is, with its plan if it has one.
     """
     with tapping(tap):
         hidden = arms.hidden(haystack.tokens[None].to(arms.device))

@@ -1,4 +1,4 @@
-"""Attention over what a cache would hold: how the loss of a stored format is measured, teacher-forced."""
+"""Attention over quantised keys and values, to measure the loss of a cache format in a teacher-forced pass."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from ..backends import select
 from ..plans import execute
 from ..plans.program import Program
 
-__all__ = ["FIRST", "stored_tap"]
-
 FIRST = 64
-"""Tokens of a sequence from which the mean of its keys is taken, those of a short prompt."""
+"""First tokens whose keys give the mean that is subtracted, as a cache does for a short prompt."""
 
 
 def stored_tap(programs: Mapping[int, Program], stored: str) -> Tap:
-    """Returns a tap that answers every row over what a cache would hold, by the plan where a layer has one."""
+    """Returns a tap that computes attention over keys and values as a cache stores them, by a layer's plan."""
 
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
         program = programs.get(int(module.layer_idx))  # type: ignore[arg-type]
@@ -33,7 +31,7 @@ def stored_tap(programs: Mapping[int, Program], stored: str) -> Tap:
 
 
 def over_codes(request: AttentionRequest, stored: str) -> AttentionRequest:
-    """The request over the codes that a cache makes of its keys and values."""
+    """Returns the request with keys and values quantised as a cache would."""
     key, value = request.key, request.value
     first = key[:, :, :FIRST].float()
     mean = (first.mean(dim=2) @ hadamard(key.shape[3], key.device)).contiguous()

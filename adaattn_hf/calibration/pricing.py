@@ -1,8 +1,8 @@
-"""Prices of choices: the launches of a plan, timed on this machine with real queries, keys and values.
+"""Prices of choices: times the launches of a plan on this machine, with real queries, keys and values.
 
-Every choice is timed for one key/value head and for all of them, in prefill and in one decode step, at each
-length. The rounds are interleaved and the smallest time is kept, so that a busy moment of the machine strikes
-no choice alone. On a CPU the process's own CPU time is taken.
+Every choice is timed for one key/value head and for all of them, in prefill and in one decode step, at each length.
+Rounds are interleaved and the smallest time is kept, so that other load on the machine does not fall on one choice. On
+a CPU the process's CPU time is measured.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from ..policy.knapsack import Array, Launches
 from ..policy.prices import Price, PriceTable, fit_price
 
 PHASES = ("prefill", "decode")
+ROUNDS = 3
+"""Times that every launch is timed, in turn with the others; the smallest time counts."""
 
 
 def machine() -> str:
@@ -40,7 +42,7 @@ def machine() -> str:
 
 
 def decode_step(request: AttentionRequest) -> AttentionRequest:
-    """Returns the request of the last query alone."""
+    """Returns the request for the last query only, a decode step."""
     kv_len = request.key.shape[2]
     structure = CallStructure(1, 1, kv_len, causal=True, q_offset=kv_len - 1, window=request.structure.window)
     return replace(request, query=request.query[:, :, -1:], structure=structure)
@@ -58,8 +60,7 @@ def launch_label(choice: Choice, own: int | None) -> str:
 
     Args:
         choice: The choice.
-        own: The window that these layers have of their own; `None` for the kind of layer that most of a model's
-            time is spent in.
+        own: The model's own window in these layers; `None` for the kind of layer that takes most of the time.
     """
     return choice.label if own is None else f"{choice.label} in {own}"
 
@@ -82,9 +83,8 @@ def measure_prices(
     choices: Sequence[Choice],
     tensors: LayerTensors,
     *,
-    repeats: int = 3,
-    phases: Sequence[str] = PHASES,
-    own: int | None = None,
+    phases: Sequence[str],
+    own: int | None,
 ) -> PriceTable:
     """Returns the measured prices of every choice.
 
@@ -92,20 +92,19 @@ def measure_prices(
         requests: By length, a call of one layer of the model on real text.
         choices: The choices.
         tensors: Bases and means of that layer.
-        repeats: Interleaved rounds.
-        phases: What is timed; models that generate nothing have no decode.
+        phases: Phases to time; models that do not generate have no decode.
         own: See `launch_label`.
     """
     table: dict[str, dict[int, dict[str, Price]]] = {phase: {} for phase in phases}
     for length, whole in sorted(requests.items()):
         for phase in phases:
             request = whole if phase == "prefill" else decode_step(whole)
-            # a decode step is microseconds: timed in bundles, above the clock's resolution
+            # a decode step takes microseconds: time several at once, above the clock's resolution
             bundle = 1 if phase == "prefill" else 20
             kv_heads = request.key.shape[1]
             counts = sorted({1, kv_heads})
             best: dict[tuple[str, int], float] = {}
-            for _ in range(repeats):
+            for _ in range(ROUNDS):
                 for choice in choices:
                     for count in counts:
                         program = Program(LayerPlan(0, "", (choice,) * count), tensors, length)
@@ -128,7 +127,7 @@ def measure_prices(
 def check_prices(
     table: PriceTable, choices: Sequence[Choice], kinds: Sequence[int | None], phases: Sequence[str]
 ) -> None:
-    """Refuses a table that lacks what choosing will ask for.
+    """Refuses a table that lacks prices of candidates.
 
     Raises:
         ValueError: If a phase or a launch was not measured.
@@ -153,8 +152,8 @@ def unit_prices(
     *,
     lengths: Sequence[int],
     decode_tokens: int,
-    windows: Mapping[int, int | None] | None = None,
-    kinds: Mapping[int, int | None] | None = None,
+    windows: Mapping[int, int | None],
+    kinds: Mapping[int, int | None],
 ) -> tuple[Array, Launches]:
     """Returns prices `[units, choices]` in seconds and the launch constants, summed over the length bins.
 
@@ -166,8 +165,8 @@ def unit_prices(
         units: Layer and key/value head of each unit.
         lengths: Length bins.
         decode_tokens: Decode steps per prefill; with 0 no decode price is asked for.
-        windows: By layer, the model's own window. A choice's window that is not narrower changes nothing there, and
-            is no choice: its price is infinite.
+        windows: By layer, the model's own window. A choice with a window that is not narrower changes nothing there,
+            so it is excluded by an infinite price.
         kinds: By layer, the window that its prices are named by; see `launch_label`.
     """
     weights = {"prefill": 1.0, "decode": float(decode_tokens)}
@@ -186,14 +185,14 @@ def unit_prices(
         return share @ slopes, share @ constants
 
     _, constants = summed(None)
-    by_kind = {own: summed(own)[0] for own in {None, *(kinds or {}).values()}}
+    by_kind = {own: summed(own)[0] for own in {None, *kinds.values()}}
     names = [table.launch(choice.label) for choice in choices]
     groups = list(dict.fromkeys(names))
     launch = np.array([groups.index(name) for name in names])
     constant = np.array([float(np.median(constants[launch == group])) for group in range(len(groups))])
-    prices = np.stack([by_kind[(kinds or {}).get(layer)] for layer, _ in units])
+    prices = np.stack([by_kind[kinds.get(layer)] for layer, _ in units])
     for unit, (layer, _) in enumerate(units):
-        own = (windows or {}).get(layer)
+        own = windows.get(layer)
         for place, choice in enumerate(choices):
             if choice.beside_window(own) != choice:
                 prices[unit, place] = np.inf

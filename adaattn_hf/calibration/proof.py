@@ -1,4 +1,4 @@
-"""The proof of one plan: looks at growing held-out text, until it passes, is hopeless, or the text ends."""
+"""Verifies one plan in looks at growing held-out text, until it passes, is hopeless, or the text is used up."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .verify import Evidence
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """What held-out text said of a plan.
+    """The verdicts of held-out text on a plan.
 
     Attributes:
-        verdicts: By length; lengths behind one that failed were not looked at.
+        verdicts: By length; lengths after one that failed were not tested.
         evidence: By length.
     """
 
@@ -44,9 +44,9 @@ class Test:
     """How a plan is tested.
 
     Attributes:
-        gates: What must hold.
+        gates: The acceptance criteria.
         level: Error rate of all looks at one length; a plan must pass at every length.
-        number: Plans tested so far, this one counted.
+        number: Plans tested so far, including this one.
         predicted: By length: predicted KL, nats/token.
     """
 
@@ -70,9 +70,9 @@ def prove(
         inputs: The model.
         programs: The plan's programs by layer index.
         heads: By layer: key/value heads.
-        shards: By length: held-out sequences that nothing was learned from, as many as the last look takes.
-        test: How it is tested.
-        tap: Answers for the plan; runs its programs when absent.
+        shards: By length: held-out sequences not used before, as many as the last look needs.
+        test: The test.
+        tap: Computes the attention of the plan; runs its programs if absent.
     """
     verdicts: dict[int, Verified] = {}
     gathered: dict[int, Evidence] = {}
@@ -92,7 +92,7 @@ def _length(
     test: Test,
     tap: Tap | None,
 ) -> tuple[Verified, Evidence]:
-    """The verdict of one length."""
+    """Returns verdict and evidence for one length."""
     s = inputs.settings
     sizes = look_sizes(min(s.held_out, len(shard)), len(shard))
     levels = look_levels(test.level, sizes)

@@ -1,8 +1,8 @@
-"""What a model is scored on: which tokens it reads, which of its predictions count, and what is true there.
+"""How a model is scored: which tokens it reads, which predictions count, and what the true tokens are.
 
-A causal model predicts every next token of a sequence in one pass. A masked one predicts tokens that were
-taken out of what it reads: a seeded share of them at a time, in several readings of each sequence. Everything
-else of calibration is the same for both.
+A causal model predicts every next token of a sequence in one pass. A masked-language model predicts tokens at masked
+positions, which are drawn by a seed, in several passes (readings) over each sequence. The rest of calibration is the
+same for both.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """One pass over a sequence: what goes in, and what its predictions are held against.
+    """One pass over a sequence: its input, and the true tokens of its predictions.
 
     Attributes:
         tokens: `[1, n]` token ids that the model reads.
         targets: `[scored]` true tokens of the scored predictions.
-        places: `[scored]` positions of these predictions; without them every position predicts its next
-            token, and the last one has no target.
+        places: `[scored]` positions of these predictions; None if every position predicts the next token (the last
+            one has no target).
     """
 
     tokens: Tensor
@@ -35,25 +35,25 @@ class Reading:
 
     @property
     def rows_per_prediction(self) -> float:
-        """Query rows per prediction: a loss of 1 nat in each row is this many nats per predicted token."""
+        """Query rows per scored prediction; converts a loss per row into a loss per predicted token."""
         return 1.0 if self.places is None else self.tokens.shape[1] / len(self.places)
 
 
 Input = Tensor | Reading
-"""What a model reads: `[1, n]` token ids that predict their next ones, or a reading."""
+"""Input of a model: `[1, n]` token ids that each predict the next one, or a reading."""
 
 
 def reading_of(given: Input) -> Reading:
-    """Returns a reading as it is, and token ids `[1, n]` as the reading that predicts each next one."""
+    """Returns the reading itself, or for token ids `[1, n]` the reading that predicts every next token."""
     return given if isinstance(given, Reading) else Reading(given, given[0, 1:])
 
 
 class Scoring(Protocol):
-    """How a kind of model is scored.
+    """How one kind of model is scored.
 
     Attributes:
         causal: Whether attention of such models is causal.
-        generates: Whether they generate: needles can be asked for, and decode steps have a price.
+        generates: Whether they generate text, so that needles are tested and decode steps have a price.
     """
 
     causal: ClassVar[bool]
@@ -63,10 +63,10 @@ class Scoring(Protocol):
         """Returns how many tokens of text a sequence of `length` tokens holds."""
 
     def windows(self, asked: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the windows to consider, those of the settings unless they are the default of another kind."""
+        """Returns the windows to consider: those of the settings, unless these are the default for the other kind."""
 
     def readings(self, tokens: Sequence[int], seed: int, device: torch.device) -> list[Reading]:
-        """Returns the passes over a sequence of text, the same ones for the same seed and tokens."""
+        """Returns the readings of a sequence, which depend on the seed and the tokens only."""
 
     def words(self) -> dict[str, Any]:
         """Returns the protocol as a plan keeps it."""
@@ -101,14 +101,14 @@ NEXT_TOKEN = NextToken()
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """Masked-language models: true tokens at masked positions, in several readings of each sequence.
+    """Masked-language models: the true tokens at masked positions, in several readings of each sequence.
 
-    The masked places of the readings of one sequence are disjoint as long as there are places left.
+    The masked positions of different readings are disjoint as long as there are positions left.
 
     Attributes:
         mask_token: Id of the mask token.
         prefix: Special tokens before a text, never masked.
-        suffix: Special tokens behind it.
+        suffix: Special tokens after it.
         share: Share of the text's tokens that is masked in a reading.
         count: Readings of a sequence.
     """
@@ -156,7 +156,7 @@ class MaskedTokens:
         return length - len(self.prefix) - len(self.suffix)
 
     def windows(self, asked: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns windows that look both ways instead of the default ones, which look back."""
+        """Returns windows for bidirectional attention instead of the default ones, which are for causal attention."""
         return WINDOWS_BOTH_WAYS if asked == WINDOWS else asked
 
     def readings(self, tokens: Sequence[int], seed: int, device: torch.device) -> list[Reading]:

@@ -1,4 +1,4 @@
-"""The search for a plan: the knapsack inside a budget, and the loss of whole plans measured on calibration text."""
+"""Searches for a plan: solves the knapsack within a budget, and measures whole plans on calibration text."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from .measure import Measurement, Pair, measure_directly
 from .over_codes import stored_tap
 
 JOINT_STEPS = 5
-"""Plans measured at most before one is verified."""
+"""Largest number of plans that are measured before one is verified."""
 MOST_JOINT_STEPS = 8
-"""The same, as long as none was within what is afforded."""
+"""The same while none was within the limit."""
 TOLERANCE = 0.03
-"""Share by which a plan may be beyond what is afforded: the margin to the budget is larger."""
+"""Share by which a plan may exceed the limit, which is small beside the margin to the budget."""
 NOTHING = 1e-9
-"""KL that stands for none, nats/token."""
+"""Smallest KL that is aimed at, nats/token."""
 CLOSE = 0.85
-"""Share of what is afforded from which a plan is near enough."""
+"""A plan that uses at least this share of the limit is close enough."""
 
 Picks = NDArray[np.int64]
-"""`[units]`, the place among the candidates of each unit's choice."""
+"""`[units]`, index of each unit's choice among the candidates."""
 
 
 def solve(
@@ -46,7 +46,7 @@ def solve(
     demoted: Sequence[int] = (),
     allowed: Callable[[Choice], bool] | None = None,
 ) -> Allocation:
-    """Returns the cheapest allocation inside a budget per length, some units exact, of allowed choices alone."""
+    """Returns the cheapest allocation of allowed choices within a budget per length; units in `demoted` stay exact."""
     risks = measurement.risks()
     for place, choice in enumerate(measurement.layers.candidates.choices):
         if place and allowed is not None and not allowed(choice):
@@ -63,7 +63,7 @@ def programs(measurement: Measurement, picks: Picks) -> dict[int, Program]:
 
 
 def picks_of(measurement: Measurement, plan: Plan) -> Picks:
-    """Returns the place among the candidates of each unit's choice in a plan."""
+    """Returns the index of each unit's choice in a plan among the candidates."""
     candidates = measurement.layers.candidates.choices
     exact = (candidates[0],) * measurement.layers.kv_heads
     by_layer = {layer.layer: layer.choices for layer in plan.layers}
@@ -72,18 +72,18 @@ def picks_of(measurement: Measurement, plan: Plan) -> Picks:
 
 
 def refine(measurement: Measurement, found: Allocation, budget: Array, count: int) -> Measurement:
-    """Returns the measurement with the pairs that decide an allocation measured directly, at most `count` of them."""
+    """Returns the measurement after measuring directly up to `count` pairs that decide the allocation."""
     pairs: list[Pair] = decisive_pairs(found.picks, measurement.costs, measurement.risks(), budget, count)
     return measure_directly(measurement, pairs) if pairs else measurement
 
 
 @dataclass(frozen=True)
 class Joint:
-    """A whole plan, measured on the sequences set aside for that.
+    """The measured loss of a whole plan on calibration text.
 
     Attributes:
         kl: Mean KL, nats/token.
-        flips: Tokens whose likeliest token changes, per token.
+        flips: Share of tokens whose likeliest token changes.
         kl_p999: 99.9th percentile of the KL of a token, nats.
         observed: Loss of each sequence.
         kl_by_source: Mean KL by source of the text.
@@ -98,7 +98,7 @@ class Joint:
 
 @dataclass(eq=False)
 class JointPasses:
-    """Whole plans measured on the sequences set aside for it, and on held-out text; exact states are kept.
+    """Measures whole plans on calibration text and on held-out text, keeping the hidden states of exact attention.
 
     Attributes:
         measurement: Risks and prices of a model.
@@ -109,7 +109,7 @@ class JointPasses:
     _held: dict[int, dict[int, list[Tensor]]] = field(default_factory=dict)
 
     def joint(self, picks: Picks, length: int, stored: str | None = None) -> Joint:
-        """Returns what an allocation costs on the sequences set aside for that, over a cache of a format if given."""
+        """Returns the loss of an allocation on calibration text, over a quantised cache if `stored` is given."""
         inputs = self.measurement.inputs
         by_layer = programs(self.measurement, picks)
         tap = plan_tap(by_layer) if stored is None else stored_tap(by_layer, stored)
@@ -137,7 +137,7 @@ class JointPasses:
         )
 
     def held_out(self, picks: Picks, length: int) -> dict[str, float]:
-        """Returns what the first held-out shard of a length says about an allocation, and its price ratio there."""
+        """Returns the loss of an allocation on the first held-out shard of a length, and its price ratio there."""
         inputs = self.measurement.inputs
         sequences = inputs.samples[length].held_out[: inputs.settings.held_out]
         states = self._held.setdefault(length, {})
@@ -160,22 +160,22 @@ class JointPasses:
         return {"predicted": risk, **self.held_out(picks, self.measurement.inputs.settings.lengths[-1])}
 
     def uniform(self, choice: Choice) -> dict[str, float]:
-        """Returns the same for one choice on every unit."""
+        """Returns the same for one choice in every unit."""
         layers = self.measurement.layers
         return self.evaluate(np.full(len(layers.units), layers.candidates.choices.index(choice)))
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What a plan is aimed at, by length.
+    """The target of the next plan.
 
     Attributes:
-        laws: How loss follows the KL there.
-        gates: What must hold.
-        level: Error rate of the proof.
-        share: Share of the budget that the predicted bound is to take.
-        looks: Held-out sequences of the first look, and the most there may be.
-        beside: KL that a cache's format adds to every plan's, nats/token.
+        laws: By length, the law of loss per KL.
+        gates: The acceptance criteria.
+        level: Error rate of the verification.
+        share: Share of the budget at which the predicted bound is aimed.
+        looks: Held-out sequences of the first look, and of the last.
+        beside: By length, KL that the cache's format adds, nats/token.
     """
 
     laws: Mapping[int, LossLaw]
@@ -186,16 +186,16 @@ class Aim:
     beside: Mapping[int, float] = field(default_factory=dict)
 
     def sequences(self, length: int) -> int:
-        """Returns how many held-out sequences are enough for the proof at a length."""
+        """Returns how many held-out sequences the verification needs at a length."""
         return self.laws[length].shard(self.share * self.gates.budget, *self.looks, self.level)
 
     def affordable(self, length: int, flips_per_root: float, tail_per_kl: float) -> float:
-        """Returns the KL of a plan at which the first of the gates is reached but for a margin, nats/token.
+        """Returns the largest KL of a plan that keeps all gates with a margin, nats/token.
 
         Args:
             length: Length bin.
-            flips_per_root: Flips per token over the root of the KL; 0 as long as nothing was measured.
-            tail_per_kl: 99.9th percentile of the KL over its mean; 0 likewise.
+            flips_per_root: Flips per token over the square root of the KL; 0 if not yet measured.
+            tail_per_kl: 99.9th percentile of the KL over its mean; 0 if not yet measured.
         """
         budget = self.share * self.gates.budget
         limits = [self.laws[length].affordable(budget, self.sequences(length), self.level), budget]
@@ -208,13 +208,13 @@ class Aim:
 
 @dataclass(frozen=True)
 class Found:
-    """A plan that a search settled on.
+    """The plan that a search chose.
 
     Attributes:
         allocation: Its choices.
-        joint: By length, what it costs on calibration text.
-        predicted: By length, its risk re-scaled before it was measured, nats/token.
-        reached: The largest share of what the gates afford that its KL takes.
+        joint: By length, its measured loss on calibration text.
+        predicted: By length, its re-scaled risk before it was measured, nats/token.
+        reached: Its KL as a share of the limit, the largest of all lengths.
     """
 
     allocation: Allocation
@@ -231,19 +231,18 @@ def seek(
     history: list[dict[str, Any]],
     taught: Callable[[Aim, int, list[Joint]], Aim],
 ) -> tuple[Found | None, Array]:
-    """Returns the fastest plan that the gates are predicted to afford, `None` if none saves anything.
+    """Returns the cheapest plan that is predicted to keep all gates, `None` if none saves anything.
 
-    The first plan is chosen by the sum of its risks. Its measured KL says how far the sum is off at every length;
-    from then on one factor scales what is spent at all lengths, and a bracket of a plan that is within and one that
-    is beyond closes around what is afforded.
+    The first plan is chosen by its sum of risks, and its measured KL re-scales the risks at every length. From then on
+    one factor scales the limit at all lengths; it is bracketed between a plan within the limit and one beyond it.
 
     Args:
         passes: Measures whole plans.
-        aim: What the plan is aimed at.
-        alpha: `[lengths]`, factors of risk of earlier searches.
-        demoted: Units that must be exact.
-        history: Takes what was predicted and measured.
-        taught: Returns the aim after plans were measured at a length.
+        aim: The target.
+        alpha: `[lengths]`, factors that re-scale risks, from earlier searches.
+        demoted: Units that must stay exact.
+        history: List to which predictions and measurements are added.
+        taught: Returns the target updated with the plans measured at a length.
     """
     measurement = passes.measurement
     lengths, progress = measurement.inputs.settings.lengths, measurement.inputs.progress
@@ -264,7 +263,7 @@ def seek(
             aim = taught(aim, length, seen[length])
         measured = np.array([joint[length].kl for length in lengths])
         predicted = found.risk * alpha
-        if step == 0:  # what the sum of risks is off by at each length is known from here on
+        if step == 0:  # re-scale the sums of risks
             alpha = np.array([rescale(a, p, m) for a, p, m in zip(alpha, predicted, measured, strict=True)])
         afforded = np.array([aim.affordable(length, *_laws_of_gates(seen[length])) for length in lengths])
         reached = float((measured / afforded).max())
@@ -296,7 +295,7 @@ def seek(
 
 
 def _laws_of_gates(joints: Sequence[Joint]) -> tuple[float, float]:
-    """Flips over the root of the KL, and the 99.9th percentile over the mean, as plans showed them."""
+    """Returns flips over the square root of the KL, and the KL's 99.9th percentile over its mean, as measured."""
     useful = [joint for joint in joints if joint.kl > 0.0]
     if not useful:
         return 0.0, 0.0

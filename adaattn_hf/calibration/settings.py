@@ -14,7 +14,7 @@ _OF_THE_PROOF = (
     "budget", "direct", "held_out", "most_held_out", "tries", "bolder", "haystacks", "needles", "top1", "kl_p999",
     "needles_lost", "alpha", "minutes", "rounds", "optimize", "kv_bytes",
 )  # fmt: skip
-"""Settings that no measurement of risks depends on."""
+"""Settings that do not affect the measurement of risks."""
 
 
 OPTIMIZED = ("time", "memory")
@@ -22,36 +22,36 @@ OPTIMIZED = ("time", "memory")
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """How a plan is made.
+    """Settings of a calibration.
 
     Attributes:
         budget: Allowed loss, nats/token; ln(1 + b) for a relative rise b of the perplexity.
         lengths: Length bins in tokens, rising; tokens that see more keys than the last one are exact.
         seed: Seed of the text sample, the labels, the rows and the needles.
-        sequences: Sequences per length that risks are measured on.
+        sequences: Sequences per length for measuring risks.
         rows: Query rows sampled per sequence.
         labels: Label draws, one backward pass each.
         direct: Pairs of unit and choice whose KL is measured by forward passes of their own; see
             `policy.decisive`.
-        joint: Sequences per length that re-scale the risks.
+        joint: Sequences per length for measuring whole plans, which re-scales the risks.
         held_out: Held-out sequences per length at the first look at a plan.
-        most_held_out: Held-out sequences per length at the last look, where the first ones do not decide.
-        tries: Plans that may fail before the answer is "exact"; they share `alpha`.
+        most_held_out: Held-out sequences per length at the last look, if earlier looks do not decide.
+        tries: Plans that may fail before the result is the exact plan; they share `alpha`.
         bolder: Bolder plans that may follow one that passed with room.
         haystacks: Held-out sequences per length that also carry needles.
         needles: Needles per haystack, fewer where a length holds fewer.
-        top1: Least share of tokens with the same likeliest token; 0 for what the budget goes with.
-        kl_p999: Largest 99.9th percentile of the KL of a token, nats; `None` for no such gate.
-        needles_lost: Share of the needles that may be lost; `None` for no more than 2 %, unless it may be chance.
+        top1: Smallest share of tokens with the same likeliest token; 0 for a limit derived from the budget.
+        kl_p999: Largest 99.9th percentile of the KL of a token, nats; `None` for no limit.
+        needles_lost: Share of the needles that may be lost; `None` for 2 %, or more if that may be chance.
         families: Kinds of choices to consider; see `policy.candidates.FAMILIES`.
         windows: Windows to consider.
         masses: Shares of attention to keep by blocks.
-        decode_tokens: Decode steps per prefill, which weigh the prices of the phases.
-        alpha: Level of the test over all tries.
-        minutes: Minutes after the start from which no further plan is begun; `None` for no end.
-        rounds: Rounds in which whole forward passes are timed once a plan has passed; 0 for none.
+        decode_tokens: Decode steps per prefill, the weight of decode in the price.
+        alpha: Significance level of the tests of all plans together.
+        minutes: Minutes after which no further plan is tried; `None` for no limit.
+        rounds: Rounds in which whole forward passes are timed after a plan has passed; 0 for none.
         optimize: `time`; or `memory`, which looks for the smallest cache, by windows alone, see `storage`.
-        kv_bytes: Bytes of the cache that are asked for, as a share of those of all tokens in the model's dtype.
+        kv_bytes: Largest size of the cache, as a share of a cache of all tokens in the model's dtype.
     """
 
     budget: float = 9.995003330835334e-04
@@ -105,6 +105,11 @@ class CalibrationSettings:
             raise ValueError(
                 f"kv_bytes is {self.kv_bytes}, expected a share of the bytes below 1, such as 0.4x"
             )
+        if self.with_cache and "window" not in self.families:
+            raise ValueError(
+                f"families is {','.join(self.families)}, expected window among them: only heads with windows keep less "
+                "in a cache, so add it, or leave optimize and kv_bytes out"
+            )
         if self.minutes is not None and not self.minutes > 0.0:
             raise ValueError(f"minutes is {self.minutes}, expected a time above 0, or None for no end")
         if self.bolder < 0:
@@ -120,11 +125,11 @@ class CalibrationSettings:
 
     @property
     def with_cache(self) -> bool:
-        """Whether the cache is to be made smaller, too."""
+        """Whether a smaller cache is wanted."""
         return self.kv_bytes is not None or self.optimize == "memory"
 
     def measured(self) -> dict[str, Any]:
-        """Returns the settings that risks depend on: a measurement serves every budget and every way to prove it."""
+        """Returns the settings that risks depend on; one measurement serves all budgets and ways of verification."""
         words = asdict(self)
         for name in _OF_THE_PROOF:
             del words[name]
@@ -135,12 +140,12 @@ class CalibrationSettings:
 
 @dataclass(eq=False)
 class Calibration:
-    """What a calibration found.
+    """The result of a calibration.
 
     Attributes:
-        plan: The plan: verified, or exact where none passed.
+        plan: The plan: verified, or exact if none passed.
         tensors: Bases and means that the plan needs, by name.
-        met: Whether a plan that approximates passed.
+        met: Whether an approximating plan passed.
         sentence: The outcome in words.
         report: Everything measured, for a report.
     """

@@ -1,4 +1,4 @@
-"""What passes one and two have learned so far, saved after every sequence so that an interrupted run goes on."""
+"""Results of passes one and two, saved after every sequence so that an interrupted calibration can resume."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ..policy.risk import RiskTable
 
 FILE = "adaattn_calibration.partial.npz"
 _NO_ARRAYS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
-"""What reading a file raises that holds other things than were written."""
+"""Errors that reading a damaged or foreign file raises."""
 
 
 class CalibrationState:
     """Risks and dropped masses by length bin.
 
     Attributes:
-        key: What the numbers belong to: settings, weights, text.
-        risks: By length, the risk table over parts combined into choices.
+        key: Hash of settings, weights and text, to which the numbers belong.
+        risks: By length, the risk table of all choices.
         dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean
             square.
         done: By length, sequences finished.
-        direct: By length, measured KL of the stretches of a sequence by (sequence, unit, choice), nats/token.
+        direct: By length, measured KL of the parts of a sequence by (sequence, unit, choice), nats/token.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CalibrationState:
         write_atomically(directory / FILE, buffer.getvalue())
 
     def load(self, directory: Path) -> bool:
-        """Reads a state that belongs to the same settings, weights and text; returns whether there was one.
+        """Reads the saved state; returns whether there was one.
 
         Raises:
             ValueError: If the state belongs to another calibration, or cannot be read.
@@ -90,7 +90,7 @@ class CalibrationState:
         return True
 
     def _take(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Takes over what a file held."""
+        """Takes over the arrays of a file."""
         for length, table in self.risks.items():
             table.total = arrays[f"total.{length}"]
             table.squares = arrays[f"squares.{length}"]
@@ -107,7 +107,7 @@ class CalibrationState:
 
 
 def refuse_interrupted(directory: Path) -> None:
-    """Refuses to begin anew where an interrupted calibration would be lost.
+    """Refuses to start where an interrupted calibration would be overwritten.
 
     Raises:
         ValueError: If the directory holds one.
@@ -121,5 +121,5 @@ def refuse_interrupted(directory: Path) -> None:
 
 
 def _broken(path: Path) -> str:
-    """The sentence for a file that is no state."""
+    """Returns the message for a file that is not a saved state."""
     return f"resume: {path} is no whole state of a calibration; delete it, and the same command begins anew"

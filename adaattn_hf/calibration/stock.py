@@ -19,7 +19,7 @@ TOKENS = 1024
 def stock_flips(inputs: Inputs) -> float:
     """Returns the share of tokens whose likeliest token differs between eager and sdpa attention.
 
-    A layer that one of them cannot serve (a cap on the scores, say) is computed as it is chosen.
+    A layer that one of them cannot compute (a softcap, say) uses the backend that is chosen for it.
     """
     arms = inputs.arms
     length = min(inputs.samples)

@@ -1,11 +1,10 @@
-"""What a model's cache may store inside the loss budget: a format for the whole model, proved as decoding reads it.
+"""Chooses and verifies the format of a model's key/value cache within the loss budget.
 
-The windows of a plan cost nothing more in a cache that keeps them alone (streaming heads): their loss is the plan's.
-What a format rounds is measured by a tap that stores every sequence and answers each row over the codes, as decoding
-over the cache does, before any plan is sought: what is left of the budget is the windows', and the format is the one
-beside which the cache becomes smallest. Plan and format are then proved together (`campaign`). It is one format for the
-whole model: how much a head keeps is the plan's to say, head by head, and heads of another format would be read by a
-call of their own in every layer and step.
+Streaming heads, which keep only the window of the plan, lose no more than the plan itself. The loss of a quantised
+format is measured before the search for a plan, by computing every row over quantised keys and values as decoding
+does. The rest of the budget is left for windows, and the format that then gives the smallest cache is chosen. Plan
+and format are verified together (`campaign`). There is one format for the whole model: heads in another format would
+need a call of their own in every layer and step.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ from .search import Joint, JointPasses, programs, solve
 if TYPE_CHECKING:
     from .measure import Measurement
 
-__all__ = ["PROTOCOL", "Rounding", "Storage", "aimed_at", "choose_storage", "roundings"]
-
 PROTOCOL = "cache"
-"""Where a plan's protocol says what its cache stores."""
+"""Key of the cache's format in a plan's protocol."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Storage:
 
     Attributes:
         stored: `model`, or one of `attention.stored.FORMATS`.
-        streaming: Whether heads with a window keep it alone.
+        streaming: Whether heads with a window keep only that window.
         share: Bytes at the longest length, as a share of a cache of all tokens in the model's dtype.
     """
 
@@ -56,10 +53,10 @@ class Storage:
 
 
 def storages(measurement: Measurement, by_layer: Mapping[int, Program]) -> list[Storage]:
-    """Returns the ways to keep the cache of a plan, the fewest bytes first.
+    """Returns the ways to store the cache of a plan, the smallest first.
 
     Args:
-        measurement: Of the model.
+        measurement: Risks and prices of the model.
         by_layer: The plan's programs by layer index.
     """
     layers, length = measurement.layers, max(measurement.inputs.settings.lengths)
@@ -85,11 +82,11 @@ def storages(measurement: Measurement, by_layer: Mapping[int, Program]) -> list[
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a format costs the model without a plan, on the calibration text that plans are compared on.
+    """The loss of a cache format without a plan, on the calibration text that whole plans are measured on.
 
     Attributes:
         stored: The format.
-        joint: The cost by length.
+        joint: The measured loss by length.
     """
 
     stored: str
@@ -102,7 +99,7 @@ class Rounding:
 
 
 def roundings(passes: JointPasses) -> list[Rounding]:
-    """Returns what every format costs that the model's keys and values fit into."""
+    """Returns the loss of every format that supports the model's head size."""
     measurement = passes.measurement
     none = np.zeros(len(measurement.layers.units), dtype=np.int64)
     names = [one.stored for one in storages(measurement, {}) if one.stored != "model"]
@@ -113,14 +110,14 @@ def roundings(passes: JointPasses) -> list[Rounding]:
 
 
 def aimed_at(measurement: Measurement, found: Sequence[Rounding], afforded: Array) -> Rounding | None:
-    """Returns the format of the smallest cache by the sums of risks, None where numbers are as small.
+    """Returns the format with the smallest predicted cache, None if unquantised numbers give one as small.
 
-    Where a share of the bytes is asked for: the most precise among those that reach it.
+    With `kv_bytes` it is the most precise format that is small enough.
 
     Args:
-        measurement: Of the model.
-        found: What the formats cost.
-        afforded: `[lengths]`, KL that a plan and the format may cost together, nats/token.
+        measurement: Risks and prices of the model.
+        found: Losses of the formats.
+        afforded: `[lengths]`, KL that plan and format may have together, nats/token.
     """
     s = measurement.inputs.settings
     ways: list[tuple[float, Rounding | None]] = []
@@ -142,18 +139,18 @@ def choose_storage(
     used: int,
     known: Mapping[str, Verified | str] | None = None,
 ) -> tuple[dict[str, Any] | None, str]:
-    """Returns what a plan's protocol says of its cache, None where nothing was proved, and the outcome in words.
+    """Returns the protocol's entry on the cache, None if no format was verified, and the outcome in words.
 
-    The fewest bytes come first, or where a share of the bytes is asked for, the most precise among those that reach it.
-    Formats of which nothing is known are tested on held-out text that no plan has seen, and share the level.
+    Formats are tried from the smallest on, or with `kv_bytes` from the most precise one that is small enough. Formats
+    without a verdict are tested on held-out text that no plan has seen, and share the error rate.
 
     Args:
-        measurement: Of the model.
+        measurement: Risks and prices of the model.
         by_layer: The plan's programs by layer index.
-        gates: What must hold.
+        gates: The acceptance criteria.
         level: Error rate of all tests together.
-        used: Held-out sequences that plans have seen.
-        known: Formats that were proved with the plan, and of others why they are not looked at.
+        used: Held-out sequences that plans have used.
+        known: Verdicts on formats that were tested with the plan, or why a format is not to be tested.
     """
     inputs = measurement.inputs
     s = inputs.settings

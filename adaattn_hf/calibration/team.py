@@ -31,7 +31,7 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes files and speaks."""
+        """Whether this is the process that writes files and messages."""
         return self.rank == 0
 
     def mine(self, count: int, start: int = 0) -> range:
@@ -54,7 +54,7 @@ class Team:
         return [next(taken[index % self.size]) for index in range(start, count)]
 
     def tell(self, value: T) -> T:
-        """Returns the first process's value to all."""
+        """Returns the first process's value in all processes."""
         if self.size == 1:
             return value
         box: list[Any] = [value]
@@ -64,7 +64,7 @@ class Team:
 
 
 def present() -> Team:
-    """Returns the team of the default process group; a team of one without any."""
+    """Returns the team of the default process group, or a team of one without a group."""
     if dist.is_available() and dist.is_initialized():
         return Team(dist.get_rank(), dist.get_world_size())
     return Team()
@@ -73,7 +73,7 @@ def present() -> Team:
 def join() -> tuple[Team, int]:
     """Joins the processes that `accelerate launch` or `torchrun` started; returns the team and this process's device.
 
-    Alone, it starts nothing.
+    Does nothing for a single process.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available() and not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -81,6 +81,6 @@ def join() -> tuple[Team, int]:
 
 
 def leave() -> None:
-    """Ends what `join` began, if anything."""
+    """Leaves the process group that `join` joined, if any."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

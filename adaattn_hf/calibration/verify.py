@@ -1,4 +1,4 @@
-"""The proof of a plan on held-out text: paired loss, KL, likeliest tokens, needles, activation."""
+"""Measures a plan on held-out text: paired loss, KL, likeliest tokens, needles and activation rate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Step = Callable[[int, int], None]
 
 @dataclass
 class Evidence:
-    """Scores of held-out sequences, added up as they come.
+    """Scores of held-out sequences, added up sequence by sequence.
 
     Attributes:
         names: Document of each sequence.
@@ -40,7 +40,7 @@ class Evidence:
         found: Needles that stock attention finds.
         planned: Needles that the plan finds.
         needles: Needles.
-        apart: Whether every source must keep the budget by its own sequences.
+        apart: Whether every source must keep the budget by itself.
     """
 
     names: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Evidence:
     def bound(self, confidence: float) -> Bound:
         """Returns the upper bound of the loss difference, clustered by document; tokens are those of all sources.
 
-        Of sources that are apart the largest: all must pass, so that each is tested at the whole level
+        With `apart` it is the largest bound of any source: all must pass, so each may be tested at the full level
         (an intersection-union test; Berger 1982, Technometrics 24).
         """
         names = self.sources if self.apart else [""] * len(self.names)
@@ -98,10 +98,10 @@ class Evidence:
         return float(np.concatenate(self.kl).mean())
 
     def observed(self, kl: float) -> Observation:
-        """Returns what these sequences say about loss per KL.
+        """Returns these sequences as an observation of loss per KL.
 
         Args:
-            kl: KL of the plan on the text that plans are compared on, nats/token.
+            kl: KL of the plan on calibration text, nats/token.
         """
         deltas = np.array(self.sums) / np.array(self.tokens, dtype=np.float64)
         return Observation(kl, deltas, tuple(self.sources))
@@ -127,14 +127,14 @@ def gather(
         arms: The model.
         programs: The plan's programs by layer index.
         sequences: Held-out sequences.
-        scoring: What is scored; both arms read the same tokens.
-        haystacks: How many of the sequences also serve as haystacks; of models that generate.
+        scoring: How the model is scored; both arms read the same tokens.
+        haystacks: How many of the sequences also serve as haystacks, for models that generate.
         needles: Needles per haystack.
-        seed: Seed of the needles and of what a reading masks.
-        step: Told how many passes are done, and of how many.
-        before: Evidence of earlier looks at the same plan, which this is added to.
-        states: Keeps the hidden states of exact attention by place, for further plans on the same sequences.
-        tap: Answers for the plan; runs its programs when absent.
+        seed: Seed of the needles and of the masked positions.
+        step: Callback with the passes done and their number.
+        before: Evidence of earlier looks at the same plan, which is extended.
+        states: Cache of the hidden states of exact attention by sequence, for further plans on the same sequences.
+        tap: Computes the attention of the plan; runs its programs if absent.
     """
     haystacks = haystacks if scoring.generates else 0
     evidence = Evidence() if before is None else before
@@ -169,7 +169,7 @@ def gather(
 def activation(
     programs: Mapping[int, Program], heads: Mapping[int, int], length: int, causal: bool = True
 ) -> tuple[float, float]:
-    """Returns the share of (token, query head) pairs that a plan changes at a length: at all, and by dropping keys.
+    """Returns the shares of (token, query head) pairs at a length that a plan changes, and for which it drops keys.
 
     Args:
         programs: The plan's programs by layer index.
@@ -200,10 +200,10 @@ def judge(
 
     Args:
         evidence: Scores of held-out text.
-        gates: What must hold.
-        confidence: Level of the bound, tries already accounted for.
-        tries: Plans verified so far, this one counted.
-        activation_share: Activation rates of `activation`.
+        gates: The acceptance criteria.
+        confidence: Level of the bound, corrected for the number of tries.
+        tries: Plans verified so far, including this one.
+        activation_share: Result of `activation`.
         predicted: Predicted KL, nats/token.
     """
     bound = evidence.bound(confidence)

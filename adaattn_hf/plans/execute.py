@@ -25,9 +25,7 @@ from .choices import PRECISE_ROWS, Choice
 from .program import PROGRAMS, Program
 
 
-def launch_names(
-    choices: Sequence[Choice], request: AttentionRequest, backend: str | None = None
-) -> dict[str, str]:
+def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[str, str]:
     """Returns the name of the launch that serves each choice, by the choice's label; choices of one name share it.
 
     A choice that no backend serves beside others has a launch, and a name, of its own.
@@ -35,9 +33,8 @@ def launch_names(
     Args:
         choices: The choices.
         request: A call.
-        backend: Name of the backend that every launch must use.
     """
-    spec = spec_of(request, backend)
+    spec = spec_of(request)
     found = {}
     for choice in choices:
         rule, name = choice.head_rule(few=False), None
@@ -52,7 +49,7 @@ def launch_names(
                 head_blocks=rules.kept_block,
                 head_precision=rules.precision,
             )
-            serving = select.serving(asked, backend)
+            serving = select.serving(asked)
             name = None if serving is None else f"{serving.name}: {serving.head_launches(rules)[0]}"
         found[choice.label] = choice.label if name is None else name
     return found

@@ -273,18 +273,25 @@ def check_model(module: nn.Module, raw: Any) -> None:
         PlanError: If they are not those that the plan was calibrated on.
     """
     data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
-    if data is None or not str(data.get("weight_hash")).startswith(_WHOLE):
+    if data is None:
         return
     models = [model for model in _around(module) if hasattr(model, "base_model_prefix")]
-    if not models or models[-1].__dict__.get(_CHECKED) is raw:
-        return
-    found = model_hash(models[-1])
-    if found != data["weight_hash"]:
+    if models and models[-1].__dict__.get(_CHECKED) is not raw:
+        refuse_other_weights(models[-1], str(data.get("weight_hash")))
+        models[-1].__dict__[_CHECKED] = raw
+
+
+def refuse_other_weights(model: nn.Module, weights: str) -> None:
+    """Refuses a model whose weights have another hash than a plan names; plans of earlier versions name no such hash.
+
+    Raises:
+        PlanError: If they have.
+    """
+    if weights.startswith(_WHOLE) and model_hash(model) != weights:
         raise PlanError(
             "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, another "
             "checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
         )
-    models[-1].__dict__[_CHECKED] = raw
 
 
 def _around(module: nn.Module) -> Iterator[nn.Module]:

@@ -12,8 +12,6 @@ from .choices import EXACT, Choice
 from .plan import Plan
 from .render import grid, printable, summary
 
-__all__ = ["compared", "page", "plan_page", "proof", "rounded"]
-
 
 def page(data: Mapping[str, Any]) -> str:
     """Returns the page.

@@ -166,21 +166,10 @@ class Verified:
         text(self.sentence, "verified.sentence")
         for name in ("tries", "documents", "tokens"):
             whole(getattr(self, name), f"verified.{name}", most=1 << 53)
-        for name in (
-            "delta_nll",
-            "upper",
-            "confidence",
-            "kl",
-            "kl_p999",
-            "top1",
-            "activation",
-            "activation_keys",
-        ):
-            real(getattr(self, name), f"verified.{name}")
-        real(self.predicted_kl, "verified.predicted_kl")
-        for name in ("retrieval_stock", "retrieval_plan"):
-            if getattr(self, name) is not None:
-                real(getattr(self, name), f"verified.{name}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "float" or (field.type == "float | None" and value is not None):
+                real(value, f"verified.{field.name}")
 
 
 @dataclass(frozen=True)

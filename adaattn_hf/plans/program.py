@@ -13,8 +13,6 @@ from .choices import EXACT, Choice
 from .plan import LayerPlan
 from .tensors import LayerTensors
 
-__all__ = ["Program", "Requests"]
-
 
 @dataclass(frozen=True, eq=False)
 class Requests:

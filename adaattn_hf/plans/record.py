@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from ..errors import unknown
 
-__all__ = ["LARGEST", "PlanError", "checked_keys", "read_list", "read_record", "real", "text", "whole"]
-
 LARGEST = 2**31 - 1
 """Largest whole number in a plan: lengths, windows and indices fit the kernels' integers with room to add."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..attention.heads import some_heads
+from ..attention.heads import some_heads, some_rows
 from ..attention.request import AttentionRequest
 from ..attention.segments import Segment
 from ..attention.structure import CallStructure
@@ -15,8 +15,6 @@ from ..backends import select
 from . import execute
 from .choices import PRECISE_ROWS, Choice
 from .program import Program
-
-__all__ = ["dropped_mass", "one_run", "relative_change"]
 
 
 def one_run(request: AttentionRequest, turn: int) -> AttentionRequest | None:
@@ -57,23 +55,15 @@ def relative_change(program: Program, request: AttentionRequest, rows: Tensor) -
     Returns:
         `[num_kv_heads, rows]`, the worst query head of each.
     """
-    device, structure = request.query.device, request.structure
     kv_heads, q_len, count = request.key.shape[1], request.query.shape[2], len(rows)
     found = torch.zeros(kv_heads, count, device="cpu")
     # a call of few rows is computed in the model's precision, and the sample of a long one must not pass for it
     rows = rows.repeat(-(-PRECISE_ROWS // count)) if q_len >= PRECISE_ROWS > count else rows
-    visible = structure.visible_rows(rows, device)
+    sampled = some_rows(request, rows)
     for choice, heads in program.launches:
         if not choice.operands:
             continue
-        part = some_heads(request, heads)
-        bias = part.bias
-        part = replace(
-            part,
-            query=part.query[:, :, rows.to(device)],
-            structure=CallStructure(1, len(rows), structure.kv_len, mask=visible),
-            bias=bias if bias is None or bias.shape[2] == 1 else bias[:, :, rows.to(device)],
-        )
+        part = some_heads(sampled, heads)
         exact = select.attend(part).out[0].float()
         changed = Choice(None, choice.operands).attend(part, heads, program.tensors, None).out[0].float()
         ratio = (changed - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)

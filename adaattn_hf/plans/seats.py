@@ -15,8 +15,6 @@ from ..attention.tap import SEATED, Seat, seating
 from . import store
 from .plan import Plan
 
-__all__ = ["use_plan"]
-
 MOST = 8
 """Plans that are kept checked for a model, the newest."""
 _checked: WeakKeyDictionary[nn.Module, list[tuple[Plan, bool, dict[nn.Module, Seat]]]] = WeakKeyDictionary()
@@ -57,9 +55,7 @@ def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -
     others = {m: Seat({}) for m in model.modules() if m is not model and hasattr(m, "config")}
     if plan is None:
         return others
-    if not isinstance(plan, Plan):
-        path, plan = Path(plan), store.read_plan(plan)
-        store.read_tensors(plan, path if path.is_dir() else path.parent)
+    plan = store.with_tensors(plan)
     known = _checked.setdefault(model, [])
     for checked, allowed, seats in known:
         if checked is plan and allowed is unverified:

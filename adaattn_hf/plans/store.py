@@ -150,8 +150,7 @@ def attach(
     modules, raw = settings_for(model, plan, directory, unverified=unverified)
     owners: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
     for config in owners.values():
-        present = getattr(config, "adaattn", None)
-        kept = {k: v for k, v in present.items() if k != CARRIED} if isinstance(present, Mapping) else {}
+        kept = {name: value for name, value in settings_of(config).items() if name != CARRIED}
         config.adaattn = {**kept, **raw}
     for module in modules.values():
         program_of(module)
@@ -176,11 +175,7 @@ def settings_for(
         raw[fit.UNVERIFIED] = True
     for module in modules.values():
         fit.resolve(module, raw, _layer_tensors)
-    if plan.weight_hash.startswith("model:") and plan.weight_hash != model_hash(model):
-        raise PlanError(
-            "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, another "
-            "checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
-        )
+    fit.refuse_other_weights(model, plan.weight_hash)
     return modules, raw
 
 
@@ -190,11 +185,17 @@ def programs_for(model: nn.Module, plan: Plan | str | Path) -> dict[int, Program
     Raises:
         PlanError: If it does not belong to the model.
     """
-    if not isinstance(plan, Plan):
-        path, plan = Path(plan), read_plan(plan)
-        read_tensors(plan, path if path.is_dir() else path.parent)
-    modules, raw = settings_for(model, plan, None, unverified=True)
+    modules, raw = settings_for(model, with_tensors(plan), None, unverified=True)
     return {index: fit.resolve(module, raw, _layer_tensors) for index, module in modules.items()}
+
+
+def with_tensors(plan: Plan | str | Path) -> Plan:
+    """Returns a plan, or the one in a file or directory, whose tensors lie beside it and are read, too."""
+    if isinstance(plan, Plan):
+        return plan
+    path, plan = Path(plan), read_plan(plan)
+    read_tensors(plan, path if path.is_dir() else path.parent)
+    return plan
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -224,13 +225,10 @@ def remove_plan(model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop(PROGRAM_SLOT, None)
         config: Any = getattr(module, "config", None)
-        present = getattr(config, "adaattn", None)
-        if config is not None and isinstance(present, Mapping) and CONFIG_KEY in present:
-            rest = {
-                key: value
-                for key, value in present.items()
-                if key not in (CONFIG_KEY, CARRIED, fit.UNVERIFIED)
-            }
+        settings = settings_of(config)
+        if CONFIG_KEY in settings:
+            ours = (CONFIG_KEY, CARRIED, fit.UNVERIFIED)
+            rest = {name: value for name, value in settings.items() if name not in ours}
             if rest:
                 config.adaattn = rest
             else:
@@ -239,11 +237,15 @@ def remove_plan(model: nn.Module) -> None:
 
 def plan_of(model: nn.Module) -> Plan | None:
     """Returns the plan that a model carries, or `None`."""
-    for module in model.modules():
-        present = getattr(getattr(module, "config", None), "adaattn", None)
-        if isinstance(present, Mapping) and present.get(CONFIG_KEY) is not None:
-            return Plan.from_dict(present[CONFIG_KEY])
-    return None
+    plans = (settings_of(getattr(module, "config", None)).get(CONFIG_KEY) for module in model.modules())
+    data = next((plan for plan in plans if plan is not None), None)
+    return None if data is None else Plan.from_dict(data)
+
+
+def settings_of(config: Any) -> Mapping[str, Any]:
+    """Returns the settings of this package in a model's configuration, empty where there are none."""
+    settings = getattr(config, "adaattn", None)
+    return settings if isinstance(settings, Mapping) else {}
 
 
 def load_plan(model: nn.Module, directory: str | Path | None = None, *, unverified: bool = False) -> Plan:
@@ -275,7 +277,9 @@ def load_plan(model: nn.Module, directory: str | Path | None = None, *, unverifi
             "`adaattn calibrate`"
         )
     refuse_stock_attention(model)
-    attach(model, plan, directory, unverified=unverified or _allowed(model))
+    configs = (getattr(module, "config", None) for module in model.modules())
+    allowed = any(settings_of(config).get(fit.UNVERIFIED) is True for config in configs)
+    attach(model, plan, directory, unverified=unverified or allowed)
     return plan
 
 
@@ -285,21 +289,12 @@ def refuse_stock_attention(model: nn.Module) -> None:
     Raises:
         PlanError: If none of its towers runs one of ours.
     """
-    names = _implementations(model)
+    names = implementations(model)
     if names and not any(name.startswith("adaattn") for name in names):
         raise PlanError(
             f"model: its attention implementation is {', '.join(sorted(names))}, which knows no plans; load it with "
             'attn_implementation="adaattn" or call model.set_attn_implementation("adaattn") first'
         )
-
-
-def _allowed(model: nn.Module) -> bool:
-    """Whether a configuration of the model says that an unverified plan may run."""
-    for module in model.modules():
-        present = getattr(getattr(module, "config", None), "adaattn", None)
-        if isinstance(present, Mapping) and present.get(fit.UNVERIFIED) is True:
-            return True
-    return False
 
 
 def _holds_plan(path: Path) -> bool:
@@ -345,7 +340,7 @@ def _settings_of(config: Path) -> Mapping[str, Any]:
     return settings or {}
 
 
-def _implementations(model: nn.Module) -> set[str]:
+def implementations(model: nn.Module) -> set[str]:
     """Names of the attention implementations of a model's towers."""
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None))

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["LayerTensors"]
-
 
 @dataclass(frozen=True, eq=False)
 class LayerTensors:

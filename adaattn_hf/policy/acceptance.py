@@ -43,10 +43,10 @@ def upper_bound(sums: NDArray[np.float64], tokens: NDArray[np.int64], confidence
 
 
 def clustered(
-    names: Sequence[str], sums: Sequence[float], tokens: Sequence[int], least: int = 8
+    names: Sequence[str], sums: Sequence[float], tokens: Sequence[int]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Returns sums and tokens per document, or per chunk of text where there are fewer than `least` documents."""
-    keys = list(names) if len(set(names)) >= least else [str(index) for index in range(len(names))]
+    """Returns sums and tokens per document, or per chunk of text where there are fewer than eight documents."""
+    keys = list(names) if len(set(names)) >= 8 else [str(index) for index in range(len(names))]
     order = {key: cluster for cluster, key in enumerate(dict.fromkeys(keys))}
     grouped, counts = np.zeros(len(order)), np.zeros(len(order), dtype=np.int64)
     for key, value, count in zip(keys, sums, tokens, strict=True):

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+DEMOTED = 3
+"""Units that a failure by another gate makes exact."""
+
 
 @dataclass(frozen=True)
 class Caution:
@@ -24,17 +27,15 @@ class Caution:
     share: float = 1.0
     demoted: tuple[int, ...] = ()
 
-    def failed(self, losses: NDArray[np.float64], *, of_loss: bool, count: int = 3) -> Caution:
+    def failed(self, losses: NDArray[np.float64], *, of_loss: bool) -> Caution:
         """Returns the state after one more failure.
 
         Args:
             losses: `[units]`, marginal loss of each unit in the failed plan, 0 for exact units.
-            of_loss: Whether the bound of the loss failed; otherwise the `count` units with the largest loss become
-                exact, too.
-            count: Units to make exact.
+            of_loss: Whether the bound of the loss failed; otherwise the units with the largest loss become exact, too.
         """
         if of_loss:
             return Caution(0.9 * self.share, self.demoted)
         order = np.argsort(-losses, kind="stable")
-        worst = [int(unit) for unit in order[:count] if losses[unit] > 0]
+        worst = [int(unit) for unit in order[:DEMOTED] if losses[unit] > 0]
         return Caution(0.6 * self.share, tuple(sorted({*self.demoted, *worst})))

@@ -14,8 +14,6 @@ from ..plans.page import proof, rounded
 from ..plans.plan import Plan
 from .knapsack import Allocation, Array, Launches, allocate, evaluate, shared_prices, worst_length
 
-__all__ = ["BUDGETS", "SolverTable", "explorer"]
-
 BUDGETS = tuple(math.log1p(lead * 10.0**power) for power in range(-5, 0) for lead in (1, 1.5, 2, 3, 5, 7))
 """Budgets on the page's slider, nats/token: perplexity increases of 0.001 % to 70 %."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, hstack, identity, kron, vstack
 
 Array = NDArray[np.float64]
 
@@ -107,48 +107,30 @@ def allocate(
     if launches is not None and (launches.constant > 0).any():
         pairs = sorted({(int(layer), int(group)) for layer in launches.layer for group in launches.launch})
     scale = float(prices[allowed].max()) or 1.0
-    cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, np.zeros(len(pairs))])
-    rows, cols, data, low, high = [], [], [], [], []
-    count = 0
-    for index in range(units):
-        rows += [count] * choices
-        cols += list(range(index * choices, (index + 1) * choices))
-        data += [1.0] * choices
-        low.append(1.0)
-        high.append(1.0)
-        count += 1
-    for index, limit in enumerate(budget):
-        # Risks are of the order 1e-6: in units of the budget they stay clear of the solver's tolerances.
-        unit_of_risk = limit if limit > 0 else 1.0
-        risk = (
-            np.where(allowed, np.where(np.isfinite(risks[index]), risks[index], 0.0), 0.0).ravel()
-            / unit_of_risk
-        )
-        rows += [count] * items
-        cols += list(range(items))
-        data += risk.tolist()
-        low.append(-np.inf)
-        high.append(limit / unit_of_risk)
-        count += 1
-    for offset, (layer, group) in enumerate(pairs):
+    constants = [] if launches is None else [launches.constant[group] / scale for _, group in pairs]
+    cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, constants])
+    # Risks are of the order 1e-6: in units of the budget they stay clear of the solver's tolerances.
+    unit_of_risk = np.where(budget > 0, budget, 1.0)
+    risk = np.where(allowed, risks, 0.0).reshape(len(budget), items) / unit_of_risk[:, None]
+    each_unit = identity(units, format="csr")
+    choose_one = kron(each_unit, np.ones((1, choices)))
+    rows = [hstack([vstack([choose_one, risk]), coo_array((units + len(budget), len(pairs)))])]
+    for place, (layer, group) in enumerate(pairs):
         assert launches is not None
-        cost[items + offset] = launches.constant[group] / scale
-        members = np.flatnonzero(launches.layer == layer)
-        served = np.flatnonzero(launches.launch == group)
-        for member in members.tolist():
-            rows += [count] * (len(served) + 1)
-            cols += [member * choices + int(choice) for choice in served] + [items + offset]
-            data += [1.0] * len(served) + [-1.0]
-            low.append(-np.inf)
-            high.append(0.0)
-            count += 1
-    matrix = coo_array((data, (rows, cols)), shape=(count, items + len(pairs))).tocsr()
+        members = each_unit[np.flatnonzero(launches.layer == layer)]
+        this_launch = coo_array(([1.0], ([0], [place])), shape=(1, len(pairs)))
+        paid = kron(-np.ones((members.shape[0], 1)), this_launch)
+        rows.append(hstack([kron(members, (launches.launch == group)[None].astype(float)), paid]))
+    matrix = vstack(rows).tocsr()
+    low = np.full(matrix.shape[0], -np.inf)
+    low[:units] = 1.0
+    high = np.concatenate([np.ones(units), budget / unit_of_risk, np.zeros(len(low) - units - len(budget))])
     upper = np.concatenate([allowed.ravel().astype(float), np.ones(len(pairs))])
     answer = milp(
         cost,
         integrality=np.ones_like(cost),
         bounds=Bounds(np.zeros_like(cost), upper),
-        constraints=LinearConstraint(matrix, np.array(low), np.array(high)),
+        constraints=LinearConstraint(matrix, low, high),
         options={"mip_rel_gap": gap, "node_limit": 20000},
     )
     if answer.x is None:

@@ -111,15 +111,14 @@ def corrected(fisher: Array, fisher_error: Array, direct: Array, direct_error: A
     return risk, float(np.exp(common))
 
 
-def rescale(alpha: float, predicted: float, measured: float, damping: float = 1.0) -> float:
+def rescale(alpha: float, predicted: float, measured: float) -> float:
     """Returns the updated risk factor, from the predicted and the measured joint KL of one plan.
 
     Args:
         alpha: The present factor, which `predicted` contains.
         predicted: Sum of the rescaled risks, nats/token.
         measured: Joint KL of the plan, nats/token.
-        damping: Exponent in (0, 1]; 1 trusts the measurement fully.
     """
     if predicted <= 0.0 or measured <= 0.0:
         return alpha
-    return float(alpha * (measured / predicted) ** damping)
+    return float(alpha * (measured / predicted))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from ..stats.paired import Ratio, student_quantile
@@ -115,14 +115,10 @@ class Attempts:
 
     def failed(self) -> Attempts:
         """Returns the state after a failure."""
-        return Attempts(
-            self.alpha, self.failures_allowed, self.advances_allowed, self.failures + 1, self.advances
-        )
+        return replace(self, failures=self.failures + 1)
 
     def advanced(self) -> Attempts | None:
         """Returns the state when a bolder plan follows one that passed, `None` if none may."""
         if self.advances >= self.advances_allowed or self.exhausted:
             return None
-        return Attempts(
-            self.alpha, self.failures_allowed, self.advances_allowed, self.failures, self.advances + 1
-        )
+        return replace(self, advances=self.advances + 1)

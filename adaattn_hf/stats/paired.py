@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
@@ -42,15 +42,15 @@ class TokenScores:
         """`[arms - 1, tokens]`, nll(arm) - nll(stock), nats."""
         return np.asarray(self.nll[1:] - self.nll[:1])
 
+    def ordered(self, order: NDArray[np.int64]) -> TokenScores:
+        """Returns the scores of these tokens, in this order."""
+        return TokenScores(*(getattr(self, field.name)[:, order] for field in fields(self)))
+
 
 def joined(parts: Sequence[TokenScores]) -> TokenScores:
     """Returns the concatenated scores of several chunks of tokens."""
-    return TokenScores(
-        nll=np.concatenate([part.nll for part in parts], axis=1),
-        kl=np.concatenate([part.kl for part in parts], axis=1),
-        hit=np.concatenate([part.hit for part in parts], axis=1),
-        agree=np.concatenate([part.agree for part in parts], axis=1),
-    )
+    names = [field.name for field in fields(TokenScores)]
+    return TokenScores(*(np.concatenate([getattr(part, name) for part in parts], axis=1) for name in names))
 
 
 def score_tokens(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> TokenScores:

@@ -201,9 +201,7 @@ def pooled_weights(
     keys = key.float()
     for seen in visible:
         part = query[start : start + seen.shape[0]].float()
-        logits = part @ keys.T * scaling
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+        logits = grouped_logits(part[None, None], keys[None, None], scaling, softcap)[0, 0]
         weights = probabilities(masked(logits, seen))
         pooled = weights.new_zeros(len(part), width).index_add_(1, column, weights)
         row = (torch.arange(len(part), device=key.device) + start) * height // rows

@@ -12,34 +12,25 @@ from torch import Tensor
 NEVER = float("-inf")
 
 
-def stratified_rows(
-    length: int, count: int, generator: torch.Generator | None = None, first: int = 0
-) -> Tensor:
-    """Returns `[min(count, length - first)]` sorted positions, one drawn from each of `count` equal strata.
+def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor:
+    """Returns `[min(count, length)]` sorted positions, one drawn from each of `count` equal strata.
 
     Args:
         length: Number of query positions.
         count: Number of rows; all rows are returned if there are no more than that.
-        generator: Draws the position inside each stratum; without one it is the middle.
-        first: First position that may be drawn.
+        generator: Draws the position inside each stratum.
 
     Raises:
-        ValueError: If `count` is below one, or `first` is not inside the sequence.
+        ValueError: If `count` is below one.
     """
     if count < 1:
         raise ValueError(f"count is {count}, expected at least 1 row")
-    if not 0 <= first < length:
-        raise ValueError(f"first is {first}, expected a position inside a sequence of length {length}")
-    room = length - first
-    if count >= room:
-        return torch.arange(first, length, device="cpu")
-    edges = torch.linspace(0, room, count + 1, dtype=torch.float64, device="cpu")
-    if generator is None:
-        offset = torch.full((count,), 0.5, dtype=torch.float64, device="cpu")
-    else:
-        offset = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
+    if count >= length:
+        return torch.arange(length, device="cpu")
+    edges = torch.linspace(0, length, count + 1, dtype=torch.float64, device="cpu")
+    offset = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
     rows = (edges[:-1] + offset * (edges[1:] - edges[:-1])).floor().long()
-    return rows.clamp_(max=room - 1) + first
+    return rows.clamp_(max=length - 1)
 
 
 def grouped_logits(query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> Tensor:

@@ -12,8 +12,6 @@ import yaml
 
 from adaattn_hf.errors import UsageError
 
-__all__ = ["Cell", "Grid", "read_grid"]
-
 
 @dataclass(frozen=True)
 class Cell:

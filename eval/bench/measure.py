@@ -9,8 +9,6 @@ import torch
 from ..timing import timed
 from .work import Work
 
-__all__ = ["measure"]
-
 # Shorter samples drown in the clock and the scheduler.
 _SAMPLE_SECONDS = 0.01
 

@@ -14,8 +14,6 @@ import adaattn_hf
 from .grid import Cell
 from .work import Work, padding_of
 
-__all__ = ["model_works"]
-
 
 def model_works(cell: Cell, models: Mapping[str, Any], device: torch.device) -> Callable[[str], Work]:
     """Makes of an implementation's name a pass of a model with random weights, the same for every implementation.

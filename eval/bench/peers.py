@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .grid import Cell
 
-__all__ = ["PEERS", "absent_peers", "peer_work", "takes"]
-
 
 def _xformers(package: Any, cell: Cell) -> Callable[..., Tensor]:
     masks = package.attn_bias

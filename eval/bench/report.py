@@ -7,8 +7,6 @@ from typing import Any
 
 from ..pages import harmless
 
-__all__ = ["markdown", "verdict"]
-
 SLOWER = 0.97
 """Ratio below which a cell is listed as slower."""
 

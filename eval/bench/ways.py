@@ -14,16 +14,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import some_rows
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.spans import spans
 
 from .grid import Cell, Grid
 from .model import model_works
 from .peers import PEERS, peer_work
 from .work import Work, attention_works, structure_of, tensors_of
-
-__all__ = ["KERNELS", "error_of", "is_stock", "shape_of", "trace", "ways"]
 
 KERNELS = {
     "sdpa:flash": SDPBackend.FLASH_ATTENTION,
@@ -83,14 +81,12 @@ def error_of(cell: Cell, device: torch.device) -> Callable[[Tensor], float] | No
     if cell.level != "attention":
         return None
     query, key, value = (tensor.detach() for tensor in tensors_of(cell, device))
-    structure = structure_of(cell, device)
+    request = AttentionRequest(query, key, value, structure_of(cell, device), cell.head_dim**-0.5)
     rows = torch.linspace(0, cell.q_len - 1, min(_ROWS, cell.q_len), device="cpu").long()
-    visible = structure.visible_rows(rows, device)
-    about = CallStructure(cell.batch, len(rows), cell.keys, mask=visible)
-    sampled = query[:, :, rows.to(device)]
-    truth = reference.attention(AttentionRequest(sampled, key, value, about, cell.head_dim**-0.5)).out
+    sampled = some_rows(request, rows)
+    truth = reference.attention(sampled).out
     # rows that see nothing are zero in ours, and an average over something in stock attention
-    real = visible.any(-1).expand(cell.batch, 1, len(rows))[:, 0]
+    real = sampled.structure.visible(device=device).any(-1).expand(cell.batch, 1, len(rows))[:, 0]
 
     def error(out: Tensor) -> float:
         wrong = (out.detach()[:, rows.to(out.device)].double() - truth.double())[real]

@@ -18,8 +18,6 @@ from adaattn_hf.attention.structure import CallStructure
 from .grid import Cell
 from .peers import PEERS, absent_peers
 
-__all__ = ["Work", "attention_works", "missing", "padding_of", "structure_of", "tensors_of"]
-
 Work = Callable[[], Any]
 
 

@@ -74,9 +74,3 @@ def calibration_pages() -> list[str]:
 def lastword_items() -> list[dict[str, str]]:
     """Held-out passages whose last word their context has used before: records with `text` and `document`."""
     return _lines("lastword.jsonl")
-
-
-def splits() -> dict[str, dict[str, str]]:
-    """Split -> document -> sha256 of its body, for `train`, `validation` and `heldout`."""
-    record: dict[str, dict[str, str]] = json.loads(_data(_SAMPLE, "splits.json").read_text(encoding="utf-8"))
-    return record

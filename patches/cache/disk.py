@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,7 +28,15 @@ def save_cache(cache: AdaAttnCache, path: str | Path) -> Path:
     Args:
         cache: Any `AdaAttnCache`.
         path: The file, replaced as a whole.
+
+    Raises:
+        TypeError: It is a cache of another kind.
     """
+    if not isinstance(cache, AdaAttnCache):
+        raise TypeError(
+            f"cache: got {type(cache).__name__}, expected an AdaAttnCache, such as AdaAttnCache(model, 'model'), "
+            "which keeps numbers"
+        )
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
     held: list[Any] = list(cache.layers)
@@ -60,7 +68,13 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
     Raises:
         ValueError: The file holds no cache, or one of other layers than this model has.
     """
-    with safe_open(str(path), framework="pt", device=str(model.device)) as file:
+    try:
+        opened = safe_open(str(path), framework="pt", device=str(model.device))
+    except SafetensorError as error:
+        raise ValueError(
+            f"path: {path} is no safetensors file ({error}), expected one that save_cache wrote"
+        ) from error
+    with opened as file:
         about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
         if about.get("version") != _VERSION:
             raise ValueError(

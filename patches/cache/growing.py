@@ -176,16 +176,16 @@ def check_room(reserve: int, growth: float, max_cache_len: int | None = None) ->
     """Refuse room that no tokens could be kept in.
 
     Raises:
-        ValueError: `growth` is not larger than 1, or a number of tokens is none.
+        ValueError: `growth` is not larger than 1, a number of tokens is none, or `reserve` is more than there may be.
     """
-    if not growth > 1:
-        raise ValueError(f"growth: got {growth}, expected a factor larger than 1, such as 1.25")
-    if reserve < 0:
-        raise ValueError(f"reserve: got {reserve}, expected a number of tokens, 0 or more")
-    if max_cache_len is not None and max_cache_len < 1:
+    if not isinstance(growth, (int, float)) or not growth > 1:
+        raise ValueError(f"growth: got {growth!r}, expected a factor larger than 1, such as 1.25")
+    if not isinstance(reserve, int) or reserve < 0:
+        raise ValueError(f"reserve: got {reserve!r}, expected a number of tokens, 0 or more")
+    if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < max(reserve, 1)):
         raise ValueError(
-            f"max_cache_len: got {max_cache_len}, expected a number of tokens, 1 or more; leave it out and the cache "
-            "grows"
+            f"max_cache_len: got {max_cache_len!r}, expected a number of tokens, {max(reserve, 1)} or more"
+            f"{', as reserve says' if reserve else ''}; leave it out and the cache grows"
         )
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "holds_tokens",
     "negative",
     "room_for",
+    "same_rows",
 ]
 
 
@@ -342,6 +343,15 @@ def room_for(limit: int | None, length: int) -> None:
         raise ValueError(
             f"max_cache_len: got {limit}, expected at least {length}, the tokens to be kept; "
             "make the cache longer, or leave max_cache_len out and it grows"
+        )
+
+
+def same_rows(held: int, key_states: Tensor) -> None:
+    """Refuse tokens of another number of sequences than the cache holds."""
+    if key_states.shape[0] != held:
+        raise ValueError(
+            f"past_key_values: got tokens of {key_states.shape[0]} sequences for a cache that holds {held}; begin a "
+            "new cache, or call batch_repeat_interleave or batch_select_indices on this one"
         )
 
 

@@ -21,7 +21,7 @@ from adaattn_hf.attention.stored import CHANNELS, FORMATS
 from adaattn_hf.plans.store import plan_of
 
 from .growing import GROWTH, check_room
-from .layers import after_copies, grow_in_place, holds_tokens, negative, room_for
+from .layers import after_copies, grow_in_place, holds_tokens, negative, room_for, same_rows
 from .tokens import PROMPT, StoredTokens
 
 __all__ = [
@@ -70,6 +70,7 @@ class _Stored:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.tokens is not None
+        same_rows(self.keys.shape[0], key_states)
         room_for(self.limit, len(self.tokens) + key_states.shape[2])
         self.keys, self.values = self.tokens.carriers(self.tokens.append(key_states, value_states))
 
@@ -320,7 +321,7 @@ class AdaAttnCache(DynamicCache):
         Raises:
             TypeError: `model` is no model.
             ValueError: The model cannot read such a cache, `streaming` is asked of a model whose plan has no windows or
-                beside `offloading`, or the room is no number of tokens.
+                beside `offloading`, that of a model on a CPU, or the room is no number of tokens.
         """
         if not hasattr(model, "config"):
             raise TypeError(
@@ -329,6 +330,11 @@ class AdaAttnCache(DynamicCache):
             )
         self.stored, self.streaming = stored_as(model, stored, streaming, "int8")
         check_stored(model, self.stored, self.streaming)
+        if offloading and model.device.type == "cpu":
+            raise ValueError(
+                "offloading: got True for a model on cpu, expected one on a CUDA device, whose memory it saves; leave "
+                "it out"
+            )
         config = model.config.get_text_config(decoder=True)
         super().__init__(
             config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding

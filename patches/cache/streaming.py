@@ -15,7 +15,7 @@ from adaattn_hf.plans.store import plan_of
 
 from .carrier import StoredTensor
 from .growing import GROWTH
-from .layers import negative, room_for
+from .layers import negative, room_for, same_rows
 from .ring import Read, Ring
 from .tokens import SMOOTHED, StoredTokens, Tokens
 
@@ -143,6 +143,8 @@ class StreamingLayer(DynamicLayer):
         room_for(self.limit, total)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif self.keys is not None:
+            same_rows(self.keys.shape[0], key_states)
         self.count, self.fresh = total, (key_states, value_states)
         self._look(key_states, value_states)
         return (

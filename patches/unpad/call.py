@@ -16,17 +16,6 @@ from .layout import PackedLayout
 from .positions import PositionRule
 from .prefill import PackedPrefill
 
-__all__ = [
-    "PackedCall",
-    "Pass",
-    "arguments_of",
-    "has_cache",
-    "makes_cache",
-    "pack_call",
-    "read_layout",
-    "scored_padding",
-]
-
 IGNORED_LABEL = -100
 _DROPPED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _WEIGHTS = ("output_attentions", "output_router_logits")

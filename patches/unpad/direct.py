@@ -14,8 +14,6 @@ from torch import nn
 
 from .hooks import Unpadding
 
-__all__ = ["DirectForward", "called_directly"]
-
 _CALLERS = ("sentence_transformers.",)
 
 

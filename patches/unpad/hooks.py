@@ -21,8 +21,6 @@ from ..fast_path import tracing
 from .call import PackedCall, Pass, arguments_of, has_cache, pack_call, read_layout, scored_padding
 from .positions import position_rule
 
-__all__ = ["PaddedCallError", "Unpadding"]
-
 logger = logging.getLogger("adaattn_hf")
 
 UNPADDED = "unpadded"

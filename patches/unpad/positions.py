@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PositionRule", "position_rule"]
-
 PositionRule = Callable[[Tensor | None, Tensor, Tensor], Tensor]
 """(`input_ids` or None, 2-D mask, a tensor on the device) -> position ids `[batch or 1, length]`."""
 

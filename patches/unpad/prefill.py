@@ -9,8 +9,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from .layout import PackedLayout
 
-__all__ = ["PackedPrefill"]
-
 
 class PackedPrefill(Cache):
     """Replaces an empty cache, or none, during one forward pass over packed tokens.

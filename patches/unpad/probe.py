@@ -13,8 +13,6 @@ from torch import Tensor
 
 from .hooks import Unpadding
 
-__all__ = ["probe"]
-
 # Relative to the largest value; a token at a wrong position, or one that sees another row, is off by far more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 _HALF_TOLERANCE = 0.05

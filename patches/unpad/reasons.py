@@ -12,8 +12,6 @@ from transformers import PreTrainedModel
 from ..registry import NAMES
 from ..support import uses_interface
 
-__all__ = ["refusals", "trunk_of"]
-
 _RECURRENT = ("conv", "linear_attention", "hybrid", "hybrid_sliding", "mamba", "recurrent", "short_conv")
 _TOWERS = ("vision_config", "audio_config", "text_config", "speech_config", "encoder", "decoder")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adaattn_hf.eval.pages import loss, percent, table, verdicts_of
+from adaattn_hf.eval.pages import loss, percent, table
+
+
+def verdicts_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what was proved of each plan that a seed tried, failed ones too."""
+    return [entry["verified"] for entry in record["report"]["history"] if "verified" in entry]
 
 
 def merge(directory: Path) -> dict[str, Any]:

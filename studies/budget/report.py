@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adaattn_hf.eval.pages import loss, percent, table, verdicts_of
+from adaattn_hf.eval.pages import loss, percent, table
 from adaattn_hf.policy.prices import PriceTable
 
 from .curve_report import curve_sections
+from .masked_report import verdicts_of
 
 PARTS = ("prices", "curve", "speed", "replay", "peers")
 KEPT = ("curve", "peers")

@@ -223,5 +223,7 @@ def test_a_model_that_generates_nothing_is_refused(text: list[Path]) -> None:
         calibrate(_model(), encode, text, MEMORY, scoring=MaskedTokens(1))
     with pytest.raises(ValueError, match="optimize is 'space'"):
         replace(MEMORY, optimize="space")
+    with pytest.raises(ValueError, match="families is rank,bf16, expected window among them"):
+        replace(MEMORY, families=("rank", "bf16"))
     with pytest.raises(ValueError, match=r"kv_bytes is 1\.4"):
         replace(MEMORY, kv_bytes=1.4)

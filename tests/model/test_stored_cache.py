@@ -395,7 +395,13 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
     [
         ({"growth": 1.0}, r"growth: got 1\.0, expected a factor larger than 1"),
         ({"reserve": -1}, "reserve: got -1, expected a number of tokens, 0 or more"),
+        ({"growth": "2"}, "growth: got '2', expected a factor"),
+        ({"reserve": 3.5}, r"reserve: got 3\.5, expected a number of tokens"),
         ({"max_cache_len": 0}, "max_cache_len: got 0, expected a number of tokens, 1 or more; leave it out"),
+        (
+            {"max_cache_len": 9, "reserve": 10},
+            "got 9, expected a number of tokens, 10 or more, as reserve says",
+        ),
     ],
 )
 @pytest.mark.parametrize("stored", ["model", *FORMATS])
@@ -409,6 +415,32 @@ def test_room_that_holds_nothing_is_refused_before_a_token_comes(
 def test_a_cache_is_made_for_a_model_and_not_for_its_configuration() -> None:
     with pytest.raises(TypeError, match=r"model: got LlamaConfig, expected the loaded Transformers model"):
         AdaAttnCache(llama().config)
+
+
+def test_offloading_is_refused_where_there_is_nothing_to_save() -> None:
+    with pytest.raises(
+        ValueError, match="offloading: got True for a model on cpu, expected one on a CUDA device"
+    ):
+        AdaAttnCache(llama(), offloading=True)
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_tokens_of_another_batch_are_refused(stored: str) -> None:
+    model = llama()
+    cache = AdaAttnCache(model, stored)
+    in_pieces(model, ids(1, 20), cache, 20)
+    with pytest.raises(
+        ValueError, match="past_key_values: got tokens of 2 sequences for a cache that holds 1"
+    ):
+        in_pieces(model, ids(2, 1), cache, 1)
+
+
+def test_files_and_caches_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="cache: got DynamicCache, expected an AdaAttnCache"):
+        adaattn_hf.save_cache(DynamicCache(), tmp_path / "a")  # type: ignore[arg-type]
+    (tmp_path / "b").write_text("words")
+    with pytest.raises(ValueError, match=r"is no safetensors file .* expected one that save_cache wrote"):
+        adaattn_hf.load_cache(tmp_path / "b", llama())
 
 
 def test_small_heads_are_refused_four_bits() -> None:

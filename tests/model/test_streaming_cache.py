@@ -286,8 +286,6 @@ def held_in_full(cache: Any) -> int:
 # ---------------- refusals
 def test_what_streaming_heads_cannot_do_is_refused_by_name() -> None:
     model, tokens = llama(), ids(1, 60)
-    with pytest.raises(ValueError, match="offloading: got True for a cache with streaming heads"):
-        AdaAttnCache(model, "model", streaming=True, offloading=True)
     adaattn_hf.prepare(model, streaming=True, unpad=False)
     with (
         pytest.raises(ValueError, match="offloading: got True for a cache with streaming heads"),
@@ -297,6 +295,8 @@ def test_what_streaming_heads_cannot_do_is_refused_by_name() -> None:
     adaattn_hf.restore(model)
     cache = AdaAttnCache(model, "model", streaming=True)
     run(model, tokens, cache, 20)
+    with pytest.raises(ValueError, match="got tokens of 2 sequences for a cache that holds 1"):
+        run(model, ids(2, 60), cache, 1)
     cache.crop(-5)  # nothing is gone yet
     full = AdaAttnCache(model, "model")
     run(model, tokens, full, 15)

@@ -12,8 +12,6 @@ from ..sinks import sink_gradient
 from . import call
 from .rules import Rules
 
-__all__ = ["Differentiable"]
-
 
 class Differentiable(torch.autograd.Function):
     """Attention with the kernels' own backward; the log-sum-exp is returned without a gradient."""

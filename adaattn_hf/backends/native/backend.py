@@ -14,8 +14,6 @@ from .ops import traced
 if TYPE_CHECKING:
     from ...attention.heads import HeadRules
 
-__all__ = ["NativeBackend"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["NAME", "REPORT", "build", "compiler", "levels"]
-
 NAME = "libadaattn.so"
 REPORT = "build_report.json"
 SOURCES = Path(__file__).parent / "src"

@@ -16,8 +16,6 @@ from .rules import NO_RULES, Rules, stored_rules
 if TYPE_CHECKING:
     from ...attention.stored import StoredKV
 
-__all__ = ["Gradients", "backward", "forward", "forward_like"]
-
 Strides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))

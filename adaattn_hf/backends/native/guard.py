@@ -12,8 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["OFFSETS", "check_extents", "check_rule", "lies", "readable"]
-
 Form = Literal["contiguous", "strided", "broadcast"]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN_TYPES = (Tensor, nn.Parameter)

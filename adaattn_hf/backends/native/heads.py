@@ -15,8 +15,6 @@ from ...attention.structure import CallStructure
 from . import call
 from .rules import Rules, rules_of, with_extras
 
-__all__ = ["attend", "launch_names"]
-
 
 class _Launch(NamedTuple):
     """Heads that one call of the library serves.

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["LEVELS", "Library", "level_names", "library", "load", "missing"]
-
 NAME = "libadaattn.so"
 REPORT = "build_report.json"
 """Files that the build writes; `build.py`, which no call needs, names them again for itself."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .library import library
 
-__all__ = ["peak_bytes", "reset_peak"]
-
 
 def reset_peak() -> None:
     """Begins a new count; without a native library there is nothing to count."""

@@ -17,8 +17,6 @@ from ...attention.structure import OPERANDS, CallStructure
 if TYPE_CHECKING:
     from .rules import Rules
 
-__all__ = ["attend_op", "backward_op", "traced"]
-
 # Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
 _NAMESPACE = __name__.partition(".")[0]
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink_logits, float scaling, float softcap"

@@ -17,8 +17,6 @@ from .library import DTYPES, RULES, STORED
 if TYPE_CHECKING:
     from ...attention.stored import StoredKV
 
-__all__ = ["COMPUTE", "NO_RULES", "Rules", "rules_of", "stored_rules", "with_extras"]
-
 _SCALES = {torch.float32: 0, torch.uint8: 5}
 COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

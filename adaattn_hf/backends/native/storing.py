@@ -10,8 +10,6 @@ from .call import _ERRORS, addresses_of
 from .guard import lies
 from .library import DTYPES, STORE, library, missing
 
-__all__ = ["store", "write"]
-
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = (torch.int8, torch.uint8)
 
@@ -103,18 +101,17 @@ def write(
     *,
     mean: Tensor | None = None,
     along: Tensor | None = None,
-    rotated: bool = True,
     at: int = 0,
 ) -> None:
-    """Write codes and scales as `store` does, with its arguments, on every device and without the library.
+    """Write codes and scales of turned tokens as `store` does, with its arguments, on every device.
 
     Elsewhere than on CPUs a single token does without `along`, which would take many small steps.
     """
     if x.is_cpu and x.dtype in _NATIVE and library() is not None:
-        store(x, codes, scale, mean=mean, along=along, rotated=rotated, at=at)
+        store(x, codes, scale, mean=mean, along=along, rotated=True, at=at)
         return
     bits, count = 4 if codes.dtype is torch.uint8 else 8, x.shape[2]
     along = along if x.is_cpu or count > 1 else None
-    made, scales = quantise(x, bits=bits, mean=mean, along=along, rotated=rotated)
+    made, scales = quantise(x, bits=bits, mean=mean, along=along)
     codes.narrow(2, at, count).copy_(made)
     scale.narrow(2, at, count).copy_(scales)

@@ -9,10 +9,8 @@ from torch import Tensor
 from ...attention.request import AttentionRequest
 from ...attention.structure import CallStructure
 from . import limits
-from .kernels import FlashCpuKernel
+from .kernels import FlashCpuKernel, Rectangle
 from .tiles import Part, dense_part
-
-__all__ = ["attend_few"]
 
 
 def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | None:
@@ -104,11 +102,12 @@ def _folded(
             if b > a:
                 one = slice(row, row + 1)
                 own = key[one, :, a:b], value[one, :, a:b]
-                out[one] = kernel.forward(folded[one], *own, None, False, request.scaling)[0]
+                out[one] = kernel.forward(Rectangle(folded[one], *own, None, False, request.scaling))[0]
         return out
     mask = None if total == most else _mask(structure, low, high, folded)
     seen = slice(low, high)
-    return kernel.forward(folded, key[:, :, seen], value[:, :, seen], mask, False, request.scaling)[0]
+    whole = Rectangle(folded, key[:, :, seen], value[:, :, seen], mask, False, request.scaling)
+    return kernel.forward(whole)[0]
 
 
 def _ranges(structure: CallStructure) -> list[tuple[int, int]] | None:

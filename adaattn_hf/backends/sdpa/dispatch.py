@@ -19,6 +19,7 @@ from .kernels import (
     FlashCpuKernel,
     Kernel,
     MathKernel,
+    Rectangle,
     aligned,
     repeated,
     splits_groups,
@@ -28,8 +29,6 @@ from .packed import compacted, layout_for, packed_attention, scattered
 from .planner import Target, program_for
 from .tiles import EMPTY, constant
 from .traced import masked_call, plain_call, run_traced
-
-__all__ = ["attend", "fast_call"]
 
 
 def attend(request: AttentionRequest) -> AttentionResult:
@@ -56,7 +55,9 @@ def attend(request: AttentionRequest) -> AttentionResult:
         if few is not None:
             return AttentionResult(few)
     elif simple and kind in ("causal", "full") and value.shape[3] == query.shape[3]:
-        return AttentionResult(plain_call(request, kind == "causal").transpose(1, 2))
+        return AttentionResult(
+            plain_call(query, request.key, value, request, causal=kind == "causal").transpose(1, 2)
+        )
     if request.dropout:
         return AttentionResult(
             run_traced(program_for(structure, _traced_target(request)), request).transpose(1, 2)
@@ -107,22 +108,12 @@ def _fused(request: AttentionRequest, structure: CallStructure) -> AttentionResu
     ):
         # torch knows the derivative of a single call
         out, lse = run_single(kernel, program.parts[0], query, key, value, request.scaling, bias), None
-    elif grad:
-        out, lse = Fused.apply(  # type: ignore[no-untyped-call]
-            query, key, value, bias, sink_logits, kernel, program, structure, request.scaling
-        )
     else:
-        out, lse = run_forward(
-            kernel,
-            program,
-            structure,
-            query,
-            key,
-            value,
-            request.scaling,
-            bias,
-            sink_logits,
-            request.need_lse,
+        inputs = query, key, value, bias, sink_logits, kernel, program, structure, request.scaling
+        out, lse = (
+            Fused.apply(*inputs)  # type: ignore[no-untyped-call]
+            if grad
+            else run_forward(*inputs, need_lse=request.need_lse)
         )
     if out.shape[3] != size:
         out = out[..., :size]
@@ -187,7 +178,7 @@ def _traced(request: AttentionRequest, simple: bool) -> Tensor:
     structure = request.structure
     kind = structure.kind
     if simple and kind in ("full", "causal"):
-        return plain_call(request, kind == "causal")
+        return plain_call(request.query, request.key, request.value, request, causal=kind == "causal")
     if simple and kind == "suffix" and structure.q_len == 1:
         stop = structure.offset() + 1
         return masked_call(request, request.query, request.key[:, :, :stop], request.value[:, :, :stop], None)
@@ -254,7 +245,7 @@ def _among_few(causal: bool, grouped: bool, stop: int) -> FastCall:
         if not (query.numel() and key.numel() and value.numel()):
             return plain(query, key, value, scaling)  # the kernel divides by the extents
         query, key, value = (_dense_last(t) for t in (query, key[:, :, :stop], value[:, :, :stop]))
-        return kernel.forward(query, key, value, None, causal, scaling)[0].transpose(1, 2)
+        return kernel.forward(Rectangle(query, key, value, None, causal, scaling))[0].transpose(1, 2)
 
     return attend
 

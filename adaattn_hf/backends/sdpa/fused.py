@@ -14,10 +14,8 @@ from torch import Tensor
 from ...attention.structure import CallStructure
 from ..first_order import first_order
 from ..sinks import sink_gradient
-from .kernels import Kernel
-from .tiles import EMPTY, Part, Program, dense_part, empty_rows
-
-__all__ = ["Fused", "is_single", "run_forward", "run_single"]
+from .kernels import Kernel, Rectangle
+from .tiles import EMPTY, Part, Program, bias_of, dense_part, empty_rows
 
 
 def _view(t: Tensor, part: Part, start: int, length: int) -> Tensor:
@@ -48,14 +46,17 @@ def _mask(part: Part, bias: Tensor | None) -> Tensor | None:
     """The part's mask with its piece of the bias."""
     if bias is None:
         return part.mask
-    rows = bias if bias.shape[0] == 1 else bias[part.row : part.row + part.rows]
-    if bias.shape[2] != 1:
-        rows = rows[:, :, part.q_start : part.q_start + part.q_len]
-    if bias.shape[3] != 1:
-        rows = rows[:, :, :, part.k_start : part.k_start + part.k_len]
+    rows = bias_of(bias, part)
     if part.mask is not None:
         return rows + part.mask
     return rows.expand(-1, -1, part.q_len, part.k_len)
+
+
+def _rectangle(
+    part: Part, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float
+) -> Rectangle:
+    rows = _view(query, part, part.q_start, part.q_len)
+    return Rectangle(rows, _keys(key, part), _keys(value, part), _mask(part, bias), part.causal, scaling)
 
 
 def _empty(part: Part, mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
@@ -85,19 +86,20 @@ def run_single(
         own = slice(part.k_start, part.k_start + part.k_len)
         key, value = key[:, :, own], value[:, :, own]
     mask = part.mask if bias is None else _mask(part, bias)
-    return kernel.forward(query, key, value, mask, part.causal, scaling)[0].transpose(1, 2)
+    return kernel.forward(Rectangle(query, key, value, mask, part.causal, scaling))[0].transpose(1, 2)
 
 
 def run_forward(
-    kernel: Kernel,
-    program: Program,
-    structure: CallStructure,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scaling: float,
     bias: Tensor | None,
     sink_logits: Tensor | None,
+    kernel: Kernel,
+    program: Program,
+    structure: CallStructure,
+    scaling: float,
+    *,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`out` `[batch, q_len, heads, head_dim_v]` and, where asked for, `lse` with `EMPTY` for rows that see nothing."""
@@ -116,17 +118,10 @@ def run_forward(
     for part in parts:
         if program.dense:
             part = dense_part(part, structure, query.device, query.dtype)
-        mask = _mask(part, bias)
-        piece, own = kernel.forward(
-            _view(query, part, part.q_start, part.q_len),
-            _keys(key, part),
-            _keys(value, part),
-            mask,
-            part.causal,
-            scaling,
-        )
+        rectangle = _rectangle(part, query, key, value, bias, scaling)
+        piece, own = kernel.forward(rectangle)
         if need_lse:
-            empty = _empty(part, mask, bias)
+            empty = _empty(part, rectangle.mask, bias)
             if empty is not None:
                 own = own.masked_fill(empty, EMPTY)
         if out is None:
@@ -184,28 +179,15 @@ def run_backward(
             part = dense_part(part, structure, query.device, query.dtype)
         grads = kernel.backward(
             _view(grad, part, part.q_start, part.q_len),
-            _view(query, part, part.q_start, part.q_len),
-            _keys(key, part),
-            _keys(value, part),
             _view(out, part, part.q_start, part.q_len),
             _lse_view(lse, part).contiguous(),
-            _mask(part, bias),
-            part.causal,
-            scaling,
+            _rectangle(part, query, key, value, bias, scaling),
         )
         _view(grad_query, part, part.q_start, part.q_len).add_(grads.query)
         _add_keys(grad_key, part, grads.key)
         _add_keys(grad_value, part, grads.value)
         if grad_bias is not None and grads.bias is not None:
-            place = (
-                grad_bias
-                if bias is not None and bias.shape[0] == 1
-                else grad_bias[part.row : part.row + part.rows]
-            )
-            if place.shape[2] != 1:
-                place = place[:, :, part.q_start : part.q_start + part.q_len]
-            if place.shape[3] != 1:
-                place = place[:, :, :, part.k_start : part.k_start + part.k_len]
+            place = bias_of(grad_bias, part)
             place.add_(grads.bias.sum_to_size(place.shape))
     return (
         grad_query.to(query.dtype),
@@ -247,7 +229,7 @@ class Fused(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp."""
         out, lse = run_forward(
-            kernel, program, structure, query, key, value, scaling, bias, sink_logits, need_lse=True
+            query, key, value, bias, sink_logits, kernel, program, structure, scaling, need_lse=True
         )
         ctx.save_for_backward(query, key, value, bias, sink_logits, out, lse)
         ctx.kernel, ctx.program, ctx.structure, ctx.scaling = kernel, program, structure, scaling

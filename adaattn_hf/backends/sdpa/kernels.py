@@ -14,16 +14,16 @@ from torch import Tensor
 
 from . import limits
 
-__all__ = [
-    "EfficientKernel",
-    "FlashCpuKernel",
-    "Gradients",
-    "Kernel",
-    "MathKernel",
-    "aligned",
-    "repeated",
-    "suits_efficient",
-]
+
+class Rectangle(NamedTuple):
+    """Queries and the keys that they are computed against; `mask` is additive, `causal` starts at both first tokens."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    causal: bool
+    scaling: float
 
 
 class Gradients(NamedTuple):
@@ -40,24 +40,11 @@ class Kernel(Protocol):
 
     flag: bool
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, part: Rectangle) -> tuple[Tensor, Tensor]:
         """`out` `[rows, heads, q_len, head_dim]` and `lse` `[rows, heads, q_len]`; lse of empty rows is undefined."""
         ...
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scaling: float,
-    ) -> Gradients:
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, part: Rectangle) -> Gradients:
         """Gradients of the rectangle, given output and log-sum-exp of its rows."""
         ...
 
@@ -75,10 +62,9 @@ class FlashCpuKernel:
 
     flag = True
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, part: Rectangle) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
+        query, key, value, mask, causal, scaling = part
         if not _GROUPED_ON_CPU:
             key, value = repeated(key, query), repeated(value, query)
         if mask is None and key.shape[2] < limits.VECTOR_KEYS:
@@ -88,19 +74,9 @@ class FlashCpuKernel:
         )
         return out, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scaling: float,
-    ) -> Gradients:
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, part: Rectangle) -> Gradients:
         """See `Kernel`."""
+        query, key, value, mask, causal, scaling = part
         kv_heads = key.shape[1]
         if not _GROUPED_ON_CPU:
             key, value = repeated(key, query), repeated(value, query)
@@ -115,29 +91,18 @@ class EfficientKernel:
 
     flag = True
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, part: Rectangle) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
+        query, key, value, mask, causal, scaling = part
         key, value = repeated(key, query), repeated(value, query)
         out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, _for_all_heads(mask, query, key), True, 0.0, causal, scale=scaling
         )
         return out, lse[:, :, : query.shape[2]]
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scaling: float,
-    ) -> Gradients:
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, part: Rectangle) -> Gradients:
         """See `Kernel`."""
+        query, key, value, mask, causal, scaling = part
         kv_heads = key.shape[1]
         key, value = repeated(key, query), repeated(value, query)
         # the kernel reads the log-sum-exp in rows of 32
@@ -220,10 +185,9 @@ class MathKernel:
             scores = squashed * self.softcap
         return scores if mask is None else scores + mask, squashed
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, part: Rectangle) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
+        query, key, value, mask, _, scaling = part
         scores, _ = self._scores(query, key, mask, scaling)
         top = scores.amax(dim=3, keepdim=True)
         top.masked_fill_(torch.isinf(top), 0.0)
@@ -235,19 +199,9 @@ class MathKernel:
         grouped = weights.to(value.dtype).view(rows, value.shape[1], heads // value.shape[1] * q_len, kv_len)
         return torch.matmul(grouped, value).view(rows, heads, q_len, value.shape[3]), lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scaling: float,
-    ) -> Gradients:
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, part: Rectangle) -> Gradients:
         """See `Kernel`."""
+        query, key, value, mask, _, scaling = part
         scores, squashed = self._scores(query, key, mask, scaling)
         weights = scores.sub_(lse.unsqueeze(3)).exp_()
         rows, heads, q_len, kv_len = weights.shape

@@ -20,8 +20,6 @@ from ...attention.structure import CallStructure, Segment
 from ..capability import capability
 from . import limits
 
-__all__ = ["Gathered", "Layout", "compacted", "layout_for", "packed_attention", "scattered"]
-
 # The memory-efficient kernel's names for what a run's queries see of its keys.
 _FULL, _FROM_FIRST, _TO_LAST = 0, 1, 2
 

@@ -23,8 +23,6 @@ from .tiles import (
     may_be_empty,
 )  # fmt: skip
 
-__all__ = ["Target", "program_for"]
-
 
 class Target(NamedTuple):
     """What a program is made for.

@@ -16,11 +16,6 @@ from torch import Tensor
 from ...attention.structure import CallStructure
 from . import limits
 
-__all__ = [
-    "EMPTY", "Local", "Part", "Program", "Rules", "Run", "band_mask", "constant", "dense_part", "dense_program",
-    "empty_rows", "local_parts", "may_be_empty",
-]  # fmt: skip
-
 EMPTY = -1e30
 """Log-sum-exp of a row that has seen no key: finite, so that merging two such rows is no NaN."""
 
@@ -52,6 +47,13 @@ class Part(NamedTuple):
     sink_start: int = 0
     mask: Tensor | None = None
     empty: Tensor | None = None
+
+
+def bias_of(bias: Tensor, part: Part) -> Tensor:
+    """What a part reads of a bias, or adds to its gradient; dimensions of 1 hold for all parts."""
+    rows = bias if bias.shape[0] == 1 else bias[part.row : part.row + part.rows]
+    rows = rows if bias.shape[2] == 1 else rows[:, :, part.q_start : part.q_start + part.q_len]
+    return rows if bias.shape[3] == 1 else rows[..., part.k_start : part.k_start + part.k_len]
 
 
 class Program(NamedTuple):

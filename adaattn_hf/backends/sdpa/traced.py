@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest
 from .kernels import repeated, splits_groups
-from .tiles import Part, Program, dense_part
-
-__all__ = ["masked_call", "plain_call", "run_traced"]
+from .tiles import Part, Program, bias_of, dense_part
 
 
-def plain_call(request: AttentionRequest, causal: bool) -> Tensor:
-    """One operator call without a mask, `[batch, heads, q_len, head_dim_v]`."""
-    query, key, value = request.query, request.key, request.value
+def plain_call(
+    query: Tensor, key: Tensor, value: Tensor, request: AttentionRequest, *, causal: bool
+) -> Tensor:
+    """One operator call without a mask, `[batch, heads, q_len, head_dim_v]`, of a request or a part of it."""
     if query.shape[2] > 1 and splits_groups(query.device.type, query.dtype):
         key, value = repeated(key, query), repeated(value, query)
     return F.scaled_dot_product_attention(
@@ -145,18 +144,8 @@ def _piece(part: Part, request: AttentionRequest) -> Tensor:
     mask = part.mask
     bias = request.bias
     if bias is not None:
-        bias = bias if bias.shape[0] == 1 else bias[rows]
-        bias = bias if bias.shape[2] == 1 else bias[:, :, part.q_start : part.q_start + part.q_len]
-        bias = (bias if bias.shape[3] == 1 else bias[:, :, :, own]).to(query.dtype)
+        bias = bias_of(bias, part).to(query.dtype)
         mask = bias if mask is None else bias + mask
     if part.causal and request.softcap is None and request.sink_logits is None and mask is None:
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=request.dropout,
-            is_causal=True,
-            scale=request.scaling,
-            enable_gqa=bool(query.shape[1] != key.shape[1]),
-        )
+        return plain_call(query, key, value, request, causal=True)
     return masked_call(request, query, key, value, mask)

@@ -14,8 +14,6 @@ from ..record import PlanError, checked_keys
 from ..tensors import LayerTensors
 from .part import Colour, Keys, Operands, Part, all_keys, all_operands
 
-__all__ = ["EXACT", "Choice"]
-
 _FORMAT_1 = {"kind": "exact", "window": 0, "sinks": 0, "mass": 0.0, "rank": 0, "precision": "model"}
 """A choice as format 1 of plans writes the exact one; what these keys do not name is written beside them."""
 

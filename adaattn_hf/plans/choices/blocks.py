@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention.blocks import BLOCK, block_segments, keep_blocks, keys_of_blocks, picked_blocks, pooled_keys
+from ...attention.blocks import (
+    BLOCK,
+    block_segments,
+    keep_blocks,
+    kept_keys,
+    keys_of_blocks,
+    picked_blocks,
+    pooled_keys,
+)
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.segments import Segment
 from ...attention.structure import CallStructure
@@ -18,8 +26,6 @@ from ...backends import select
 from ..record import PlanError, real, whole
 from .part import Colour, Keys, Setting, register
 from .window import SINKS
-
-__all__ = ["MASSES", "Blocks"]
 
 MASSES = (0.95, 0.98, 0.99, 0.995)
 TILE = 64
@@ -71,19 +77,12 @@ class Blocks(Keys):
 
     def structure(self, request: AttentionRequest) -> CallStructure:
         """The call's structure with a mask `[batch, heads, q_len, kv_len]` of the keys in kept blocks."""
-        segments = block_segments(request)
-        if segments is None:
+        kv_heads = request.key.shape[1]
+        kept = kept_keys(request, self.mass, self.sinks, range(kv_heads))
+        if kept is None:
             return request.structure
-        query, key = request.query, request.key
-        batch, heads, q_len, _ = query.shape
-        kv_heads, kv_len = key.shape[1], key.shape[2]
-        kept = torch.zeros(batch, kv_heads, q_len, kv_len, dtype=torch.bool, device=query.device)
-        for segment in segments:
-            rows = slice(segment.q_start, segment.q_start + segment.q_len)
-            keys = slice(segment.k_start, segment.k_start + segment.k_len)
-            blocks = picked_blocks(request, segment, self.mass, self.sinks)
-            kept[segment.row, :, rows, keys] = keys_of_blocks(blocks, segment.k_len)
-        return request.structure.with_changes(mask=kept.repeat_interleave(heads // kv_heads, dim=1))
+        groups = request.query.shape[1] // kv_heads
+        return request.structure.with_changes(mask=kept.repeat_interleave(groups, dim=1))
 
     def visible_rows(self, request: AttentionRequest, rows: Tensor) -> Tensor:
         """Picked by the queries of these rows alone."""

@@ -20,19 +20,6 @@ from ...attention.structure import CallStructure
 from ...backends import select
 from ..tensors import LayerTensors
 
-__all__ = [
-    "KINDS",
-    "PRECISE_ROWS",
-    "Colour",
-    "Keys",
-    "Operands",
-    "Part",
-    "Setting",
-    "all_keys",
-    "all_operands",
-    "register",
-]
-
 Colour = tuple[int, int, int]
 
 PRECISE_ROWS = 16

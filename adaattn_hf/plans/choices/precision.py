@@ -17,8 +17,6 @@ from ..tensors import LayerTensors
 from .base import Choice
 from .part import PRECISE_ROWS, Colour, Operands, Setting, register
 
-__all__ = ["Precision", "precision_of"]
-
 _NAMES = ("bf16", "int8")
 
 

@@ -14,8 +14,6 @@ from ..tensors import LayerTensors
 from .base import Choice
 from .part import PRECISE_ROWS, Colour, Operands, Setting, register
 
-__all__ = ["Rank", "rank_of"]
-
 
 @register
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from ...attention.structure import CallStructure
 from ..record import whole
 from .part import Colour, Keys, Setting, register
 
-__all__ = ["SINKS", "WINDOWS", "WINDOWS_BOTH_WAYS", "Window"]
-
 WINDOWS = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 WINDOWS_BOTH_WAYS = (32, 64, 128, 256, 512, 1024, 2048)
 """Of bidirectional attention: a window of W sees 2 W - 1 keys."""
