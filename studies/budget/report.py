@@ -102,7 +102,7 @@ def times_exact(picks: Sequence[str], heads: int, table: PriceTable, length: int
 
 def inside(record: dict[str, Any]) -> bool:
     """Whether a plan met its budget on the held-out text, and its bound keeps it on the text of another kind, too."""
-    return record["met"] and elsewhere(record, "upper") <= record["budget"]
+    return bool(record["met"]) and elsewhere(record, "upper") <= float(record["budget"])
 
 
 def elsewhere(record: dict[str, Any], name: str = "delta_nll") -> float:
