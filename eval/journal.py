@@ -201,12 +201,6 @@ class Memory:
         """Keep one finished batch until the process ends."""
         self.records[batch] = record
 
-    def __enter__(self) -> Memory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
 
 def _line(value: Mapping[str, Any]) -> bytes:
     body = json.dumps(value, separators=(",", ":"), sort_keys=True).encode("utf-8")

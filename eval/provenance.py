@@ -82,25 +82,15 @@ def commit(directory: Path) -> str | None:
 
     Outside a checkout it is what ADAATTN_COMMIT says: files that were copied to another machine have no other way.
     """
-    command = ["git", "-C", str(directory)]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(directory), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
+        return done.stdout.strip()
+
     try:
-        head = subprocess.run(  # noqa: S603
-            [*command, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
-        )
         # A package in site-packages may lie under somebody else's checkout: only our own file counts.
-        subprocess.run(  # noqa: S603
-            [*command, "ls-files", "--error-unmatch", "__init__.py"],
-            capture_output=True,
-            timeout=10,
-            check=True,
-        )
-        status = subprocess.run(  # noqa: S603
-            [*command, "status", "--porcelain", "-uno"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return git("rev-parse", "HEAD") + ("+dirty" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("ADAATTN_COMMIT")
-    return head.stdout.strip() + ("+dirty" if status.stdout.strip() else "")

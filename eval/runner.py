@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,7 +119,9 @@ def measure(
     if output is not None and overwrite and crew.leads:
         (output / JOURNAL).unlink(missing_ok=True)
     journal: AbstractContextManager[Journal | Memory] = (
-        Memory() if output is None or not crew.leads else Journal(output, fingerprint, resume=resume)
+        nullcontext(Memory())
+        if output is None or not crew.leads
+        else Journal(output, fingerprint, resume=resume)
     )
     collate = partial(
         scoring.collate, device=checkpoint.device, padding=settings.padding, pad_token=checkpoint.pad_token()

@@ -65,8 +65,9 @@ def refuse_other_attention(model: nn.Module) -> None:
     names = implementations(model)
     if not any(name.startswith("adaattn") for name in names):
         raise ValueError(
-            f"model: its attention implementation is {', '.join(sorted(names)) or 'unknown'}, none of AdaAttn's; load "
-            'it with attn_implementation="adaattn" or call model.set_attn_implementation("adaattn")'
+            f"model: its attention implementation is {', '.join(map(repr, sorted(names))) or 'unknown'}, none of "
+            'AdaAttn\'s; load it with attn_implementation="adaattn" or call '
+            'model.set_attn_implementation("adaattn")'
         )
 
 

@@ -106,17 +106,7 @@ def open_inputs(
     progress: Progress = silent,
     say: Callable[[str], None] = unsaid,
 ) -> Inputs:
-    """Prepares a model for calibration and samples its text.
-
-    Args:
-        model: A model loaded with `attn_implementation="adaattn"`.
-        encode: Maps text to token ids, without special tokens.
-        data: Files and directories of text.
-        settings: Settings of the calibration.
-        verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
-        scoring: How the model is scored.
-        progress: Callback for a progress display.
-        say: Callback for messages to the user.
+    """Prepares a model for calibration and samples its text; the arguments are those of `calibrate.calibrate`.
 
     Raises:
         ValueError: If the model cannot carry a plan, or the text is too short.

@@ -1,8 +1,8 @@
-"""Running a layer's plan: heads of one choice share a launch, and a launch is a request to a backend.
+"""Runs a layer's plan: heads with the same choice share a launch, which is one request to a backend.
 
-Every choice is true to the mask of the call (padding, documents, windows, chunked prefill), to softcap and to
-learned sinks, in prefill and in decode. Rows beyond the calibrated length are exact, row by row: neither a
-longer neighbour in the batch nor a longer prompt changes what an earlier row computes.
+Every choice respects the mask of the call (padding, documents, windows, chunked prefill), softcap and learned sinks, in
+prefill and in decode. Rows beyond the calibrated length are exact, decided row by row: neither a longer sequence in the
+same batch nor a longer prompt changes what an earlier row computes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .program import PROGRAMS, Program
 
 
 def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[str, str]:
-    """Returns the name of the launch that serves each choice, by the choice's label; choices of one name share it.
+    """Maps the label of each choice to the name of its launch; choices with the same name share one launch.
 
-    A choice that no backend serves beside others has a launch, and a name, of its own.
+    A choice that no backend computes together with others has a launch of its own.
 
     Args:
         choices: The choices.
@@ -44,7 +44,7 @@ def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[s
                 (rule.get("precision", "model"),),
             )  # fmt: skip
             asked = spec._replace(
-                # an exact head rides along where others of its layer have rules
+                # exact heads share the launch of heads with rules
                 head_windows=rules.windowed or not rule,
                 head_blocks=rules.kept_block,
                 head_precision=rules.precision,
@@ -58,13 +58,13 @@ def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[s
 def attend(
     program: Program, request: AttentionRequest, backend: str | None = None, window: int | None = None
 ) -> AttentionResult:
-    """Returns what the plan computes, `[batch, q_len, heads, head_dim_v]`, in the query's dtype.
+    """Returns the output of the plan, `[batch, q_len, heads, head_dim_v]`, in the query's dtype.
 
     Args:
         program: The layer's plan and tensors.
         request: The call.
-        backend: Name of the backend that every launch must use; chosen per launch when absent.
-        window: The layer's own window, where a traced graph has it in a dense mask alone.
+        backend: Name of the backend for every launch; chosen per launch if absent.
+        window: The layer's own window, for traced graphs, in which only a dense mask shows it.
 
     Raises:
         ValueError: If the plan is for another number of key/value heads.
@@ -99,10 +99,10 @@ def attend(
 
 
 def _read_mask(program: Program, request: AttentionRequest) -> AttentionRequest:
-    """The request with rules in place of a dense mask, from which positions in a sequence can be counted.
+    """Replaces a dense mask by the rules that it follows, which tell where sequences begin.
 
     Raises:
-        ValueError: If the mask follows no rules, and a choice counts keys.
+        ValueError: If the mask follows no known rules, and a choice counts keys.
     """
     read = legible(request)
     counting = [choice.label for choice, _ in program.launches if choice.keys is not None]
@@ -116,10 +116,10 @@ def _read_mask(program: Program, request: AttentionRequest) -> AttentionRequest:
 
 
 def weights(program: Program, request: AttentionRequest) -> Tensor:
-    """Returns the attention weights `[batch, heads, q_len, kv_len]` of the function that the plan computes.
+    """Returns the attention weights `[batch, heads, q_len, kv_len]` under the plan.
 
     Raises:
-        ValueError: While a graph is traced.
+        ValueError: In a traced graph.
     """
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -166,7 +166,7 @@ def rows_within(structure: CallStructure, limit: int, device: torch.device) -> b
 
 
 def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
-    """Rows of bidirectional sequences of up to `limit` real tokens."""
+    """Returns the rows of bidirectional sequences with up to `limit` real tokens."""
     real = structure.key_padding
     if structure.k_segments is None:
         if real is None:
@@ -182,7 +182,7 @@ def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -
 
 
 def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
-    """All heads of a layer: one request for those whose rules a backend serves together, else one per choice."""
+    """Computes all heads of a layer: one request for the heads that a backend serves together, else one per choice."""
     asked = program.requests(request.query.shape[2] < PRECISE_ROWS)
     parts: list[tuple[Sequence[int], AttentionResult]] = []
     if asked.heads:
@@ -211,7 +211,7 @@ def _planned(program: Program, request: AttentionRequest, backend: str | None) -
 def _together(
     request: AttentionRequest, heads: Sequence[int], rules: HeadRules | None, backend: str | None
 ) -> AttentionResult | None:
-    """Attention of heads with rules of their own in one request, None where no backend serves it."""
+    """Computes heads with different rules in one request; None if no backend serves it."""
     whole = some_heads(request, heads)
     if rules is None:
         return select.attend(whole, backend)
@@ -223,7 +223,7 @@ def _together(
 def _one_choice(
     program: Program, request: AttentionRequest, choice: Choice, heads: Sequence[int], backend: str | None
 ) -> AttentionResult:
-    """The heads of one choice, as rules of a request where a backend serves those."""
+    """Computes the heads of one choice, by rules per head if a backend serves them."""
     part = some_heads(request, heads)
     rules = program.requests(request.query.shape[2] < PRECISE_ROWS).each.get(choice)
     served = None if rules is None else _together(part, range(len(heads)), rules, backend)
@@ -231,11 +231,11 @@ def _one_choice(
 
 
 class _OneWay(torch.autograd.Function):
-    """Passes an output on, and refuses to pass gradients back."""
+    """Identity whose backward pass raises an error."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, message: str, *inputs: Tensor | None) -> Tensor:
-        """The output as it is; `inputs` are what gradients would be asked for."""
+        """Returns the output; `inputs` are the tensors that a gradient might be asked of."""
         ctx.message = message
         return out.view_as(out)
 
@@ -250,7 +250,7 @@ class _OneWay(torch.autograd.Function):
 
 
 def _one_way(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
-    """What a plan without gradient computes, for callers that keep gradients on and may never ask for one."""
+    """Runs a plan that has no gradient; raises only when a backward pass asks for one."""
     tensors = [request.query, request.key, request.value, request.bias, request.sink_logits]
     query, key, value, bias, sinks = (None if t is None else t.detach() for t in tensors)
     assert query is not None
@@ -291,7 +291,7 @@ def planned_op(
     softcap: float | None,
     *operands: Any,
 ) -> Tensor:
-    """A layer's plan as one node of a traced graph: when the graph runs, it does what it does without one."""
+    """Runs a layer's plan as one node of a traced graph, as it runs without a graph."""
     structure = CallStructure.of_operands(query, key, *operands)
     found = PROGRAMS.get(program)
     if found is None:
@@ -315,7 +315,7 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 def _traced(program: Program, request: AttentionRequest, backend: str | None, window: int | None) -> Tensor:
-    """The request as one node of the graph that is being traced."""
+    """Adds the request to the traced graph as one node."""
     if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         raise ValueError(
             f"plan of layer {program.plan.layer}: a plan belongs to this process and cannot be exported; export the "

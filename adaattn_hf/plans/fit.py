@@ -1,8 +1,8 @@
-"""Whether a plan belongs to an attention module, and what it says about it.
+"""Checks that a plan belongs to an attention module, and resolves the module's part of it.
 
-Each module resolves its own part of the plan at its first call and checks it: the hash of its weights, its dtype, its
-model type, the major version of Transformers. Whatever does not fit is refused with the reason. Needs torch alone:
-who reads a plan's calibrated tensors is told.
+At its first call each module looks up its part of the plan and checks the hash of its weights, its dtype, its model
+type and the major version of Transformers. A plan that does not fit is refused with the reason. This module needs
+torch only; a callback finds the plan's calibrated tensors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .program import Program
 from .tensors import LayerTensors
 
 CONFIG_KEY = "plan"
-"""Where a plan lies in the settings of a configuration."""
+"""Key of the plan in a configuration's settings."""
 PROGRAM_SLOT = "_adaattn_program"
-"""Where an attention module keeps `(settings, program)` once its plan was read."""
+"""Attribute in which an attention module keeps `(settings, program, weights)` after resolving its plan."""
 OWN_NUMBERS = "layers_by_weights"
-"""Set in the protocol of a plan whose layers had no number of their own; it holds them all, exact ones too."""
+"""Key in the protocol of plans for models without layer indices; such plans hold all layers, exact ones too."""
 UNVERIFIED = "unverified"
-"""Set in the settings of a configuration whose plan may run though no held-out text has shown it good."""
+"""Key in the settings that allows a plan to run without having passed verification on held-out text."""
 _SAMPLES = 65536
 _WHOLE = "model:"
-"""Begins the hash of a plan that is bound to all weights of its model, not those of attention alone."""
+"""Prefix of hashes over all weights of a model, not just those of attention."""
 _CHECKED = "_adaattn_checked"
-"""Where a model keeps the settings whose plan its weights were checked for."""
+"""Attribute in which a model keeps the settings whose plan its weights were checked against."""
 
 TensorsOf = Callable[[Plan, int, "str | None", Any], LayerTensors]
 """Maps a plan, the index of a layer, where the model came from and its settings to the layer's calibrated tensors."""
@@ -65,7 +65,7 @@ def _present(module: nn.Module, name: str, weight: torch.Tensor) -> torch.Tensor
 
 
 def _state(module: nn.Module) -> Mapping[str, torch.Tensor]:
-    """A module's own weights by name; read past hooks, by which FSDP takes gathered weights away in mid-forward."""
+    """Returns a module's weights by name, bypassing hooks by which FSDP frees gathered weights in mid-forward."""
     if not any(part._state_dict_pre_hooks for part in module.modules()):
         return module.state_dict()
     found = dict(module.named_parameters(remove_duplicate=False))
@@ -97,7 +97,7 @@ def model_hash(model: nn.Module) -> str:
 
 
 def _sampled(parameter: torch.Tensor) -> bytes:
-    """Up to 65,536 spread entries of a tensor, behind its shape and dtype; one that is split is gathered."""
+    """Returns shape, dtype and up to 65,536 evenly spaced entries of a tensor; a sharded one is gathered first."""
     whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     flat = whole.detach().reshape(-1)
     step = max(1, flat.numel() // _SAMPLES)
@@ -107,13 +107,13 @@ def _sampled(parameter: torch.Tensor) -> bytes:
 
 
 class Weights(NamedTuple):
-    """What is compared in every call, to notice that a module's weights are no longer those that were checked.
+    """A snapshot of a module's weights, compared in every call to notice changes after the check.
 
     Attributes:
         parameters: Its parameters.
-        versions: How often each was changed in place.
-        pointers: Where each lies in memory.
-        holders: The dictionaries of parameters and of children of each of its modules, with what they held.
+        versions: Version counter of each, which counts changes in place.
+        pointers: Memory address of each.
+        holders: The dictionaries of parameters and children of all submodules, with their values.
     """
 
     parameters: tuple[torch.Tensor, ...]
@@ -123,7 +123,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> Weights:
-        """Takes note of a module's weights as they are."""
+        """Takes a snapshot of a module's weights."""
         parameters = tuple(module.parameters())
         dictionaries = [
             held for part in module.modules() for held in (part._parameters, part._modules) if held
@@ -134,7 +134,7 @@ class Weights(NamedTuple):
         )
 
     def same(self) -> bool:
-        """Whether they still are: no weight changed in place, replaced, cast or wrapped."""
+        """Whether nothing has changed: no weight was modified in place, replaced, cast or wrapped."""
         return (
             [p._version for p in self.parameters] == self.versions
             and [p.data_ptr() for p in self.parameters] == self.pointers
@@ -146,11 +146,11 @@ class Weights(NamedTuple):
 
 
 def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -> Program | None:
-    """Returns what the plan says about an attention module, `None` where it is exact.
+    """Returns an attention module's part of the plan, `None` if the module is exact.
 
     Args:
-        module: An attention module, which keeps the answer.
-        tensors: Finds the layer's calibrated tensors where the plan has any.
+        module: An attention module; the result is cached in it.
+        tensors: Finds the layer's calibrated tensors if the plan has any.
         compiling: Whether a graph is being traced: nothing is read then.
 
     Raises:
@@ -162,7 +162,7 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
     if raw is None:
         return None
     if seat is not None and module.training:
-        # a checkpointed layer computes anew in the backward pass, in another thread or behind the block
+        # a checkpointed layer is computed again in the backward pass, in another thread or after the block
         raise PlanError(
             "use_plan: the model is in training mode, whose passes may be repeated behind the block; call "
             "model.eval(), or train with the plan that adaattn_hf.load_plan(model, directory) gives it"
@@ -184,7 +184,7 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
 
 
 def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
-    """Returns what the plan in a module's settings says about it, checked; `None` where it is exact.
+    """Resolves and checks a module's part of the plan in its settings; `None` if the module is exact.
 
     Raises:
         PlanError: If the plan does not belong to the module.
@@ -243,10 +243,10 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
 
 
 def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | None) -> range:
-    """The key/value heads of this process where tensor parallelism splits weights by whole heads, else none.
+    """Returns the key/value heads of this process under tensor parallelism by whole heads, else an empty range.
 
     Raises:
-        PlanError: The weights are spread over devices in another way.
+        PlanError: The weights are sharded in another way.
     """
     split: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "device_mesh")]
     if not split:
@@ -267,7 +267,7 @@ def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | Non
 def check_model(module: nn.Module, raw: Any) -> None:
     """Checks the weights of the whole model that a module belongs to, once.
 
-    The model is the outermost one whose forward pass is running, as the first call of an attention module sees it.
+    The model is the outermost one whose forward pass is on the call stack.
 
     Raises:
         PlanError: If they are not those that the plan was calibrated on.
@@ -295,7 +295,7 @@ def refuse_other_weights(model: nn.Module, weights: str) -> None:
 
 
 def _around(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose forward pass called this one, the innermost first."""
+    """Yields the modules on the call stack that contain this one, innermost first."""
     frame, inner = sys._getframe(1), module
     while frame is not None:
         outer = frame.f_locals.get("self")
@@ -306,7 +306,7 @@ def _around(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _layer_by_weights(module: nn.Module, plan: Plan) -> LayerPlan:
-    """The layer of a module without a number; plans of such models hold all layers, exact ones too.
+    """Finds the layer of a module without a layer index by its weights; such plans hold all layers, exact ones too.
 
     Raises:
         PlanError: If no layer of the plan has the module's weights.

@@ -1,13 +1,12 @@
-"""Watching a planned model while it runs: counters, and sampled exact rows that say what the plan changes.
+"""Monitors a model with a plan while it runs: counts calls, and compares sampled rows with exact attention.
 
-Counters say how often each layer ran, and what share of (token, query head) pairs the plan changed. The
-monitor, asked for by `config.adaattn["monitor"]` or for a while by `monitoring`, computes a few rows exactly
-(one of 1,024 in prefill, one decode step of 256; padded and packed batches one of their runs at a time). What a
-row loses is the mass of the keys that the plan drops (1 - exp(lse_kept - lse_all)) and the relative change of its
-output by rounded or projected operands. The ratio learned in calibration turns it into a predicted KL, and a unit
-that loses more than three times its calibrated 95th percentile is exact for the rest of the session. The monitor
-warns once. A model in training is sampled and warned of; nothing is made exact there, since a checkpointed
-backward pass must compute the same function again.
+The counters tell how often each layer ran and what share of (token, query head) pairs the plan changed. The monitor is
+switched on by `config.adaattn["monitor"]`, or for a block by `monitoring`. It computes a few rows exactly: one of 1,024
+in prefill, one decode step of 256, and of padded and packed batches one sequence at a time. The loss of a row is the
+attention mass of dropped keys (1 - exp(lse_kept - lse_all)) plus the relative change of its output by rounded or
+projected operands; the ratio measured in calibration converts it to a predicted KL. A unit that loses more than three
+times its 95th percentile in calibration is exact for the rest of the session, with one warning. In training the monitor
+only warns, since a checkpointed backward pass must compute the same function again.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from .sampled import dropped_mass, one_run, relative_change
 logger = logging.getLogger("adaattn_hf")
 
 ROW_SHARE = 1024
-"""One row of this many is computed exactly: below 0.1 % of exact attention's work."""
+"""One row of so many is computed exactly in prefill: less than 0.1 % of the work of exact attention."""
 STEP_SHARE = 256
-"""One call of this many is sampled in decode, where a row is a whole step."""
+"""One decode step of so many is computed exactly."""
 PREFILL = 64
-"""Query rows from which a call counts as prefill."""
+"""Smallest number of query rows of a prefill."""
 LEAST_ROWS = 8
-"""Rows seen before a unit may be judged."""
+"""Rows to sample before a unit may be made exact."""
 
 
 @dataclass
@@ -52,14 +51,14 @@ class LayerStatistics:
         layer: Layer index.
         calls: Attention calls.
         pairs: (token, query head) pairs computed.
-        changed: Pairs that the plan computed otherwise than stock.
+        changed: Pairs that the plan did not compute exactly.
         fewer_keys: Pairs that saw fewer keys than stock.
         rows: Rows that the monitor computed exactly, per key/value head.
         lost: Mean loss of these rows, per key/value head: mass dropped, and relative change by operands.
         predicted_kl: Predicted KL of the layer from these rows, nats/token.
         loud: Key/value heads that lose more than calibration allows.
-        tightened: Those of them that the monitor made exact.
-        seconds: Time that watching took.
+        tightened: Those of them that the monitor has made exact.
+        seconds: Time that monitoring took.
     """
 
     layer: int
@@ -76,12 +75,12 @@ class LayerStatistics:
 
     @property
     def activation(self) -> float:
-        """Share of pairs that the plan computed otherwise than stock."""
+        """Share of pairs that the plan did not compute exactly."""
         return self.changed / self.pairs if self.pairs else 0.0
 
 
 class Monitor:
-    """Counts what a plan does, samples what it leaves out, and tightens it; see `monitoring`.
+    """Counts and samples the calls of a plan, and makes heads exact that lose too much; see `monitoring`.
 
     Attributes:
         layers: Counters by layer index.
@@ -101,7 +100,7 @@ class Monitor:
     def watch(
         self, index: int, program: Program | None, request: AttentionRequest, training: bool = False
     ) -> Program | None:
-        """Takes note of one call of a layer; returns the program to run, tightened where the samples said so.
+        """Records one call of a layer; returns the program to run, with heads made exact that lose too much.
 
         Args:
             index: Layer index.
@@ -151,7 +150,7 @@ class Monitor:
     def _look(
         self, counters: LayerStatistics, program: Program, request: AttentionRequest, training: bool
     ) -> None:
-        """Compares a few rows of one run with exact attention."""
+        """Compares a few rows of one sequence with exact attention."""
         q_len = request.query.shape[2]
         count = max(1, q_len // ROW_SHARE)
         rows = torch.linspace(q_len // (2 * count), q_len - 1, count, device="cpu").long()
@@ -181,7 +180,7 @@ class Monitor:
                 and not (choice := program.plan.choices[head]).is_exact
                 and (
                     choice.keys is not None or unit.dropped_mass_p95 > 0
-                )  # else calibration saw nothing to compare
+                )  # else calibration has no value to compare with
                 and mean[head] > self._factor * max(unit.dropped_mass_p95, 1e-4)
             }
         )
@@ -216,9 +215,9 @@ _shared: WeakValueDictionary[int, Monitor] = WeakValueDictionary()
 
 
 def watched(module: nn.Module, program: Program, request: AttentionRequest) -> Program:
-    """Takes note of a call of a layer whose configuration asks to be watched; returns the program to run.
+    """Records a call of a layer whose settings ask for monitoring; returns the program to run.
 
-    The layers of a model share one monitor. It lives as long as their settings stay the same object.
+    The layers of a model share one monitor, as long as their settings are the same object.
     """
     config: Any = module.config
     raw = config.adaattn
@@ -236,12 +235,12 @@ def watched(module: nn.Module, program: Program, request: AttentionRequest) -> P
 
 @contextmanager
 def monitoring(model: nn.Module, *, sample_rows: bool = True, factor: float = 3.0) -> Iterator[Monitor]:
-    """Watches a planned model inside the `with` block, and keeps its counters for `statistics`.
+    """Monitors a model with a plan inside the `with` block, and keeps the counters for `statistics`.
 
     Args:
         model: A model that carries a plan.
-        sample_rows: Compare sampled rows with exact attention and tighten; otherwise count only.
-        factor: A unit is made exact when it drops more than this many times its calibrated 95th percentile.
+        sample_rows: Compare sampled rows with exact attention and make heads exact; otherwise only count.
+        factor: A unit is made exact if it loses more than this many times its 95th percentile in calibration.
 
     Raises:
         ValueError: If the model carries no plan.

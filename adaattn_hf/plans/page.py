@@ -1,4 +1,4 @@
-"""Plans as one HTML page that needs no network: a grid of layers by heads, for the keyboard and for any eye."""
+"""Shows plans on one HTML page without network access: an accessible grid of layers by heads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compared(plans: Sequence[tuple[str, Plan]], about: Sequence[str]) -> str:
 
 
 def proof(plan: Plan) -> dict[str, Any] | None:
-    """Returns what held-out text said of a plan, nats/token."""
+    """Returns the verdict of held-out text on a plan, nats/token."""
     if plan.verified is None:
         return None
     return {
@@ -52,7 +52,7 @@ def proof(plan: Plan) -> dict[str, Any] | None:
 
 
 def rounded(value: float) -> float:
-    """Returns a number with four digits: pages are for the eye."""
+    """Returns a number rounded to four digits, enough for a page."""
     return float(f"{value:.4g}")
 
 
@@ -83,7 +83,7 @@ def _pages(plans: Sequence[tuple[str, Plan]], title: str, about: Sequence[str], 
 def _stop(
     name: str, plan: Plan, rows: list[list[Choice]], choices: Mapping[Choice, int], width: int
 ) -> dict[str, Any]:
-    """One plan on the page; what it does not speak of is exact."""
+    """Returns one plan for the page; layers that it does not contain are exact."""
     known = {(unit.layer, unit.head): unit for unit in plan.units}
     units = [(layer, head) for layer in range(len(rows)) for head in range(width)]
     risk = [known[unit].risk if unit in known else 0.0 for unit in units]

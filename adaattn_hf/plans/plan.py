@@ -1,7 +1,7 @@
-"""The plan: what attention computes per layer and key/value head. Data, decided once, stored with a checkpoint.
+"""The plan, as data: what attention computes per layer and key/value head; decided once, stored with a checkpoint.
 
-A plan never depends on the values of a call. Whatever it changes is a function of one head's query and of the
-keys that its mask lets it see, so that it neither leaks the future into the past nor couples the examples of a
+A plan is fixed and does not depend on the values of a call. What a row computes is a function of its query and of the
+keys that its mask shows, so that a plan neither leaks future tokens into earlier ones nor couples the examples of a
 batch.
 """
 
@@ -83,21 +83,20 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """Why a unit got its choice.
+    """Predicted loss and price of a unit's choice.
 
     Attributes:
         layer: Layer index.
         head: Key/value head.
-        risk: Predicted loss in nats/token of the choice, re-scaled by what whole plans lost, at the length bin where
-            that of the whole plan is largest.
-        price: Measured seconds of the choice over a prefill of every length with its decode steps; heads of a
-            launch share its fixed cost.
-        exact_price: The same of the exact choice.
-        dropped_mass: Mean loss of a calibration row: the attention weight that the choice leaves out, and the
-            relative change of the output by rounded or projected operands.
-        dropped_mass_p95: Its 95th percentile; the run-time monitor tightens beyond three times this.
-        dropped_square: Mean square of it: risk / dropped_square turns a dropped mass seen at run time into a
-            KL.
+        risk: Predicted loss of the choice in nats/token, re-scaled by the measured loss of whole plans, at the length
+            bin where the whole plan's is largest.
+        price: Measured seconds of the choice for a prefill of every length with its decode steps; heads of a launch
+            share its fixed cost.
+        exact_price: The same for the exact choice.
+        dropped_mass: Mean loss of a calibration row: the attention mass that the choice drops, plus the relative
+            change of the output by rounded or projected operands.
+        dropped_mass_p95: Its 95th percentile; the monitor makes a head exact above three times this value.
+        dropped_square: Its mean square; risk / dropped_square converts a loss seen at run time into a KL.
     """
 
     layer: int
@@ -110,7 +109,7 @@ class UnitRecord:
     dropped_square: float
 
     def __post_init__(self) -> None:
-        """Refuse values that are no numbers."""
+        """Refuse values that are not numbers, or are negative."""
         whole(self.layer, "units: layer", most=MOST_LAYERS)
         whole(self.head, "units: head", most=MOST_HEADS)
         for field in fields(self)[2:]:
@@ -120,24 +119,24 @@ class UnitRecord:
 
 @dataclass(frozen=True)
 class Verified:
-    """What held-out text said about the plan.
+    """The verdict of held-out text on a plan.
 
     Attributes:
         passed: Whether every gate was passed.
         delta_nll: Mean paired difference plan - stock, nats/token.
-        upper: One-sided upper confidence bound of it, clustered by document.
-        confidence: Its level, after division by the number of tries.
-        tries: How many plans had been verified, this one counted.
+        upper: Its one-sided upper confidence bound, clustered by document.
+        confidence: Level of the bound, corrected for the number of tries.
+        tries: How many plans had been verified, including this one.
         documents: Held-out documents.
         tokens: Scored tokens.
         kl: Mean KL(stock || plan), nats/token.
         kl_p999: Its 99.9th percentile.
         top1: Share of tokens where both agree on the likeliest token.
-        retrieval_stock: Share of needles that stock attention retrieves; `None` where none were asked for, as of
-            models that generate nothing.
+        retrieval_stock: Share of needles that stock attention retrieves; `None` if none were tested, as for models
+            that do not generate.
         retrieval_plan: Share of needles that the plan retrieves.
-        activation: Share of (token, query head) pairs that the plan computes otherwise than stock.
-        activation_keys: Share of them that see fewer keys: what perplexity on short text cannot test.
+        activation: Share of (token, query head) pairs that the plan does not compute exactly.
+        activation_keys: Share of pairs that see fewer keys, which perplexity on short text cannot test.
         predicted_kl: The sum of the risks, re-scaled.
         sentence: The verdict in words.
     """
@@ -160,7 +159,7 @@ class Verified:
     sentence: str
 
     def __post_init__(self) -> None:
-        """Refuse values of another type."""
+        """Refuse values of the wrong type."""
         if not isinstance(self.passed, bool):
             raise PlanError(f"verified.passed is {self.passed!r}, expected true or false")
         text(self.sentence, "verified.sentence")
@@ -174,7 +173,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything decided for one model, and what it was decided from.
+    """The choices for one model, and how they were found.
 
     Attributes:
         format: Version of this record.
@@ -188,9 +187,9 @@ class Plan:
         budget: Allowed loss, nats/token.
         seed: Seed of every random choice.
         data_fingerprint: Hash of the calibration and verification text.
-        protocol: Words and numbers that say how it was measured.
+        protocol: How the plan was measured and verified.
         lengths: Length bins in tokens, rising; tokens that see more keys than the last one are exact.
-        layers: One plan per layer that is not exact throughout; absent layers are exact.
+        layers: The layers that are not exact; all others are.
         units: Risk and price of each unit of the layers above.
         verified: The verdict on held-out text, or `None` for a plan that was not verified.
         tensors: Hash of the safetensors file of bases and means, empty without one.
@@ -247,10 +246,10 @@ class Plan:
 
     @property
     def cache(self) -> tuple[str, bool] | None:
-        """What the cache stores that the plan was proven with, and whether its heads stream; None for no such proof.
+        """Format of the cache that the plan was verified with, and whether its heads stream; None without one.
 
         Raises:
-            PlanError: The protocol says something else.
+            PlanError: The protocol's entry is malformed.
         """
         found = self.protocol.get("cache")
         if found is None:
@@ -265,7 +264,7 @@ class Plan:
 
     @property
     def max_length(self) -> int:
-        """Longest sequence that the plan speaks for; 0 when it speaks for none."""
+        """Longest sequence that the plan covers; 0 if it covers none."""
         return self.lengths[-1] if self.lengths else 0
 
     @property

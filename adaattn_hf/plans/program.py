@@ -1,4 +1,4 @@
-"""A layer's plan with its calibrated tensors, ready to run."""
+"""A layer's plan joined with its calibrated tensors, ready to run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .tensors import LayerTensors
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """As how few requests a layer's choices can be asked for.
+    """The requests that compute a layer's choices, as few as possible.
 
     Attributes:
-        heads: Key/value heads of the request that asks each head apart.
-        rules: What that request asks of them; None where all of them are exact.
-        each: The rules of the heads of one choice, where no backend serves all of them together.
+        heads: Key/value heads of the request with rules per head.
+        rules: Its rules per head; None if all these heads are exact.
+        each: Rules for the heads of a single choice, for when no backend serves all of them together.
         apart: Choices that need a request of their own, with their heads.
     """
 
@@ -32,7 +32,7 @@ class Requests:
 
 
 PROGRAMS: WeakValueDictionary[int, Program] = WeakValueDictionary()
-"""The programs of this process by their handles."""
+"""The programs of this process by handle."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +44,8 @@ class Program:
         tensors: Bases and means.
         max_length: Rows at this position of their sequence or later are exact; bidirectional, all rows of a
             longer sequence.
-        own: Key/value heads that this process holds where tensor parallelism splits them; empty where it does not.
-        handle: Number of the program in this process.
+        own: Key/value heads of this process under tensor parallelism; empty without it.
+        handle: Number by which traced graphs refer to the program.
     """
 
     plan: LayerPlan
@@ -57,7 +57,7 @@ class Program:
     _parts: dict[tuple[tuple[int, ...], bool], Program] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Traced graphs name a program by its handle."""
+        """Register the program for traced graphs."""
         PROGRAMS[self.handle] = self
 
     @cached_property
@@ -69,7 +69,7 @@ class Program:
         return tuple((choice, tuple(heads)) for choice, heads in groups.items())
 
     def of_call(self, kv_heads: int) -> Program:
-        """The program for a call with so many key/value heads: this process's part where they are its own alone."""
+        """Returns the program for a call with so many key/value heads: this process's part under tensor parallelism."""
         return self._part if kv_heads == len(self.own) != len(self.plan.choices) else self
 
     @cached_property
@@ -80,10 +80,10 @@ class Program:
 
     @cached_property
     def over_stored(self) -> Program:
-        """The program over the codes that a cache stores: windows stay, products are in the model's precision.
+        """The program for a quantised cache: windows stay, precisions are dropped, since operands are rounded already.
 
         Raises:
-            ValueError: If a choice needs the keys as numbers.
+            ValueError: If a choice needs unquantised keys.
         """
         lost = [choice.label for choice, _ in self.launches if choice.over_stored() is None]
         if lost:
@@ -95,7 +95,7 @@ class Program:
         return replace(self, plan=replace(self.plan, choices=choices))
 
     def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> Program:
-        """The program of some key/value heads; with `all_keys` they read every key that they are given."""
+        """Returns the program of some key/value heads; with `all_keys` they read all keys that they are given."""
         known = self._parts.get((heads, all_keys))
         if known is None:
             choices = tuple(self.plan.choices[head] for head in heads)
@@ -111,10 +111,10 @@ class Program:
         return all(choice.has_gradient for choice, _ in self.launches)
 
     def requests(self, few: bool) -> Requests:
-        """The requests that the layer's choices become; made once, so that what follows from them can be remembered.
+        """Returns the requests for the layer's choices, cached because backends keep results for the same rules.
 
         Args:
-            few: Whether a call has so few query rows that they are computed in the model's precision.
+            few: Whether a call has so few query rows that it is computed in the model's precision.
         """
         known = self._requests.get(few)
         if known is None:

@@ -1,4 +1,4 @@
-"""Reading records of JSON that anybody may have written: known keys, right types, values in bounds."""
+"""Validates untrusted JSON records: known keys, right types, values in range."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from ..errors import unknown
 
 LARGEST = 2**31 - 1
-"""Largest whole number in a plan: lengths, windows and indices fit the kernels' integers with room to add."""
+"""Largest integer in a plan, so that lengths, windows and indices do not overflow the kernels' integers."""
 
 Record = TypeVar("Record")
 
 
 class PlanError(ValueError):
-    """A plan that is not well formed, or that does not belong to the model at hand."""
+    """A plan is malformed, or does not belong to the model."""
 
 
 def read_record(cls: type[Record], data: Any, where: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def read_list(data: Any, where: str, most: int) -> list[Any]:
     """Returns a JSON list of at most so many entries.
 
     Raises:
-        PlanError: If it is none, or longer.
+        PlanError: If it is not a list, or longer.
     """
     if not isinstance(data, (list, tuple)):
         raise PlanError(f"{where} is {type(data).__name__}, expected a list")
@@ -59,10 +59,10 @@ def read_list(data: Any, where: str, most: int) -> list[Any]:
 
 
 def whole(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
-    """Returns a whole number in bounds.
+    """Returns an integer within bounds.
 
     Raises:
-        PlanError: If it is none.
+        PlanError: If it is not one.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise PlanError(f"{name} is {value!r}, expected an integer of at least {least}")
@@ -75,7 +75,7 @@ def real(value: Any, name: str) -> float:
     """Returns a finite number.
 
     Raises:
-        PlanError: If it is none.
+        PlanError: If it is not one.
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise PlanError(f"{name} is {value!r}, expected a finite number")
@@ -86,7 +86,7 @@ def text(value: Any, name: str) -> str:
     """Returns a string that can be written as UTF-8.
 
     Raises:
-        PlanError: If it is none.
+        PlanError: If it is not one.
     """
     if not isinstance(value, str):
         raise PlanError(f"{name} is {value!r}, expected a string")

@@ -1,4 +1,4 @@
-"""A plan as a picture of layers by heads: in the terminal and as PNG."""
+"""Draws a plan as a grid of layers by heads, in the terminal and as PNG."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .choices import EXACT, Choice
 from .plan import Plan
 
 MOST_ROWS, MOST_COLUMNS = 256, 128
-"""Layers and key/value heads that a picture shows; a plan may name more."""
+"""Most layers and key/value heads that a picture shows."""
 NAMED_COLUMNS = 5
-"""Key/value heads whose choices a terminal has room to name; more get a letter each."""
+"""Up to so many key/value heads a terminal shows the names of choices, above that one letter each."""
 
 
 def printable(text: str) -> str:
-    """Returns a text on one line without control or formatting characters, which a terminal would obey."""
+    """Returns a text on one line, with control and formatting characters escaped so that no terminal obeys them."""
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in text
     )
 
 
 def grid(plan: Plan, layers: int | None = None, heads: int | None = None) -> list[list[Choice]]:
-    """Returns the choices `[layers][heads]`, exact where the plan is silent, as many as a picture shows."""
+    """Returns the choices `[layers][heads]` that a picture shows, exact in layers that the plan does not contain."""
     known = {layer.layer: layer.choices for layer in plan.layers}
     width = min(heads or max((len(choices) for choices in known.values()), default=1), MOST_COLUMNS)
     depth = min(layers or max(known, default=-1) + 1, MOST_ROWS)
@@ -37,7 +37,7 @@ def grid(plan: Plan, layers: int | None = None, heads: int | None = None) -> lis
 
 
 def facts(plan: Plan) -> list[str]:
-    """Returns what a plan is, in lines."""
+    """Returns lines that describe a plan."""
     lines = [
         f"{plan.model_type}, {plan.dtype}, budget {plan.budget:.3g} nats/token, lengths {list(plan.lengths)}",
         f"made with adaattn {plan.adaattn}, torch {plan.torch}, transformers {plan.transformers}",
@@ -59,7 +59,7 @@ def facts(plan: Plan) -> list[str]:
 
 
 def summary(plan: Plan) -> list[str]:
-    """Returns what a plan is and what was proved of it, in lines."""
+    """Returns lines that describe a plan and its verification."""
     lines = facts(plan)
     exact, price = sum(unit.exact_price for unit in plan.units), sum(unit.price for unit in plan.units)
     if plan.units and price > 0.0:
@@ -108,7 +108,7 @@ def heat_map(plan: Plan) -> Table:
 
 
 def letter(place: int) -> str:
-    """Returns the sign of a choice by its place: a point is exact."""
+    """Returns the letter of a choice by its index; exact is a dot."""
     return "·" if place == 0 else chr(64 + place) if place <= 26 else chr(70 + place)
 
 

@@ -1,4 +1,4 @@
-"""What a plan costs a few rows of a call: the attention mass that it drops, and what operands change."""
+"""Measures a plan on a few rows of a call: the attention mass that it drops, and the change by its operands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .program import Program
 
 
 def one_run(request: AttentionRequest, turn: int) -> AttentionRequest | None:
-    """One run of queries and keys of a call, whole and plain, in turn; None where the mask is not made of runs."""
+    """Returns one segment of a call as a request of its own, chosen by turn; None if the mask has no segments."""
     structure = request.structure
     segments = None if structure.sinks and not structure.sinks_at_runs else structure.segments()
     if not segments:
@@ -45,7 +45,7 @@ def one_run(request: AttentionRequest, turn: int) -> AttentionRequest | None:
 
 @torch.no_grad()
 def relative_change(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
-    """Returns how much rounded or projected operands change the output of a few rows, relative to its size.
+    """Returns how much rounded or projected operands change the output of a few rows, relative to its norm.
 
     Args:
         program: The layer's plan.
@@ -57,7 +57,7 @@ def relative_change(program: Program, request: AttentionRequest, rows: Tensor) -
     """
     kv_heads, q_len, count = request.key.shape[1], request.query.shape[2], len(rows)
     found = torch.zeros(kv_heads, count, device="cpu")
-    # a call of few rows is computed in the model's precision, and the sample of a long one must not pass for it
+    # short calls are computed in the model's precision: repeat rows, so that the sample of a long call is not short
     rows = rows.repeat(-(-PRECISE_ROWS // count)) if q_len >= PRECISE_ROWS > count else rows
     sampled = some_rows(request, rows)
     for choice, heads in program.launches:
@@ -73,7 +73,7 @@ def relative_change(program: Program, request: AttentionRequest, rows: Tensor) -
 
 
 def _rows_of_plan(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
-    """One for each of these rows that the plan speaks for, zero for those beyond its lengths."""
+    """Returns 1 for each of these rows that the plan covers, 0 for rows beyond its lengths."""
     within = execute.rows_within(request.structure, program.max_length, request.query.device)
     if isinstance(within, Tensor):
         return within[0, rows.to(within.device)].float().cpu()
@@ -82,7 +82,7 @@ def _rows_of_plan(program: Program, request: AttentionRequest, rows: Tensor) -> 
 
 @torch.no_grad()
 def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
-    """Returns the attention weight that the plan leaves out on a few rows, `[num_kv_heads, rows]`, the worst head.
+    """Returns the attention mass that the plan drops on a few rows, `[num_kv_heads, rows]`, for the worst query head.
 
     Args:
         program: The layer's plan.
@@ -104,7 +104,7 @@ def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> T
         kept = choice.keys.visible_rows(part, rows)
         if len(kept) > 1:
             kept = kept.view(len(heads), group, *kept.shape[1:])
-        # the heads of a group read the keys once: no copy of them, and no values at all
+        # the query heads of a group share the keys without copies; values are not needed
         scores = (query.flatten(1, 2) @ part.key[0].mT).float().view(
             *query.shape[:3], kv_len
         ) * request.scaling

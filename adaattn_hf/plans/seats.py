@@ -1,4 +1,4 @@
-"""Another plan for a while: for the calls of one thread or request, while the model's own plan stays where it is."""
+"""Runs a model with another plan inside a block, for one thread or request only; the model's own plan stays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import store
 from .plan import Plan
 
 MOST = 8
-"""Plans that are kept checked for a model, the newest."""
+"""Plans per model whose checks are remembered, the newest ones."""
 _checked: WeakKeyDictionary[nn.Module, list[tuple[Plan, bool, dict[nn.Module, Seat]]]] = WeakKeyDictionary()
 _open: Counter[nn.Module] = Counter()
 _lock = Lock()
@@ -51,7 +51,7 @@ def use_plan(model: nn.Module, plan: Plan | str | Path | None, *, unverified: bo
 
 
 def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -> Mapping[nn.Module, Seat]:
-    """Seats of all modules of a model that may ask for a plan; without one where the plan does not speak of them."""
+    """Returns a seat for every module that may ask for a plan; empty for modules that the plan does not contain."""
     others = {m: Seat({}) for m in model.modules() if m is not model and hasattr(m, "config")}
     if plan is None:
         return others
@@ -69,7 +69,7 @@ def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -
 
 @contextmanager
 def _marked(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Marks modules as seated in some thread, which graphs look for: the mark is gone with the last block."""
+    """Marks modules, for compiled graphs, as having a block open in some thread; the last block removes the mark."""
     marked = list(modules)
     with _lock:
         _open.update(marked)

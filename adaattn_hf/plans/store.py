@@ -1,7 +1,7 @@
-"""Where a plan lives: in `config.adaattn["plan"]`, with bases and means in a safetensors file beside the weights.
+"""Stores plans in `config.adaattn["plan"]`, with bases and means in a safetensors file beside the weights.
 
-Each attention module resolves its own part of the plan at its first call and checks it, see `fit`; `load_plan` does so
-for all of them at once.
+Each attention module resolves and checks its part of the plan at its first call (see `fit`); `load_plan` does so for
+all of them at once.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .program import Program
 from .tensors import MOST_CARRIED, LayerTensors, carried_bytes
 
 MOST_BYTES = 1 << 24
-"""A plan file of more bytes is none."""
+"""Largest size of a plan file."""
 CARRIED = "tensors"
-"""Where bases and means lie in the settings of a configuration."""
+"""Key of the bases and means in a configuration's settings."""
 _NUMBERED = "_adaattn_numbered"
 _tensors: dict[str, dict[str, Tensor]] = {}
 
 
 def remember_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Keeps bases and means for `program_of`, and returns the hash that names them; empty for none."""
+    """Keeps bases and means in memory, and returns their hash; empty if there are none."""
     if not tensors:
         return ""
     name = hashlib.sha256(save(dict(tensors))).hexdigest()
@@ -78,7 +78,7 @@ def _found(plan: Plan, source: str | None, raw: Any = None) -> dict[str, Tensor]
 
 
 def _carry(plan: Plan, raw: Any) -> None:
-    """Puts bases and means into the settings of a model, which whoever saves the model saves with it."""
+    """Adds bases and means to a model's settings, so that they are saved with the model."""
     if isinstance(raw, dict) and CARRIED not in raw:
         data = tensor_bytes(plan)
         if data is not None and len(data) <= MOST_CARRIED:
@@ -86,7 +86,7 @@ def _carry(plan: Plan, raw: Any) -> None:
 
 
 def _checked(plan: Plan, data: bytes, where: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file that has the hash which the plan names."""
+    """Returns the tensors of a safetensors file after comparing its hash with the plan's."""
     found = hashlib.sha256(data).hexdigest()
     if found != plan.tensors:
         raise PlanError(
@@ -102,7 +102,7 @@ def _file(source: str | None) -> Path | None:
     path = Path(source) / TENSORS_FILE
     if path.is_file():
         return path
-    # what is no name of a repository (`owner/name`) is a directory that is not there
+    # not a repository id (`owner/name`), so a directory that does not exist
     if path.parent.is_dir() or source.count("/") != 1 or source.startswith((".", "/")):
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -112,7 +112,7 @@ def _file(source: str | None) -> Path | None:
 
 
 def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
-    """Returns what the plan says about an attention module, `None` where it is exact.
+    """Returns an attention module's part of the plan, `None` if the module is exact.
 
     Raises:
         PlanError: If the plan does not belong to the module.
@@ -180,7 +180,7 @@ def settings_for(
 
 
 def programs_for(model: nn.Module, plan: Plan | str | Path) -> dict[int, Program | None]:
-    """Returns what a plan, or the one in a file or directory, says of a model's layers, to look at: it may be unproven.
+    """Returns the programs of a plan, or of the one in a file or directory, by layer; it need not be verified.
 
     Raises:
         PlanError: If it does not belong to the model.
@@ -221,7 +221,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def remove_plan(model: nn.Module) -> None:
-    """Takes the plan out of a model: every layer is exact again."""
+    """Removes the plan from a model: every layer is exact again."""
     for module in model.modules():
         module.__dict__.pop(PROGRAM_SLOT, None)
         config: Any = getattr(module, "config", None)
@@ -284,10 +284,10 @@ def load_plan(model: nn.Module, directory: str | Path | None = None, *, unverifi
 
 
 def refuse_stock_attention(model: nn.Module) -> None:
-    """Refuses a model whose attention knows no plans.
+    """Refuses a model whose attention cannot run plans.
 
     Raises:
-        PlanError: If none of its towers runs one of ours.
+        PlanError: If none of its towers is set to `adaattn…`.
     """
     names = implementations(model)
     if names and not any(name.startswith("adaattn") for name in names):
@@ -298,7 +298,7 @@ def refuse_stock_attention(model: nn.Module) -> None:
 
 
 def _holds_plan(path: Path) -> bool:
-    """Whether a file or directory holds a plan; one may hold a plan's bases and means alone."""
+    """Whether a file or directory holds a plan, and not only bases and means."""
     if path.is_file() or (path / "adaattn_plan.json").is_file():
         return True
     config = path / "config.json"
@@ -308,10 +308,10 @@ def _holds_plan(path: Path) -> bool:
 
 
 def _text_of(file: Path) -> str:
-    """The text of a file that should hold a plan.
+    """Returns the text of a plan file.
 
     Raises:
-        PlanError: If it cannot be read, is larger than any plan, or is no text.
+        PlanError: If it cannot be read, is too large, or is not text.
     """
     try:
         size = file.stat().st_size
@@ -325,10 +325,10 @@ def _text_of(file: Path) -> str:
 
 
 def _settings_of(config: Path) -> Mapping[str, Any]:
-    """The settings of this package in a model's `config.json`.
+    """Returns this package's settings in a model's `config.json`.
 
     Raises:
-        PlanError: If the file is no configuration.
+        PlanError: If the file is not a configuration.
     """
     try:
         data = json.loads(_text_of(config))
@@ -341,7 +341,7 @@ def _settings_of(config: Path) -> Mapping[str, Any]:
 
 
 def implementations(model: nn.Module) -> set[str]:
-    """Names of the attention implementations of a model's towers."""
+    """Returns the attention implementations of a model's towers."""
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None))
     }
@@ -372,10 +372,10 @@ def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, 
 
 
 def number_layers(model: nn.Module) -> bool:
-    """Gives the attention modules of a model without any `layer_idx` (DistilBERT) theirs, in the order of the model.
+    """Numbers the attention modules of a model without any `layer_idx` (DistilBERT), in the order of the model.
 
     Returns:
-        Whether the numbers are this package's.
+        Whether this package has numbered them, now or before.
     """
     modules = [
         module

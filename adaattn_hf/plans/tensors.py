@@ -14,10 +14,10 @@ class LayerTensors:
     """Calibrated tensors of one layer.
 
     Attributes:
-        key_mean: `[num_kv_heads, head_dim]`, subtracted from keys before int8 rounding; zeros when absent.
+        key_mean: `[num_kv_heads, head_dim]`, subtracted from keys before int8 rounding; zeros if absent.
         query_basis: Per key/value head `[head_dim, rank]`; see `stats.spectrum.score_factors`.
         key_basis: Per key/value head `[head_dim, rank]`.
-        folded: Whether the model's weights project onto the bases already: a rank is then its first columns.
+        folded: Whether the bases are multiplied into the model's weights, so that a rank is its first columns.
     """
 
     key_mean: Tensor | None = None
@@ -36,11 +36,11 @@ class LayerTensors:
 
 
 MOST_CARRIED = 1 << 20
-"""Bases and means of more bytes do not travel in a configuration, but in a file beside the weights alone."""
+"""Largest size of bases and means that are stored in a configuration; larger ones lie only in their file."""
 
 
 def carried_bytes(text: str) -> bytes:
-    """The bytes behind base64; what is none has no bytes, and so not the hash that a plan names."""
+    """Decodes base64; invalid text gives no bytes, which the comparison of hashes then refuses."""
     try:
         return base64.b64decode(text[: 2 * MOST_CARRIED], validate=True)
     except ValueError:

@@ -90,14 +90,10 @@ class SolverTable:
 
 
 def _finite(values: Array) -> Any:
-    nested: Any = values.tolist()
-
-    def entry(value: Any) -> Any:
-        if isinstance(value, list):
-            return [entry(item) for item in value]
-        return value if math.isfinite(value) else None
-
-    return entry(nested)
+    """JSON values, null for infinite numbers."""
+    nested = values.astype(object)
+    nested[~np.isfinite(values)] = None
+    return nested.tolist()
 
 
 def _infinite(values: Any) -> Array:

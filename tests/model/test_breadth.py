@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from adaattn_hf import UnsupportedModel, check
+from adaattn_hf import AdaAttnCache, UnsupportedModel, check
 from adaattn_hf.attention.tap import Recorder, recording
 
 from ..support.models import Pair, build, main_output, padding, tokens
@@ -152,6 +152,32 @@ def test_decoder_equals_eager_in_prompt_and_decoding(family: str) -> None:
                 logits.append(state.logits)
         steps.append(torch.cat(logits, dim=1))
     assert_near(*steps)
+
+
+KEYS_THEMSELVES = ("diffllama", "doge", "jetmoe")  # these compute with what their cache hands to them
+OWN_CACHE = ("minimax",)
+
+
+@pytest.mark.parametrize("stored", ["model", "int8"])
+@pytest.mark.parametrize("family", [name for name in LISTED["decoders"] if name not in OWN_CACHE])
+def test_decoder_reads_a_cache_of_ours(family: str, stored: str) -> None:
+    """Numbers as Transformers' own cache does, codes nearly so, or says what is served instead."""
+    model = models(family, LISTED["decoders"][family], tf.AutoModelForCausalLM).ours
+    ids = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
+
+    def read(cache: Any) -> Tensor:
+        with torch.no_grad():
+            return torch.cat(
+                [model(input_ids=p, past_key_values=cache).logits for p in ids.split([30, 1, 1, 8], 1)], 1
+            )
+
+    if stored == "int8" and family in KEYS_THEMSELVES:
+        with pytest.raises(TypeError, match="computes with its cached keys itself use a cache of numbers"):
+            read(AdaAttnCache(model, stored))
+        return
+    ours, theirs = read(AdaAttnCache(model, stored)), read(tf.DynamicCache(config=model.config))
+    difference = (ours - theirs).abs() / theirs.std()
+    assert float(difference.max()) < 1e-5 if stored == "model" else 0 < float(difference.mean()) < 0.05
 
 
 LINEAR = ("minimax",)  # its other layers carry state from one document to the next

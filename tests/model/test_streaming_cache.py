@@ -244,6 +244,31 @@ def test_a_prepared_model_generates_behind_padding() -> None:
     assert adaattn_hf.unpad_calls(model)["unpadded"] == 1
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["full", "streaming"])
+def test_a_plan_of_windows_and_precisions_runs_over_a_cache_of_codes(streaming: bool) -> None:
+    """A prompt by the plan as it is, and steps over codes with its windows: named by one argument of `prepare`."""
+    layer = (
+        make_choice("window", 32, 4, precision="int8"),
+        make_choice("window", 32, 4, precision="bf16"),
+        make_choice(precision="int8"),
+    )
+    model, tokens = llama((layer,)), ids(2, 120)
+    exact = run(model, tokens, AdaAttnCache(model, "model"), 80, *[1] * 20)
+    adaattn_hf.prepare(model, cache="int8", streaming=streaming, unpad=False)
+    with torch.no_grad():
+        first = model(tokens[:, :80], use_cache=True)
+    assert torch.equal(first.logits, exact[:, :80])
+    assert type(first.past_key_values.layers[0]).__name__ == (
+        "StreamingLayer" if streaming else "StoredLayer"
+    )
+    steps = run(model, tokens, first.past_key_values, *[1] * 20)
+    difference = (steps - exact[:, 80:]).abs()
+    assert 1e-5 < float(difference.mean() / exact.std()) < 0.02
+    store.remove_plan(model)
+    other = run(model, tokens, AdaAttnCache(model, "int8"), 80, *[1] * 20)[:, 80:]
+    assert float((steps - other).abs().mean() / exact.std()) > 0.05, "the plan's windows do nothing"
+
+
 @pytest.mark.parametrize("stored", CACHES)
 def test_room_that_is_made_at_once_is_all_there_will_be(stored: str) -> None:
     model, tokens = llama(), ids(1, 120)

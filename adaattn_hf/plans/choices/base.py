@@ -1,4 +1,4 @@
-"""What a head may compute instead of exact attention: a choice is made of parts, at most one of each aspect."""
+"""A choice: what a head computes instead of exact attention, made of parts with at most one of each aspect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..tensors import LayerTensors
 from .part import Colour, Keys, Operands, Part, all_keys, all_operands
 
 _FORMAT_1 = {"kind": "exact", "window": 0, "sinks": 0, "mass": 0.0, "rank": 0, "precision": "model"}
-"""A choice as format 1 of plans writes the exact one; what these keys do not name is written beside them."""
+"""The exact choice in plan format 1; further fields of other choices are written beside these keys."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Choice:
 
     Attributes:
         keys: Which keys it reads; None for all that the mask allows.
-        operands: How queries, keys and values are changed, in this order.
+        operands: Changes of queries, keys and values, in this order.
     """
 
     keys: Keys | None = None
@@ -58,7 +58,7 @@ class Choice:
 
     @property
     def kind(self) -> str:
-        """Name of the part that takes keys away, `exact` where none does."""
+        """Name of the part that drops keys, `exact` if none does."""
         return "exact" if self.keys is None else self.keys.name
 
     @cached_property
@@ -85,7 +85,7 @@ class Choice:
         return all(part.has_gradient for part in self.operands)
 
     def head_rule(self, few: bool) -> dict[str, Any] | None:
-        """What the choice asks of a head in `HeadRules`, None where they cannot say it; see `Part.head_rule`."""
+        """Returns the choice as rules per head (`HeadRules`), None if they cannot express it; see `Part.head_rule`."""
         asked: dict[str, Any] = {}
         for part in self.parts:
             rule = part.head_rule(few)
@@ -106,7 +106,7 @@ class Choice:
         return 0 if self.keys is None else self.keys.rows_with_fewer_keys(first, stop, kv_len, causal)
 
     def changed_rows(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
-        """How many of these rows are computed otherwise than by exact attention."""
+        """Returns how many of these rows are not computed exactly."""
         if self.operands:
             return max(stop - first, 0)
         return self.rows_with_fewer_keys(first, stop, kv_len, causal)
@@ -118,13 +118,13 @@ class Choice:
         return (rule["window"], rule["sinks"]) if rule.get("window") else None
 
     def beside_window(self, window: int | None) -> Choice:
-        """The choice without what changes nothing in layers that have such a window of their own."""
+        """Returns the choice for layers with a window of their own, without keys parts that change nothing there."""
         if window is None or self.keys is None or not self.keys.idle_beside(window):
             return self
         return Choice(None, self.operands)
 
     def over_stored(self) -> Choice | None:
-        """The choice over the codes that a cache stores, None where a part of it needs the keys as numbers."""
+        """Returns the choice for a quantised cache, None if a part of it needs unquantised keys."""
         if any(part.over_stored == "refused" for part in self.parts):
             return None
         return Choice.of(*(part for part in self.parts if part.over_stored == "kept"))
@@ -133,7 +133,7 @@ class Choice:
     def running(
         self, request: AttentionRequest, heads: Sequence[int], layer: LayerTensors
     ) -> AttentionRequest:
-        """The request of these key/value heads with operands as they are computed with."""
+        """Returns the request of these key/value heads with the operands as they are computed."""
         for part in self.operands:
             request, layer = part.running(request, heads, layer), part.left(layer)
         return request

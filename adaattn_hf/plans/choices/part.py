@@ -1,9 +1,9 @@
-"""A part of a choice is an object: a window, kept blocks, a rank, a precision.
+"""The base classes of parts of a choice: a window, kept blocks, a rank, a precision.
 
-A part says itself what it means (the definition that execution is tested against), how it runs, which rows it changes,
-which candidates there are of it, and how it is written down and shown. Calibration, execution, monitor and picture ask
-it; nothing outside this directory branches on what kind of part it is. A new idea is one file with one class, made
-known by `register`.
+A part defines what it means (which execution is tested against), how it runs, which rows it changes, which candidates
+there are, and how it is stored and shown. Calibration, execution, monitor and picture use these methods; nothing
+outside this directory branches on the kind of a part. A new kind is one file with one class, registered by
+`register`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ anew would cost more than it saves. It is never less exact."""
 
 @dataclass(frozen=True)
 class Setting:
-    """What candidates are made for.
+    """What candidates depend on.
 
     Attributes:
         length: Longest sequence in tokens.
@@ -53,15 +53,15 @@ class Setting:
 
 
 class Part(ABC):
-    """One thing that a choice changes; a frozen dataclass whose fields are its parameters.
+    """One change that a choice makes; subclasses are frozen dataclasses whose fields are its parameters.
 
     Attributes:
         name: `kind` in a plan's JSON (of keys), or the name of its field there (of operands).
         aspect: What it saves: `sparsity`, `rank` or `precision`; a choice has at most one part of an aspect.
         families: Names by which users ask for its candidates.
         by_default: Whether its families are considered when none are named.
-        over_stored: What becomes of it over the codes that a cache stores: `kept`, `dropped` (they are rounded
-            already), or `refused` where it needs the keys as numbers.
+        over_stored: What happens to it over a quantised cache: `kept`, `dropped` (operands are rounded already), or
+            `refused` if it needs unquantised keys.
     """
 
     name: ClassVar[str]
@@ -77,16 +77,16 @@ class Part(ABC):
 
     @abstractmethod
     def tinted(self, colour: Colour) -> Colour:
-        """The colour of a head that takes this part, from the colour of one that does not."""
+        """Returns the colour of a head with this part, from the colour without it."""
 
     def head_rule(self, few: bool) -> Mapping[str, Any] | None:
-        """What the part asks of a head in a request's `HeadRules`: any of `window`, `sinks`, `mass`, `precision`.
+        """Returns the part as a rule of `HeadRules`: any of `window`, `sinks`, `mass`, `precision`.
 
         Args:
             few: Whether the call has fewer than `PRECISE_ROWS` query rows.
 
         Returns:
-            None where `HeadRules` cannot say it; such heads get a request of their own.
+            None if `HeadRules` cannot express it; such heads get a request of their own.
         """
         return None
 
@@ -95,7 +95,7 @@ class Part(ABC):
         return {}
 
     def misfit(self, layer: LayerTensors, head: int, kv_heads: int, head_dim: int | None) -> str | None:
-        """What is wrong with the calibrated tensors that a head reads, None where they fit the layer.
+        """Returns what is wrong with a head's calibrated tensors, None if they fit the layer.
 
         Args:
             layer: What was loaded.
@@ -108,7 +108,7 @@ class Part(ABC):
     @classmethod
     @abstractmethod
     def candidates(cls, setting: Setting) -> Sequence[Part]:
-        """The parts that make sense in a setting, in the order in which tables show them."""
+        """Returns the parts to consider in a setting, in the order in which tables show them."""
 
 
 class Keys(Part):
@@ -197,17 +197,17 @@ Registered = TypeVar("Registered", bound=type[Part])
 
 
 def register(kind: Registered) -> Registered:
-    """Makes a kind of part known to plans, candidates and pictures."""
+    """Registers a kind of part for plans, candidates and pictures."""
     KINDS[kind.name] = kind
     return kind
 
 
 def all_keys() -> list[type[Keys]]:
-    """Every kind of part that says which keys are read, as they were registered."""
+    """Returns every kind of part that selects keys, in order of registration."""
     return [kind for kind in KINDS.values() if issubclass(kind, Keys)]
 
 
 def all_operands() -> list[type[Operands]]:
-    """Every kind of part that changes operands, in the order in which they do."""
+    """Returns every kind of part that changes operands, in the order in which they are applied."""
     kinds = [kind for kind in KINDS.values() if issubclass(kind, Operands)]
     return sorted(kinds, key=lambda kind: kind.order)
