@@ -19,11 +19,13 @@ def with_documents(
 
     Args:
         structure: The rules of the mask.
-        cu_q, cu_k: `[documents + 1]` cumulative lengths, starting with 0; `cu_k` defaults to `cu_q`.
+        cu_q, cu_k: `[documents + 1]` cumulative lengths, starting with 0; `cu_k` defaults to `cu_q`. Tokens
+            behind the last one are a document of their own. Values are checked on the CPU alone: a GPU would have to
+            be waited for.
         known: Results of earlier layers of this forward pass; the new one is added.
 
     Raises:
-        ValueError: More than one batch row.
+        ValueError: More than one batch row, or lengths that fall or pass the tokens.
     """
     cu_k = cu_q if cu_k is None else cu_k
     if structure.batch != 1:
@@ -76,6 +78,9 @@ def _with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> Cal
             "cu_seq_lens_q: causal documents need as many keys as queries, "
             f"got {structure.q_len} and {structure.kv_len}"
         )
+    for name, cu, length in (("q", cu_q, structure.q_len), ("k", cu_k, structure.kv_len)):
+        if cu.device.type == "cpu" and not tracing():
+            _check(f"cu_seq_lens_{name}", cu.tolist(), length)
     q_documents = _numbers(cu_q, structure.q_len)
     k_documents = _numbers(cu_k, structure.kv_len)
     if structure.mask is not None or (structure.spans is not None and not square):
@@ -92,6 +97,15 @@ def _with_documents(structure: CallStructure, cu_q: Tensor, cu_k: Tensor) -> Cal
         q_documents = q_known.to(q_documents.device) * many + q_documents
         k_documents = structure.k_segments.to(k_documents.device) * many + k_documents
     return structure.with_changes(q_segments=q_documents, k_segments=k_documents, **changes)
+
+
+def _check(name: str, found: list[int], length: int) -> None:
+    if found[:1] != [0] or found != sorted(found) or found[-1] > length:
+        shown = found if len(found) < 9 else [*found[:8], "…"]
+        raise ValueError(
+            f"{name}: got {shown}, expected cumulative lengths of the documents, from 0 to at most {length}, the "
+            "tokens of the call; make them with cumsum"
+        )
 
 
 def _numbers(cu: Tensor, length: int) -> Tensor:

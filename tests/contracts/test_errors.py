@@ -245,6 +245,12 @@ CASES = (
         ("cu_seq_lens_q", "batch of 2", "one batch row", "flatten the batch"),
     ),
     Case(
+        "packs documents whose cumulative lengths fall",
+        lambda: attend(SIX, cu_seq_lens_q=torch.tensor([0, 4, 2, 6])),
+        ValueError,
+        ("cu_seq_lens_q", "[0, 4, 2, 6]", "from 0 to at most 6", "cumsum"),
+    ),
+    Case(
         "runs continuous batching",
         lambda: attend(SIX, cache=object()),
         ValueError,

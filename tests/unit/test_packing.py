@@ -120,3 +120,18 @@ def test_several_rows_are_refused() -> None:
 def test_causal_documents_of_unlike_length_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* as many keys as queries, got 3 and 5"):
         with_documents(CallStructure(1, 3, 5, causal=True), sums(1, 2), sums(2, 3))
+
+
+@pytest.mark.parametrize("wrong", [[], [0, 4, 3, 6], [6, 3, 0], [1, 6], [0, 3, 7]])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_lengths_that_fall_or_pass_the_tokens_are_refused(wrong: list[int], name: str) -> None:
+    right, bad = sums(2, 4), torch.tensor(wrong, dtype=torch.int32)
+    given = (bad, right) if name == "q" else (right, bad)
+    with pytest.raises(ValueError, match=rf"cu_seq_lens_{name}: got .*from 0 to at most 6"):
+        with_documents(CallStructure(1, 6, 6, causal=name == "k"), *given)
+
+
+def test_tokens_behind_the_last_sum_are_a_document() -> None:
+    found = with_documents(CallStructure(1, 6, 6, causal=True), sums(2, 3), None)
+    expected = with_documents(CallStructure(1, 6, 6, causal=True), sums(2, 3, 1), None)
+    assert torch.equal(found.visible(), expected.visible())
