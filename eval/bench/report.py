@@ -16,7 +16,7 @@ Written by `adaattn bench` from `{source}`; do not edit. Ratios are medians over
 implementation divided by the time of `adaattn` in the same round (above 1: `adaattn` is faster), quartiles in brackets.
 `best` is the fastest stock implementation of the cell. Masks, packing and routing are inside the time. Cells where
 `adaattn` is slower are listed like the others, and once more below. Slow implementations were left out of some
-cells; the JSON names those of each.
+cells; the JSON names those of each. A cell speaks for the commit at which it was measured, not for later changes.
 
 {machine}
 """

@@ -25,6 +25,7 @@ from adaattn_hf.eval.bench.work import missing
 from adaattn_hf.eval.timing import peak_bytes, spread
 
 from ..support.interrupting import interrupted
+from ..support.source_tree import ROOT
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -468,3 +469,16 @@ def test_names_that_cannot_be_measured_here_say_why() -> None:
     assert missing("eagre", CPU) == "Transformers does not know the name"
     assert missing("sdpa", CPU) is None
     assert missing("eager", CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("page", "source"),
+    [
+        ("BENCHMARKS.md", "bench.json"),
+        ("docs/results/gpu.md", "gpu.json"),
+        ("docs/results/gpu_small.md", "gpu_small.json"),
+    ],
+)
+def test_kept_pages_are_those_of_their_json(page: str, source: str) -> None:
+    kept = json.loads((ROOT / "docs" / "results" / source).read_text("utf-8"))
+    assert (ROOT / page).read_text("utf-8") == markdown(kept, source)
