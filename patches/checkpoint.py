@@ -67,15 +67,8 @@ class Checkpoint:
         return None
 
     def prefix_token(self) -> int:
-        """Returns the token before a document: BOS, else EOS, as in lm-evaluation-harness."""
-        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
-                return int(token)
-        raise UsageError(
-            "windows: got 'rolling', which puts a prefix token before each document, but the tokenizer of "
-            f"{self.name} has neither BOS nor EOS; pass --prefix-token ID, --tokenizer with one that has, or "
-            "--windows strided"
-        )
+        """Returns the token before a document, see `prefix_token`."""
+        return prefix_token(self.tokenizer, self.name)
 
     def pad_token(self) -> int:
         """Returns the token for padding (which is masked): the tokenizer's, else EOS, else 0."""
@@ -167,6 +160,22 @@ def is_masked(config: Any) -> bool:
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
 
 
+def prefix_token(tokenizer: Any, name: str) -> int:
+    """Returns the token before a document: BOS, else EOS, as in lm-evaluation-harness.
+
+    Raises:
+        UsageError: The tokenizer has neither.
+    """
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise UsageError(
+        "windows: got 'rolling', which puts a prefix token before each document, but the tokenizer of "
+        f"{name} has neither BOS nor EOS; pass --prefix-token ID, --tokenizer with one that has, or "
+        "--windows strided"
+    )
+
+
 def load(
     model: str | Path,
     *,
@@ -178,6 +187,7 @@ def load(
     objective: str = "auto",
     trust_remote_code: bool = False,
     implementation: str | None = None,
+    prefixed: bool = False,
 ) -> Checkpoint:
     """Loads a checkpoint from the hub or a directory, in evaluation mode.
 
@@ -191,10 +201,11 @@ def load(
         objective: `auto`, `causal` or `masked`.
         trust_remote_code: Allow the model to run code of its own.
         implementation: The attention implementation; None leaves it to Transformers.
+        prefixed: Refuse a causal model without a token to put before documents, before its weights are read.
 
     Raises:
         ModelUnavailable: there is no such model or tokenizer, or it has no language-model head.
-        UsageError: an unknown dtype, device or objective.
+        UsageError: an unknown dtype, device or objective, or no such token.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
@@ -224,6 +235,8 @@ def load(
             f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; "
             "pass --tokenizer NAME_OR_PATH"
         ) from error
+    if prefixed and kind != "masked":
+        prefix_token(tokens, name)
     auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
     try:
         attention = {} if implementation is None else {"attn_implementation": implementation}

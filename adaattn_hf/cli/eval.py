@@ -264,7 +264,8 @@ def _run(
     crew, device_index = team.join()
     if crew.size > 1 and loading.device in (None, "cuda") and _sees_cuda():
         loading = replace(loading, device=f"cuda:{device_index}")
-    checkpoint = load(model, **loading.keywords())
+    rolls = settings.windows == "rolling" and any(corpus.kind != "lastword" for corpus in texts)
+    checkpoint = load(model, **loading.keywords(), prefixed=rolls and settings.prefix_token is None)
     reports, broken = [], []
     for corpus in texts:
         label = f"{checkpoint.name} on {corpus.name}"

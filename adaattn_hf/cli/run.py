@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 from typing import Annotated
 
@@ -27,18 +29,24 @@ def run(
     Transformers, in the Python processes that it starts as well. A Python that ignores its environment (`-E`, `-I`)
     is not reached.
 
+    The program takes this one's place where the system can do that: a server that is stopped leaves nothing behind.
+
     Exit codes: those of the program; 2 where there is none of that name.
     """
-    program = shutil.which(command[0])
+    # the programs of this environment are found where it is not activated, too
+    program = shutil.which(command[0]) or shutil.which(command[0], path=sysconfig.get_path("scripts"))
     if program is None:
         leave(
             UsageError(
-                f"command: got {command[0]!r}, which is not on the PATH; give a program and its arguments after --"
+                f"command: got {command[0]!r}, which is neither on the PATH nor in {sysconfig.get_path('scripts')}; "
+                "give a program and its arguments after --"
             )
         )
     # running what the user gave is what the command is for
-    done = subprocess.run([program, *command[1:]], env=environment(), check=False)  # noqa: S603
-    raise typer.Exit(done.returncode)
+    if os.name == "posix":  # it takes our place, and our signals
+        sys.stdout.flush()
+        os.execve(program, [program, *command[1:]], environment())  # noqa: S606
+    raise typer.Exit(subprocess.run([program, *command[1:]], env=environment(), check=False).returncode)  # noqa: S603
 
 
 def environment() -> dict[str, str]:

@@ -173,7 +173,10 @@ def test_a_backend_that_refuses_is_a_model_that_cannot_be_had(
     assert "flash-attn" in result.output
 
 
-def test_rolling_windows_need_a_prefix_token(llama: Path, texts: Path, tmp_path: Path) -> None:
+def test_rolling_windows_need_a_prefix_token(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before the weights are read."""
     tokenizer = tf.AutoTokenizer.from_pretrained(llama)
     tokenizer.bos_token = tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -185,7 +188,9 @@ def test_rolling_windows_need_a_prefix_token(llama: Path, texts: Path, tmp_path:
         "--output",
         tmp_path / "out",
     )
-    refused = evaluate(llama, *data)
+    with monkeypatch.context() as without:
+        without.delattr(tf.AutoModelForCausalLM, "from_pretrained")
+        refused = evaluate(llama, *data)
     assert (refused.exit_code, "--prefix-token" in refused.output) == (2, True)
     assert evaluate(llama, *data, "--prefix-token", 1).exit_code == 0
     strided = evaluate(llama, *data, "--windows", "strided", "--overwrite")

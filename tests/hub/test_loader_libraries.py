@@ -9,6 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from adaattn_hf.eval.demo import demo_model_path
+
 from .models import FLASH, SIZES
 
 pytest.importorskip("kernels", reason="the package kernels is not installed; `make hub-test` has it")
@@ -52,6 +54,20 @@ def encoder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     tf.BertModel(config).save_pretrained(directory)
     return directory
+
+
+def test_transformers_server_answers_with_the_kernel() -> None:
+    """`transformers serve` loads models by this manager, under names that its closed list lets through."""
+    manager = pytest.importorskip("transformers.cli.serving.model_manager").ModelManager
+    answers = {}
+    for implementation in (FLASH, "sdpa"):
+        models_served = manager(attn_implementation=implementation, device="cpu")
+        model, tokens = models_served.load_model_and_processor(f"{demo_model_path('llama')}@main")
+        assert model.config._attn_implementation == implementation
+        asked = tokens("It was a dark and", return_tensors="pt")
+        answers[implementation] = model.generate(**asked, max_new_tokens=8, do_sample=False).tolist()
+        models_served.shutdown()
+    assert answers[FLASH] == answers["sdpa"]
 
 
 def embedder(path: Path, implementation: str) -> Any:

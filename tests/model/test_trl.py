@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,8 @@ import pytest
 import torch
 import transformers as tf
 from tokenizers import Tokenizer, models, pre_tokenizers
+
+from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 
 from .test_training import arguments, examples, largest, model_of
 
@@ -88,3 +94,46 @@ def test_the_loss_of_a_packed_batch_is_that_of_its_documents(
                 scored += stop - start - 1
         found = float(ours(**{k: v for k, v in batch.items() if k != "seq_idx"}, use_cache=use_cache).loss)
     assert found == pytest.approx(total / scored, abs=1e-5)
+
+
+def command_line(directory: Path, implementation: str) -> subprocess.CompletedProcess[str]:
+    """`adaattn run -- trl sft`, two steps of the packaged model on a file of its pages."""
+    rows = [json.dumps({"text": page[:300]}) for page in calibration_pages()[:8]]
+    (directory / "data").mkdir()
+    (directory / "data" / "train.jsonl").write_text("\n".join(rows))
+    trl_program = [sys.executable, "-c", "from trl.cli import main; main()"]
+    words = {
+        "model_name_or_path": str(demo_model_path("llama")),
+        "dataset_name": str(directory / "data"),
+        "attn_implementation": implementation,
+        "max_steps": "2",
+        "max_length": "64",
+        "report_to": "none",
+        "use_cpu": "true",
+        "output_dir": str(directory / "out"),
+    }
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "adaattn_hf", "run", "--", *trl_program, "sft"]
+        + [part for name, word in words.items() for part in (f"--{name}", word)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_command_line_of_trl_trains_with_the_registered_name(tmp_path: Path) -> None:
+    done = command_line(tmp_path, "adaattn")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_layers_of_that_trainer_do_call_this_package(tmp_path: Path) -> None:
+    """The packaged model trains with attention dropout, which the named backend refuses: no other is taken for it."""
+    done = command_line(tmp_path, "adaattn_native")
+    assert done.returncode != 0
+    assert "native" in done.stderr
+    assert "dropout" in done.stderr, done.stderr[-2000:]

@@ -226,6 +226,21 @@ def test_run_keeps_the_environments_own_start_and_loads_nothing_by_itself(tmp_pa
     assert done.stdout.split() == ["ran", "False", "False"], done.stderr[-2000:]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="only there can a program take the place of another")
+def test_the_program_takes_the_place_of_run_and_its_signals() -> None:
+    """Else a server that is stopped by the id of `adaattn run` would go on."""
+    program = [sys.executable, "-c", "import os; print(os.getpid())"]
+    started = subprocess.Popen(
+        [sys.executable, "-P", "-m", "adaattn_hf", "run", "--", *program], stdout=subprocess.PIPE, text=True
+    )
+    assert int(started.communicate(timeout=180)[0]) == started.pid
+
+
+def test_run_finds_the_programs_of_an_environment_that_is_not_activated() -> None:
+    done = adaattn("run", "--", "python", "-c", "import sys; print(sys.prefix)", PATH="/nowhere")
+    assert done.stdout.strip() == sys.prefix, done.stderr[-2000:]
+
+
 def test_run_refuses_what_is_no_program() -> None:
     result = CliRunner().invoke(main.app, ["run", "--", "no-such-program", "--help"])
     assert result.exit_code == 2

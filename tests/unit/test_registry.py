@@ -23,6 +23,13 @@ def ours(interface: type) -> set[str]:
     return {name for name in interface._global_mapping if name.startswith("adaattn")}  # type: ignore[attr-defined]
 
 
+def test_transformers_server_takes_no_registered_name() -> None:
+    """What the guide on CPU servers says; should it take one, the guide can be simpler."""
+    manager = pytest.importorskip("transformers.cli.serving.model_manager").ModelManager
+    with pytest.raises(ValueError, match="hub kernel"):
+        manager(attn_implementation="adaattn", device="cpu")
+
+
 def test_a_name_for_every_backend_in_both_registries() -> None:
     expected = {"adaattn", *(f"adaattn_{name}" for name in BACKENDS)}
     assert ours(AttentionInterface) == ours(AttentionMaskInterface) == set(adaattn_hf.NAMES) == expected

@@ -1,0 +1,85 @@
+"""`--json`: every command that prints has it, standard output is JSON and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from adaattn_hf.cli import main
+from adaattn_hf.eval.demo import demo_model_path, pages_path
+from adaattn_hf.patches import tuned
+
+MODEL, TEXT = str(demo_model_path("llama")), str(pages_path("calibration"))
+FEW = "--sequences 2 --held-out 4 --families window,bf16 --device cpu"
+CALIBRATED = f"{FEW} --lengths 128 --rows 32 --labels 1 --joint 2 --most-held-out 4 --tries 1 --bolder 0"
+RUNS = {
+    "eval": f"{MODEL} --data {TEXT} --limit-tokens 128 --context 64 --device cpu --output out",
+    "profile": f"{MODEL} --data {TEXT} --length 64 --sequences 1 --device cpu",
+    "explain": f"{MODEL} --device cpu",
+    "calibrate": f"{MODEL} --data {TEXT} --budget 5% --out plan {CALIBRATED} --decode-tokens 2",
+    "plan show": "plan",
+    "plan diff": "plan plan",
+    "plan explore": "plan --html page.html",
+    "ablate": f"{MODEL} --data {TEXT} --budgets 1% --length 128 {FEW} --output ablation.json",
+    "bench": "--only ^tiny.causal --rounds 1 --no-memory --implementations sdpa",
+    "tune": "--device cpu --dtype float32 --head-dim 16 --kinds causal --longest 8",
+    "doctor": "",
+}
+"""Words behind each command, those of `plan` after the calibration that makes one."""
+PROGRAMS_OWN = {"run"}
+"""Commands whose output is that of another program."""
+
+
+def leaves() -> dict[str, list[str]]:
+    """Every command, those of groups included, with the names of its options."""
+    found = {}
+    for name in main.COMMANDS:
+        command = main.load_command(name)
+        children = getattr(command, "commands", {})
+        for words, one in {f"{name} {child}": c for child, c in children.items()}.items() or [
+            (name, command)
+        ]:
+            found[words] = [option for parameter in one.params for option in parameter.opts]
+    return found
+
+
+def test_every_command_that_prints_has_the_option_and_a_run_here() -> None:
+    options = leaves()
+    assert set(options) == set(RUNS) | PROGRAMS_OWN, "a new command: give it --json and a line in RUNS"
+    assert [name for name in RUNS if "--json" not in options[name]] == []
+
+
+def run(name: str) -> Result:
+    """A command with its words."""
+    return CliRunner().invoke(main.app, [*name.split(), *RUNS[name].split(), "--json"])
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A directory with a plan in it, and what the calibration said."""
+    directory = tmp_path_factory.mktemp("json")
+    with pytest.MonkeyPatch.context() as inside:
+        inside.chdir(directory)
+        return directory, run("calibrate")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_standard_output_is_json_alone(
+    name: str,
+    calibrated: tuple[Path, Result],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """What a library writes past Python's standard output would be seen, too."""
+    directory, made = calibrated
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory))  # where the table of `tune` goes
+    tuned.forget()
+    result = made if name == "calibrate" else run(name)
+    tuned.forget()
+    assert result.exit_code in ((0, 4) if name == "calibrate" else (0,)), result.output[-2000:]
+    assert isinstance(json.loads(result.stdout), dict | list)
+    assert capfd.readouterr().out == ""
