@@ -166,6 +166,8 @@ def calibrate(
             kv_bytes=times(kv_bytes, "kv_bytes"),
         )
         job = Job(
+            model=material.model,
+            gguf_file=gguf_file,
             target=target,
             data=material.data,
             verify_data=material.verify_data,
@@ -182,7 +184,7 @@ def calibrate(
         with terminate_like_interrupt():
             team, rank = join()
             if lengths is None:
-                job = fitted(job, material.model, gguf_file, console if team.leads and not quiet else None)
+                job = fitted(job, console if team.leads and not quiet else None)
             loaded = load(
                 material.model, dtype=dtype, gguf_file=gguf_file, mask_share=mask_share, maskings=maskings
             )

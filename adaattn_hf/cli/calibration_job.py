@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,9 +80,9 @@ def named_or_packaged(
     )
 
 
-def fitted(job: Job, model: str, gguf_file: str | None, console: Console | None) -> Job:
+def fitted(job: Job, console: Console | None) -> Job:
     """Returns the job with a length and folds that the model and the text can fill, told before the model loads."""
-    tokenizer = opened(model, gguf_file)
+    tokenizer = opened(job.model, job.gguf_file)
     settings, sentence = fit_to_text(
         job.settings, tokenizer.encode, job.data, job.verify_data, tokenizer.positions
     )
@@ -99,6 +100,8 @@ class Job:
     """What one call of the command does.
 
     Attributes:
+        model: Hub id or directory.
+        gguf_file: GGUF file within it.
         target: Directory of the plan.
         data: Calibration text.
         verify_data: Held-out text of another source.
@@ -109,6 +112,8 @@ class Job:
         quiet: Show no progress.
     """
 
+    model: str
+    gguf_file: str | None
     target: Path
     data: tuple[Path, ...]
     verify_data: tuple[Path, ...] | None
@@ -171,12 +176,23 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> in
         *([result.report["cache"]] if result.met and "cache" in result.report else []),
         *bought,
         f"plan: {job.target}",
-        f"use: adaattn_hf.load_plan(model, {str(job.target)!r}); adaattn eval MODEL --plan {job.target}",
+        f"use: adaattn_hf.load_plan(model, {str(job.target)!r})",
+        f"compare with stock attention: {evaluation(job, result.plan.dtype)}",
         f"picture: {picture}",
         f"other budgets: adaattn plan explore {job.target} --html FILE",
     ]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return code
+
+
+def evaluation(job: Job, dtype: str) -> str:
+    """The command that runs the plan of a calibration on the text that it was proved on, as one types it."""
+    words = ["adaattn", "eval", job.model, "--plan", str(job.target)]
+    words += ["--dtype", dtype] if dtype != "float32" else []
+    words += ["--gguf-file", job.gguf_file, "--windows", "strided"] if job.gguf_file else []
+    for text in job.verify_data or job.data:
+        words += ["--data", str(text)]
+    return shlex.join(words)
 
 
 def print_calibration(directory: Path) -> None:

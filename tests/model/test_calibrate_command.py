@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import adaattn_hf
 from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import FILE, CalibrationState
-from adaattn_hf.cli.calibration_job import BUDGET_NOT_MET
+from adaattn_hf.cli.calibration_job import BUDGET_NOT_MET, Job, evaluation
 from adaattn_hf.cli.main import app
 from adaattn_hf.cli.options import tokens
 from adaattn_hf.cli.progress import Display, display
@@ -75,6 +76,7 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
         "passed: Δnll",
         f"plan: {model}",
         "load_plan(model, ",
+        f"adaattn eval {model} --plan {model} --data {material[0]}",
     ):
         assert words in done.output, words
     assert done.output.count("passed: Δnll") == 1
@@ -121,6 +123,33 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
         tuned.model.layers[1].self_attn.q_proj.weight.mul_(1.01)
     with pytest.raises(PlanError, match="weights of the model are not those"):
         tuned(inputs)
+
+
+def test_the_command_that_compares_a_plan_with_stock_attention_runs_as_it_is_printed(
+    model: Path, material: tuple[str, str], tmp_path: Path
+) -> None:
+    done = run(model, material, "--budget", "1%", "--out", str(tmp_path / "plan"))
+    (line,) = (one for one in done.output.splitlines() if one.startswith("compare with stock attention: "))
+    words = shlex.split(line.partition(": adaattn ")[2])
+    compared = CliRunner().invoke(app, [*words, "--limit-tokens", "256", "--output", str(tmp_path / "eval")])
+    assert compared.exit_code == 0, compared.output
+
+
+def test_that_command_names_the_dtype_and_the_gguf_file() -> None:
+    job = Job(
+        model="m",
+        gguf_file="a b.gguf",
+        target=Path("p"),
+        data=(Path("t.txt"),),
+        verify_data=None,
+        settings=CalibrationSettings(),
+        prices=None,
+        device=None,
+        resume=False,
+        quiet=False,
+    )
+    known = "adaattn eval m --plan p --dtype bfloat16 --gguf-file 'a b.gguf' --windows strided --data t.txt"
+    assert evaluation(job, "bfloat16") == known
 
 
 def test_json_is_all_that_standard_output_holds(model: Path, material: tuple[str, str]) -> None:
