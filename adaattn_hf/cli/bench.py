@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import EvalError, UsageError
+from ..errors import DataUnavailable, EvalError, UsageError
 from .interrupt import interrupted, leave, terminate_like_interrupt
 from .json_output import AsJson, print_reports, tables_aside
 
@@ -53,7 +53,8 @@ def bench(
     """Measure the speed of attention and of whole models against stock attention.
 
     Every implementation does the same work on the same numbers in one process, in turn. Ratios are taken per round.
-    Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage; 130 interrupted, with finished cells in --output.
+    Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage; 3 a file cannot be written; 130 interrupted, with
+    finished cells in --output.
     """
     # what loads torch is imported when the command runs, not when its help is asked for
     from adaattn_hf.eval.bench.grid import read_grid
@@ -104,5 +105,12 @@ def bench(
         )
     except EvalError as error:
         leave(error)
+    except OSError as error:
+        why = f"{error.filename or output or table}: {error.strerror or error}"
+        leave(
+            DataUnavailable(
+                f"output: {why}; cells that were finished before are kept, where --only REGEX adds the others"
+            )
+        )
     if gate and failed:
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..errors import UsageError
+from ..errors import DataUnavailable, UsageError
 from .interrupt import interrupted, terminate_like_interrupt
 from .interrupt import leave as ended
 from .json_output import AsJson
@@ -123,7 +123,8 @@ def calibrate(
 
     Without MODEL a small LLaMA and the pages that come with the package are used, offline and in about a minute.
 
-    Exit codes: 0 a plan passed; 2 wrong arguments; 4 the budget cannot be met and the plan is exact; 130 interrupted.
+    Exit codes: 0 a plan passed; 2 wrong arguments; 3 a file cannot be read or written; 4 the budget cannot be met and the
+    plan is exact; 130 interrupted.
     Under `accelerate launch` or `torchrun` the processes share the sequences and make the same plan.
     """
     # what loads torch is imported when the command runs, not when its help is asked for
@@ -197,7 +198,7 @@ def calibrate(
         ended(UsageError(str(error)))
     except OSError as error:
         why = f"{error.filename or target}: {error.strerror or error}"
-        ended(UsageError(f"{why}; what is finished is kept, --resume goes on"))
+        ended(DataUnavailable(f"{why}; what is finished is kept, --resume goes on"))
     leave()
     if code:
         raise typer.Exit(code)

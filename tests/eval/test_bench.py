@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import sys
 from importlib import resources
@@ -178,6 +179,27 @@ def test_ctrl_c_keeps_the_finished_cells_and_says_so(tmp_path: Path) -> None:
     kept = [cell["title"] for cell in json.loads(output.read_text(encoding="utf-8"))["cells"]]
     assert 1 <= len(kept) < 40
     assert kept[0] == "causal 20 (float32)"
+
+
+def test_a_full_disk_is_a_sentence_and_keeps_the_finished_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = write_grid(
+        tmp_path / "grid.yaml", *({"name": f"causal {size}", "q_len": size} for size in (20, 30))
+    )
+    output, write = tmp_path / "out.json", bench_module.write_atomically
+
+    def full(path: Path, content: bytes) -> None:
+        if b"causal 30" in content:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, content)
+
+    monkeypatch.setattr(bench_module, "write_atomically", full)
+    done = bench("--grid", grid, "--rounds", 1, "--no-memory", "--output", output)
+    assert done.exit_code == 3
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.output
+    assert [cell["title"] for cell in json.loads(output.read_text())["cells"]] == ["causal 20 (float32)"]
 
 
 def assert_fits(report: dict[str, Any]) -> None:

@@ -264,7 +264,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(
 
     monkeypatch.setattr(CalibrationState, "save", full)
     done = run(model, material, "--budget", "1%")
-    assert done.exit_code == 2
+    assert done.exit_code == 3
     assert f"{FILE}: No space left on device; what is finished is kept, --resume goes on" in done.stderr
     assert "Traceback" not in done.output
 
