@@ -123,8 +123,8 @@ def calibrate(
 
     Without MODEL a small LLaMA and the pages that come with the package are used, offline and in about a minute.
 
-    Exit codes: 0 a plan passed; 2 wrong arguments; 3 a file cannot be read or written; 4 the budget cannot be met and the
-    plan is exact; 130 interrupted.
+    Exit codes: 0 a plan passed; 2 wrong arguments; 3 a file cannot be read or written; 4 the budget cannot be met and
+    the plan is exact; 130 interrupted.
     Under `accelerate launch` or `torchrun` the processes share the sequences and make the same plan.
     """
     # what loads torch is imported when the command runs, not when its help is asked for
