@@ -15,6 +15,7 @@ import torch
 import yaml
 from typer.testing import CliRunner, Result
 
+from adaattn_hf._files import write_atomically
 from adaattn_hf.cli import bench_job as bench_module
 from adaattn_hf.cli.main import app
 from adaattn_hf.errors import UsageError
@@ -187,12 +188,12 @@ def test_a_full_disk_is_a_sentence_and_keeps_the_finished_cells(
     grid = write_grid(
         tmp_path / "grid.yaml", *({"name": f"causal {size}", "q_len": size} for size in (20, 30))
     )
-    output, write = tmp_path / "out.json", bench_module.write_atomically
+    output = tmp_path / "out.json"
 
     def full(path: Path, content: bytes) -> None:
         if b"causal 30" in content:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        write(path, content)
+        write_atomically(path, content)
 
     monkeypatch.setattr(bench_module, "write_atomically", full)
     done = bench("--grid", grid, "--rounds", 1, "--no-memory", "--output", output)
