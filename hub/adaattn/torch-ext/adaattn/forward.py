@@ -103,7 +103,7 @@ def flash_attn_forward(
     return out if out.dtype is out_dtype else out.to(out_dtype), None
 
 
-def _no_tensors(plan: Plan, index: int, source: str | None) -> NoReturn:
+def _no_tensors(plan: Plan, index: int, source: str | None, raw: object) -> NoReturn:
     """A plan with bases or means keeps them in a safetensors file, which a kernel may not read.
 
     Raises:
