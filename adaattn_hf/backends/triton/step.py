@@ -23,7 +23,6 @@ __all__ = ["attend_step"]
 # a head's shares together would have too many of them.
 _WAVES = 2
 _WAVES_OVER_CODES = {8: 2, 4: 3}
-_STAGES = {8: 3, 4: 3}
 _LEAST_KEYS = 256
 
 
@@ -135,9 +134,7 @@ def codes_tile(width: int, bits: int) -> Tile:
     """
     if width > 256:
         return Tile(1, 64, 2, 2)
-    return Tile(
-        1, 128, 4, _STAGES[bits], 168 if bits == 4 else None
-    )  # 168: registers of three programs at once
+    return Tile(1, 128, 4, 3, 168 if bits == 4 else None)  # 168: registers of three programs at once
 
 
 @functools.cache
