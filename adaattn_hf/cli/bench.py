@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import DataUnavailable, EvalError, UsageError
-from .interrupt import interrupted, leave, terminate_like_interrupt
+from .interrupt import interrupted, leave, of_file, terminate_like_interrupt
 from .json_output import AsJson, print_reports, tables_aside
 
 __all__ = ["bench"]
@@ -106,11 +106,8 @@ def bench(
     except EvalError as error:
         leave(error)
     except OSError as error:
-        why = f"{error.filename or output or table}: {error.strerror or error}"
-        leave(
-            DataUnavailable(
-                f"output: {why}; cells that were finished before are kept, where --only REGEX adds the others"
-            )
-        )
+        why = of_file(error, output or table)
+        stays = "cells that were finished before are kept, where --only REGEX adds the others"
+        leave(DataUnavailable(f"output: {why}; {stays}"))
     if gate and failed:
         raise typer.Exit(1)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..errors import DataUnavailable, UsageError
-from .interrupt import interrupted, terminate_like_interrupt
+from .interrupt import interrupted, of_file, terminate_like_interrupt
 from .interrupt import leave as ended
 from .json_output import AsJson
 
@@ -197,8 +197,7 @@ def calibrate(
     except (ValueError, FileNotFoundError) as error:
         ended(UsageError(str(error)))
     except OSError as error:
-        why = f"{error.filename or target}: {error.strerror or error}"
-        ended(DataUnavailable(f"{why}; what is finished is kept, --resume goes on"))
+        ended(DataUnavailable(f"{of_file(error, target)}; what is finished is kept, --resume goes on"))
     leave()
     if code:
         raise typer.Exit(code)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from .._files import write_atomically
 from ..errors import EXIT_CODES, DataUnavailable, EvalError, UsageError
-from .interrupt import interrupted, leave, terminate_like_interrupt
+from .interrupt import interrupted, leave, of_file, terminate_like_interrupt
 from .json_output import AsJson, print_reports, tables_aside
 
 if TYPE_CHECKING:
@@ -188,12 +188,8 @@ def evaluate(
     except EvalError as error:
         leave(error)
     except OSError as error:
-        reason, path = error.strerror or error, error.filename or directory
-        leave(
-            DataUnavailable(
-                f"file: {path}: {reason}; finished batches are kept, and --resume goes on with them"
-            )
-        )
+        why = of_file(error, directory)
+        leave(DataUnavailable(f"file: {why}; finished batches are kept, and --resume goes on with them"))
     except KeyboardInterrupt:
         interrupted(
             f"finished work is kept in {directory}; the same command with --resume --output {directory} goes on"

@@ -33,6 +33,11 @@ def interrupted(kept: str) -> NoReturn:
     raise typer.Exit(130) from None
 
 
+def of_file(error: OSError, default: object) -> str:
+    """The file that could not be read or written, `default` where the error names none, and why."""
+    return f"{error.filename or default}: {error.strerror or error}"
+
+
 def leave(error: EvalError) -> NoReturn:
     """Says what is wrong on stderr and ends a command with the error's exit code."""
     import typer

@@ -11,7 +11,7 @@ import typer
 
 from .._files import write_atomically
 from ..errors import DataUnavailable, EvalError, UsageError
-from .interrupt import leave
+from .interrupt import leave, of_file
 from .json_output import AsJson
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def profile(
     except ValueError as error:
         leave(UsageError(str(error)))
     except OSError as error:
-        leave(DataUnavailable(f"file: {error.filename or out}: {error.strerror or error}"))
+        leave(DataUnavailable(f"file: {of_file(error, out)}"))
 
 
 def _layer_and_head(text: str) -> tuple[int, int]:
