@@ -156,6 +156,8 @@ def explain(
             refused = {name: refusals_of(name, spec) for name in dict.fromkeys(others)}
             index = getattr(module, "layer_idx", None)
             of_plan = asked.get(index, "") if isinstance(index, int) else ""
+            if plan is not None and plan.exact_steps and phase == "decode":
+                of_plan = ""
             measured = () if forced is not None else _measured(spec)
             choices.append(LayerChoice(key[0], phase, spec, backend, refused, of_plan, measured))
     return Explanation(

@@ -146,7 +146,9 @@ def plan_tap(programs: Mapping[int, Program]) -> Tap:
 def programs_of(plan: Plan, tensors: Mapping[int, LayerTensors]) -> dict[int, Program]:
     """Returns the programs of a plan's layers, with tensors by layer index."""
     return {
-        layer.layer: Program(layer, tensors.get(layer.layer, LayerTensors()), plan.max_length)
+        layer.layer: Program(
+            layer, tensors.get(layer.layer, LayerTensors()), plan.max_length, exact_steps=plan.exact_steps
+        )
         for layer in plan.layers
         if not layer.is_exact
     }

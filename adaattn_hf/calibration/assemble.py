@@ -126,6 +126,8 @@ def finished_plan(
         "machine": measurement.table.machine,
         "clusters": "documents where there are at least eight of them, stretches of text otherwise",
     }
+    if measurement.exact_steps:
+        protocol["decode"] = "exact"
     if measurement.inputs.own_numbers:
         protocol[store.OWN_NUMBERS] = True
     return replace(plan, protocol=protocol, tensors=store.remember_tensors(tensors)), tensors

@@ -35,6 +35,7 @@ class Benefit:
         high: Upper limit.
         rounds: Rounds, each of one exact and one planned pass.
         clock: What was measured, `time` or `CPU time`.
+        batch: Sequences at once.
     """
 
     length: int
@@ -43,11 +44,13 @@ class Benefit:
     high: float
     rounds: int
     clock: str
+    batch: int = 1
 
     def sentence(self) -> str:
         """Returns the speed-up in words."""
+        several = f"{self.batch} times " * (self.batch > 1)
         return (
-            f"whole forward pass of {self.length} tokens: {self.ratio:.2f} times as fast as exact "
+            f"whole forward pass of {several}{self.length} tokens: {self.ratio:.2f} times as fast as exact "
             f"(95 %: {self.low:.2f} to {self.high:.2f}, {self.clock}, {self.rounds} rounds)"
         )
 
@@ -63,16 +66,15 @@ def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) 
     """
     found = []
     for length, sample in inputs.samples.items():
-        tokens = inputs.readings(sample.joint[0])[0].tokens
+        tokens = inputs.readings(sample.joint[0])[0].tokens.repeat(inputs.settings.batch, 1)
         seconds = _seconds(inputs, tokens, {"exact": exact_tap, "plan": plan_tap(programs)}, rounds)
         logs = np.log(np.array(seconds["exact"]) / np.array(seconds["plan"]))
         count = len(logs)
         error = float(logs.std(ddof=1)) / math.sqrt(count)
         spread = student_quantile((1 + CONFIDENCE) / 2, count - 1) * error
         mean, clock = float(logs.mean()), "time" if tokens.is_cuda else "CPU time"
-        found.append(
-            Benefit(length, math.exp(mean), math.exp(mean - spread), math.exp(mean + spread), count, clock)
-        )
+        limits = math.exp(mean), math.exp(mean - spread), math.exp(mean + spread)
+        found.append(Benefit(length, *limits, count, clock, inputs.settings.batch))
     return found
 
 

@@ -46,6 +46,7 @@ class Measurement:
         prices: `[units, choices]`, seconds.
         launches: Constants of the launches.
         decided: Pairs whose KL was measured directly; `risks` takes them into account.
+        exact_steps: Whether decode steps stay exact, see `pricing.steps_stay_exact`; prices are then the prefill's.
         directory: Where the state is saved, if anywhere.
     """
 
@@ -56,6 +57,7 @@ class Measurement:
     prices: Array
     launches: Launches
     decided: tuple[Pair, ...] = ()
+    exact_steps: bool = False
     directory: Path | None = None
 
     def risks(self) -> Array:
@@ -129,16 +131,25 @@ def measure(
     layers = observe_layers(inputs)
     state = measure_risks(inputs, layers, directory, resume)
     table = price_table(inputs, layers, prices)
+    settings, choices = inputs.settings, layers.candidates.choices
+    steps = settings.decode_tokens if inputs.scoring.generates else 0
+    exact_steps = (
+        steps > 0
+        and not settings.with_cache
+        and pricing.steps_stay_exact(table, choices, settings.lengths, layers.kv_heads)
+    )
     by_unit, launches = pricing.unit_prices(
         table,
-        layers.candidates.choices,
+        choices,
         layers.units,
-        lengths=inputs.settings.lengths,
-        decode_tokens=inputs.settings.decode_tokens if inputs.scoring.generates else 0,
+        lengths=settings.lengths,
+        decode_tokens=0 if exact_steps else steps,
         windows=layers.windows,
         kinds=layers.kinds,
     )
-    return Measurement(inputs, layers, state, table, by_unit, launches, directory=directory)
+    return Measurement(
+        inputs, layers, state, table, by_unit, launches, exact_steps=exact_steps, directory=directory
+    )
 
 
 def measure_risks(inputs: Inputs, layers: Layers, directory: Path | None, resume: bool) -> CalibrationState:
@@ -229,7 +240,9 @@ def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None
     if prices is None and inputs.team.leads:
         prices = pricing.joined(
             [
-                pricing.measure_prices(calls, choices, middle, phases=phases, own=own)
+                pricing.measure_prices(
+                    calls, choices, middle, phases=phases, own=own, batch=inputs.settings.batch
+                )
                 for own, calls in [(None, layers.calls), *layers.local_calls.items()]
             ]
         )

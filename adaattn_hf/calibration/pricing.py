@@ -1,16 +1,18 @@
 """Prices of choices: times the launches of a plan on this machine, with real queries, keys and values.
 
 Every choice is timed for one key/value head and for all of them, in prefill and in one decode step, at each length.
-Rounds are interleaved and the smallest time is kept, so that other load on the machine does not fall on one choice. On
-a CPU the process's CPU time is measured.
+Rounds are interleaved, so that other load on the machine does not fall on one choice. On a CPU the smallest CPU time of
+the process counts; on CUDA the median of the device's time or the host's, whichever is longer: a model's calls follow
+one another, so that nobody waits for the device after each.
 """
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ import torch
 from ..attention.heads import some_heads
 from ..attention.request import AttentionRequest
 from ..attention.structure import CallStructure
+from ..backends.clocks import clock_of, quartiles
 from ..plans import execute
 from ..plans.choices import Choice
 from ..plans.plan import LayerPlan
@@ -28,7 +31,9 @@ from ..policy.prices import Price, PriceTable, fit_price
 
 PHASES = ("prefill", "decode")
 ROUNDS = 3
-"""Times that every launch is timed, in turn with the others; the smallest time counts."""
+"""Times that a CPU runs every launch, in turn with the others; the smallest time counts."""
+STEPS = 20
+"""Decode steps that a CPU runs at once: one takes microseconds, below the clock's resolution."""
 
 
 def machine() -> str:
@@ -43,16 +48,42 @@ def machine() -> str:
 
 def decode_step(request: AttentionRequest) -> AttentionRequest:
     """Returns the request for the last query only, a decode step."""
-    kv_len = request.key.shape[2]
-    structure = CallStructure(1, 1, kv_len, causal=True, q_offset=kv_len - 1, window=request.structure.window)
+    batch, _, kv_len, _ = request.key.shape
+    structure = CallStructure(
+        batch, 1, kv_len, causal=True, q_offset=kv_len - 1, window=request.structure.window
+    )
     return replace(request, query=request.query[:, :, -1:], structure=structure)
 
 
-def _seconds(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-    return time.process_time()
+def repeated(request: AttentionRequest, batch: int) -> AttentionRequest:
+    """Returns the call of one sequence for so many copies of it."""
+    query, key, value = (x.repeat(batch, 1, 1, 1) for x in (request.query, request.key, request.value))
+    return replace(request, query=query, key=key, value=value, structure=request.structure.expanded(batch))
+
+
+Calls = dict[tuple[str, int], Callable[[], object]]
+"""Launches by the label of the choice and the number of key/value heads."""
+
+
+def _on_processor(calls: Calls, bundle: int) -> dict[tuple[str, int], float]:
+    """Seconds of each launch: the least CPU time of the process."""
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(ROUNDS):
+        for key, call in calls.items():
+            start = time.process_time()
+            for _ in range(bundle):
+                call()
+            best[key] = min(best[key], (time.process_time() - start) / bundle)
+    return best
+
+
+def _on_device(calls: Calls) -> dict[tuple[str, int], float]:
+    """Seconds of each launch on CUDA, after one that compiles it."""
+    for call in calls.values():
+        call()
+    names = {f"{label} of {count}": (label, count) for label, count in calls}
+    runs = clock_of("cuda")({name: calls[key] for name, key in names.items()})
+    return {key: quartiles(runs[name])[1] * 1e-6 for name, key in names.items()}
 
 
 def launch_label(choice: Choice, own: int | None) -> str:
@@ -85,6 +116,7 @@ def measure_prices(
     *,
     phases: Sequence[str],
     own: int | None,
+    batch: int = 1,
 ) -> PriceTable:
     """Returns the measured prices of every choice.
 
@@ -94,30 +126,27 @@ def measure_prices(
         tensors: Bases and means of that layer.
         phases: Phases to time; models that do not generate have no decode.
         own: See `launch_label`.
+        batch: Sequences at once.
     """
+    requests = {length: repeated(request, batch) for length, request in requests.items()}
     table: dict[str, dict[int, dict[str, Price]]] = {phase: {} for phase in phases}
     for length, whole in sorted(requests.items()):
         for phase in phases:
             request = whole if phase == "prefill" else decode_step(whole)
-            # a decode step takes microseconds: time several at once, above the clock's resolution
-            bundle = 1 if phase == "prefill" else 20
-            kv_heads = request.key.shape[1]
-            counts = sorted({1, kv_heads})
-            best: dict[tuple[str, int], float] = {}
-            for _ in range(ROUNDS):
-                for choice in choices:
-                    for count in counts:
-                        program = Program(LayerPlan(0, "", (choice,) * count), tensors, length)
-                        part = some_heads(request, list(range(count)))
-                        with torch.no_grad():
-                            start = _seconds(request.query.device)
-                            for _ in range(bundle):
-                                execute.attend(program, part)
-                            taken = (_seconds(request.query.device) - start) / bundle
-                        key = (choice.label, count)
-                        best[key] = min(best.get(key, float("inf")), taken)
+            counts = sorted({1, request.key.shape[1]})
+            calls: Calls = {}
+            for choice in choices:
+                for count in counts:
+                    program = Program(LayerPlan(0, "", (choice,) * count), tensors, length)
+                    part = some_heads(request, list(range(count)))
+                    calls[choice.label, count] = partial(execute.attend, program, part)
+            with torch.no_grad():
+                if request.query.is_cuda:
+                    found = _on_device(calls)
+                else:
+                    found = _on_processor(calls, 1 if phase == "prefill" else STEPS)
             table[phase][length] = {
-                launch_label(choice, own): fit_price(counts, [best[choice.label, count] for count in counts])
+                launch_label(choice, own): fit_price(counts, [found[choice.label, count] for count in counts])
                 for choice in choices
             }
     longest = requests[max(requests)]
@@ -143,6 +172,31 @@ def check_prices(
                 "expected one of every choice; leave --prices out to measure them, or ask for the families that the "
                 "table was measured for"
             )
+
+
+def steps_stay_exact(
+    table: PriceTable, choices: Sequence[Choice], lengths: Sequence[int], kv_heads: int
+) -> bool:
+    """Returns whether exact attention is at least as fast as every choice in a decode step of every length.
+
+    So it is for short rows on a GPU, where a step takes as long as its launch.
+
+    Args:
+        table: Measured prices, with decode.
+        choices: The choices.
+        lengths: Length bins.
+        kv_heads: Key/value heads of a layer.
+    """
+
+    def seconds(choice: Choice, length: int) -> float:
+        return table.price("decode", length, choice.label).seconds(kv_heads)
+
+    exact = [choice for choice in choices if choice.is_exact]
+    return all(
+        min(seconds(choice, length) for choice in exact)
+        <= min((seconds(choice, length) for choice in choices if not choice.is_exact), default=0.0)
+        for length in lengths
+    )
 
 
 def unit_prices(

@@ -12,7 +12,7 @@ from ..policy.candidates import FAMILIES, MASSES, WINDOWS
 
 _OF_THE_PROOF = (
     "budget", "direct", "held_out", "most_held_out", "tries", "bolder", "haystacks", "needles", "top1", "kl_p999",
-    "needles_lost", "alpha", "minutes", "rounds", "optimize", "kv_bytes",
+    "needles_lost", "alpha", "minutes", "rounds", "optimize", "kv_bytes", "batch",
 )  # fmt: skip
 """Settings that do not affect the measurement of risks."""
 
@@ -47,6 +47,7 @@ class CalibrationSettings:
         windows: Windows to consider.
         masses: Shares of attention to keep by blocks.
         decode_tokens: Decode steps per prefill, the weight of decode in the price.
+        batch: Sequences that prices and whole passes are timed with at once.
         alpha: Significance level of the tests of all plans together.
         minutes: Minutes after which no further plan is tried; `None` for no limit.
         rounds: Rounds in which whole forward passes are timed after a plan has passed; 0 for none.
@@ -75,6 +76,7 @@ class CalibrationSettings:
     windows: tuple[int, ...] = WINDOWS
     masses: tuple[float, ...] = MASSES
     decode_tokens: int = 64
+    batch: int = 1
     alpha: float = 0.05
     minutes: float | None = None
     rounds: int = 4
@@ -90,7 +92,7 @@ class CalibrationSettings:
             raise ValueError(
                 f"lengths is {list(self.lengths)}, expected rising numbers of at least 32 tokens"
             )
-        for name in ("sequences", "rows", "labels", "joint", "tries", "needles"):
+        for name in ("sequences", "rows", "labels", "joint", "tries", "needles", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.direct < 0:

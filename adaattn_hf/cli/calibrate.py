@@ -97,6 +97,7 @@ def calibrate(
         str, typer.Option(help="Kinds of choices: window,blocks,rank,bf16,int8.")
     ] = "window,bf16,int8,rank",
     decode_tokens: Annotated[int, typer.Option(help="Decode steps per prefill, for the prices.")] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences at once, for the prices.")] = 1,
     prices: Annotated[
         Path | None, typer.Option(help="Prices measured before: the plan is then the same byte for byte.")
     ] = None,
@@ -163,6 +164,7 @@ def calibrate(
             needles_lost=share(needles, "needles"),
             families=kinds(families),
             decode_tokens=decode_tokens,
+            batch=batch,
             optimize=optimize,
             kv_bytes=times(kv_bytes, "kv_bytes"),
         )

@@ -76,6 +76,8 @@ def attend(
             f"plan of layer {program.plan.layer}: made for {len(program.plan.choices)} key/value heads, got keys with "
             f"{kv_heads}; calibrate the model in the form in which it runs (tensor parallelism splits heads)"
         )
+    if program.is_exact_for(request.query.shape[2]):
+        return select.attend(request, backend)
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return AttentionResult(_traced(program, request, backend, window))
     if request.stored is not None:
@@ -127,6 +129,8 @@ def weights(program: Program, request: AttentionRequest) -> Tensor:
             "data; leave it out, or run the model without torch.compile"
         )
     program = program.of_call(request.key.shape[1])
+    if program.is_exact_for(request.query.shape[2]):
+        return attention_weights(request)
     if request.structure.mask is not None or request.bias is not None:
         request = _read_mask(program, request)
     within = rows_within(request.structure, program.max_length, request.query.device)

@@ -239,7 +239,8 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
             wrong = part.misfit(found, head, len(layer.choices), head_dim)
             if wrong is not None:
                 raise PlanError(f"plan of layer {index}: {wrong}; calibrate again")
-    return Program(layer, found, plan.max_length, _own_heads(module, index, len(layer.choices), head_dim))
+    own = _own_heads(module, index, len(layer.choices), head_dim)
+    return Program(layer, found, plan.max_length, own, plan.exact_steps)
 
 
 def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | None) -> range:

@@ -116,8 +116,8 @@ class Monitor:
         counters.calls += 1
         batch, heads, q_len, _ = request.query.shape
         counters.pairs += batch * heads * q_len
-        if program is None:
-            return None
+        if program is None or program.is_exact_for(q_len):
+            return program
         program = self._tightened(index, program)
         self._count(counters, program, request)
         if self._sample and (q_len >= PREFILL or counters.calls % STEP_SHARE == 0):

@@ -263,6 +263,18 @@ class Plan:
         return str(found["stored"]), found["streaming"]
 
     @property
+    def exact_steps(self) -> bool:
+        """Whether decode steps are exact: where the plan was made, no choice was faster than exact attention there.
+
+        Raises:
+            PlanError: The protocol's entry is malformed.
+        """
+        found = self.protocol.get("decode")
+        if found not in (None, "exact"):
+            raise PlanError(f"protocol.decode is {found!r}, expected 'exact' or no such entry")
+        return found is not None
+
+    @property
     def max_length(self) -> int:
         """Longest sequence that the plan covers; 0 if it covers none."""
         return self.lengths[-1] if self.lengths else 0

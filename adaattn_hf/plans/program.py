@@ -9,7 +9,7 @@ from functools import cached_property
 from weakref import WeakValueDictionary
 
 from ..attention.heads import HeadRules
-from .choices import EXACT, Choice
+from .choices import EXACT, PRECISE_ROWS, Choice
 from .plan import LayerPlan
 from .tensors import LayerTensors
 
@@ -45,6 +45,7 @@ class Program:
         max_length: Rows at this position of their sequence or later are exact; bidirectional, all rows of a
             longer sequence.
         own: Key/value heads of this process under tensor parallelism; empty without it.
+        exact_steps: Whether decode steps, calls of fewer than `PRECISE_ROWS` query rows, are exact.
         handle: Number by which traced graphs refer to the program.
     """
 
@@ -52,6 +53,7 @@ class Program:
     tensors: LayerTensors
     max_length: int
     own: range = range(0)
+    exact_steps: bool = False
     handle: int = field(default_factory=itertools.count().__next__, init=False, repr=False)
     _requests: dict[bool, Requests] = field(default_factory=dict, init=False, repr=False)
     _parts: dict[tuple[tuple[int, ...], bool], Program] = field(default_factory=dict, init=False, repr=False)
@@ -76,7 +78,7 @@ class Program:
     def _part(self) -> Program:
         choices = tuple(self.plan.choices[head] for head in self.own)
         plan = replace(self.plan, choices=choices)
-        return Program(plan, self.tensors.of_heads(self.own), self.max_length, self.own)
+        return replace(self, plan=plan, tensors=self.tensors.of_heads(self.own))
 
     @cached_property
     def over_stored(self) -> Program:
@@ -102,8 +104,14 @@ class Program:
             if all_keys:
                 choices = tuple(Choice(None, choice.operands) for choice in choices)
             plan, tensors = replace(self.plan, choices=choices), self.tensors.of_heads(heads)
-            known = self._parts[heads, all_keys] = Program(plan, tensors, self.max_length)
+            known = self._parts[heads, all_keys] = Program(
+                plan, tensors, self.max_length, exact_steps=self.exact_steps
+            )
         return known
+
+    def is_exact_for(self, q_len: int) -> bool:
+        """Whether a call of so many query rows is a decode step that the plan leaves exact."""
+        return self.exact_steps and q_len < PRECISE_ROWS
 
     @cached_property
     def has_gradient(self) -> bool:

@@ -49,6 +49,8 @@ def facts(plan: Plan) -> list[str]:
     if plan.cache is not None:
         stored, streaming = plan.cache
         lines.append(f"cache: {stored}{', heads with a window keep it alone' * streaming}")
+    if plan.exact_steps:
+        lines.append("decode steps stay exact: no choice was faster there")
     depth = max((layer.layer for layer in plan.layers), default=-1) + 1
     width = max((len(layer.choices) for layer in plan.layers), default=0)
     if depth > MOST_ROWS or width > MOST_COLUMNS:

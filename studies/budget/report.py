@@ -273,12 +273,18 @@ def _seeds(study: dict[str, Any]) -> list[str]:
     ]
 
 
+def _clock(where: dict[str, Any]) -> str:
+    """The machine, and what was measured there."""
+    if where["device"] != "cpu":
+        return f"{where['device']}; attention: the longer one of the device's time and the host's, passes: wall time"
+    return f"{where['cpu']}, {where['threads']} thread(s), CPU time"
+
+
 def _speed(speed: dict[str, Any]) -> list[str]:
     lines = [
         "## Measured speed",
         "",
-        f"{speed['provenance']['cpu']}, {speed['provenance']['threads']} thread(s), CPU time; stock is Transformers' "
-        "sdpa with the same weights.",
+        f"{_clock(speed['provenance'])}; stock is Transformers' sdpa with the same weights.",
         "",
     ]
     for level, title in (("attention", "attention of all layers"), ("model", "the whole model, one prefill")):

@@ -18,12 +18,15 @@ from adaattn_hf.calibration.arms import exact_tap
 from ..support.models import fresh_pair, tokens
 
 
-def bench(model: Any, length: int) -> Any:
+def bench(model: Any, length: int, batch: int = 1) -> Any:
     """Inputs of one length, as far as timing needs them."""
     ids = tokens(1, length)
     sample = SimpleNamespace(joint=[None])
     reading = SimpleNamespace(tokens=ids)
-    return SimpleNamespace(model=model, samples={length: sample}, readings=lambda _: [reading])
+    settings = SimpleNamespace(batch=batch)
+    return SimpleNamespace(
+        model=model, samples={length: sample}, readings=lambda _: [reading], settings=settings
+    )
 
 
 @pytest.fixture
@@ -55,6 +58,16 @@ def test_the_ratio_is_that_of_the_times_and_the_first_round_warms_up(clock: Any)
     assert found.sentence() == (
         "whole forward pass of 12 tokens: 2.00 times as fast as exact (95 %: 2.00 to 2.00, CPU time, 2 rounds)"
     )
+
+
+def test_passes_of_several_sequences_say_so(clock: Any) -> None:
+    model = fresh_pair("llama").ours.eval()
+    clock(model, {"exact": [2.0], "plan": [1.0]})
+    slow, seen = model.forward, []
+    model.forward = lambda **given: seen.append(given["input_ids"].shape) or slow(**given)
+    (found,) = benefit.whole_forward(bench(model, 12, batch=3), {}, 2)
+    assert set(seen) == {(3, 12)}
+    assert found.sentence().startswith("whole forward pass of 3 times 12 tokens: 2.00 times as fast")
 
 
 def test_the_interval_is_students_of_the_logarithms(clock: Any) -> None:

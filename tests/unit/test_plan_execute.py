@@ -9,8 +9,9 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.plans import execute
-from adaattn_hf.plans.choices import Window, precision_of
+from adaattn_hf.plans.choices import PRECISE_ROWS, Window, precision_of
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
@@ -161,6 +162,26 @@ def test_a_decode_step_is_at_least_as_exact_in_precision() -> None:
     ).out
     step = _run(_program(make_choice(precision="int8")), query[:, :, -1:], key, value, q_offset=N - 1)
     torch.testing.assert_close(step[:, 0].double(), exact[:, -1], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("choice", CHOICES + LOOSE, ids=lambda choice: choice.label)
+def test_decode_steps_stay_exact_where_the_plan_says_so(choice: Choice) -> None:
+    program = Program(LayerPlan(0, "", (choice, EXACT)), _tensors(), 10**6, exact_steps=True)
+    query, key, value = _qkv()
+    whole = AttentionRequest(query, key, value, CallStructure(1, N, N, causal=True), D**-0.5)
+    assert torch.equal(execute.attend(program, whole).out, execute.attend(_program(choice), whole).out)
+    for rows in (1, PRECISE_ROWS - 1):
+        last = query[:, :, -rows:]
+        structure = CallStructure(1, rows, N, causal=True, q_offset=N - rows)
+        step = AttentionRequest(last, key, value, structure, D**-0.5)
+        torch.testing.assert_close(
+            execute.attend(program, step).out.double(), reference.attention(step).out, atol=2e-5, rtol=2e-5
+        )
+        weights = execute.weights(program, step)
+        torch.testing.assert_close(weights, attention_weights(step))
+        part = program.of_heads((0,))
+        assert part.is_exact_for(rows)
+        assert not part.is_exact_for(PRECISE_ROWS)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)

@@ -1,0 +1,96 @@
+"""Decode steps stay exact where no choice is faster there, and prices are those of as many sequences as asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.calibration import pricing
+from adaattn_hf.calibration.calibrate import calibrate
+from adaattn_hf.patches.explain import explain
+from adaattn_hf.plans import execute, store
+from adaattn_hf.plans.plan import EXACT, Plan, PlanError
+from adaattn_hf.plans.render import facts
+from adaattn_hf.plans.tensors import LayerTensors
+from adaattn_hf.policy.prices import Price, PriceTable
+
+from ..support.choices import make_choice
+from .test_calibrate import LENGTH, SETTINGS, _model, _prices, encode, text
+
+__all__ = ["text"]
+
+
+def _dear_steps(**cheaper: float) -> PriceTable:
+    """Prices of windows that save nine tenths of a prefill, and cost twice as much as exact attention in decode."""
+    cheap = _prices()
+    steps = {
+        label: Price(0.0, 1.0 if label == "exact" else cheaper.get(label, 2.0))
+        for label in cheap.prices["decode"][LENGTH]
+    }
+    return PriceTable("a table", {}, {"prefill": cheap.prices["prefill"], "decode": {LENGTH: steps}})
+
+
+def test_a_plan_that_pays_in_prefill_alone_leaves_decode_steps_exact(text: list[Path]) -> None:
+    model = _model()
+    found = calibrate(model, encode, text, SETTINGS, prices=_dear_steps())
+    assert found.met, found.sentence
+    assert found.plan.exact_steps
+    assert Plan.from_json(found.plan.to_json()).exact_steps
+    assert any("decode steps stay exact" in line for line in facts(found.plan))
+    tokens = torch.randint(0, 128, (1, LENGTH - 1), generator=torch.Generator().manual_seed(0))
+
+    def run(plan: Plan | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the whole sequence, and of its last step behind an exact prefill."""
+        store.remove_plan(model)
+        with torch.no_grad():
+            cache = model(tokens[:, :-1], use_cache=True).past_key_values
+            if plan is not None:
+                store.attach(model, plan)
+            return model(tokens).logits, model(tokens[:, -1:], past_key_values=cache).logits
+
+    (exact, exact_step), (planned, planned_step) = run(None), run(found.plan)
+    assert not torch.allclose(planned, exact, atol=1e-4)
+    torch.testing.assert_close(planned_step, exact_step, atol=1e-5, rtol=1e-5)
+    everywhere = replace(found.plan, protocol={name: found.plan.protocol[name] for name in ("settings",)})
+    assert not torch.allclose(run(everywhere)[1], exact_step, atol=1e-4)
+    words = {choice.phase: choice.plan for choice in explain(model, plan=found.plan).layers if choice.plan}
+    assert "prefill" in words
+    assert "decode" not in words
+    with pytest.raises(PlanError, match=r"protocol\.decode is 'fast'"):
+        _ = replace(found.plan, protocol={"decode": "fast"}).exact_steps
+
+
+def test_one_choice_that_is_faster_in_decode_keeps_the_plan_there(text: list[Path]) -> None:
+    table = _dear_steps(**{"w32+16": 0.9})
+    found = calibrate(_model(), encode, text, SETTINGS, prices=table)
+    assert not found.plan.exact_steps
+    choices = [EXACT, make_choice("window", 32, 16)]
+    assert not pricing.steps_stay_exact(table, choices, [LENGTH], 2)
+    assert pricing.steps_stay_exact(_dear_steps(), choices, [LENGTH], 2)
+    assert not pricing.steps_stay_exact(table, [EXACT], [LENGTH], 2)
+
+
+def test_prices_are_measured_with_the_batch_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int, int]] = []
+    attend = execute.attend
+
+    def watched(program: Any, request: AttentionRequest) -> Any:
+        seen.append((request.structure.batch, *request.query.shape[:3:2]))
+        return attend(program, request)
+
+    monkeypatch.setattr(execute, "attend", watched)
+    query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
+    request = AttentionRequest(query, key, key, CallStructure(1, 64, 64, causal=True), 0.25)
+    choices = [EXACT, make_choice("window", 32, 4)]
+    options = {"phases": pricing.PHASES, "own": None, "batch": 3}
+    table = pricing.measure_prices({64: request}, choices, LayerTensors(), **options)
+    assert set(seen) == {(3, 3, 64), (3, 3, 1)}
+    assert set(table.prices["decode"][64]) == {"exact", "w32+4"}
+    with pytest.raises(ValueError, match="batch is 0, expected at least 1"):
+        replace(SETTINGS, batch=0)
