@@ -1,9 +1,8 @@
-"""How pages write tables, losses and budgets, and names that may hold markup."""
+"""Names from outside, such as those of files and models, written so that they bring no markup to a page or terminal."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
@@ -22,23 +21,3 @@ def harmless(record: Any) -> Any:
     if isinstance(record, Mapping):
         return {harmless(key): harmless(value) for key, value in record.items()}
     return [harmless(value) for value in record] if isinstance(record, (list, tuple)) else record
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a Markdown table, and an empty one."""
-    return [
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * len(head),
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
-    ]
-
-
-def loss(value: float) -> str:
-    """Returns a loss in nats/token as text."""
-    return f"{value:.2e}"
-
-
-def percent(budget: float) -> str:
-    """Returns a budget as a rise of the perplexity."""
-    return f"{100 * math.expm1(budget):.3g} %"

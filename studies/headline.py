@@ -13,10 +13,10 @@ from typing import Any
 
 from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
-from adaattn_hf.eval.pages import loss, percent
 
 from .headline_picture import Bar, draw
 from .headline_plan import draw as draw_plans
+from .pages import loss, percent
 
 __all__ = [
     "BEGIN",

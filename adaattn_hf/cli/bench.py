@@ -12,8 +12,6 @@ from ..errors import DataUnavailable, EvalError, UsageError
 from .interrupt import interrupted, leave, of_file, terminate_like_interrupt
 from .json_output import AsJson, print_reports, tables_aside
 
-__all__ = ["bench"]
-
 
 def bench(
     only: Annotated[str, typer.Option(help="Regular expression; cells whose title it matches.")] = "",

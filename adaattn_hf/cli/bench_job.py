@@ -24,8 +24,6 @@ from adaattn_hf.patches.checkpoint import known_implementations
 from .._files import write_atomically
 from ..errors import UsageError, unknown
 
-__all__ = ["check_names", "choose_cells", "run", "run_cell"]
-
 OURS = "adaattn"
 # What an implementation raises that cannot do a cell; anything else is a fault of ours and stops the run.
 _REFUSALS = (NotImplementedError, ValueError, RuntimeError, ImportError, OSError)

@@ -15,8 +15,6 @@ from ..backends.probes import HEADS, SHORTEST, probes
 from ..backends.select import order
 from ..backends.table import LONGEST, Cell, clearly_faster
 
-__all__ = ["grid", "lines", "report"]
-
 
 def grid(
     device: str, dtypes: Iterable[str], head_dims: Iterable[int], kinds: Iterable[str], threads: int

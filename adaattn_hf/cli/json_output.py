@@ -11,8 +11,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["AsJson", "print_reports", "tables_aside"]
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON; tables go to stderr.")]
 
 

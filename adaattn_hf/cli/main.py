@@ -31,7 +31,6 @@ COMMANDS: dict[str, str] = {
     "explain": "adaattn_hf.cli.explain:explain",
     "calibrate": "adaattn_hf.cli.calibrate:calibrate",
     "plan": "adaattn_hf.cli.plan:plan",
-    "ablate": "adaattn_hf.cli.ablate:ablate",
     "bench": "adaattn_hf.cli.bench:bench",
     "tune": "adaattn_hf.cli.tune:tune",
     "doctor": "adaattn_hf.cli.doctor:doctor",

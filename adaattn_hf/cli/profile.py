@@ -17,8 +17,6 @@ from .json_output import AsJson
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["profile"]
-
 
 def profile(
     model: Annotated[

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from adaattn_hf.cli.ablate import ARMS, only
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.provenance import provenance
 
 from . import study
+from .ablate import ARMS, only
 
 if TYPE_CHECKING:
     from adaattn_hf.calibration.measure import Measurement

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from adaattn_hf.eval.pages import loss, table
+from ..pages import loss, table
 
 
 def _row(entry: dict[str, Any], name: str, lengths: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adaattn_hf.eval.pages import loss, percent, table
+from ..pages import loss, percent, table
 
 
 def verdicts_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adaattn_hf.eval.pages import loss, percent, table
 from adaattn_hf.policy.prices import PriceTable
 
+from ..pages import loss, percent, table
 from .curve_report import curve_sections
 from .masked_report import verdicts_of
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from adaattn_hf.cli import ablate
 from adaattn_hf.cli import bench_job as bench_command
 from adaattn_hf.cli.interrupt import leave
 from adaattn_hf.errors import EvalError
-from adaattn_hf.eval import atlas, pages
+from adaattn_hf.eval import atlas
 from adaattn_hf.eval.bench import report as bench
 from adaattn_hf.plans import page, render
+from studies.budget import ablate
 
 from ..unit.test_plan import make_plan
 
@@ -115,7 +115,6 @@ TERMINAL: dict[str, Callable[[], str]] = {
     "facts of a plan": lambda: "\n".join(render.facts(planned())),
     "summary of a plan": lambda: "\n".join(render.summary(planned())),
     "picture of a plan": lambda: shown(render.heat_map(make_plan(model_type=NASTY))),
-    "ablation": lambda: shown(ablate.terminal_table(pages.harmless(ablated()))),
 }
 ELSEWHERE = {
     "adaattn_hf/cli/calibration_job.py": "sentences of the package, a plan's picture and page",
@@ -136,14 +135,12 @@ ELSEWHERE = {
 }
 """Modules that write to a terminal or a page and are not among the cases here: what they write, or who tests it."""
 HERE = {
-    "adaattn_hf/cli/ablate.py",
     "adaattn_hf/cli/bench_job.py",
     "adaattn_hf/cli/interrupt.py",
     "adaattn_hf/plans/page.py",
     "adaattn_hf/plans/render.py",
     "eval/atlas.py",
     "eval/bench/report.py",
-    "eval/pages.py",
 }
 
 

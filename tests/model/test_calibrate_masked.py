@@ -586,19 +586,6 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
     assert json.loads((directory / "adaattn_plan.json").read_text())["lengths"] == [512]
 
 
-def test_ablate_scores_masked_places_too(tmp_path: Path, text: list[Path]) -> None:
-    output = tmp_path / "ablation.json"
-    done = CliRunner().invoke(
-        app,
-        ["ablate", str(demo_model_path("bert")), "--data", str(text[0]), "--length", "128", "--sequences", "1",
-         "--held-out", "2", "--budgets", "1%", "--output", str(output)],
-    )  # fmt: skip
-    assert done.exit_code == 0, done.output
-    rows = json.loads(output.read_text())["rows"]
-    assert {row["choice"] for row in rows if row["arm"] == "uniform"} >= {"w32+16 bf16", "int8", "r16"}
-    assert all(row["kl"] >= 0 and row["ratio"] > 0 for row in rows)
-
-
 def test_the_command_refuses_an_encoder_without_its_head(tmp_path: Path, text: list[Path]) -> None:
     BertModel.from_pretrained(demo_model_path("bert")).save_pretrained(tmp_path / "bare")
     AutoTokenizer.from_pretrained(demo_model_path("bert")).save_pretrained(tmp_path / "bare")

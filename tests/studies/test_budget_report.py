@@ -10,7 +10,7 @@ import pytest
 
 from adaattn_hf.policy.prices import Price, PriceTable
 from studies.budget import texts
-from studies.budget.report import inside, main, times_exact
+from studies.budget.report import inside, main, times_exact, write_page
 
 TABLE = PriceTable(
     "a machine", {"exact": "one", "bf16": "one"},
@@ -97,3 +97,14 @@ def test_modules_of_a_library_are_documents(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x" * (1 if name == "short.py" else texts.SHORTEST), encoding="utf-8")
     assert [one["name"] for one in texts.documents(tmp_path)] == ["a.py", "b.py"]
     assert [one["name"] for one in texts.documents(tmp_path, enough=1)] == ["a.py"]
+
+
+def test_the_committed_report_is_the_one_of_its_json(tmp_path: Path, checkout: Path) -> None:
+    source = checkout / "docs" / "results" / "budget.json"
+    write_page(source, tmp_path / "budget.md")
+    text = (tmp_path / "budget.md").read_text(encoding="utf-8")
+    assert text == (checkout / "docs" / "results" / "budget.md").read_text(encoding="utf-8")
+    study = json.loads(source.read_text(encoding="utf-8"))
+    strict = [seed for seed in study["seeds"] if seed["budget"] < 2e-3]
+    assert len({seed["seed"] for seed in strict}) == len(strict) >= 20
+    assert sum(seed["met"] for seed in strict) >= 19

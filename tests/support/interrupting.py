@@ -11,10 +11,12 @@ from pathlib import Path
 COMMAND = (sys.executable, "-P", "-c", "from adaattn_hf.cli.main import main; main()")
 
 
-def interrupted(arguments: list[str], appears: Path) -> subprocess.CompletedProcess[str]:
+def interrupted(
+    arguments: list[str], appears: Path, command: tuple[str, ...] = COMMAND
+) -> subprocess.CompletedProcess[str]:
     """Runs a command until a file appears, sends SIGINT, and returns how it ended."""
     process = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         end = time.monotonic() + 180

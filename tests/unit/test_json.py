@@ -23,7 +23,6 @@ RUNS = {
     "plan show": "plan",
     "plan diff": "plan plan",
     "plan explore": "plan --html page.html",
-    "ablate": f"{MODEL} --data {TEXT} --budgets 1% --length 128 {FEW} --output ablation.json",
     "bench": "--only ^tiny.causal --rounds 1 --no-memory --implementations sdpa",
     "tune": "--device cpu --dtype float32 --head-dim 16 --kinds causal --longest 8",
     "doctor": "",

@@ -15,8 +15,6 @@ from ...attention.segments import Segment
 from ..windows import ALL, HeadWindows
 from .kernels import choose, listing, pool
 
-__all__ = ["Lists", "chosen_bits", "lists_of", "windows_beside"]
-
 _STEPS = 14
 _NARROWEST = 64
 """Fewest blocks that a launch has registers for: rows at the start of a causal call look back at no more."""

@@ -11,8 +11,6 @@ import torch
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..base import Backend, head_refusals, nothing_seen
 
-__all__ = ["Flash4Backend"]
-
 _MODULES = ("flash_attn", "flash_attn.cute", "cutlass", "quack")
 """Its own, parents first, and those of the compiler that it imports: an interrupted installation may lack these."""
 

@@ -17,9 +17,6 @@ from ..windows import ALL, HeadWindows, head_windows
 from .fa4_lists import BLOCK, Blocks, Runs, blocks_of, lists, runs_of
 from .variants import attend_packed
 
-__all__ = ["attend"]
-
-
 # its compiler says so of every mask that it cannot take as a launch's argument, and compiles it in
 warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
 

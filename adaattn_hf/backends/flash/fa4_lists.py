@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ...attention.structure import CallStructure, Segment
 
-__all__ = ["BLOCK", "Blocks", "Runs", "blocks_of", "lists", "runs_of"]
-
 BLOCK = 128
 """Queries and keys per block."""
 

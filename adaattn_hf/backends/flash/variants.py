@@ -15,8 +15,6 @@ from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ...attention.structure import CallStructure, Segment
 from ..base import Backend, head_refusals, nothing_seen
 
-__all__ = ["FA2", "FA3", "FA3_FWD", "FlashBackend", "FlashVariant", "attend_packed"]
-
 
 @dataclass(frozen=True)
 class FlashVariant:

@@ -1,8 +1,9 @@
-"""The ablation and the budget report on a tiny model."""
+"""The ablation on a tiny model, and its committed page."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,18 +11,20 @@ import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from adaattn_hf.calibration.calibrate import CalibrationSettings
-from adaattn_hf.cli.ablate import ARMS, ablate_model, page, terminal_table
-from adaattn_hf.cli.main import app
-from adaattn_hf.eval.demo import calibration_pages, demo_model_path
+from adaattn_hf.eval.demo import demo_model_path, pages_path
 from adaattn_hf.policy.prices import Price, PriceTable
-from studies.budget.report import write_page
+from studies.budget.ablate import ARMS, ablate_model, main, page
 
 from ..support.interrupting import interrupted
+from ..support.source_tree import ROOT
 
 LENGTH = 160
+COMMAND = (
+    *(sys.executable, "-P", "-c"),
+    f"import sys; sys.path.append({str(ROOT)!r}); from studies.budget.ablate import main; main()",
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,44 +78,43 @@ def test_ablation_has_every_arm_and_the_combination_is_cheapest(
         assert all(by_arm[arm, budget]["predicted"] <= budget for arm in ARMS)
     assert by_arm["combined", 1.0]["ratio"] == pytest.approx(5.0)
     assert {r["choice"] for r in result["rows"] if r["arm"] == "uniform"} == set(costs) - {"exact"}
-    assert terminal_table(result).row_count == len(result["rows"])
+
+
+def run(*words: object) -> int:
+    """The command's exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return int(ended.value.code or 0)
 
 
 def test_the_command_writes_figures_and_their_page(tmp_path: Path, text: list[Path]) -> None:
     output = tmp_path / "made" / "ablate.json"
     words = f"--length {LENGTH} --held-out 2 --families bf16 --budgets 1% --threads {torch.get_num_threads()}"
-    done = CliRunner().invoke(
-        app,
-        [
-            "ablate",
-            str(demo_model_path("llama")),
-            "--data",
-            str(text[0]),
-            "--output",
-            str(output),
-            *words.split(),
-            "--json",
-        ],
-    )
-    assert done.exit_code == 0, done.output
+    assert run(demo_model_path("llama"), "--data", text[0], "--output", output, *words.split()) == 0
     result = json.loads(output.read_text(encoding="utf-8"))
-    assert json.loads(done.stdout) == result
-    assert "the budget binds the predicted KL" in " ".join(done.stderr.split())
     assert [row["arm"] for row in result["rows"]] == [*ARMS, "uniform"]
     assert result["provenance"]["versions"]["torch"]
     found = output.with_suffix(".md").read_text(encoding="utf-8")
     assert found == page(result)
+    assert "the budget binds the predicted KL" in found
     assert "* 1 %: together" in found
     assert str(tmp_path) not in found + json.dumps(result)
 
 
+def test_a_masked_model_is_scored_at_masked_places(tmp_path: Path) -> None:
+    output = tmp_path / "ablation.json"
+    words = f"--length 128 --sequences 1 --held-out 2 --budgets 1% --output {output}"
+    assert run(demo_model_path("bert"), "--data", pages_path("calibration"), *words.split()) == 0
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert {row["choice"] for row in rows if row["arm"] == "uniform"} >= {"w32+16 bf16", "int8", "r16"}
+    assert all(row["kl"] >= 0 and row["ratio"] > 0 for row in rows)
+
+
 def test_ctrl_c_keeps_the_finished_rows_and_says_so(tmp_path: Path) -> None:
-    output, text = tmp_path / "ablation.json", tmp_path / "text.txt"
-    text.write_text("\n\n".join(calibration_pages()), encoding="utf-8")
+    output, partial = tmp_path / "ablation.json", tmp_path / "ablation.json.partial"
     words = f"--length 512 --sequences 1 --held-out 12 --families window,bf16 --threads 1 --output {output}"
-    arguments = ["ablate", str(demo_model_path("llama")), "--data", str(text), *words.split()]
-    partial = tmp_path / "ablation.json.partial"
-    done = interrupted(arguments, partial)
+    arguments = [str(demo_model_path("llama")), "--data", str(pages_path("calibration")), *words.split()]
+    done = interrupted(arguments, partial, COMMAND)
     assert done.returncode == 130, done.stderr
     assert f"interrupted: finished rows are kept in {partial}" in done.stderr
     rows = json.loads(partial.read_text(encoding="utf-8"))["rows"]
@@ -141,18 +143,8 @@ def test_the_committed_ablation_is_the_page_of_its_json(checkout: Path) -> None:
         (("--budgets", "0.1%,lots"), "budget is 'lots'"),
     ],
 )
-def test_wrong_arguments_end_with_code_2(text: list[Path], more: tuple[str, str], words: str) -> None:
-    done = CliRunner().invoke(app, ["ablate", str(demo_model_path("llama")), "--data", str(text[0]), *more])
-    assert done.exit_code == 2
-    assert words in done.stderr
-
-
-def test_the_committed_report_is_the_one_of_its_json(tmp_path: Path, checkout: Path) -> None:
-    source = checkout / "docs" / "results" / "budget.json"
-    write_page(source, tmp_path / "budget.md")
-    text = (tmp_path / "budget.md").read_text(encoding="utf-8")
-    assert text == (checkout / "docs" / "results" / "budget.md").read_text(encoding="utf-8")
-    study = json.loads(source.read_text(encoding="utf-8"))
-    strict = [seed for seed in study["seeds"] if seed["budget"] < 2e-3]
-    assert len({seed["seed"] for seed in strict}) == len(strict) >= 20
-    assert sum(seed["met"] for seed in strict) >= 19
+def test_wrong_arguments_end_with_code_2(
+    text: list[Path], more: tuple[str, str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(demo_model_path("llama"), "--data", text[0], *more) == 2
+    assert words in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`adaattn ablate`: what each kind of approximation buys alone and together, at the same budgets.
+"""What each kind of approximation buys alone and together: `python -m studies.budget.ablate MODEL --data TEXT`.
 
 One calibration of risks and prices, then the knapsack with the choices of one kind at a time, each plan
 measured on the same held-out text: rank only, precision only, sparsity only, all together; and the uniform
@@ -7,22 +7,19 @@ choices beside them.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from adaattn_hf.eval.pages import harmless, loss, percent, table
+from adaattn_hf.cli.interrupt import interrupted, terminate_like_interrupt
+from adaattn_hf.eval.pages import harmless
 
-from ..errors import UsageError
-from .interrupt import interrupted, leave, terminate_like_interrupt
-from .json_output import AsJson, print_reports
+from ..pages import loss, percent, table
+from .study import run_app, write
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 ARMS = ("rank", "precision", "sparsity", "combined")
 _HEAD = ("arm", "budget or choice", "predicted KL", "measured KL", "measured Δnll", "times as fast")
 
@@ -63,9 +60,9 @@ def ablate_model(
     """
     import numpy as np
 
-    from ..calibration.calibrate import measure_model
-    from ..calibration.scoring import NEXT_TOKEN
-    from ..calibration.search import JointPasses, solve
+    from adaattn_hf.calibration.calibrate import measure_model
+    from adaattn_hf.calibration.scoring import NEXT_TOKEN
+    from adaattn_hf.calibration.search import JointPasses, solve
 
     say("risks and prices")
     measurement = measure_model(
@@ -101,18 +98,6 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [row["arm"], name, *losses, f"{row['ratio']:.2f}"]
 
 
-def terminal_table(result: Mapping[str, Any]) -> Table:
-    """Returns the result as a table for the terminal."""
-    shown = Table(
-        title="loss (nats/token) against price, longest length", caption="the budget binds the predicted KL"
-    )
-    for name in _HEAD:
-        shown.add_column(name, justify="left" if name == "arm" else "right")
-    for row in result["rows"]:
-        shown.add_row(*_cells(row))
-    return shown
-
-
 def page(result: Mapping[str, Any]) -> str:
     """Returns the result as a page; every number is in it, or a quotient of two that are."""
     result = harmless(result)
@@ -122,10 +107,10 @@ def page(result: Mapping[str, Any]) -> str:
     lines = [
         "# What rank, precision and sparsity buy alone and together",
         "",
-        f"`adaattn ablate` on {result['model']} in {settings['dtype']} at {result['lengths'][-1]} tokens: one"
-        " measurement of risks and prices, then the cheapest plan inside a budget that one kind of choice alone can"
-        " give, and that all together can. Losses are in nats/token and measured on held-out text; the budget binds"
-        " the predicted KL. Plans are chosen by prefill and decode; times are of prefill, by the price table.",
+        f"`python -m studies.budget.ablate` on {result['model']} in {settings['dtype']} at {result['lengths'][-1]}"
+        " tokens: one measurement of risks and prices, then the cheapest plan inside a budget that one kind of choice"
+        " alone can give, and that all together can. Losses are in nats/token and measured on held-out text; the budget"
+        " binds the predicted KL. Plans are chosen by prefill and decode; times are of prefill, by the price table.",
         "",
         f"* calibration text: {', '.join(settings['data'])}, {settings['sequences']} sequences; held-out text:"
         f" {', '.join(settings['verify_data'] or settings['data'])}, {settings['held_out']} sequences",
@@ -147,6 +132,7 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", *table(_HEAD, [_cells(row) for row in rows])])
 
 
+@app.command()
 def ablate(
     model: Annotated[str, typer.Argument(help="Hub id or directory of a causal or masked LM.")],
     data: Annotated[list[Path], typer.Option(help="Text: .txt, .jsonl, or directories of them.")],
@@ -173,43 +159,36 @@ def ablate(
     device: Annotated[str | None, typer.Option(help="cpu, cuda. Default: cuda where there is one.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Show what rank, precision and sparsity buy alone and together at the same loss.
 
     Exit codes: 0 done; 2 wrong arguments; 130 interrupted, with the finished rows in FILE.partial of --output.
     """
+    from adaattn_hf._files import write_atomically
+    from adaattn_hf.calibration.settings import CalibrationSettings
+    from adaattn_hf.cli.loading import load
+    from adaattn_hf.cli.options import kinds, known_prices, nats, texts, tokens, use_threads, writable
     from adaattn_hf.eval.provenance import provenance
     from adaattn_hf.patches.checkpoint import resolve_device
 
-    from .._files import write_atomically
-    from ..calibration.settings import CalibrationSettings
-    from .loading import load
-    from .options import kinds, known_prices, nats, texts, tokens, use_threads, writable
-
-    console = Console(stderr=as_json)
     partial = output.with_name(f"{output.name}.partial")
-
-    def keep(table: dict[str, Any]) -> None:
-        write_atomically(partial, json.dumps(table, indent=1, sort_keys=True) + "\n")
-
+    use_threads(threads)
+    writable(output.parent, "output")
+    texts([*data, *(verify_data or [])])
+    where = resolve_device(device)
+    settings = CalibrationSettings(
+        lengths=tokens(length),
+        sequences=sequences,
+        held_out=held_out,
+        seed=seed,
+        families=kinds(families),
+        tries=1,
+        haystacks=0,
+    )
+    known = known_prices(prices)
+    allowed = [nats(part) for part in budgets.split(",")]
+    partial.unlink(missing_ok=True)
     try:
-        use_threads(threads)
-        writable(output.parent, "output")
-        texts([*data, *(verify_data or [])])
-        where = resolve_device(device)
-        settings = CalibrationSettings(
-            lengths=tokens(length),
-            sequences=sequences,
-            held_out=held_out,
-            seed=seed,
-            families=kinds(families),
-            tries=1,
-            haystacks=0,
-        )
-        known = known_prices(prices)
-        allowed = [nats(part) for part in budgets.split(",")]
-        partial.unlink(missing_ok=True)
         with terminate_like_interrupt():
             loaded = load(model, dtype=dtype, gguf_file=gguf_file)
             result = ablate_model(
@@ -221,11 +200,9 @@ def ablate(
                 verify_data=verify_data,
                 scoring=loaded.scoring,
                 prices=known,
-                say=lambda text: console.print(text, markup=False, highlight=False),
-                keep=keep,
+                say=typer.echo,
+                keep=lambda table: write(partial, table),
             )
-    except (ValueError, FileNotFoundError) as error:
-        leave(UsageError(str(error)))
     except KeyboardInterrupt:
         interrupted(f"finished rows are kept in {partial}" if partial.is_file() else "no row was finished")
     result["model"] = Path(model).name
@@ -236,16 +213,16 @@ def ablate(
         **{name: getattr(settings, name) for name in ("sequences", "held_out", "seed", "families")},
     }
     result["provenance"] = provenance(where)
-    write_atomically(output, json.dumps(result, indent=1, sort_keys=True) + "\n")
+    write(output, result)
     write_atomically(output.with_suffix(".md"), page(result))
     partial.unlink(missing_ok=True)
-    console.print(terminal_table(result))
-    console.print(f"report: {output.with_suffix('.md')}", markup=False, highlight=False, soft_wrap=True)
-    if as_json:
-        print_reports([output])
+    typer.echo(f"report: {output.with_suffix('.md')}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line; wrong arguments end with code 2."""
+    run_app(app, "ablate", argv)
 
 
 if __name__ == "__main__":
-    from .main import main
-
-    main(["ablate", *sys.argv[1:]])
+    main()
