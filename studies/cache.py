@@ -13,7 +13,9 @@ batches and shapes, too; `--only speed` (`growth`, `loss`) measures a part, and 
 that fails (a device that is full) leaves its reason. Caches of ours that hold more or less than `explain` foretells:
 exit code 1.
 
-kvpress asks for older Transformers than these, and runs beside them: `pip install --no-deps kvpress cachetools fire`.
+Caches of other libraries need those libraries; kvpress asks for older Transformers than these, and runs beside them:
+`pip install --no-deps optimum-quanto ninja hqq termcolor einops kvpress cachetools fire`. `--add` puts them on a page
+that was measured without them, beside DynamicCache in the same rounds; caches of this package stay as they were.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from adaattn_hf._files import write_atomically
 from adaattn_hf.eval.provenance import provenance
 
-from .cache_arms import OURS, SHAPES, present, shaped
+from .cache_arms import ARMS, OURS, SHAPES, present, shaped
 from .cache_page import page
 from .cache_speed import beyond, foretold, growth, speed
 from .cache_text import Arm, behind_prompts, losses
@@ -57,45 +59,72 @@ def _of_text(path: Path, text: Path, windows: int, window: int, gguf_file: str |
     return model, ids[: windows * window].view(windows, window)
 
 
-def _kvpress(arms: Sequence[Arm]) -> str:
-    """What kvpress asks for and what it ran beside, if it ran."""
-    if not any(arm.press for arm in arms):
+LIBRARIES = {"quanto": "optimum-quanto", "hqq": "hqq", "kvpress": "kvpress"}
+"""Packages by a word in the names of the caches that need them."""
+
+
+def _libraries(arms: Sequence[Arm]) -> str:
+    """Versions of the other libraries that ran, and which Transformers they ask for."""
+    ran = [package for word, package in LIBRARIES.items() if any(word in arm.name for arm in arms)]
+    found = []
+    for package in ran:
+        needs = importlib.metadata.requires(package) or ()
+        asked = [one for one in needs if one.startswith("transformers") and "extra" not in one]
+        version = importlib.metadata.version(package)
+        found.append(f"{package} {version}" + (f" (asks for {', '.join(asked)})" if asked else ""))
+    if not found:
         return ""
-    asked = [one for one in importlib.metadata.requires("kvpress") or () if one.startswith("transformers")]
-    return (
-        f"kvpress {importlib.metadata.version('kvpress')} asks for {', '.join(asked)}; it ran beside Transformers "
-        f"{importlib.metadata.version('transformers')}, handed the positions by which its presses know a prompt."
-    )
+    pressed = ", whose presses are handed the positions by which they know a prompt" * ("kvpress" in ran)
+    beside = importlib.metadata.version("transformers")
+    return f"Other libraries, beside Transformers {beside}: {', '.join(found)}{pressed}."
 
 
-def begun(file: Path, asked: dict[str, Any], place: torch.device, resume: bool) -> dict[str, Any]:
-    """What was measured before by the same source and settings, or nothing yet.
+def lacking(arms: Sequence[Arm], rows: Sequence[dict[str, Any]]) -> list[Arm]:
+    """Those of the arms that have no row, behind the one that they are compared with; nothing if all have one."""
+    there = {row["cache"] for row in rows}
+    missing = [arm for arm in arms[1:] if arm.name not in there]
+    return [arms[0], *missing] if missing else []
+
+
+def join(rows: list[dict[str, Any]], more: Sequence[dict[str, Any]]) -> None:
+    """Put rows with others, by cell and in the order of the caches; what was there stays as it was."""
+    order = [arm.name for arm in ARMS]
+
+    def place(row: dict[str, Any]) -> tuple[int, ...]:
+        return row.get("length", 0), row.get("batch", 0), order.index(row["cache"])
+
+    there = {place(row) for row in rows}
+    rows += [row for row in more if place(row) not in there]
+    rows.sort(key=place)
+
+
+def begun(file: Path, asked: dict[str, Any], place: torch.device, resume: bool, add: bool) -> dict[str, Any]:
+    """What was measured before by the same source (to `add` to it by any) and settings, or nothing yet.
 
     Raises:
-        BadParameter: The file is of another run.
+        BadParameter: The file is of another run, or there is nothing to add to.
     """
     empty: dict[str, Any] = {
-        "provenance": provenance(place), "asked": asked, "absent": {}, "kvpress": "", "loss": [], "loss_of": "",
-        "behind": [], "speed": {}, "floor": {}, "growth": [],
+        "provenance": provenance(place), "asked": asked, "absent": {}, "libraries": "", "added": [], "loss": [],
+        "loss_of": "", "behind": [], "speed": {}, "floor": {}, "growth": [],
     }  # fmt: skip
-    if not resume or not file.exists():
+    if add and not file.exists():
+        raise typer.BadParameter(f"add: {file} is not there, expected a page to add to; leave --add out")
+    if not (resume or add) or not file.exists():
         return empty
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    same = (
-        "source",
-        "device",
-        "threads",
-        "versions",
-    )  # the page itself lies in the checkout and changes its state
+    # not the commit: the page itself lies in the checkout and changes its state
+    same = ("device", "threads", "versions", *(() if add else ("source",)))
     before, now = (
         {"asked": one["asked"], **{k: one["provenance"][k] for k in same}} for one in (found, empty)
     )
     if before != now:
         differs = [key for key in now if before[key] != now[key]]
         raise typer.BadParameter(
-            f"resume: {file} was measured with another {', '.join(differs)}; leave --resume out"
+            f"{'add' if add else 'resume'}: {file} was measured with another {', '.join(differs)}; leave "
+            f"--{'add' if add else 'resume'} out"
         )
-    return found
+    return {key: found.get(key, nothing) for key, nothing in empty.items()}
 
 
 @app.command()
@@ -132,6 +161,9 @@ def main(
     ] = 10_000,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the page that is there.")] = False,
+    add: Annotated[
+        bool, typer.Option("--add", help="The same, with other libraries' caches that it lacks alone.")
+    ] = False,
 ) -> None:
     """Measure, and write the page."""
     if threads is not None:
@@ -153,10 +185,14 @@ def main(
         "window": window,
     }
     stem = write / ("cache_cuda" if place.type == "cuda" else "cache")
-    found = begun(stem.with_suffix(".json"), asked, place, resume)
+    found = begun(stem.with_suffix(".json"), asked, place, resume, add)
+    commit = provenance(place)["commit"]  # the page that is written changes the checkout's state
 
-    def keep(words: str) -> None:
+    def keep(words: str, part: str, arms: Sequence[Arm]) -> None:
         typer.echo(words)
+        if add:
+            entry = {"part": part, "caches": [arm.name for arm in arms[1:]], "commit": commit}
+            found["added"] += [entry] if entry not in found["added"] else []
         write_atomically(stem.with_suffix(".json"), json.dumps(found, indent=1, sort_keys=True) + "\n")
         write_atomically(stem.with_suffix(".md"), page(found))
 
@@ -167,15 +203,16 @@ def main(
     if model is not None and text is not None:
         named, ids = _of_text(model, text, windows, window, gguf_file)
         named = named.to(place)
-        if "loss" in parts and not found["behind"]:
-            arms, found["absent"] = present(named, left_out)
-            found["kvpress"] = _kvpress(arms)
-            found["loss"] = losses(named, arms, ids.to(place))
-            found["behind"] = behind_prompts(named, arms, ids.to(place))
-            found["loss_of"] = (
-                f"{name or model.name} in float32, {windows} windows of {window} tokens of {text.name}"
-            )
-            keep(f"loss on {text.name}")
+        if "loss" in parts and (add or not found["behind"]):
+            arms, found["absent"] = present(named, left_out, add)
+            found["libraries"], arms = _libraries(arms), lacking(arms, found["behind"])
+            if arms:
+                join(found["loss"], losses(named, arms, ids.to(place)))
+                join(found["behind"], behind_prompts(named, arms, ids.to(place)))
+                found["loss_of"] = (
+                    f"{name or model.name} in float32, {windows} windows of {window} tokens of {text.name}"
+                )
+                keep(f"loss on {text.name}", "loss", arms)
         makes.insert(0, (f"{name or model.name}, bfloat16", lambda: named.to(torch.bfloat16)))
     cells = [
         (length, batch) for length in map(int, lengths.split(",")) for batch in map(int, batches.split(","))
@@ -183,28 +220,30 @@ def main(
     for title, make in makes if "speed" in parts else []:
         rows = found["speed"].setdefault(title, [])
         done = {(row["length"], row["batch"]) for row in rows}
-        if done >= set(cells):
+        if not add and done >= set(cells):
             continue
         one = make()
-        arms, found["absent"] = present(one, left_out)
-        found["kvpress"], memory = _kvpress(arms), foretold(one)
+        every, found["absent"] = present(one, left_out, add)
+        found["libraries"], memory = _libraries(every), foretold(one)
         floor = found["floor"].setdefault(title, {})
         for length, batch in cells:
-            if (length, batch) in done:
+            arms = lacking(every, [row for row in rows if (row["length"], row["batch"]) == (length, batch)])
+            if not arms:
                 continue
             if str(batch) not in floor:
                 empty = speed(one, arms[:1], batch, 1, rounds, steps, most, {})[0]
                 floor[str(batch)] = empty["tokens_per_second"]
-            rows += speed(one, arms, batch, length, rounds, steps, most, memory)
-            keep(f"{title}: {length} tokens, batch {batch}")
+            more = speed(one, arms, batch, length, rounds, steps, most, memory)
+            join(rows, more)
+            keep(f"{title}: {length} tokens, batch {batch}", "speed", arms)
         del one
         gc.collect()
-    if "growth" in parts and grow and not found["growth"]:
+    if "growth" in parts and grow and not found["growth"] and not add:
         small = shaped("tiny", place)
         arms, memory = [arm for arm in present(small, left_out)[0] if arm.name in OURS], foretold(small)
         for arm in arms:
             found["growth"].append(growth(small, arm, grow, memory))
-            keep(f"{arm.name}: {grow} steps")
+            keep(f"{arm.name}: {grow} steps", "growth", [])
     wrong = [cell for rows in found["speed"].values() for cell in beyond(rows)]
     if wrong:
         typer.echo(f"held bytes over what explain foretells: {'; '.join(wrong)}", err=True)

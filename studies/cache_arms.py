@@ -52,16 +52,19 @@ ARMS = (
 )
 
 
-def present(model: Any, skipped: Sequence[str]) -> tuple[list[Arm], dict[str, str]]:
+def present(model: Any, skipped: Sequence[str], others: bool = False) -> tuple[list[Arm], dict[str, str]]:
     """Returns the arms that run here, and of the others why not: each reads a few tokens, under its press.
 
     Args:
         model: Any causal LM.
         skipped: Words in the names of arms that are left out.
+        others: Try no cache of this package.
     """
     found, absent = [], {}
     tokens = torch.arange(PROMPT + 1, device=model.device) % model.config.vocab_size
     for arm in ARMS:
+        if others and arm.name in OURS:
+            continue
         if any(word in arm.name for word in skipped):
             absent[arm.name] = "left out"
             continue

@@ -33,8 +33,11 @@ def page(found: dict[str, Any]) -> str:
     if found["absent"]:
         lines += ["", "Not measured here:", ""]
         lines += [f"* {name}: {reason}" for name, reason in found["absent"].items()]
-    if found["kvpress"]:
-        lines += ["", found["kvpress"]]
+    if found["libraries"]:
+        lines += ["", found["libraries"]]
+    for one in found["added"]:
+        where = f"Added at commit {one['commit']}, beside {STOCK} in the same rounds"
+        lines += ["", f"{where}: {one['part']} of {', '.join(one['caches'])}."]
     return "\n".join(lines) + "\n"
 
 
