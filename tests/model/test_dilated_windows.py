@@ -1,0 +1,113 @@
+"""Dilated windows: no model hands one over, which is why no rule says them; those of users are exact as dense masks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.masking_utils import and_masks, sliding_window_causal_mask_function
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.patches.masks import adaattn_mask
+from adaattn_hf.patches.structured_mask import StructuredMask
+
+from ..support.requests import ON_CPU, bound, generator
+
+SOURCE = Path(transformers.__file__).parent
+POSITIONS = {"q_idx", "kv_idx"}
+"""What Transformers calls the places of query and key in a mask function."""
+
+
+def places_of_dilation(source: str) -> Iterator[str]:
+    """Attention classes and mask functions that dilate, of a file that hands attention or masks to implementations."""
+    reaches = "ALL_ATTENTION_FUNCTIONS" in source or "masking_utils" in source or "def and_masks" in source
+    if not reaches or not re.search(r"dilat|(q|kv)_idx\W.*%|%.*\W(q|kv)_idx", source, re.IGNORECASE):
+        return  # most files: nothing to parse
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and POSITIONS & {a.arg for a in node.args.args}:
+            remainders = (n for n in ast.walk(node) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod))
+            named = {n.id for r in remainders for n in ast.walk(r) if isinstance(n, ast.Name)}
+            if POSITIONS & named:
+                yield node.name
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and re.search(
+            "atten|mask", node.name, re.IGNORECASE
+        ):
+            for inside in ast.walk(node):
+                if isinstance(inside, ast.keyword) and ast.unparse(inside) == "dilation=1":
+                    continue  # an unfold that does not dilate
+                words = (getattr(inside, name, None) for name in ("id", "attr", "arg"))
+                if any(isinstance(word, str) and "dilat" in word.lower() for word in words):
+                    yield node.name
+                    break
+
+
+def test_no_model_of_transformers_hands_over_a_dilated_window() -> None:
+    """Once one does, a rule of the structure pays: docs/footguns.md says why there is none."""
+    files = [SOURCE / "masking_utils.py", *(SOURCE / "models").rglob("modeling_*.py")]
+    assert len(files) > 300
+    found = {
+        str(file.relative_to(SOURCE)): list(places_of_dilation(file.read_text("utf-8"))) for file in files
+    }
+    assert not {name: places for name, places in found.items() if places}
+
+
+def test_the_search_sees_dilation_where_there_is_one() -> None:
+    """DiNAT dilates, in attention of its own; a mask function might by a remainder."""
+    own = (SOURCE / "models" / "dinat" / "modeling_dinat.py").read_text("utf-8")
+    assert not list(places_of_dilation(own))
+    assert "NeighborhoodAttention" in list(places_of_dilation(own + "\nALL_ATTENTION_FUNCTIONS"))
+    planted = """
+from ...masking_utils import and_masks
+def overlay(step):
+    def inner(batch_idx, head_idx, q_idx, kv_idx):
+        return (q_idx - kv_idx) % step == 0
+    return inner
+"""
+    assert list(places_of_dilation(planted)) == ["inner"]
+    assert not list(places_of_dilation(planted.replace("% step == 0", "< step")))
+
+
+def dilated(window: int, step: int) -> Any:
+    """A mask function of a user's own: every `step`-th of the last `window` keys."""
+
+    def every(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query - key) % step == 0
+
+    return and_masks(sliding_window_causal_mask_function(window), every)
+
+
+@pytest.mark.parametrize(("window", "step"), [(1, 1), (5, 2), (6, 3), (17, 4), (4, 7)])
+def test_a_dilated_window_of_a_users_own_is_what_it_says(window: int, step: int) -> None:
+    """Every pair of lengths up to 17, the last query at the last key, as in a prompt behind a cache."""
+    for kv_len in range(1, 18):
+        for q_len in range(1, kv_len + 1):
+            offset = kv_len - q_len
+            mask = adaattn_mask(1, q_len, kv_len, offset, mask_function=dilated(window, step))
+            assert isinstance(mask, StructuredMask)
+            meant = [
+                [0 <= i + offset - j < window and (i + offset - j) % step == 0 for j in range(kv_len)]
+                for i in range(q_len)
+            ]
+            assert mask.structure.visible()[0, 0].tolist() == meant
+
+
+@pytest.mark.parametrize("lengths", [(17, 17), (5, 17), (1, 17)], ids=["prompt", "chunk", "step"])
+@pytest.mark.parametrize("name", ON_CPU)
+def test_every_backend_computes_a_dilated_window(name: str, lengths: tuple[int, int]) -> None:
+    q_len, kv_len = lengths
+    mask = adaattn_mask(2, q_len, kv_len, kv_len - q_len, mask_function=dilated(9, 3))
+    assert isinstance(mask, StructuredMask)
+    draw = generator(0)
+    query = torch.randn(2, 4, q_len, 16, generator=draw)
+    key, value = (torch.randn(2, 2, kv_len, 16, generator=draw) for _ in range(2))
+    request = AttentionRequest(query, key, value, mask.structure.expanded(2), 0.25)
+    truth = reference.attention(request).out
+    found = ON_CPU[name].attend(request).out
+    assert float((found.double() - truth).abs().amax()) <= bound(request, truth)
