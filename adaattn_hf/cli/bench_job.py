@@ -13,7 +13,7 @@ from rich.console import Console
 
 from adaattn_hf.eval.bench.grid import Cell, Grid
 from adaattn_hf.eval.bench.measure import measure
-from adaattn_hf.eval.bench.peers import PEERS, absent_peers, takes
+from adaattn_hf.eval.bench.peers import PEERS, absent_peers, refusal
 from adaattn_hf.eval.bench.report import markdown, verdict
 from adaattn_hf.eval.bench.ways import KERNELS, error_of, is_stock, shape_of, trace, ways
 from adaattn_hf.eval.bench.work import Work, missing
@@ -95,11 +95,10 @@ def run(
     earlier = _earlier(output, report, overwrite)
     failed = []
     for cell in cells:
-        asked = [ours, *(name for name in present if name not in PEERS or takes(name, cell))]
-        found = run_cell(cell, asked, data, rounds, where, memory, profile)
+        found = run_cell(cell, [ours, *present], data, rounds, where, memory, profile)
         if gate and _below(found):
             # a neighbour on the machine may have disturbed it; a real loss shows twice
-            found = run_cell(cell, asked, data, rounds, where, memory)
+            found = run_cell(cell, [ours, *present], data, rounds, where, memory)
         if _below(found):
             failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
         found["commit"] = report["provenance"]["commit"]
@@ -162,19 +161,19 @@ def run_cell(
 ) -> dict[str, Any]:
     """All figures of one cell; the first name is ours, the others are compared with it."""
     works: dict[str, Work] = {}
-    refused: dict[str, str] = {}
+    refused = {name: why for name in names if name in PEERS and (why := refusal(name, cell)) is not None}
     differences: dict[str, float] = {}
     errors: dict[str, float] = {}
     mine: Any = None
     make, error = ways(cell, grid, device), error_of(cell, device)
-    for name in names:
+    for name in [name for name in names if name not in refused]:
         try:
             work = make(name)
             result = work()
-        except _REFUSALS as refusal:
+        except _REFUSALS as unable:
             if name == names[0]:
                 raise
-            refused[name] = str(refusal).splitlines()[0][:200] if str(refusal) else type(refusal).__name__
+            refused[name] = str(unable).splitlines()[0][:200] if str(unable) else type(unable).__name__
             continue
         own = OURS if name == names[0] else name
         if mine is None:
@@ -237,6 +236,6 @@ def _line(found: dict[str, Any]) -> str:
     ours = found["times"][OURS]["wall"]["median"] * 1e3
     others = ", ".join(f"{name} {entry['wall']['median']:.2f}x" for name, entry in found["ratios"].items())
     reached = verdict(found)
-    return f"{found['title']}: {ours:.3g} ms; {others}" + (
-        f" (target {found['target']:g} {reached})" if reached else ""
-    )
+    target = f" (target {found['target']:g} {reached})" if reached else ""
+    refused = "".join(f"; {name} refused: {why}" for name, why in found["refused"].items())
+    return f"{found['title']}: {ours:.3g} ms; {others}{target}{refused}"

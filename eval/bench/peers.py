@@ -55,16 +55,28 @@ def _sage(package: Any, cell: Cell) -> Callable[..., Tensor]:
 
 
 def _hub(package: Any, cell: Cell) -> Callable[..., Tensor]:
-    return _flash(package.get_kernel("kernels-community/flash-attn2"), cell)
+    # only where kernels is installed
+    from transformers.integrations.hub_kernels import get_attn_kernel_version
+
+    repository = "kernels-community/flash-attn2"
+    return _flash(package.get_kernel(repository, version=get_attn_kernel_version(repository)), cell)
 
 
 PEERS: dict[str, tuple[str, Callable[[Any, Cell], Callable[..., Tensor]], bool, bool]] = {
-    "xformers": ("xformers.ops", _xformers, False, True),
+    "xformers": ("xformers.ops.fmha", _xformers, False, True),
     "flash_attn": ("flash_attn", _flash, True, True),
     "sageattention": ("sageattention", _sage, False, False),
     "kernels": ("kernels", _hub, True, True),
 }
 """Name -> module, what makes a call of it, whether it takes windows, whether its causal mask ends at the last key."""
+
+_UNABLE = (AssertionError, AttributeError, TypeError)
+"""How peers say that they cannot do a cell, besides the errors that every implementation may raise."""
+
+
+def _words(error: Exception) -> str:
+    """An error in words, an assertion without any among them."""
+    return str(error) or type(error).__name__
 
 
 def absent_peers(names: Sequence[str]) -> dict[str, str]:
@@ -78,27 +90,43 @@ def absent_peers(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def takes(name: str, cell: Cell) -> bool:
-    """Whether a peer can be asked for a cell: dense attention, with a window where it has one."""
+def refusal(name: str, cell: Cell) -> str | None:
+    """Why a peer is not asked for a cell, None where it is: for dense attention, with a window where it has one."""
     _, _, windows, bottom = PEERS[name]
-    ragged = cell.padding or cell.packed or cell.chunk or cell.filled is not None
-    shifted = cell.mask == "causal" and 1 < cell.q_len < cell.keys and not bottom
-    return cell.level == "attention" and not ragged and not shifted and (cell.window is None or windows)
+    if cell.level != "attention":
+        return "no model runs it by a name"
+    if cell.padding or cell.packed or cell.chunk or cell.filled is not None:
+        return "asked for dense attention alone"
+    if cell.window is not None and not windows:
+        return "takes no window"
+    if cell.mask == "causal" and 1 < cell.q_len < cell.keys and not bottom:
+        return "its causal mask begins at the first key"
+    return None
 
 
 def peer_work(name: str, cell: Cell, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], Any]:
-    """What a peer does of a cell that it takes: the same attention calls on the same memory, no mask to make."""
+    """What a peer does of a cell that it takes: the same attention calls on the same numbers, no mask to make.
+
+    Raises:
+        NotImplementedError: It asserts what the cell is not, or this version of it lacks what is called here.
+    """
     module, adapt, _, _ = PEERS[name]
-    call = adapt(importlib.import_module(module), cell)
+    try:
+        call = adapt(importlib.import_module(module), cell)
+    except _UNABLE as error:
+        raise NotImplementedError(_words(error)) from error
     scaling = cell.head_dim**-0.5
 
     def work() -> Any:
         out = None
-        with torch.set_grad_enabled(cell.gradient):
-            for _ in range(cell.layers):
-                out = call(query, key, value, scaling)
-                if cell.gradient:
-                    torch.autograd.grad(out.sum(), (query, key, value))
+        try:
+            with torch.set_grad_enabled(cell.gradient):
+                for _ in range(cell.layers):
+                    out = call(query, key, value, scaling)
+                    if cell.gradient:
+                        torch.autograd.grad(out.sum(), (query, key, value))
+        except _UNABLE as error:
+            raise NotImplementedError(_words(error)) from error
         return out
 
     return work

@@ -77,13 +77,13 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
     absent = [f"{name} ({why})" for name, why in {**report["absent"], **report["peers"]}.items()]
     if absent:
         lines += ["## Not measured", "", "; ".join(absent) + ".", ""]
-    refused = [
-        f"* {cell['title']}: {name}: {why}"
-        for cell in report["cells"]
-        for name, why in cell["refused"].items()
-    ]
+    refused: dict[tuple[str, str], list[str]] = {}
+    for cell in report["cells"]:
+        for said in cell["refused"].items():
+            refused.setdefault(said, []).append(cell["title"])
     if refused:
-        lines += ["## Refused", "", *refused, ""]
+        said_of = (f"* {name} in {', '.join(titles)}: {why}" for (name, why), titles in refused.items())
+        lines += ["## Refused", "", *said_of, ""]
     return "\n".join(lines)
 
 

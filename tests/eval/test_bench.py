@@ -245,7 +245,8 @@ def test_kernels_of_sdpa_are_timed_apart(tmp_path: Path) -> None:
 
 STAND_INS = {
     "xformers/__init__.py": "",
-    "xformers/ops.py": """
+    "xformers/ops/__init__.py": "from .fmha import memory_efficient_attention",
+    "xformers/ops/fmha.py": """
 import torch
 class attn_bias:
     class LowerTriangularFromBottomRightMask: pass
@@ -275,7 +276,8 @@ def sageattn(q, k, v, tensor_layout, is_causal, sm_scale):
 """,
     "kernels.py": """
 import flash_attn
-def get_kernel(name):
+def get_kernel(name, version=None):
+    if version is None: raise ValueError("a kernel version or revision must be specified")
     if name != "kernels-community/flash-attn2": raise OSError("no such kernel")
     return flash_attn
 """,
@@ -287,11 +289,7 @@ def test_installed_peers_are_timed_where_they_can_do_a_cell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stand-ins with the functions that the libraries have; the real ones want a GPU."""
-    for name, source in STAND_INS.items():
-        path = tmp_path / "site" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    install(tmp_path / "site", STAND_INS, monkeypatch)
     known = ["xformers", "flash_attn", "sageattention", "kernels"]
     peers = [*known, "flashinfer", "no_such_peer"]
     cells = [*ATTENTION, {"name": "suffix", "q_len": 5, "kv_len": 20}, WHOLE[0]]
@@ -300,8 +298,6 @@ def test_installed_peers_are_timed_where_they_can_do_a_cell(
         tmp_path / "out.json",
     )
     result = bench("--grid", grid, "--rounds", 1, "--output", output, "--no-memory")
-    for name in ("xformers", "xformers.ops", "flash_attn", "sageattention", "kernels", "flashinfer"):
-        sys.modules.pop(name, None)
     assert result.exit_code == 0, result.output
     report = json.loads(output.read_text(encoding="utf-8"))
     assert_fits(report)
@@ -317,8 +313,53 @@ def test_installed_peers_are_timed_where_they_can_do_a_cell(
     }  # fmt: skip
     for cell in report["cells"]:
         assert cell["best"] == "sdpa"
-        assert not cell["refused"]
+        assert set(cell["refused"]) == every - set(cell["ratios"]), cell["title"]
         assert max(cell["difference"].values()) < 1e-5, cell["title"]
+    assert "sageattention refused: takes no window" in " ".join(result.output.split())
+    page = output.with_suffix(".md").read_text(encoding="utf-8")
+    assert "* sageattention in suffix (float32): its causal mask begins at the first key" in page
+    assert (
+        "* xformers in padded (float32), chunks (float32), packed (float32), static (float32), cross" in page
+    )
+
+
+def install(site: Path, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts modules where imports find them, and forgets them after the test."""
+    for name, source in sources.items():
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        monkeypatch.setitem(sys.modules, module, None)  # so that what an import leaves is taken away again
+        del sys.modules[module]
+    monkeypatch.syspath_prepend(site)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "words"),
+    [
+        ("sageattention.py", "def sageattn(*a, **k): assert False, 'must be on cuda.'", "must be on cuda."),
+        ("sageattention.py", "def sageattn(*a, **k): raise AssertionError", "AssertionError"),
+        ("sageattention.py", "def sageattn(q, k, v): pass", "unexpected keyword argument"),
+        ("flash_attn/__init__.py", "", "has no attribute 'flash_attn_func'"),
+        ("xformers/__init__.py", "", "No module named 'xformers.ops"),
+    ],
+)
+def test_a_peer_that_cannot_do_a_cell_is_named_with_its_reason_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, words: str
+) -> None:
+    """As SageAttention says by an assertion that it wants a GPU, and another version by a name that it lacks."""
+    peer = name.removesuffix(".py").removesuffix("/__init__")
+    install(tmp_path / "site", {name: source}, monkeypatch)
+    cell = {"name": "causal", "q_len": 8}
+    grid = write_grid(tmp_path / "grid.yaml", cell, stock=["sdpa"], peers=[peer])
+    output = tmp_path / "out.json"
+    result = bench("--grid", grid, "--rounds", 1, "--no-memory", "--output", output)
+    assert result.exit_code == 0, result.output
+    assert f"{peer} refused: " in " ".join(result.output.split())
+    (found,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
+    assert words in found["refused"].pop(peer)
+    assert (found["refused"], set(found["ratios"])) == ({}, {"sdpa"})
 
 
 def test_a_profile_is_a_trace_of_each_way(tmp_path: Path) -> None:
