@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
@@ -62,3 +62,25 @@ def test_matches_the_reference(name: str, extra: dict[str, object]) -> None:
     torch.testing.assert_close(result.out.double(), truth.out, atol=2e-6, rtol=0)
     assert result.lse is not None
     torch.testing.assert_close(result.lse.double(), truth.lse, atol=5e-6, rtol=1e-6)
+
+
+REFUSALS = {
+    "run on CPUs, the tensors are on cuda": {"device": "cuda"},
+    "have no torch.float64": {"dtype": torch.float64},
+    "tensors that trace, wrap or shard": {"opaque": True},
+    "have no dropout": {"dropout": True},
+    "stored as int8 without a gradient": {"stored": "int8", "needs_grad": True},
+    "outside of graphs": {"stored": "int8", "compiling": True},
+    "no gradient of rules per head": {"head_windows": True, "needs_grad": True},
+    "while a graph is traced": {"head_windows": True, "compiling": True},
+    "keep blocks of 64 keys, got 128": {"head_blocks": 128},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_refuses_with_the_reason(reason: str) -> None:
+    """What the host's processor lacks, and ONNX, have tests beside their own subjects."""
+    spec = CallSpec.of(request(STRUCTURES["causal"]))
+    assert NativeBackend().refusals(spec) == ()
+    (said,) = NativeBackend().refusals(spec._replace(**REFUSALS[reason]))
+    assert reason in said

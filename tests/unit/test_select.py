@@ -124,6 +124,17 @@ def test_eager_refuses_nothing() -> None:
     assert select.choose(hardest).name == "eager"
 
 
+@pytest.mark.parametrize("where", ["dropout", "compiling"])
+def test_sdpa_returns_the_log_sum_exp_where_it_can_and_says_where_not(where: str) -> None:
+    (reason,) = select.refusals_of("sdpa", spec(need_lse=True, **{where: True}))
+    assert "log-sum-exp is not returned" in reason
+    assert (
+        select.refusals_of("sdpa", spec(need_lse=True))
+        == select.refusals_of("sdpa", spec(**{where: True}))
+        == ()
+    )
+
+
 def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
     """From the caches to the native kernels, from memory to torch's product."""
 
