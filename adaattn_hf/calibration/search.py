@@ -136,10 +136,16 @@ class JointPasses:
             },
         )
 
-    def held_out(self, picks: Picks, length: int) -> dict[str, float]:
-        """Returns the loss of an allocation on the first held-out shard of a length, and its price ratio there."""
+    def held_out(self, picks: Picks, length: int, count: int | None = None) -> dict[str, float]:
+        """Returns the loss of an allocation on the first held-out sequences of a length, and its price ratio there.
+
+        Args:
+            picks: The allocation.
+            length: Length bin.
+            count: Sequences; as many as a first look has if absent.
+        """
         inputs = self.measurement.inputs
-        sequences = inputs.samples[length].held_out[: inputs.settings.held_out]
+        sequences = inputs.samples[length].held_out[: count or inputs.settings.held_out]
         states = self._held.setdefault(length, {})
         evidence = verify.gather(
             inputs.arms, programs(self.measurement, picks), sequences, scoring=inputs.scoring, states=states
@@ -153,11 +159,14 @@ class JointPasses:
             "ratio": self.measurement.ratio(picks, length),
         }
 
-    def evaluate(self, picks: Picks) -> dict[str, float]:
+    def evaluate(self, picks: Picks, count: int | None = None) -> dict[str, float]:
         """Returns predicted and measured loss and the price ratio of an allocation at the longest length."""
         units = np.arange(len(self.measurement.layers.units))
         risk = float(self.measurement.risks()[-1, units, picks].sum())
-        return {"predicted": risk, **self.held_out(picks, self.measurement.inputs.settings.lengths[-1])}
+        return {
+            "predicted": risk,
+            **self.held_out(picks, self.measurement.inputs.settings.lengths[-1], count),
+        }
 
     def uniform(self, choice: Choice) -> dict[str, float]:
         """Returns the same for one choice in every unit."""

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from adaattn_hf.calibration.measure import Measurement
     from adaattn_hf.calibration.settings import CalibrationSettings
 
-CURVE = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-"""Sums of risks, nats/token, of the plans that are set beside uniform choices."""
+CURVE = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 1.5e-2, 2e-2, 3e-2, 5e-2)
+"""Sums of risks, nats/token, of the plans that are set beside uniform choices; the last are beyond 1 %."""
 
 
 def pages_file(path: Path, pages: Sequence[str]) -> Path:
@@ -122,23 +122,28 @@ def budget_record(
 
 
 def curve_record(measurement: Measurement) -> dict[str, Any]:
-    """Returns loss and price ratio of plans of rising budgets, and of the same choice for every head."""
+    """Returns loss and price ratio of plans of rising budgets, and of the same choice for every head.
+
+    The plans are measured on all of the held-out text, so that it shows where their loss begins to rise.
+    """
     import numpy as np
 
     from adaattn_hf.calibration.search import JointPasses, solve
 
     passes = JointPasses(measurement)
-    lengths, units = measurement.inputs.settings.lengths, len(measurement.layers.units)
+    inputs, units = measurement.inputs, len(measurement.layers.units)
+    lengths = inputs.settings.lengths
+    everything = len(inputs.samples[lengths[-1]].held_out)
 
-    def entry(name: str, picks: Any) -> dict[str, Any]:
-        return {"plan": name, **passes.evaluate(picks)}
+    def entry(name: str, picks: Any, count: int) -> dict[str, Any]:
+        return {"plan": name, "sequences": count, **passes.evaluate(picks, count)}
 
     plans = [
-        entry(f"per head, {budget:g}", solve(measurement, np.full(len(lengths), budget)).picks)
+        entry(f"per head, {budget:g}", solve(measurement, np.full(len(lengths), budget)).picks, everything)
         for budget in CURVE
     ]
     uniform = [
-        entry(choice.label, np.full(units, place))
+        entry(choice.label, np.full(units, place), inputs.settings.held_out)
         for place, choice in enumerate(measurement.layers.candidates.choices)
         if place
     ]
