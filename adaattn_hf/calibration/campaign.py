@@ -36,7 +36,7 @@ SHARE = 0.9
 ROOM = 0.75
 """A bolder plan follows if the bound took less than this share of the budget."""
 BOLDER = 0.995
-"""A bolder plan takes at most this share of the time of the one that passed."""
+"""A bolder plan takes at most this share of the time of the one that passed: what one head saves in a small model."""
 DRIFT = 0.5
 """Additional standard error of the loss per KL for text of another source that has not been looked at yet."""
 OUTSIDE = 2.0

@@ -44,9 +44,15 @@ class World:
 
 
 def simulate(
-    monkeypatch: pytest.MonkeyPatch, worlds: list[World], choose: Callable[[World, Any], float]
+    monkeypatch: pytest.MonkeyPatch,
+    worlds: list[World],
+    choose: Callable[[World, Any], float],
+    saving: float = 1.0,
 ) -> tuple[int, int, list[float]]:
-    """Runs a campaign in each world; returns plans met, plans met that break the budget, and the share used."""
+    """Runs a campaign in each world; returns plans met, plans met that break the budget, and the share used.
+
+    A plan takes a time of its KL to the power of `-saving`.
+    """
     sequence = TokenSequence("book", (1,))
     readings = [SimpleNamespace(targets=range(LENGTH - 1))]
     state: dict[str, Any] = {}
@@ -56,7 +62,7 @@ def simulate(
         state["kl"] = kl = choose(world, aim)
         joint = world.joint(kl)
         taught(aim, LENGTH, [joint])
-        allocation = Allocation(np.ones(1, dtype=np.int64), 1.0 / kl, np.array([kl]))
+        allocation = Allocation(np.ones(1, dtype=np.int64), kl**-saving, np.array([kl]))
         return Found(allocation, {LENGTH: joint}, {LENGTH: kl}, 1.0), alpha
 
     def gather(arms: Any, programs: Any, shard: Any, *, before: Any, **_: Any) -> Any:
@@ -119,3 +125,19 @@ def test_campaigns_spend_the_budget_and_keep_it(monkeypatch: pytest.MonkeyPatch)
     assert broken / len(worlds) <= 0.05
     assert met / len(worlds) >= 0.95
     assert float(np.median(used)) >= 0.6
+
+
+def test_a_budget_is_spent_where_time_falls_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A masked model: loss hardly rises with the KL, and twice the KL saves one percent of the time."""
+
+    def median_used() -> float:
+        worlds = [World(0.1, seed) for seed in range(400)]
+        _, broken, used = simulate(
+            monkeypatch, worlds, lambda world, aim: float(aim.affordable(LENGTH, 0.0, 0.0)), saving=0.02
+        )
+        assert broken / len(worlds) <= 0.05
+        return float(np.median(used))
+
+    spent = median_used()
+    monkeypatch.setattr(campaign, "BOLDER", 0.98)
+    assert spent >= 0.6 > median_used()
