@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -23,6 +23,9 @@ from adaattn_hf.plans import store
 from . import study
 from .masked_report import markdown, merge
 from .masked_steps import budget_record, curve_record, material, speed_record
+
+if TYPE_CHECKING:
+    from adaattn_hf.calibration.measure import Measurement
 
 BATCH = 8
 """Sequences of a timed pass."""
@@ -95,6 +98,7 @@ def seeds(
     loaded = given.loaded
     table = PriceTable.from_json((output / "prices.json").read_text(encoding="utf-8"))
     numbers = study.numbers(seeds)
+    drawn: Measurement | None = None
     for seed in numbers:
         settings = CalibrationSettings(
             lengths=given.lengths, seed=seed, sequences=sequences, rows=rows, labels=labels, joint=joint,
@@ -127,7 +131,9 @@ def seeds(
             study.write(paths[name], record)
             typer.echo(f"seed {seed}, {name}: {record['sentence']}")
         if first:
-            study.write(output / "curve.json", curve_record(measurement))
+            drawn = measurement
+    if drawn is not None:  # last, as it takes longer than a seed
+        study.write(output / "curve.json", curve_record(drawn))
 
 
 @app.command()
