@@ -25,7 +25,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONSAFEPATH := 1
 
 .PHONY: help house venv demo conformance matrix test cover search hub-kernel hub-test hub-speed lint fmt types bench bench-gate \
-  bench-native bench-cache sanitize fuzz-aarch64 audit build docs docs-check explorer headline freeze clean
+  bench-native bench-cache sanitize fuzz-aarch64 audit build docs docs-check explorer explorer-smollm2 headline freeze clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1|/' | column -t -s '|'
@@ -174,9 +174,18 @@ docs: $(READY) ## the documentation site in build/site; a warning is an error
 docs-check: $(READY) ## run the code of the README, of every page and of the notebooks; build the site
 	$(PYTEST) tests/docs
 
-explorer: $(READY) ## calibrate the packaged model and draw the front page's budget explorer from it
+explorer: $(READY) ## calibrate the packaged model and draw its budget explorer
 	rm -rf build/explorer && $(BIN)/adaattn calibrate --out build/explorer --threads 1 --quiet
 	$(BIN)/adaattn plan explore build/explorer --html docs/assets/explorer.html
+
+# DATA and HELD_OUT are texts: those of docs/results/budget.md were moby_dick.txt and wiki.valid.raw, and sotu_1790_2021.txt.
+explorer-smollm2: $(READY) ## the front page's explorer of SmolLM2, by the prices of docs/results/budget.json; MODEL=DIR GGUF=FILE DATA="FILE FILE" HELD_OUT=FILE
+	mkdir -p build
+	$(BIN)/python -c "import json; print(json.dumps(json.load(open('docs/results/budget.json'))['prices']))" > build/prices.json
+	$(BIN)/adaattn calibrate $(MODEL) $(if $(GGUF),--gguf-file $(GGUF)) $(addprefix --data ,$(DATA)) --verify-data $(HELD_OUT) \
+	  --prices build/prices.json --lengths 4k --budget 0.1% --dtype float32 --sequences 2 --labels 1 --joint 2 --held-out 8 \
+	  --most-held-out 16 --tries 2 --bolder 0 --threads 1 --device cpu --out build/explorer-smollm2
+	$(BIN)/adaattn plan explore build/explorer-smollm2 --html docs/assets/explorer_smollm2.html
 
 headline: $(READY) ## write the front pages' tables of figures anew, from docs/results
 	PYTHONSAFEPATH= $(BIN)/python -m studies.headline README.md docs/index.md

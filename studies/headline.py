@@ -14,27 +14,15 @@ from typing import Any
 from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
 
+from .headline_frontier import frontier
 from .headline_picture import Bar, draw
 from .headline_plan import draw as draw_plans
 from .pages import loss, percent
 
-__all__ = [
-    "BEGIN",
-    "END",
-    "PICTURE",
-    "PLANS",
-    "block",
-    "budget_block",
-    "figures",
-    "picture",
-    "plans_picture",
-    "rewrite",
-]
-
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 PICTURE = RESULTS.parent / "assets" / "speed.svg"
 PLANS = RESULTS.parent / "assets" / "plans.svg"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+MARKS = "<!-- {name}: begin -->", "<!-- {name}: end -->"
 
 # What a line says, the cell's title, and the results that hold it.
 _LINES = (
@@ -226,24 +214,25 @@ def budget_block(study: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def rewrite(page: str, table: str) -> str:
-    """The page with the table between its marks.
+def rewrite(page: str, written: str, name: str = "figures") -> str:
+    """The page with this text between the marks of a name.
 
     Raises:
-        UsageError: The page has no marks.
+        UsageError: The page has no such marks.
     """
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    first, last = (mark.format(name=name) for mark in MARKS)
+    head, begin, rest = page.partition(first)
+    _, end, tail = rest.partition(last)
     if not begin or not end:
-        raise UsageError(f"got a page without {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+        raise UsageError(f"got a page without {first} and {last}")
+    return f"{head}{begin}\n{written}\n{end}{tail}"
 
 
 def kept_reports(results: Path = RESULTS) -> dict[str, Any]:
     """The reports in a directory of results."""
     return {
         name: json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("bench", "gpu", "gpu_small", "budget", "gpu_plans", "cache_plans", *_WIKITEXT)
+        for name in ("bench", "gpu", "gpu_small", "budget", "gpu_plans", "cache", "cache_plans", *_WIKITEXT)
     }
 
 
@@ -254,7 +243,10 @@ def main(*paths: str) -> None:
     write_atomically(PICTURE, picture(reports).encode())
     write_atomically(PLANS, plans_picture(reports["budget"]).encode())
     for page in map(Path, paths):
-        write_atomically(page, rewrite(page.read_text(encoding="utf-8"), table).encode())
+        text = rewrite(page.read_text(encoding="utf-8"), table)
+        if MARKS[0].format(name="frontier") in text:
+            text = rewrite(text, frontier(reports), "frontier")
+        write_atomically(page, text.encode())
 
 
 if __name__ == "__main__":

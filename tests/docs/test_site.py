@@ -51,9 +51,12 @@ def test_every_page_is_in_the_navigation_and_exists() -> None:
     assert set(named) == (pages | GENERATED) - {"results/quality/README.md"}
 
 
-def test_the_front_pages_explorer_is_drawn_by_the_present_code() -> None:
-    shown = (ROOT / "docs" / "assets" / "explorer.html").read_text(encoding="utf-8")
-    assert page(embedded(shown)) == shown, "the page's template has changed: make explorer"
+@pytest.mark.parametrize("name", ["explorer", "explorer_smollm2"])
+def test_the_explorers_are_drawn_by_the_present_code(name: str) -> None:
+    shown = (ROOT / "docs" / "assets" / f"{name}.html").read_text(encoding="utf-8")
+    data = embedded(shown)
+    assert page(data) == shown, f"the page's template has changed: make {name.replace('_', '-')}"
+    assert any(stop["proof"] for stop in data["stops"]), "no plan was proved"
 
 
 def test_every_public_name_has_a_place_in_the_reference() -> None:

@@ -21,6 +21,28 @@ def test_a_front_page_shows_what_the_results_hold(name: str) -> None:
     assert headline.rewrite(page, headline.figures(headline.kept_reports())) == page
 
 
+def test_the_site_sets_the_results_beside_those_of_other_libraries() -> None:
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    reports = headline.kept_reports()
+    assert headline.rewrite(page, headline.frontier(reports), "frontier") == page
+
+
+def test_seeds_that_failed_are_named_and_what_is_beaten_is_not_bold() -> None:
+    reports = headline.kept_reports()
+    seed = next(one for one in reports["budget"]["seeds"] if one["budget"] < 2e-3)
+    seed["met"] = False
+    written = headline.frontier(reports)
+    assert f"keeps it on the held-out texts: {seed['seed']};" in written
+    stock = next(row for row in reports["budget"]["peers"]["rows"] if row["what"] == "stock sdpa")
+    assert "**stock sdpa**" in written
+    reports["budget"]["peers"]["rows"].append(
+        {**stock, "what": "a better one", "seconds": stock["seconds"] / 2}
+    )
+    again = headline.frontier(reports)
+    assert "**a better one**" in again
+    assert "**stock sdpa**" not in again
+
+
 def test_the_picture_shows_what_the_results_hold() -> None:
     reports = headline.kept_reports()
     shown = headline.PICTURE.read_text(encoding="utf-8")
