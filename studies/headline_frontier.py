@@ -67,11 +67,11 @@ def _caches(measured: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> 
         if (row["batch"], row["length"]) != (1, length):
             continue
         found, times = losses.get(row["cache"]), row["wall"]
-        said = (
+        losing = (
             [f"{found['delta_nll']:+.2e}", f"{found['upper']:+.2e}"] if found else ["0, by definition", "–"]
         )
         spread = f"{times['median']:.2f} ({times['quartile_25']:.2f} to {times['quartile_75']:.2f})"
-        rows.append([row["cache"], *said, spread, f"{row['bytes_per_token']:,.0f}"])
+        rows.append([row["cache"], *losing, spread, f"{row['bytes_per_token']:,.0f}"])
     for plan in plans:
         proof = plan["cache"]["verified"]
         rows.append([
@@ -94,7 +94,7 @@ def _caches(measured: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> 
     return [f"A cache ({said}):", "", *table(head, rows), absent, ""]
 
 
-def _seeds(seeds: Sequence[Mapping[str, Any]]) -> list[str]:
+def _seeds(seeds: Sequence[dict[str, Any]]) -> list[str]:
     """What became of every seed of the budget study, those that failed by name."""
     said = []
     for budget in sorted({record["budget"] for record in seeds}):

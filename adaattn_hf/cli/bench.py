@@ -1,4 +1,4 @@
-"""`adaattn bench`: how fast, against every stock implementation that is here, on a grid that is data."""
+"""`adaattn bench`: times adaattn against every stock implementation installed here, over a grid of cells in YAML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cells of one `adaattn bench`: measured in turn, told, and kept as they are finished."""
+"""Runs the cells of `adaattn bench` in turn; prints each result and writes it to the output file at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REFUSALS = (NotImplementedError, ValueError, RuntimeError, ImportError, OSError
 
 
 def check_names(names: list[str]) -> None:
-    """Refuses names that no attention goes by; what is only not installed here is no mistake.
+    """Refuses names of implementations that do not exist; a known one that is not installed here is accepted.
 
     Raises:
         UsageError: For the first unknown name.
@@ -121,7 +121,7 @@ def run(
 
 
 def _fixed(cell: Cell, data: Grid) -> dict[str, Any]:
-    """What the grid says of a cell, whenever it was measured."""
+    """Returns what the grid, and no measurement, says of a cell."""
     return {"note": cell.note, "dtype": cell.dtype, "shape": shape_of(cell, data)}
 
 

@@ -1,4 +1,4 @@
-"""The classes of calls that `adaattn tune` measures, and what it says of them."""
+"""Lists the classes of calls that `adaattn tune` measures, and words its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..backends.table import LONGEST, Cell, clearly_faster
 def grid(
     device: str, dtypes: Iterable[str], head_dims: Iterable[int], kinds: Iterable[str], threads: int
 ) -> Iterator[Cell]:
-    """Classes of calls without gradients, of all lengths: heads alike and grouped, one example and eight of them."""
+    """Yields the classes of calls to measure: every length, with and without grouped heads, one example and eight."""
     lengths = [1 << n for n in range(LONGEST[device].bit_length())]
     for dtype, dim, kind, length in itertools.product(dtypes, head_dims, kinds, lengths):
         if length < SHORTEST.get(kind, 1):
@@ -39,7 +39,7 @@ def grid(
 
 
 def report(device: str, cells: Sequence[Cell]) -> dict[str, Any]:
-    """The classes that were asked for: which backend is first in the built-in order, which is taken, all times."""
+    """Returns, for each class: the first backend of the built-in order, the one that is taken, and all times."""
     table = tuned.current(device)
     rows = []
     for cell in cells:
@@ -52,7 +52,7 @@ def report(device: str, cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """The file, and the classes that leave the built-in order."""
+    """Returns lines that name the file and every class in which a measured backend replaces the built-in order."""
     if "deleted" in report:
         yield f"{report['file']}: {'deleted' if report['deleted'] else 'there was none'}"
         return

@@ -155,7 +155,7 @@ def devices() -> Iterator[Finding]:
 
 
 def table_of(device: str) -> Finding:
-    """What was measured on a device of this machine, by which `auto` goes."""
+    """Returns what `adaattn tune` measured on a device of this machine."""
     from adaattn_hf.backends.table import Table, TableError
     from adaattn_hf.patches.tuned import key_of, path_of, setting
 
@@ -172,7 +172,7 @@ def table_of(device: str) -> Finding:
 
 
 def backends() -> Iterator[Finding]:
-    """Every backend, and all that this installation lacks for it."""
+    """Returns every backend, with what is missing for it here."""
     from adaattn_hf.backends.select import BACKENDS
 
     for name, backend in BACKENDS.items():

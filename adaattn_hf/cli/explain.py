@@ -1,4 +1,4 @@
-"""`adaattn explain`: per layer, which backend runs, by what plan, and why not the others. Needs no weights."""
+"""`adaattn explain`: shows which backend and plan each layer runs, and why not other backends. Needs no weights."""
 
 from __future__ import annotations
 

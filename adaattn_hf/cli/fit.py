@@ -1,4 +1,4 @@
-"""Lengths and folds that a text can fill: counted with the tokenizer alone, before a model loads."""
+"""Finds the sequence length and the numbers of sequences that a text can fill, before a model is loaded."""
 
 from __future__ import annotations
 

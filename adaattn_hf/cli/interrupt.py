@@ -1,4 +1,4 @@
-"""How a command ends early: asked to stop, or by an error."""
+"""Ends a command early: after Ctrl-C or a kill, or because of an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import EvalError
 
 @contextmanager
 def terminate_like_interrupt() -> Iterator[None]:
-    """Let a polite kill end a run as Ctrl-C does: with what is finished kept and the way on printed."""
+    """Let SIGTERM end a run as Ctrl-C does: finished work is kept, and the command that goes on is printed."""
     try:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     except ValueError:  # not the main thread: whoever started it keeps its signals

@@ -1,9 +1,11 @@
-"""`--json`: standard output holds JSON alone, and everything that is said meanwhile goes to standard error."""
+"""`--json`: prints JSON alone on standard output; everything else goes to standard error."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,22 @@ from typing import Annotated
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON; tables go to stderr.")]
+
+
+def libraries_aside() -> None:
+    """Send to stderr what libraries print to stdout past Python, for the rest of the process.
+
+    HiGHS 1.12, scipy's solver, prints a line that no option turns off (github.com/ERGO-Code/HiGHS, issue 2783).
+    """
+    try:
+        if sys.stdout.fileno() != 1:
+            return
+    except io.UnsupportedOperation:  # a caller's buffer, which no library writes to
+        return
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A checkpoint for calibration: the model with its own head, its text encoder, and what it is scored on."""
+"""Loads a checkpoint for calibration: the model with its head, its tokenizer, and what it is scored on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Opened:
-    """What a checkpoint says before its weights are read.
+    """What is known of a checkpoint before its weights are read.
 
     Attributes:
         encode: Text to token ids, without special tokens.

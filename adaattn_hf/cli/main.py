@@ -65,7 +65,7 @@ def load_command(name: str) -> Any:
 
 @contextlib.contextmanager
 def unopened() -> Iterator[None]:
-    """Let modules below the package be imported without the package's own, which loads torch; forget them afterwards.
+    """Lets modules of the package be imported without its `__init__`, which loads torch; forgets them afterwards.
 
     Raises:
         ModuleNotFoundError: The package is not installed.
@@ -101,6 +101,8 @@ def called(name: str, child: str | None, /, **values: Any) -> Any:
         if not sys.stderr.isatty():
             no_foreign_bars()  # a bar that nobody sees grow is a line of noise
         command = load_command(name)
+        if values.get("as_json"):
+            importlib.import_module(f"{PACKAGE}.cli.json_output").libraries_aside()
     except KeyboardInterrupt as error:
         typer.echo("interrupted before anything was begun", err=True)
         raise typer.Exit(130) from error
@@ -108,7 +110,7 @@ def called(name: str, child: str | None, /, **values: Any) -> Any:
 
 
 def without_types(parameters: Iterable[Any]) -> list[Any]:
-    """Parameters, of which flags take no value whose type help would name."""
+    """Returns the parameters, without a type in the help of flags, which take no value."""
     known = list(parameters)
     for parameter in known:
         if getattr(parameter, "is_flag", False):

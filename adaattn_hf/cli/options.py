@@ -1,4 +1,4 @@
-"""What a user writes after the commands that make plans, read; whatever is wrong is said before a model loads."""
+"""Reads the options of the commands that make plans; mistakes are reported before a model is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`adaattn plan`: a plan as a picture, and what two plans differ in."""
+"""`adaattn plan`: shows a plan as a picture, compares two plans, and draws what other budgets would buy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`adaattn profile`: what the attention of a model looks like on a text, as a table, JSON, a picture and a page."""
+"""`adaattn profile`: measures what each attention head does on a text; a table, JSON, a picture and an HTML page."""
 
 from __future__ import annotations
 

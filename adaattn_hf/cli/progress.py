@@ -1,4 +1,4 @@
-"""What a user sees while a calibration runs: stages, and the time that is left for all of them.
+"""Shows the progress of a calibration: its stages, and the time left.
 
 The time left is the time spent divided by the share of the work done; work is counted in tokens through the
 model, a backward pass as two. A plan that fails its verification makes the work longer.

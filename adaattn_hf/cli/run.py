@@ -1,4 +1,4 @@
-"""`adaattn run`: another program with AdaAttn's names registered, for tools that take `--attn_implementation`."""
+"""`adaattn run`: runs another program with AdaAttn's names registered, for tools with `--attn_implementation`."""
 
 from __future__ import annotations
 

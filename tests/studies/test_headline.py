@@ -11,6 +11,7 @@ import pytest
 
 from adaattn_hf.errors import UsageError
 from studies import headline
+from studies.headline_frontier import frontier
 
 from ..support.source_tree import ROOT
 
@@ -24,21 +25,21 @@ def test_a_front_page_shows_what_the_results_hold(name: str) -> None:
 def test_the_site_sets_the_results_beside_those_of_other_libraries() -> None:
     page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     reports = headline.kept_reports()
-    assert headline.rewrite(page, headline.frontier(reports), "frontier") == page
+    assert headline.rewrite(page, frontier(reports), "frontier") == page
 
 
 def test_seeds_that_failed_are_named_and_what_is_beaten_is_not_bold() -> None:
     reports = headline.kept_reports()
     seed = next(one for one in reports["budget"]["seeds"] if one["budget"] < 2e-3)
     seed["met"] = False
-    written = headline.frontier(reports)
+    written = frontier(reports)
     assert f"keeps it on the held-out texts: {seed['seed']};" in written
     stock = next(row for row in reports["budget"]["peers"]["rows"] if row["what"] == "stock sdpa")
     assert "**stock sdpa**" in written
     reports["budget"]["peers"]["rows"].append(
         {**stock, "what": "a better one", "seconds": stock["seconds"] / 2}
     )
-    again = headline.frontier(reports)
+    again = frontier(reports)
     assert "**a better one**" in again
     assert "**stock sdpa**" not in again
 

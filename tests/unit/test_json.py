@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,20 @@ def test_standard_output_is_json_alone(
     assert result.exit_code in ((0, 4) if name == "calibrate" else (0,)), result.output[-2000:]
     assert isinstance(json.loads(result.stdout), dict | list)
     assert capfd.readouterr().out == ""
+
+
+def test_what_a_library_prints_past_python_goes_to_stderr(calibrated: tuple[Path, Result]) -> None:
+    """As HiGHS does: this solver writes to file 1 itself."""
+    code = (
+        "import os, adaattn_hf.policy.explore as explore; solve = explore.explorer\n"
+        "explore.explorer = lambda *given: (os.write(1, b'from a library\\n'), solve(*given))[1]\n"
+        "from adaattn_hf.cli.main import main; main()"
+    )
+    words = [sys.executable, "-P", "-c", code, "plan", "explore", "plan", "--html", "page.html"]
+    noisy = subprocess.run(words, cwd=calibrated[0], capture_output=True, text=True, timeout=300, check=True)
+    assert "from a library" in noisy.stdout
+    done = subprocess.run(
+        [*words, "--json"], cwd=calibrated[0], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert "stops" in json.loads(done.stdout)
+    assert "from a library" in done.stderr

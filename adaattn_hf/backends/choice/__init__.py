@@ -1,1 +1,1 @@
-"""Which blocks of keys each row keeps, chosen on a CUDA device for every backend that walks lists of blocks."""
+"""Triton kernels that choose which blocks of keys each query row keeps, for CUDA backends that take lists of blocks."""

@@ -1,4 +1,4 @@
-"""The kernels that choose blocks of keys: pooled keys, the blocks that each row keeps, and their lists per tile of rows.
+"""Triton kernels: mean keys of blocks, the blocks that each row keeps, and their lists per tile of rows.
 
 A row keeps the fewest blocks that hold a share of its pooled attention (`attention.blocks.keep_blocks`). The least weight
 that is kept is found by bisection instead of a sort: a row may keep one block more than it must where two weights differ

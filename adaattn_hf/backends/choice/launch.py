@@ -1,4 +1,4 @@
-"""The launches that choose: what rows keep as bits, and the lists of blocks that tiles of rows read."""
+"""Launches the kernels that choose blocks of keys: bits per row, and lists of blocks per tile of rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .kernels import choose, listing, pool
 
 _STEPS = 14
 _NARROWEST = 64
-"""Fewest blocks that a launch has registers for: rows at the start of a causal call look back at no more."""
+"""Smallest number of blocks that a launch reserves registers for; early rows of a causal call see no more."""
 _STAYING = 1 << 15
-"""Entries of the mean keys that stay in shared memory for all query heads of a key/value head."""
+"""Most numbers in the mean keys that are kept in shared memory for all query heads of a key/value head."""
 _PART = 1 << 14
-"""Entries that a program multiplies at a time where there are more."""
+"""Where there are more, how many of them a program multiplies at a time."""
 
 
 class Lists(NamedTuple):

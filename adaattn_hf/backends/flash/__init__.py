@@ -1,4 +1,4 @@
-"""Attention through the flash-attn packages: 2 and 3, which are built, and 4, which compiles as it is called."""
+"""Backends that call flash-attn: versions 2 and 3, compiled when installed, and 4, compiled at the first call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention through flash-attn 4, whose kernels are compiled as they are called; for Hopper and later devices."""
+"""The flash-attn 4 backend; its kernels are compiled at the first call, for Hopper and later devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..base import Backend, head_refusals, nothing_seen
 
 _MODULES = ("flash_attn", "flash_attn.cute", "cutlass", "quack")
-"""Its own, parents first, and those of the compiler that it imports: an interrupted installation may lack these."""
+"""Modules to look for: its own, parents first, and its compiler's, which an interrupted installation may lack."""
 
 
 class Flash4Backend(Backend):
@@ -21,11 +21,11 @@ class Flash4Backend(Backend):
     name = "fa4"
 
     def __init__(self) -> None:
-        """Nothing is imported before the first call."""
+        """Imports nothing; the first call does."""
         self._launch: Any = None
 
     def missing(self) -> tuple[str, ...]:
-        """The package and what it imports are looked for without being imported; flash-attn 2 shares its name."""
+        """Looks for the package and its imports without importing them; flash-attn 2 has the same package name."""
         for module in _MODULES:
             if importlib.util.find_spec(module) is None:
                 what = "is not installed" if module.startswith("flash_attn") else "is not installed whole"
@@ -88,7 +88,7 @@ class Flash4Backend(Backend):
 
 
 def _of_kept_blocks(spec: CallSpec, later: bool) -> list[str]:
-    """Why kept blocks are left to our own kernels; `later` devices than Hopper cut their lists otherwise."""
+    """Returns why kept blocks must run in our own kernels; devices `later` than Hopper need other lists."""
     reasons = []
     if spec.head_blocks not in (64, 128):
         reasons.append(f"flash-attn 4 walks kept blocks of 64 or 128 keys here, got {spec.head_blocks}")

@@ -1,4 +1,4 @@
-"""Launches of flash-attn 4: dense, over packed segments, and over lists of blocks with a window per head."""
+"""Launches flash-attn 4: dense, over packed segments, or over lists of blocks with a window per head."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _made(
     plain: bool,
     device: torch.device,
 ) -> _Made:
-    """Of a structure and its heads' windows; made once per forward pass and shared by layers of equal windows."""
+    """Returns the lists of a structure and its heads' windows, made once per forward pass and shared by layers."""
 
     def make() -> _Made:
         table = torch.tensor(windows, dtype=torch.int32, device="cpu").to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Which blocks of keys each block of queries reads, for flash-attn 4: made on the device by a few operations."""
+"""Makes, on the device, the lists of key blocks that each block of queries reads in flash-attn 4."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def blocks_of(runs: Runs, kv_len: int, causal: bool, windows: Tensor, sinks: Ten
 
 
 def _by_block(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest of each block of rows; the last row stands for those that are missing."""
+    """Returns minimum and maximum of each block of rows; a last, short block is filled with its last row."""
     missing = -rows.shape[1] % BLOCK
     if missing:
         rows = torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1)

@@ -1,4 +1,4 @@
-"""The masks of flash-attn 4's kernels, compiled into them: which keys a query sees under its head's window and sinks.
+"""Masks compiled into flash-attn 4's kernels: which keys a query sees under its head's window and sinks.
 
 Imported with the first such call, since it needs the package. `tables` are int32: windows and sinks of the query
 heads, then, for calls of runs, where each query's run of keys begins and ends and where the query stands among keys,
@@ -16,7 +16,7 @@ from flash_attn.cute.utils import scalar_to_ssa
 
 @cute.jit
 def causal(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
-    """Queries end with the last key."""
+    """Causal: the last query stands at the last key."""
     window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
     sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
     place = row + scalar_to_ssa(lengths.seqlen_k - lengths.seqlen_q, cutlass.Int32)
@@ -25,7 +25,7 @@ def causal(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any)
 
 @cute.jit
 def both_ways(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
-    """Queries and keys are the same tokens."""
+    """Both directions: queries and keys are the same tokens."""
     window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
     sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
     return ((row - key < window) & (key - row < window)) | (key < sinks)
@@ -33,7 +33,7 @@ def both_ways(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: A
 
 @cute.jit
 def causal_runs(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
-    """Queries see the run of keys that they belong to."""
+    """Causal within runs (documents, or rows without their padding)."""
     window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
     sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
     first = scalar_to_ssa(tables[2][batch[0], row[0]], cutlass.Int32)
@@ -43,7 +43,7 @@ def causal_runs(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables:
 
 @cute.jit
 def both_ways_runs(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
-    """The same for attention that looks both ways."""
+    """Both directions within runs."""
     window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
     sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
     first = scalar_to_ssa(tables[2][batch[0], row[0]], cutlass.Int32)

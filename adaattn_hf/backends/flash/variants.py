@@ -1,4 +1,4 @@
-"""Attention through the flash-attn package, version 2 or 3, where it is installed."""
+"""The flash-attn backends of versions 2 and 3, where one is installed."""
 
 from __future__ import annotations
 
