@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from .cache.layers import GrowingCache, holds_tokens
+from .cache.kept import holds_tokens
+from .cache.layers import GrowingCache
 from .cache.stored import check_stored, convert, stored_as
 from .fast_path import tracing
 from .fold import FoldError, Folding

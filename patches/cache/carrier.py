@@ -13,8 +13,6 @@ from torch import Tensor
 
 from adaattn_hf.attention.stored import StoredKV
 
-__all__ = ["StoredTensor"]
-
 _REMEDY = (
     'a quantised cache holds codes, not numbers. Load the model with attn_implementation="adaattn"; for a model that '
     'computes with its cached keys itself use a cache of numbers (cache="model", GrowingCache or DynamicCache)'

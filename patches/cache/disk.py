@@ -16,8 +16,6 @@ from adaattn_hf._files import write_atomically
 
 from .stored import AdaAttnCache
 
-__all__ = ["load_cache", "save_cache"]
-
 _VERSION = 2
 _KEY = "adaattn_cache"
 

@@ -12,8 +12,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["GROWTH", "GrowingTensor", "check_room"]
-
 GROWTH = 1.25
 # Room is given out in whole blocks of tokens, so that short sequences do not move at every step.
 BLOCK = 64

@@ -11,7 +11,7 @@ or once for a model: `adaattn_hf.prepare(model)`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -19,27 +19,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .growing import GROWTH, GrowingTensor, check_room
-
-__all__ = [
-    "GrowingCache",
-    "GrowingLayer",
-    "GrowingSlidingLayer",
-    "after_copies",
-    "grow_in_place",
-    "holds_tokens",
-    "negative",
-    "room_for",
-    "same_rows",
-]
+from .kept import KeptTokens, negative, passed_window, refuse_used, room_for
 
 
-class _InPlace:
-    """What full and sliding layers share: `keys` and `values` are windows on growing storage."""
+class _InPlace(KeptTokens):
+    """What full and sliding layers share: `keys` and `values` are views of storage that grows in place."""
 
     keys: Any
     values: Any
-    is_initialized: bool
-    device: torch.device
     reserve: int = 0
     growth: float = GROWTH
 
@@ -50,10 +37,7 @@ class _InPlace:
         self._value_store: GrowingTensor | None = None
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Append in place.
-
-        While autograd records, concatenate: it forbids writing into tensors that it saved.
-        """
+        """Append in place; while autograd records, concatenate, since it forbids writing into tensors that it saved."""
         if torch.is_grad_enabled():
             past_keys, past_values = self._past(key_states, value_states)
             self.keys = torch.cat([past_keys, key_states], dim=2)
@@ -79,66 +63,30 @@ class _InPlace:
             return key_states[:, :, :0], value_states[:, :, :0]
         return self.keys, self.values
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Point `keys` and `values` at what the storage holds now."""
-        if self._key_store is not None and self._value_store is not None:
-            self.keys, self.values = self._key_store.view(), self._value_store.view()
+        stores = self.kept()
+        if stores:
+            self.keys, self.values = (store.view() for store in stores)
 
-    def _stores(self) -> tuple[GrowingTensor, ...]:
+    def kept(self) -> tuple[GrowingTensor, ...]:
+        """The storage of keys and of values; none where they are plain tensors."""
         if not self.is_initialized or self._key_store is None or self._value_store is None:
             return ()
         return self._key_store, self._value_store
 
-    def offload(self) -> None:
-        """Move the tokens to the CPU."""
-        self._move("cpu")
-
-    def prefetch(self) -> None:
-        """Move the tokens back to the device of the layer."""
-        if self.is_initialized:
-            after_copies(self.device)
-            self._move(self.device)
-
-    def _move(self, device: torch.device | str) -> None:
-        stores = self._stores()
-        for store in stores:
-            store.to(device)
-        if not stores and self.is_initialized and self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys.to(device), self.values.to(device)
-        self._look()
+    def change(self, store: Callable[[Any], None], tensor: Callable[[Tensor], Tensor]) -> None:
+        """Change all tokens, also those that were concatenated while autograd recorded."""
+        super().change(store, tensor)
+        if not self.kept() and self.keys is not None and self.keys.numel() > 0:
+            self.keys, self.values = tensor(self.keys), tensor(self.values)
 
     def reset(self) -> None:
-        """Forget all tokens. (Up to Transformers 5.17 stock layers keep their length and zero it.)"""
+        """Forget all tokens. (Stock layers up to Transformers 5.17 keep their length and set the tokens to zero.)"""
         self._key_store = self._value_store = None
         self.keys = self.values = None
         self.is_initialized = False
         super().reset()  # type: ignore[misc]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make each batch row what row `beam_idx` was (beam search); rows that stay are not copied."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch."""
-        stores = self._stores()
-        for store in stores:
-            store.select(indices)
-        if not stores and self.keys is not None and self.values is not None and self.keys.numel() > 0:
-            self.keys, self.values = (
-                self.keys[indices.to(self.keys.device)],
-                self.values[indices.to(self.values.device)],
-            )
-        self._look()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch."""
-        stores = self._stores()
-        for store in stores:
-            store.repeat(repeats)
-        if not stores and self.keys is not None and self.values is not None and self.keys.numel() > 0:
-            self.keys = self.keys.repeat_interleave(repeats, dim=0)
-            self.values = self.values.repeat_interleave(repeats, dim=0)
-        self._look()
 
 
 class GrowingLayer(_InPlace, DynamicLayer):
@@ -167,13 +115,13 @@ class GrowingLayer(_InPlace, DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; the count is negative, as in Transformers."""
         negative(tokens_to_remove)
-        stores = self._stores()
+        stores = self.kept()
         if not stores:
             super().crop(tokens_to_remove)
             return
         for store in stores:
             store.crop(-tokens_to_remove)
-        self._look()
+        self.look()
 
 
 class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
@@ -198,7 +146,7 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
             keys = torch.cat([past_keys, key_states], dim=2) if past_keys.shape[2] else key_states
             values = torch.cat([past_values, value_states], dim=2) if past_values.shape[2] else value_states
             self._restart(keys[:, :, -self.sliding_window + 1 :], values[:, :, -self.sliding_window + 1 :])
-            self._look()
+            self.look()
             return keys, values
         self._append(key_states, value_states)
         keys, values = self.keys, self.values
@@ -209,13 +157,13 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
         return keys, values
 
     def _keep_window(self) -> None:
-        stores = self._stores()
+        stores = self.kept()
         for store in stores:
             store.drop_front(self.sliding_window - 1)
         if not stores:
             self.keys = self.keys[:, :, -self.sliding_window + 1 :]
             self.values = self.values[:, :, -self.sliding_window + 1 :]
-        self._look()
+        self.look()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, and those before the window.
@@ -223,21 +171,15 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
         Raises:
             RuntimeError: The window has been passed and the past was not recorded.
         """
-        negative(tokens_to_remove)
-        passed = self.get_seq_length() >= self.sliding_window
-        if passed and not self.record_past:
-            raise RuntimeError(
-                f"crop: the window of {self.sliding_window} tokens is passed, what lies before is gone; "
-                "call activate_past_recording() before the tokens that may have to be taken back"
-            )
+        passed = passed_window(self, tokens_to_remove)
         if not self.is_initialized:
             return
-        stores = self._stores()
+        stores = self.kept()
         if not stores and tokens_to_remove:
             self.keys, self.values = self.keys[:, :, :tokens_to_remove], self.values[:, :, :tokens_to_remove]
         for store in stores:
             store.crop(-tokens_to_remove)
-        self._look()
+        self.look()
         if passed:
             self._keep_window()
             self.cumulative_length += tokens_to_remove
@@ -257,9 +199,9 @@ def _growing(layer: Any, reserve: int, growth: float, max_cache_len: int | None)
 
 
 class GrowingCache(DynamicCache):
-    """`DynamicCache` without concatenation: same methods, same values, same tokens.
+    """`DynamicCache` without concatenation: same methods, same keys and values.
 
-    Layers of other kinds than full, sliding or chunked attention (recurrent states, indexers) are stock ones.
+    Layers other than those of full, sliding or chunked attention (recurrent states, indexers) stay Transformers' own.
     """
 
     def __init__(
@@ -311,54 +253,9 @@ def grow_in_place(
         ValueError: The cache holds tokens already, or `growth`, `reserve` or `max_cache_len` makes no room.
     """
     check_room(reserve, growth, max_cache_len)
-    if holds_tokens(cache):
-        raise ValueError(
-            f"cache: this {type(cache).__name__} holds tokens already; change its layers before the first update"
-        )
+    refuse_used(cache)
     cache.layers = [_growing(layer, reserve, growth, max_cache_len) for layer in cache.layers]
     if cache.layer_class_to_replicate is DynamicLayer:
         made = functools.partial(GrowingLayer, reserve, growth, max_cache_len)
         cache.layer_class_to_replicate = cast(Any, made)
     return cache
-
-
-def holds_tokens(cache: Cache) -> bool:
-    """Some layer of full or sliding attention has been updated."""
-    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
-    return any(layer.is_initialized for layer in cache.layers if isinstance(layer, kinds))
-
-
-def negative(tokens_to_remove: int) -> None:
-    """Refuse a count of tokens to take off that is not minus that count, as Transformers does."""
-    if tokens_to_remove > 0:
-        raise ValueError(
-            f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less: "
-            "minus the count of tokens to take off the end"
-        )
-
-
-def room_for(limit: int | None, length: int) -> None:
-    """Refuse more tokens than `max_cache_len` says."""
-    if limit is not None and length > limit:
-        raise ValueError(
-            f"max_cache_len: got {limit}, expected at least {length}, the tokens to be kept; "
-            "make the cache longer, or leave max_cache_len out and it grows"
-        )
-
-
-def same_rows(held: int, key_states: Tensor) -> None:
-    """Refuse tokens of another number of sequences than the cache holds."""
-    if key_states.shape[0] != held:
-        raise ValueError(
-            f"past_key_values: got tokens of {key_states.shape[0]} sequences for a cache that holds {held}; begin a "
-            "new cache, or call batch_repeat_interleave or batch_select_indices on this one"
-        )
-
-
-def after_copies(device: torch.device) -> None:
-    """Let what the current stream does next begin behind the default one: copies of offloaded tokens come from there.
-
-    Transformers waits in its own `update` from 5.20 on; before, it fetches what may still be on its way to the host.
-    """
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))

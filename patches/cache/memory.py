@@ -11,8 +11,6 @@ from transformers.cache_utils import Cache
 if TYPE_CHECKING:
     from .streaming import Spans
 
-__all__ = ["CacheMemory", "memory_of"]
-
 
 @dataclass(frozen=True)
 class CacheMemory:

@@ -18,8 +18,6 @@ from adaattn_hf.attention.stored import StoredKV
 from .ring_view import slots_after
 from .tokens import Tokens
 
-__all__ = ["Read", "Ring"]
-
 Read = tuple[Tensor, Tensor, "StoredKV | None"]
 """Keys, values and what turns them into numbers, as a call reads them."""
 

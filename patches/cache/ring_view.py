@@ -7,8 +7,6 @@ from torch import Tensor
 
 from adaattn_hf.attention.structure import CallStructure
 
-__all__ = ["slots_after", "starts_of", "structure_of"]
-
 
 def slots_after(total: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
     """Position of the token in each slot after `total` tokens."""

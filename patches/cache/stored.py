@@ -21,32 +21,20 @@ from adaattn_hf.attention.stored import CHANNELS, FORMATS
 from adaattn_hf.plans.store import plan_of
 
 from .growing import GROWTH, check_room
-from .layers import after_copies, grow_in_place, holds_tokens, negative, room_for, same_rows
+from .kept import KeptTokens, negative, passed_window, refuse_used, room_for, same_rows
+from .layers import grow_in_place
 from .tokens import PROMPT, StoredTokens
-
-__all__ = [
-    "CACHES",
-    "AdaAttnCache",
-    "StoredLayer",
-    "StoredSlidingLayer",
-    "check_stored",
-    "convert",
-    "store_in_place",
-    "stored_as",
-]
 
 CACHES = ("model", *FORMATS)
 """What a cache can keep: numbers in the model's dtype, or one of the quantised formats."""
 
 
-class _Stored:
-    """What full and sliding layers share: `keys` and `values` carry codes."""
+class _Stored(KeptTokens):
+    """What full and sliding layers share: `keys` and `values` are codes with the surface of a tensor."""
 
     keys: Any
     values: Any
-    is_initialized: bool
     dtype: torch.dtype
-    device: torch.device
     tokens: StoredTokens | None
     stored: str
     reserve: int = 0
@@ -59,7 +47,7 @@ class _Stored:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.tokens = StoredTokens(key_states, value_states, self.stored, self.reserve, self.growth)
         self.is_initialized = True
-        self._look()
+        self.look()
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> None:
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
@@ -75,7 +63,7 @@ class _Stored:
         self.keys, self.values = self.tokens.carriers(self.tokens.append(key_states, value_states))
 
     def _prompt(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """A prompt as it came, for attention, which tells the tokens of its queries."""
+        """Returns a prompt unrounded; attention finds the stored tokens on it and rounds them again for its queries."""
         setattr(key_states, PROMPT, self.tokens)
         return key_states, value_states
 
@@ -87,46 +75,22 @@ class _Stored:
         self.lazy_initialization(keys[:, :, :0].to(dtype), like)
         assert self.tokens is not None
         self.tokens.take(held)
-        self._look()
+        self.look()
 
-    def _look(self) -> None:
+    def kept(self) -> list[StoredTokens]:
+        """The tokens."""
+        return [] if self.tokens is None else [self.tokens]
+
+    def look(self) -> None:
+        """Point `keys` and `values` at the codes that are held now."""
         if self.tokens is not None:
             self.keys, self.values = self.tokens.carriers()
-
-    def offload(self) -> None:
-        """Move the tokens to the CPU."""
-        if self.tokens is not None:
-            self.tokens.to("cpu")
-            self._look()
-
-    def prefetch(self) -> None:
-        """Move the tokens back to the device of the layer."""
-        if self.tokens is not None:
-            after_copies(self.device)
-            self.tokens.to(self.device)
-            self._look()
 
     def reset(self) -> None:
         """Forget all tokens."""
         self.tokens = self.keys = self.values = None
         self.is_initialized = False
         super().reset()  # type: ignore[misc]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make each batch row what row `beam_idx` was (beam search); rows that stay are not copied."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch."""
-        if self.tokens is not None:
-            self.tokens.select(indices)
-            self._look()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch."""
-        if self.tokens is not None:
-            self.tokens.repeat(repeats)
-            self._look()
 
 
 class StoredLayer(_Stored, DynamicLayer):
@@ -142,7 +106,7 @@ class StoredLayer(_Stored, DynamicLayer):
         self.tokens = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append `[batch, heads, n, head_dim]`; returns all keys and values: as they came if they are the first."""
+        """Append `[batch, heads, n, head_dim]`; returns all keys and values, the first ones unrounded."""
         first = self.get_seq_length() == 0
         self._append(key_states, value_states)
         return self._prompt(key_states, value_states) if first else (self.keys, self.values)
@@ -160,7 +124,7 @@ class StoredLayer(_Stored, DynamicLayer):
         negative(tokens_to_remove)
         if self.tokens is not None:
             self.tokens.crop(-tokens_to_remove)
-            self._look()
+            self.look()
 
 
 class StoredSlidingLayer(_Stored, DynamicSlidingWindowLayer):
@@ -180,7 +144,7 @@ class StoredSlidingLayer(_Stored, DynamicSlidingWindowLayer):
         keys, values = self.keys, self.values
         if not self.record_past:
             self.tokens.drop_front(self.sliding_window - 1)
-            self._look()
+            self.look()
         if first:
             return self._prompt(key_states, value_states)
         visible = self.sliding_window - 1 + key_states.shape[2]
@@ -192,13 +156,7 @@ class StoredSlidingLayer(_Stored, DynamicSlidingWindowLayer):
         Raises:
             RuntimeError: The window has been passed and the past was not recorded.
         """
-        negative(tokens_to_remove)
-        passed = self.cumulative_length >= self.sliding_window
-        if passed and not self.record_past:
-            raise RuntimeError(
-                f"crop: the window of {self.sliding_window} tokens is passed, what lies before is gone; "
-                "call activate_past_recording() before the tokens that may have to be taken back"
-            )
+        passed = passed_window(self, tokens_to_remove)
         if self.tokens is None:
             return
         self.tokens.crop(-tokens_to_remove)
@@ -207,7 +165,7 @@ class StoredSlidingLayer(_Stored, DynamicSlidingWindowLayer):
             self.cumulative_length += tokens_to_remove
         elif tokens_to_remove:
             self.cumulative_length = len(self.tokens)
-        self._look()
+        self.look()
 
 
 def _check_channels(stored: str, head_dim: int) -> None:
@@ -262,10 +220,7 @@ def store_in_place(
             room as asked.
     """
     check_room(reserve, growth, max_cache_len)
-    if holds_tokens(cache):
-        raise ValueError(
-            f"cache: this {type(cache).__name__} holds tokens already; change its layers before the first update"
-        )
+    refuse_used(cache)
     cache.layers = [_storing(layer, stored, reserve, growth, max_cache_len) for layer in cache.layers]
     if cache.layer_class_to_replicate is DynamicLayer:
         made = functools.partial(StoredLayer, stored, reserve, growth, max_cache_len)

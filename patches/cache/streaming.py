@@ -1,4 +1,4 @@
-"""A cache layer whose heads keep what their plan has them read: some a window and the first tokens, the others all."""
+"""A cache layer whose heads keep only what their plan lets them read: a window and the first tokens, or all tokens."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from adaattn_hf.plans.store import plan_of
 
 from .carrier import StoredTensor
 from .growing import GROWTH
-from .layers import negative, room_for, same_rows
+from .kept import KeptTokens, negative, room_for, same_rows
 from .ring import Read, Ring
 from .tokens import SMOOTHED, StoredTokens, Tokens
-
-__all__ = ["Spans", "StreamedTensor", "StreamingLayer", "some_heads", "spans_of", "stream"]
 
 Spans = tuple["tuple[int, int] | None", ...]
 """Window and sinks of each key/value head of a layer, None where it keeps everything."""
 
 
 def spans_of(model: PreTrainedModel, plan: Plan | None = None) -> dict[int, Spans]:
-    """Of each layer with heads that need not keep everything, by its plan (or this one), what they keep.
+    """Returns what heads keep by the model's plan (or by `plan`), for each layer in which some keep less than all.
 
     Raises:
         ValueError: The model has no plan, or none with windows.
@@ -53,19 +51,22 @@ def spans_in(layer: LayerPlan) -> Spans:
 
 
 class StreamedTensor(StoredTensor):
-    """Keys or values of a `StreamingLayer` with the surface of a tensor: heads of several lengths, not one tensor."""
+    """Stands for keys or values of a `StreamingLayer`, whose heads keep different numbers of tokens: no one tensor."""
 
     def __init__(self, surface: Tensor, layer: StreamingLayer | None = None) -> None:
-        """`surface` has the shape and no memory.
+        """Of the shape of all tokens.
 
-        `layer` is read by the attention that is handed this, and None in what the layer keeps, which is no circle then.
+        Args:
+            surface: Has that shape, by strides of zero, and no memory for it.
+            layer: Holds the tokens, for the attention that is handed this. The layer's own `keys` and `values` leave it
+                out, since a layer that refers to itself would be freed late.
         """
         super().__init__(surface, None, surface.shape[3], surface.dtype)
         self.streams = layer
 
 
-class StreamingLayer(DynamicLayer):
-    """A layer of full attention whose tokens are kept by groups of heads that keep as many."""
+class StreamingLayer(KeptTokens, DynamicLayer):
+    """A layer of full attention; heads that keep the same window and first tokens share storage."""
 
     keys: Any
     values: Any
@@ -123,7 +124,7 @@ class StreamingLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Take `[batch, num_kv_heads, n, head_dim]`, which the attention of this call writes and reads.
+        """Take `[batch, num_kv_heads, n, head_dim]`; the attention of this call stores and reads it (`read`).
 
         Raises:
             RuntimeError: A gradient is wanted, or no attention has read the tokens before these.
@@ -146,7 +147,7 @@ class StreamingLayer(DynamicLayer):
         elif self.keys is not None:
             same_rows(self.keys.shape[0], key_states)
         self.count, self.fresh = total, (key_states, value_states)
-        self._look(key_states, value_states)
+        self._show(key_states, value_states)
         return (
             StreamedTensor(self.keys.codes, self),
             StreamedTensor(self.values.codes, self),
@@ -155,16 +156,16 @@ class StreamingLayer(DynamicLayer):
     def read(
         self, starts: tuple[int, ...], queries: Tensor | None = None
     ) -> list[tuple[tuple[int, ...], Ring | Tokens, Read]]:
-        """Write what came with `update`; returns of each group its heads, its storage and what the call reads of it.
+        """Write what `update` took; returns of each group its heads, its storage and what this call reads.
 
         Args:
-            starts: Position of the first real token of each row, the number of tokens where there is none yet.
-            queries: Those of the tokens, where they are a prompt.
+            starts: Position of the first real token of each row, the number of tokens where all are padding.
+            queries: Those of a prompt: keys are rounded so that scores with queries like these change least.
 
         Raises:
             ValueError: A row begins elsewhere than it did, and what its heads read is gone.
         """
-        assert self.fresh is not None  # whoever attends has looked
+        assert self.fresh is not None  # `attend_streams` has checked it
         keys, values = self.fresh
         past = self.count - keys.shape[2]
         gone = any(isinstance(store, Ring) and not store.whole for _, store in self.groups)
@@ -190,24 +191,24 @@ class StreamingLayer(DynamicLayer):
         return read
 
     def withdraw(self) -> None:
-        """Let what came with `update` be as if it had not, where its attention is refused."""
+        """Take back the last `update`, whose attention was refused."""
         if self.fresh is not None:
             self.count -= self.fresh[0].shape[2]
-            self._look(*self.fresh)
+            self._show(*self.fresh)
             self.fresh = None
 
     def fits(self, plan: LayerPlan) -> bool:
-        """Whether the heads keep what a plan has them read."""
+        """Whether the heads keep exactly what this plan lets them read."""
         return spans_in(plan) == self.spans
 
-    def _look(self, keys: Tensor, values: Tensor) -> None:
+    def _show(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = (
             StreamedTensor(like.new_empty(1).expand(*like.shape[:2], self.count, like.shape[3]))
             for like in (keys, values)
         )
 
     def get_seq_length(self) -> int:
-        """Tokens that came."""
+        """Tokens seen, those that no head keeps any more counted."""
         return self.count
 
     def get_max_length(self) -> int:
@@ -217,9 +218,10 @@ class StreamingLayer(DynamicLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of the room of all groups."""
-        return sum(tokens.nbytes for tokens in self._tokens())
+        return sum(tokens.nbytes for tokens in self.kept())
 
-    def _tokens(self) -> list[Tokens]:
+    def kept(self) -> list[Tokens]:
+        """The tokens of each group of heads."""
         return [store.tokens if isinstance(store, Ring) else store for _, store in self.groups]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -241,39 +243,26 @@ class StreamingLayer(DynamicLayer):
         for _, store in self.groups:
             store.crop(-tokens_to_remove)
         self.count += tokens_to_remove
-        self._look(self.keys.codes[:, :, :1], self.values.codes[:, :, :1])
+        self._show(self.keys.codes[:, :, :1], self.values.codes[:, :, :1])
 
     def activate_past_recording(self) -> None:
-        """Keep what `crop` may have to bring back, from now to the next `crop`, as assisted decoding asks for it."""
+        """From now to the next `crop`, keep what it may have to bring back; assisted decoding calls this."""
         self.record_past = True
 
-    def offload(self) -> None:
-        """Move the tokens to the CPU."""
-        for tokens in self._tokens():
-            tokens.to("cpu")
-
-    def prefetch(self) -> None:
-        """Move the tokens back to the device of the layer."""
-        for tokens in self._tokens():
-            tokens.to(self.device)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make each batch row what row `beam_idx` was (beam search); rows that stay are not copied."""
-        self.batch_select_indices(beam_idx)
+    def look(self) -> None:
+        """`keys` and `values` have a shape and no memory; only a change of rows changes them, see `_rows`."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch."""
         if self.groups:
-            for tokens in self._tokens():
-                tokens.select(indices)
+            super().batch_select_indices(indices)
             rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
             self._rows([int(row) for row in rows.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
         if self.groups:
-            for tokens in self._tokens():
-                tokens.repeat(repeats)
+            super().batch_repeat_interleave(repeats)
             self._rows([row for row in range(self.keys.shape[0]) for _ in range(repeats)])
 
     def _rows(self, rows: Sequence[int]) -> None:
@@ -281,18 +270,18 @@ class StreamingLayer(DynamicLayer):
             self.starts = tuple(self.starts[row] for row in rows)
         for _, store in self.groups:
             if isinstance(store, Ring):
-                store.commit()  # what was recorded is of other rows
-        self._look(*(t.codes[:1, :, :1].expand(len(rows), -1, -1, -1) for t in (self.keys, self.values)))
+                store.commit()  # what was recorded for `crop` belongs to the rows as they were
+        self._show(*(t.codes[:1, :, :1].expand(len(rows), -1, -1, -1) for t in (self.keys, self.values)))
 
     def held(self) -> dict[str, Tensor]:
-        """Everything that the tokens are, by group and name; `take` of an empty layer is the way back."""
+        """All tensors of the storage, by group and name; `take` puts them into an empty layer."""
         found = {"starts": torch.tensor(self.starts, device="cpu")}
-        for group, tokens in enumerate(self._tokens()):
+        for group, tokens in enumerate(self.kept()):
             found |= {f"{group}.{name}": tensor for name, tensor in tokens.held().items()}
         return found
 
     def take(self, held: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> None:
-        """Become what `held` says, of `count` tokens that came."""
+        """Fill this empty layer with what `held` gave, of `count` tokens seen."""
         widths = [self.spans.count(span) for span in dict.fromkeys(self.spans)]
         parts = [
             {n.partition(".")[2]: t for n, t in held.items() if n.startswith(f"{g}.")}
@@ -314,11 +303,11 @@ class StreamingLayer(DynamicLayer):
             else:
                 store.take(part)
         self.count, self.starts = count, tuple(held["starts"].tolist())
-        self._look(*like)
+        self._show(*like)
 
 
 def stream(cache: Cache, stored: str, spans: Mapping[int, Spans], **room: Any) -> Cache:
-    """Give layers of full attention that have spans the streaming layers for them; returns the cache."""
+    """Replace the layers of full attention that have spans by streaming layers; returns the cache."""
     for index, own in spans.items():
         if type(cache.layers[index]) is DynamicLayer:
             cache.layers[index] = StreamingLayer(stored, own, **room)

@@ -21,8 +21,6 @@ from .ring import Ring
 from .ring_view import starts_of, structure_of
 from .streaming import StreamingLayer, some_heads
 
-__all__ = ["attend_streams"]
-
 
 def attend_streams(
     module: nn.Module, request: AttentionRequest, layer: StreamingLayer, forced: str | None, wanted: bool

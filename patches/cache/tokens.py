@@ -1,4 +1,4 @@
-"""The tokens of some heads as a cache keeps them: numbers, or codes, their scales and what belongs to a sequence."""
+"""How a cache stores the keys and values of some heads: in the model's dtype, or as codes with scales."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from adaattn_hf.backends.native.storing import write
 from .carrier import StoredTensor
 from .growing import GROWTH, GrowingTensor
 
-__all__ = ["PROMPT", "SMOOTHED", "StoredTokens", "Tokens", "value_width"]
-
 SMOOTHED = 16
-"""Tokens of a sequence from which the mean of its keys is taken; before so many are there nothing is taken off."""
+"""Tokens that a sequence needs before the mean of its keys is taken and subtracted from keys that are rounded."""
 PROMPT = "_adaattn_prompt"
 """Attribute of a prompt's keys on their way to attention: the `StoredTokens` that they were rounded into."""
 
@@ -83,10 +81,10 @@ class Tokens:
         return views
 
     def begin(self, keys: Tensor) -> None:
-        """Take note of keys that come next, before they are written."""
+        """Prepare for these keys, which are written next."""
 
     def expect(self, queries: Tensor) -> None:
-        """Take note of a prompt's queries `[batch, heads, n, head_dim]`, whose like will read the keys."""
+        """Prepare to be read by queries like those of a prompt, `[batch, heads, n, head_dim]`."""
 
     def write(self, keys: Tensor, values: Tensor, parts: Sequence[Tensor], at: int = 0) -> None:
         """Write tokens into parts `[batch, num_kv_heads, length, …]` from place `at` on."""
@@ -103,14 +101,14 @@ class Tokens:
         return parts[0], parts[1], None
 
     def renew_first(self, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
-        """Sequences `rows` have another first key now, parts `[rows, num_kv_heads, …]`; without any all lose theirs."""
+        """Replace the first key of sequences `rows` by parts `[rows, num_kv_heads, …]`; without parts drop all."""
 
     def held(self) -> dict[str, Tensor]:
-        """Everything that the tokens are, by name; `take` of empty tokens is the way back."""
+        """All tensors of the storage, by name; `take` puts them into empty storage."""
         return dict(zip(self.names, self.views(), strict=True))
 
     def take(self, held: dict[str, Tensor]) -> None:
-        """Become what `held` says."""
+        """Fill this empty storage with what `held` gave."""
         for name, part in zip(self.names, self.parts, strict=True):
             part.append(held[name])
 
@@ -191,7 +189,7 @@ class StoredTokens(Tokens):
         self.along = direction_of(queries, heads).to(device) if enough else None
 
     def reread(self, queries: Tensor, keys: Tensor) -> None:
-        """Round a prompt's keys, which are all that there are, again, now that its queries are known."""
+        """Round the keys of a prompt, the only tokens held, again, now that its queries are known."""
         self.expect(queries)
         if self.along is not None:
             views = self.views()
@@ -206,7 +204,7 @@ class StoredTokens(Tokens):
         return (keys.mean(dim=2) @ hadamard(keys.shape[3], keys.device)).contiguous()
 
     def _smooth(self, more: Tensor) -> None:
-        """Take the mean, now that there are keys enough, and round the few that were there anew."""
+        """Take the mean, now that there are enough keys, and round those already held again."""
         views = self.views()
         there = self.record(views).keys(views[0], torch.float32)
         self.mean = self._mean_of(torch.cat([there, more.float()], dim=2))
@@ -221,7 +219,7 @@ class StoredTokens(Tokens):
         return parts[0], parts[2], self.record(parts, first)
 
     def renew_first(self, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
-        """What stands for the first key of sequences `rows` is what its codes say; without any there is none."""
+        """Replace the first key of sequences `rows` by the numbers that these codes stand for."""
         if not parts:
             self.first = None
         elif self.first is not None and rows:
@@ -245,12 +243,12 @@ class StoredTokens(Tokens):
         )
 
     def held(self) -> dict[str, Tensor]:
-        """Everything that the tokens are, by name; `take` of empty tokens is the way back."""
+        """All tensors of the storage, by name; `take` puts them into empty storage."""
         beside = {name: getattr(self, name) for name in _BESIDE}
         return super().held() | {name: t for name, t in beside.items() if t is not None}
 
     def take(self, held: dict[str, Tensor]) -> None:
-        """Become what `held` says."""
+        """Fill this empty storage with what `held` gave."""
         super().take(held)
         self.mean, self.first, self.along = (held.get(name) for name in _BESIDE)
 

@@ -1,0 +1,138 @@
+"""What all cache layers of this package share: moves between devices, rows of the batch, and what they refuse."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from .growing import GrowingTensor
+from .tokens import Tokens
+
+
+class KeptTokens(ABC):
+    """The part of a cache layer that moves its tokens between devices and chooses rows of the batch.
+
+    A mixin that is named before the layer of Transformers that it changes.
+    """
+
+    is_initialized: bool
+    device: torch.device
+
+    @abstractmethod
+    def kept(self) -> Sequence[GrowingTensor | Tokens]:
+        """The storage that holds the tokens; empty while there are none."""
+
+    @abstractmethod
+    def look(self) -> None:
+        """Point `keys` and `values` at what the storage holds now."""
+
+    def change(self, store: Callable[[Any], None], tensor: Callable[[Tensor], Tensor]) -> None:
+        """Change all tokens.
+
+        Args:
+            store: Changes one of `kept` in place.
+            tensor: Returns the same change of keys or values that are a plain tensor, in layers that have such.
+        """
+        for one in self.kept():
+            store(one)
+        self.look()
+
+    def offload(self) -> None:
+        """Move the tokens to the CPU."""
+        self._move("cpu")
+
+    def prefetch(self) -> None:
+        """Move the tokens back to the device of the layer."""
+        if self.is_initialized:
+            after_copies(self.device)
+            self._move(self.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        self.change(lambda one: one.to(device), lambda tensor: tensor.to(device))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make each batch row what row `beam_idx` was (beam search); rows that stay are not copied."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch."""
+        self.change(lambda one: one.select(indices), lambda tensor: tensor[indices.to(tensor.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
+        self.change(lambda one: one.repeat(repeats), lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+
+def holds_tokens(cache: Cache) -> bool:
+    """Some layer of full or sliding attention has been updated."""
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    return any(layer.is_initialized for layer in cache.layers if isinstance(layer, kinds))
+
+
+def refuse_used(cache: Cache) -> None:
+    """Refuse a cache that holds tokens, whose layers are to be changed.
+
+    Raises:
+        ValueError: It holds some.
+    """
+    if holds_tokens(cache):
+        raise ValueError(
+            f"cache: this {type(cache).__name__} holds tokens already; change its layers before the first update"
+        )
+
+
+def negative(tokens_to_remove: int) -> None:
+    """Refuse a count of tokens to take off that is not minus that count, as Transformers does."""
+    if tokens_to_remove > 0:
+        raise ValueError(
+            f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less: "
+            "minus the count of tokens to take off the end"
+        )
+
+
+def passed_window(layer: DynamicSlidingWindowLayer, tokens_to_remove: int) -> bool:
+    """Returns whether a sliding layer that is to take tokens off its end has dropped any at its front.
+
+    Raises:
+        RuntimeError: It has, and what it would need again was not recorded.
+    """
+    negative(tokens_to_remove)
+    passed = layer.get_seq_length() >= layer.sliding_window
+    if passed and not layer.record_past:
+        raise RuntimeError(
+            f"crop: the window of {layer.sliding_window} tokens is passed, what lies before is gone; "
+            "call activate_past_recording() before the tokens that may have to be taken back"
+        )
+    return passed
+
+
+def room_for(limit: int | None, length: int) -> None:
+    """Refuse more tokens than `max_cache_len` says."""
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"max_cache_len: got {limit}, expected at least {length}, the tokens to be kept; "
+            "make the cache longer, or leave max_cache_len out and it grows"
+        )
+
+
+def same_rows(held: int, key_states: Tensor) -> None:
+    """Refuse tokens of another number of sequences than the cache holds."""
+    if key_states.shape[0] != held:
+        raise ValueError(
+            f"past_key_values: got tokens of {key_states.shape[0]} sequences for a cache that holds {held}; begin a "
+            "new cache, or call batch_repeat_interleave or batch_select_indices on this one"
+        )
+
+
+def after_copies(device: torch.device) -> None:
+    """Let what the current stream does next begin behind the default one: copies of offloaded tokens come from there.
+
+    Transformers waits in its own `update` from 5.20 on; before, it fetches what may still be on its way to the host.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
