@@ -42,7 +42,8 @@ def measure(device: str, cell: Cell, clock: Clock | None = None) -> Times:
                 for name, runs in clock(calls).items():
                     found.setdefault(name, []).append(quartiles(runs))
         except torch.OutOfMemoryError as error:
-            warnings.warn(f"adaattn: {cell} is not measured: {error}", stacklevel=2)
+            what = f"{cell.kind}, {cell.dtype}, head_dim {cell.head_dim}, up to {cell.length} keys"
+            warnings.warn(f"adaattn: not measured, there is no room: {what}: {error}", stacklevel=2)
             return {}
     whole = {name: spreads for name, spreads in found.items() if len(spreads) == made}
     return whole if len(whole) > 1 else {}

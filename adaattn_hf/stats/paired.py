@@ -113,12 +113,6 @@ class Ratio:
             return math.inf
         return self.mean + student_quantile(confidence, self.clusters - 1) * self.error
 
-    def lower(self, confidence: float) -> float:
-        """Returns the one-sided lower confidence bound by Student's t, -infinite with a single cluster."""
-        if self.error is None:
-            return -math.inf
-        return self.mean - student_quantile(confidence, self.clusters - 1) * self.error
-
 
 def clustered_ratio(values: Float, weights: NDArray[np.int64] | Float) -> Ratio:
     """Returns the ratio of sums with its standard error over clusters.

@@ -32,6 +32,18 @@ def test_without_a_compiler_the_build_says_so(tmp_path: Path, monkeypatch: pytes
     assert "no C++ compiler" in reasons[0]
 
 
+def test_a_platform_without_a_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.sys, "platform", "win32")
+    report = build.build(tmp_path)
+    assert report["built"] is False
+    assert report["reason"] == "no build for the platform 'win32'; Linux and macOS have one"
+
+
+@pytest.mark.parametrize(("machine", "names"), [("arm64", ["portable", "neon"]), ("riscv64", ["portable"])])
+def test_other_processors_have_levels_of_their_own(machine: str, names: list[str]) -> None:
+    assert list(build.levels(machine)) == names
+
+
 def test_a_compiler_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false")
     report = build.build(tmp_path)

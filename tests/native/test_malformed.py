@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
-from adaattn_hf.backends.native import call
+from adaattn_hf.backends.native import call, storing
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.patches.interface import attention_function
@@ -280,3 +280,29 @@ def test_the_default_device_changes_nothing(backend: str, rules: dict[str, Any])
             results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     for ours, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+def test_without_the_library_every_way_in_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = tensors()
+    out, lse = call.forward(query, key, value, 0.25, Rules(), need_lse=True)
+    assert out is not None
+    assert lse is not None
+    codes, scale = torch.zeros(B, KV, K, D, dtype=torch.int8), torch.zeros(B, KV, K, dtype=torch.uint8)
+    for module in (call, storing):
+        monkeypatch.setattr(module, "library", lambda: None)
+        monkeypatch.setattr(module, "missing", lambda: ("it was never built here",))
+    for way in (
+        lambda: call.forward(query, key, value, 0.25, Rules()),
+        lambda: call.backward(torch.zeros_like(out), query, key, value, out, lse, 0.25),
+        lambda: storing.store(key, codes, scale),
+    ):
+        with pytest.raises(RuntimeError, match="native backend: it was never built here"):
+            way()
+
+
+def test_a_rule_that_is_negated_lazily_is_refused() -> None:
+    sinks = torch._neg_view(torch.ones(H))
+    with pytest.raises(
+        ValueError, match="sink_logits: got a lazily negated or zero tensor, expected numbers"
+    ):
+        call.forward(*tensors(), 0.25, Rules(sink_logits=sinks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,3 +155,24 @@ def test_heads_come_apart_and_together_again() -> None:
     parts = [reference.attention(some_heads(request, heads)).out for heads in order]
     joined = joined_heads(parts, [head for heads in order for head in heads], GROUP, dim=2)
     torch.testing.assert_close(joined, reference.attention(request).out)
+
+
+def test_rules_for_another_number_of_heads_are_refused() -> None:
+    one = rules(windows=(5,), sinks=(0,), masses=(0.0,), precisions=("model",))
+    structure = CallStructure(1, N, N, causal=True)
+    with pytest.raises(ValueError, match=rf"got rules for 1 heads, expected one for each of the {KV}"):
+        request_of(structure, one)
+    with pytest.raises(ValueError, match=rf"per_head.key_mean: got shape .* expected \[{KV}, {D}\]"):
+        request_of(structure, rules(precisions=("int8",) * KV, key_mean=torch.zeros(KV, D + 1)))
+
+
+@pytest.mark.parametrize(
+    "sinks", [[0.0] * KV * GROUP, torch.zeros(KV * GROUP, dtype=torch.int64), torch.zeros(KV * GROUP).to_sparse()],
+    ids=["a list", "integers", "sparse"],
+)  # fmt: skip
+def test_learned_sinks_that_no_kernel_reads_are_refused(sinks: Any) -> None:
+    plain = request_of(CallStructure(1, N, N, causal=True), None)
+    with pytest.raises(
+        ValueError, match=r"sink_logits: got .*, expected a dense floating-point tensor on cpu"
+    ):
+        replace(plain, sink_logits=sinks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, shared_pric
 from adaattn_hf.policy.prices import Price, PriceTable, fit_price
 from adaattn_hf.policy.risk import RiskTable, corrected, rescale
 from adaattn_hf.policy.sequential import Attempts, hopeless, look_levels, look_sizes, spent
-from adaattn_hf.stats.paired import Ratio
+from adaattn_hf.stats.paired import Ratio, clustered_ratio
 
 from ..support.choices import make_choice
 
@@ -323,3 +324,26 @@ def test_both_estimates_count_by_their_errors() -> None:
     assert one == pytest.approx([0.0, 4.0])
     assert factor == pytest.approx(2.0)
     assert corrected(np.zeros(2), np.zeros(2), np.zeros(2), np.zeros(2))[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: allocate(np.ones((1, 1)), np.zeros((1, 1, 1)), np.array([-1.0])),
+            "expected nothing negative",
+        ),
+        (lambda: fit_price([1, 2], [0.1]), "heads has 2 and seconds 1 entries"),
+        (lambda: fit_price([], []), "expected as many and at least one"),
+        (lambda: RiskTable(2, 1).add(np.zeros((1, 1)), 3), r"summed has shape \(1, 1\), expected \(2, 1\)"),
+        (lambda: RiskTable(1, 1).add(np.zeros((1, 1)), 0), "rows is 0, expected at least 1"),
+    ],
+)
+def test_malformed_numbers_are_named(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_one_cluster_bounds_nothing() -> None:
+    alone = clustered_ratio(np.array([0.1]), np.array([10.0]))
+    assert alone.upper(0.95) == math.inf

@@ -172,3 +172,11 @@ def test_a_packed_row_is_gapless_and_a_padded_one_is_not() -> None:
     x = torch.zeros(1, 2, 12, 4)
     seen = [CallSpec.of(AttentionRequest(x, x, x, s, 1.0), look=True).gapless for s in (packed, padded)]
     assert seen == [True, False]
+
+
+def test_what_was_chosen_does_not_pile_up(three: dict[str, Picky], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_MOST", 3)
+    for size in range(1, 9):
+        assert select.choose(spec(head_dim=size)) is three["willing"]
+        assert len(select._chosen) <= 3
+    assert (spec(head_dim=8), None) in select._chosen

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaattn_hf.attention.legible import legible
+from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 
 from ..support.requests import structures
@@ -95,3 +97,33 @@ def test_padding_of_ones_is_no_padding() -> None:
 )
 def test_kind(structure: CallStructure, kind: str) -> None:
     assert structure.kind == kind
+
+
+def read_back(mask: torch.Tensor) -> CallStructure | None:
+    """The rules that `legible` reads from a dense mask `[batch, 1 or heads, q_len, kv_len]`."""
+    batch, _, q_len, kv_len = mask.shape
+    query, key = torch.zeros(batch, 2, q_len, 4), torch.zeros(batch, 2, kv_len, 4)
+    request = AttentionRequest(query, key, key, CallStructure(batch, q_len, kv_len, mask=mask), 1.0)
+    found = legible(request)
+    return None if found is None else found.structure
+
+
+@settings(max_examples=200)
+@given(structure=drawn(), heads=st.sampled_from([1, 2]))
+def test_rules_read_from_a_dense_mask_are_that_mask_or_none(structure: CallStructure, heads: int) -> None:
+    dense = structure.visible().expand(structure.batch, heads, -1, -1)
+    found = read_back(dense)
+    if found is not None:
+        assert found.mask is None
+        assert torch.equal(found.visible().expand_as(dense), dense)
+
+
+def test_one_mask_for_all_heads_is_read_and_one_for_each_is_not() -> None:
+    causal = CallStructure(2, 6, 6, causal=True).visible().expand(2, 2, 6, 6)
+    found = read_back(causal)
+    assert found is not None
+    assert found.causal
+    apart = causal.clone()
+    apart[:, 1, 5, 0] = False
+    assert read_back(apart) is None
+    assert read_back(torch.zeros(1, 1, 6, 6, dtype=torch.bool)) is None, "no rule says that nothing is seen"

@@ -21,6 +21,7 @@ from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.probes import KINDS, probes
 from adaattn_hf.backends.select import BACKENDS, attend, choose
 from adaattn_hf.backends.table import Cell, Table, TableError, cell_of, clearly_faster
+from adaattn_hf.backends.tuning import measure
 from adaattn_hf.cli import main
 from adaattn_hf.cli.classes import grid
 from adaattn_hf.patches import tuned
@@ -265,6 +266,14 @@ def test_a_backend_that_fails_is_named_and_left_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(BACKENDS["sdpa"], "fast_call", lambda *args: None)
     with pytest.warns(UserWarning, match="sdpa fails at causal, float32, .*: no such kernel"):
         assert tuned.keep("cpu", CELL).cells[CELL] == {}
+
+
+def test_a_device_without_room_for_a_probe_keeps_no_times_of_it() -> None:
+    def full(calls: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    with pytest.warns(UserWarning, match="no room: causal, float32, head_dim 16, up to 32 keys: tried to"):
+        assert measure("cpu", CELL, full) == {}
 
 
 def test_explain_and_doctor_show_it() -> None:
