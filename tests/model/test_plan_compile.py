@@ -22,6 +22,7 @@ from transformers import (
 from adaattn_hf.attention.legible import legible
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.plans import store
 from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
@@ -171,6 +172,20 @@ def test_a_compiled_plan_says_that_it_has_no_gradient() -> None:
     model = planned(make_choice("window", 32, 4))
     with pytest.raises(Exception, match="has no gradient"):
         torch.compile(model, backend="eager", fullgraph=True)(tokens(), use_cache=False)
+
+
+def test_a_compiled_plan_does_not_show_its_weights() -> None:
+    """Of a whole model Transformers breaks the graph there, and the weights are those of the uncompiled plan."""
+    layer = planned(make_choice("window", 32, 4)).model.layers[0].self_attn
+    query, key = torch.zeros(1, 4, LENGTH, 16), torch.zeros(1, 2, LENGTH, 16)
+
+    attend = attention_function()
+
+    def shown(query: torch.Tensor) -> Any:
+        return attend(layer, query, key, key, None, scaling=0.25, output_attentions=True)[1]
+
+    with torch.no_grad(), pytest.raises(Exception, match="output_attentions: got True in a traced graph"):
+        torch.compile(shown, backend="eager", fullgraph=True)(query)
 
 
 def test_a_plan_is_not_exported() -> None:

@@ -33,7 +33,7 @@ def test_without_a_compiler_the_build_says_so(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_platform_without_a_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.sys, "platform", "win32")
+    monkeypatch.setattr(sys, "platform", "win32")
     report = build.build(tmp_path)
     assert report["built"] is False
     assert report["reason"] == "no build for the platform 'win32'; Linux and macOS have one"

@@ -10,7 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, Choice, LayerPlan, Plan, PlanError, UnitRecord, Verified
+from adaattn_hf.plans.choices.window import Window
+from adaattn_hf.plans.plan import (
+    EXACT,
+    MOST_HEADS,
+    MOST_LENGTHS,
+    PLAN_FORMAT,
+    Choice,
+    LayerPlan,
+    Plan,
+    PlanError,
+    UnitRecord,
+    Verified,
+)
 from adaattn_hf.plans.render import differences, grid, heat_map, save_png, summary
 
 from ..support.choices import make_choice
@@ -103,6 +115,18 @@ def test_plans_out_of_order_or_of_another_format_are_refused() -> None:
         Plan.from_json("{")
     with pytest.raises(PlanError, match="no choices"):
         LayerPlan(0, "", ())
+
+
+def test_plans_larger_than_any_model_are_refused_before_they_are_walked() -> None:
+    with pytest.raises(PlanError, match=rf"{MOST_HEADS + 1} choices, .*at most {MOST_HEADS}"):
+        LayerPlan(0, "", (EXACT,) * (MOST_HEADS + 1))
+    with pytest.raises(PlanError, match=rf"got {MOST_LENGTHS + 1} lengths and 1 layers"):
+        make_plan(lengths=tuple(range(1, MOST_LENGTHS + 2)))
+
+
+def test_a_choice_has_one_part_of_an_aspect() -> None:
+    with pytest.raises(PlanError, match=r"got parts \['w3\+1', 'w5\+1'\], expected at most one of each"):
+        Choice.of(Window(3, 1), Window(5, 1))
 
 
 def test_layers_and_exactness() -> None:
