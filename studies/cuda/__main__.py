@@ -24,6 +24,7 @@ SECTIONS = {
     "structures": ("kernels", "structures", "Masks"),
     "prefill": ("kernels", "prefill", "Windows per head, prefill"),
     "decode": ("kernels", "decode", "Windows per head, one decode step"),
+    "growing": ("kernels", "growing", "Steps of generation, each of a length not met before"),
     "training": ("kernels", "training", "Forward and backward at 16k"),
     "blocks": ("kernels", "blocks", "Kept blocks of keys, their choice included"),
     "packed": ("packed", "packed", "Packed and padded calls beside dense ones"),

@@ -24,6 +24,8 @@ from adaattn_hf.backends.table import cell_of
 from adaattn_hf.backends.tuning import measure
 from adaattn_hf.cli.classes import grid
 
+from ..support.operators import NamedOperators
+
 pytestmark = pytest.mark.gpu
 
 LENGTH = 193
@@ -103,6 +105,16 @@ def close(out: torch.Tensor, request: AttentionRequest, truth: torch.Tensor) -> 
     bound = 1e-5 if dtype is torch.float32 else 2 * (plain - truth).abs().max().item()
     band = 0.0 if dtype is torch.float32 else torch.finfo(dtype).eps * truth.abs().max().item()
     assert (out.double() - truth).abs().max().item() <= bound + band
+
+
+@pytest.mark.parametrize("kv_len", [1, 63, 4097])
+def test_a_step_asks_for_no_plan_of_its_length(kv_len: int) -> None:
+    request = make(CallStructure(2, 1, kv_len, causal=True, q_offset=kv_len - 1), torch.bfloat16, 128)
+    truth = reference.attention(request).out
+    with NamedOperators() as noted:
+        out = BACKENDS["sdpa"].attend(request).out
+    assert not [name for name in noted.names if "cudnn" in name]
+    close(out, request, truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

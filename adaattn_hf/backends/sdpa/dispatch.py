@@ -23,6 +23,7 @@ from .kernels import (
     aligned,
     repeated,
     splits_groups,
+    steps_by_flash,
     suits_efficient,
 )
 from .packed import compacted, layout_for, packed_attention, scattered
@@ -208,7 +209,9 @@ def fast_call(spec: CallSpec, structure: CallStructure) -> FastCall | None:
                 return None  # on processors the other single queries have ways of their own
             if spec.device == "cpu" and stop < limits.VECTOR_KEYS:
                 return _among_few(False, spec.groups > 1, stop)
-            return _plain(False, spec.groups > 1, stop if stop < structure.kv_len else None)
+            shown = stop if stop < structure.kv_len else None
+            plain = _plain(False, spec.groups > 1, shown)
+            return _by_flash(plain, shown) if steps_by_flash(spec) else plain
         if spec.kind != "suffix":
             causal, grouped = spec.kind == "causal", spec.groups > 1
             if spec.device == "cpu" and structure.kv_len < limits.VECTOR_KEYS:
@@ -233,6 +236,21 @@ def _plain(causal: bool, grouped: bool, stop: int | None = None) -> FastCall:
         if stop is not None:
             key, value = key[:, :, :stop], value[:, :, :stop]
         return operator(query, key, value, None, 0.0, causal, scale=scaling).transpose(1, 2)
+
+    return attend
+
+
+def _by_flash(plain: FastCall, stop: int | None) -> FastCall:
+    """One call without a mask by torch's flash kernel; by `plain` where the user has switched that kernel off."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        if not torch.backends.cuda.flash_sdp_enabled():
+            return plain(query, key, value, scaling)
+        if stop is not None:
+            key, value = key[:, :, :stop], value[:, :, :stop]
+        query, key, value = (_dense_last(t) for t in (query, key, value))
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scaling)[0]
+        return out.transpose(1, 2)
 
     return attend
 

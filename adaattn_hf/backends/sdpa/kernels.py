@@ -7,11 +7,14 @@ rectangle may be a part only: that is what makes merging differentiable.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ...attention.request import CallSpec
+from ..capability import capability
 from . import limits
 
 
@@ -118,6 +121,26 @@ class EfficientKernel:
 def suits_efficient(dtype: torch.dtype, *sizes: int) -> bool:
     """Whether torch's memory-efficient kernel takes a dtype and head sizes."""
     return dtype != torch.float64 and not any(size * dtype.itemsize % 16 for size in sizes)
+
+
+@functools.cache
+def _cudnn_comes_first() -> bool:
+    """Whether torch prefers cuDNN's kernels on this device: `check_prefer_cudnn_attention` in torch's sdp_utils.cpp."""
+    device = capability()
+    flash = torch.backends.cuda.is_flash_attention_available()
+    return flash and device is not None and device.sm in ((9, 0), (10, 0))
+
+
+def steps_by_flash(spec: CallSpec) -> bool:
+    """Whether a decode step goes to torch's flash kernel by name.
+
+    Left to itself torch takes cuDNN on datacentre devices, which plans a kernel for every number of keys that it has
+    not met: the host spends tens of milliseconds on each new token. The flash kernel reads a step's keys as fast.
+    Elsewhere torch takes it unasked.
+    """
+    half = spec.dtype in (torch.float16, torch.bfloat16)
+    fits = spec.head_dim == spec.head_dim_v <= 256 and spec.head_dim % 8 == 0
+    return spec.device == "cuda" and half and fits and not spec.needs_grad and _cudnn_comes_first()
 
 
 def splits_groups(device: str, dtype: torch.dtype) -> bool:
