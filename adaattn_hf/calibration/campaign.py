@@ -28,7 +28,7 @@ from .over_codes import stored_tap
 from .proof import Proof, Test, prove
 from .search import JOINT_STEPS, Aim, Found, Joint, JointPasses, programs, seek, unit_losses
 from .settings import Calibration
-from .stock import stock_flips
+from .stock import stock_distance
 from .storage import PROTOCOL, Rounding, aimed_at, choose_storage, roundings
 
 SHARE = 0.9
@@ -39,6 +39,8 @@ BOLDER = 0.995
 """A bolder plan takes at most this share of the time of the one that passed: what one head saves in a small model."""
 DRIFT = 0.5
 """Additional standard error of the loss per KL for text of another source that has not been looked at yet."""
+APART = 0.1
+"""The distance of two stock implementations is said if it is more than this share of the budget."""
 OUTSIDE = 2.0
 """A warning is given if the KL on held-out text is outside the range of the calibration sources by this factor."""
 
@@ -53,7 +55,8 @@ class Campaign:
     def __init__(self, measurement: Measurement) -> None:
         inputs = measurement.inputs
         s = inputs.settings
-        self.measurement, self.passes = measurement, JointPasses(measurement)
+        self.stock = stock_distance(inputs)
+        self.measurement, self.passes = measurement, JointPasses(measurement, self.stock.kl)
         self.attempts = Attempts(s.alpha, s.tries, s.bolder)
         self.alpha = np.ones(len(s.lengths))
         self.caution = Caution()
@@ -66,8 +69,8 @@ class Campaign:
         self.format: Rounding | None = None
         self.proved: Verified | str | None = None
         self.joint: dict[int, list[Joint]] = {length: [] for length in s.lengths}
-        self.stock_flips = stock_flips(inputs)
-        self.gates = Gates(s.budget, s.top1, s.kl_p999 if s.kl_p999 is not None else math.inf, s.needles_lost)
+        tail = s.kl_p999 if s.kl_p999 is not None else math.inf
+        self.gates = Gates(s.budget, s.top1, tail, s.needles_lost, self.stock.kl)
 
     def run(self) -> Calibration:
         """Returns the calibration's result."""
@@ -190,7 +193,9 @@ class Campaign:
         """Returns the law of loss per KL at a length, fitted to the plans of a search and all held-out shards."""
         inputs = self.measurement.inputs
         beside = [] if self.format is None else [self.format.joint[length]]
-        law = LossLaw.first_guess(self.scored(length)).learned([one.observed for one in (*beside, *joints)])
+        law = LossLaw.first_guess(self.scored(length), self.stock.kl).learned(
+            [one.observed for one in (*beside, *joints)]
+        )
         if inputs.other_source:
             law = replace(law, per_kl_error=math.hypot(law.per_kl_error, DRIFT))
         for shard in self.shards[length]:
@@ -222,7 +227,7 @@ class Campaign:
             (one.flips / math.sqrt(one.kl) for many in self.joint.values() for one in many if one.kl > 0),
             default=0.0,
         )
-        gates = self.gates.with_flips(flips, self.stock_flips) if flips else self.gates
+        gates = self.gates.with_flips(flips, self.stock.flips) if flips else self.gates
         self.current = replace(aim, laws={**aim.laws, length: self.law(length, joints)}, gates=gates)
         return self.current
 
@@ -290,6 +295,11 @@ class Campaign:
         spare = (
             "" if self.pool() >= 2 * s.held_out else "; the text allows one plan only, more text allows more"
         )
+        if self.stock.kl > APART * s.budget:
+            words.append(
+                f"two stock implementations lie a KL of {self.stock.kl:.2e} nats/token apart in this dtype, "
+                "which is not held against a plan"
+            )
         return f"search and proof of one plan: about {duration(seconds / inputs.team.size)}, {'; '.join(words)}{spare}"
 
     def finished(self, found: Found, proof: Proof) -> Calibration:

@@ -82,11 +82,12 @@ class Joint:
     """The measured loss of a whole plan on calibration text.
 
     Attributes:
-        kl: Mean KL, nats/token.
+        kl: Mean KL, nats/token, with that of rounding.
         flips: Share of tokens whose likeliest token changes.
         kl_p999: 99.9th percentile of the KL of a token, nats.
         observed: Loss of each sequence.
         kl_by_source: Mean KL by source of the text.
+        rounding: Mean KL of two exact implementations, nats/token.
     """
 
     kl: float
@@ -94,6 +95,12 @@ class Joint:
     kl_p999: float
     observed: Observation
     kl_by_source: Mapping[str, float]
+    rounding: float = 0.0
+
+    @property
+    def added(self) -> float:
+        """What the plan adds to the KL of rounding, nats/token."""
+        return max(self.kl - self.rounding, NOTHING)
 
 
 @dataclass(eq=False)
@@ -102,9 +109,11 @@ class JointPasses:
 
     Attributes:
         measurement: Risks and prices of a model.
+        rounding: Mean KL of two exact implementations, nats/token.
     """
 
     measurement: Measurement
+    rounding: float = 0.0
     _exact: dict[int, list[list[Tensor]]] = field(default_factory=dict)
     _held: dict[int, dict[int, list[Tensor]]] = field(default_factory=dict)
 
@@ -134,6 +143,7 @@ class JointPasses:
                 name: float(by_sequence[[source == name for source in sources]].mean())
                 for name in dict.fromkeys(sources)
             },
+            rounding=self.rounding,
         )
 
     def held_out(self, picks: Picks, length: int, count: int | None = None) -> dict[str, float]:
@@ -199,7 +209,7 @@ class Aim:
         return self.laws[length].shard(self.share * self.gates.budget, *self.looks, self.level)
 
     def affordable(self, length: int, flips_per_root: float, tail_per_kl: float) -> float:
-        """Returns the largest KL of a plan that keeps all gates with a margin, nats/token.
+        """Returns the largest KL that a plan may add to that of rounding and keep all gates with a margin, nats/token.
 
         Args:
             length: Length bin.
@@ -208,10 +218,11 @@ class Aim:
         """
         budget = self.share * self.gates.budget
         limits = [self.laws[length].affordable(budget, self.sequences(length), self.level), budget]
+        rounding = self.gates.rounding
         if flips_per_root > 0.0:
-            limits.append((self.share * (1.0 - self.gates.top1) / flips_per_root) ** 2)
+            limits.append((self.share * (1.0 - self.gates.top1) / flips_per_root) ** 2 - rounding)
         if tail_per_kl > 0.0:
-            limits.append(self.share * self.gates.kl_p999 / tail_per_kl)
+            limits.append(self.share * self.gates.kl_p999 / tail_per_kl - rounding)
         return max(min(limits) - self.beside.get(length, 0.0), NOTHING)
 
 
@@ -270,7 +281,7 @@ def seek(
         for length in lengths:
             seen[length].append(joint[length])
             aim = taught(aim, length, seen[length])
-        measured = np.array([joint[length].kl for length in lengths])
+        measured = np.array([joint[length].added for length in lengths])
         predicted = found.risk * alpha
         if step == 0:  # re-scale the sums of risks
             alpha = np.array([rescale(a, p, m) for a, p, m in zip(alpha, predicted, measured, strict=True)])

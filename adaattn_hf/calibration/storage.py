@@ -95,7 +95,7 @@ class Rounding:
     @property
     def kl(self) -> dict[int, float]:
         """KL by length, nats/token."""
-        return {length: joint.kl for length, joint in self.joint.items()}
+        return {length: joint.added for length, joint in self.joint.items()}
 
 
 def roundings(passes: JointPasses) -> list[Rounding]:

@@ -72,17 +72,19 @@ class Gates:
     below that between two stock implementations.
 
     Attributes:
-        budget: Upper bound of the loss difference, nats/token; the mean KL keeps it too.
+        budget: Upper bound of the loss difference, nats/token; the mean KL keeps it too, beside what rounding adds.
         top1: Smallest share of tokens with the same top-1 prediction.
         kl_p999: Largest 99.9th percentile of the KL of a token, nats.
         needles: Largest net share of stock attention's needles that may be lost. `None`: `NEEDLES`, and a larger loss
             fails only where chance does not explain it.
+        rounding: Mean KL between two stock implementations in the model's dtype, nats/token.
     """
 
     budget: float
     top1: float = 0.0
     kl_p999: float = math.inf
     needles: float | None = None
+    rounding: float = 0.0
 
     def with_flips(self, per_root_kl: float, stock: float) -> Gates:
         """Returns the gates with a limit on top-1 flips where the user set none.
@@ -93,7 +95,12 @@ class Gates:
         """
         if self.top1 > 0.0:
             return self
-        return replace(self, top1=1.0 - max(SLACK * per_root_kl * math.sqrt(self.budget), stock))
+        return replace(self, top1=1.0 - max(SLACK * per_root_kl * math.sqrt(self.most_kl), stock))
+
+    @property
+    def most_kl(self) -> float:
+        """Largest mean KL, nats/token."""
+        return self.budget + self.rounding
 
     def failures(
         self, upper: float, kl: float, top1: float, lost: int, won: int, retrieved: int, kl_p999: float = 0.0
@@ -114,8 +121,8 @@ class Gates:
             reasons.append(
                 f"the upper bound of the loss difference is {upper:.2e} nats/token, above {self.budget:.2e}"
             )
-        if not kl <= self.budget:
-            reasons.append(f"the mean KL is {kl:.2e} nats/token, above {self.budget:.2e}")
+        if not kl <= self.most_kl:
+            reasons.append(f"the mean KL is {kl:.2e} nats/token, above {self.most_kl:.2e}")
         if not top1 >= self.top1:
             reasons.append(f"the likeliest token agrees on {top1:.2%}, below {self.top1:.2%}")
         if not kl_p999 <= self.kl_p999:
@@ -130,7 +137,7 @@ class Gates:
         """Returns the name of the gate nearest to its limit, and which share of the limit was used."""
         shares = {
             "the bound of the loss": upper / self.budget,
-            "the mean KL": kl / self.budget,
+            "the mean KL": kl / self.most_kl,
             "the likeliest token": (1.0 - top1) / (1.0 - self.top1) if self.top1 < 1.0 else math.inf,
             "the KL's 99.9th percentile": kl_p999 / self.kl_p999,
         }

@@ -3,7 +3,10 @@
 For small changes the mean loss difference is proportional to the KL, and its standard deviation to the square root of
 the KL. Both factors are fitted to whole plans measured on calibration text, and updated after every held-out shard:
 
-    predicted bound = (per_kl + caution * per_kl_error) * KL + t * spread * sqrt(KL / sequences)
+    predicted bound = (per_kl + caution * per_kl_error) * KL + t * spread * sqrt((KL + rounding) / sequences)
+
+In half precision two exact kernels differ by a KL of their own, `rounding`. It favours neither of them, so that it adds
+to the spread and not to the mean; KL above is what a plan adds to it.
 
 The prediction only chooses which plan to test. The proof is a test on text that was not used for the fit.
 """
@@ -36,7 +39,7 @@ class Observation:
     """The measured losses of one plan on several sequences.
 
     Attributes:
-        kl: Mean KL of the plan on the calibration text that plans are compared on, nats/token.
+        kl: Mean KL of the plan on the calibration text that plans are compared on, nats/token, with that of rounding.
         deltas: `[sequences]`, mean loss difference of each, nats/token.
         sources: The source of each sequence.
     """
@@ -54,63 +57,75 @@ class LossLaw:
         per_kl: Mean loss difference per nat of KL.
         per_kl_error: Its standard error, with the variance between sources.
         spread: Standard deviation over sequences of the mean loss difference, per square root of the KL.
+        rounding: Mean KL of two exact implementations, nats/token.
     """
 
     per_kl: float
     per_kl_error: float
     spread: float
+    rounding: float = 0.0
 
     @classmethod
-    def first_guess(cls, tokens: float) -> LossLaw:
+    def first_guess(cls, tokens: float, rounding: float = 0.0) -> LossLaw:
         """Returns the prior, for sequences with `tokens` scored tokens each.
 
         The loss difference of one token has variance 2 KL.
         """
-        return cls(1.0, PRIOR_ERROR, math.sqrt(2.0 * CORRELATED / tokens))
+        return cls(1.0, PRIOR_ERROR, math.sqrt(2.0 * CORRELATED / tokens), rounding)
 
     def learned(self, observations: Sequence[Observation]) -> LossLaw:
         """Returns the law updated with measured plans, all of them on the same sequences.
 
         Such plans are not independent, so standard errors count sequences and not plans.
         """
-        useful = [observation for observation in observations if observation.kl > 0.0]
+        useful = [observation for observation in observations if observation.kl > self.rounding]
         if not useful:
             return self
         kl = np.array([plan.kl for plan in useful])
-        per_sequence = np.sum([plan.deltas for plan in useful], axis=0) / kl.sum()
+        added = kl - self.rounding
+        per_sequence = np.sum([plan.deltas for plan in useful], axis=0) / added.sum()
         count = len(per_sequence)
         mean = float(per_sequence.mean())
-        residual = [np.square(plan.deltas - mean * plan.kl).sum() / plan.kl for plan in useful]
+        residual = [
+            np.square(plan.deltas - mean * own).sum() / plan.kl
+            for plan, own in zip(useful, added, strict=True)
+        ]
         spread = math.sqrt(
             (PRIOR_SEQUENCES * self.spread**2 + float(np.mean(residual))) / (PRIOR_SEQUENCES + count - 1)
         )
         # from the regularised spread: that of a few sequences may be close to 0 by chance
-        error = spread * float(np.sqrt(kl).sum() / kl.sum()) / math.sqrt(count)
+        error = spread * float(np.sqrt(kl).sum() / added.sum()) / math.sqrt(count)
         weight = self.per_kl_error**2 / (self.per_kl_error**2 + error**2)
         between = _between_sources(per_sequence, useful[0].sources, error**2 * count)
         return LossLaw(
             weight * mean + (1.0 - weight) * self.per_kl,
             math.sqrt(weight * error**2 + between),
             spread,
+            self.rounding,
         )
 
     def bound(self, kl: float, sequences: int, level: float) -> float:
         """Returns the predicted upper bound of the loss difference, nats/token.
 
         Args:
-            kl: Mean KL, nats/token.
+            kl: Mean KL beyond that of rounding, nats/token.
             sequences: Held-out sequences.
             level: Error rate of the bound.
         """
         linear, root = self._terms(sequences, level)
-        return linear * kl + root * math.sqrt(kl)
+        return linear * kl + root * math.sqrt(kl + self.rounding)
 
     def affordable(self, bound: float, sequences: int, level: float) -> float:
-        """Returns the largest KL whose predicted bound is `bound`; infinite if the loss does not grow with the KL."""
+        """Returns the largest KL whose predicted bound is `bound`; infinite if the loss does not grow with the KL.
+
+        It is 0 where the spread of rounding alone takes all of the bound.
+        """
         linear, root = self._terms(sequences, level)
         if linear <= 0.0:
-            return math.inf if root <= 0.0 else (bound / root) ** 2
-        return ((math.sqrt(root**2 + 4.0 * linear * bound) - root) / (2.0 * linear)) ** 2
+            return math.inf if root <= 0.0 else max((bound / root) ** 2 - self.rounding, 0.0)
+        whole = bound + linear * self.rounding
+        root_kl = (math.sqrt(root**2 + 4.0 * linear * whole) - root) / (2.0 * linear)
+        return max(root_kl**2 - self.rounding, 0.0)
 
     def _terms(self, sequences: int, level: float) -> tuple[float, float]:
         quantile = student_quantile(1.0 - level, max(sequences - 1, 1))

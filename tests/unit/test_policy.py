@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -208,6 +209,28 @@ def test_the_law_of_the_loss_is_learned_and_turned_round() -> None:
     assert guess.learned([]) == guess
     gaining = LossLaw(-2.0, 0.1, 0.03)
     assert gaining.affordable(9e-4, 30, 0.05) > 1e-4
+
+
+def test_rounding_adds_to_the_spread_and_not_to_the_mean() -> None:
+    random = np.random.default_rng(0)
+    guess, kl = LossLaw.first_guess(4095, rounding=1e-3), 4e-4
+    noise = 0.03 * math.sqrt(kl + 1e-3) * random.standard_normal(900)
+    law = guess.learned([Observation(kl + 1e-3, 2.0 * kl + noise, ("a",) * 900)])
+    assert law.per_kl == pytest.approx(2.0, abs=0.3)
+    assert law.spread == pytest.approx(0.03, rel=0.1)
+    assert law.bound(law.affordable(9e-4, 60, 0.05), 60, 0.05) == pytest.approx(9e-4)
+    assert law.affordable(9e-4, 60, 0.05) < replace(law, rounding=0.0).affordable(9e-4, 60, 0.05)
+    assert law.affordable(1e-5, 60, 0.05) == 0.0, "its spread alone takes more"
+    assert LossLaw(-2.0, 0.1, 0.03, 1e-3).affordable(1e-5, 60, 0.05) == 0.0
+    assert guess.learned([Observation(9e-4, noise, ("a",) * 900)]) == guess, "no more than rounding"
+
+
+def test_the_mean_kl_may_exceed_the_budget_by_the_distance_of_stock_implementations() -> None:
+    gates = Gates(1e-3, rounding=1.2e-3)
+    assert not gates.failures(9e-4, 2.1e-3, 1.0, 0, 0, 0)
+    assert "above 2.20e-03" in gates.failures(9e-4, 2.3e-3, 1.0, 0, 0, 0)[0]
+    assert gates.failures(1.1e-3, 1e-3, 1.0, 0, 0, 0), "the loss itself may not"
+    assert gates.with_flips(0.6, 0.0).top1 < Gates(1e-3).with_flips(0.6, 0.0).top1
 
 
 def test_sources_that_differ_widen_the_law() -> None:
