@@ -2,8 +2,8 @@
 
 Every choice is timed for one key/value head and for all of them, in prefill and in one decode step, at each length.
 Rounds are interleaved, so that other load on the machine does not fall on one choice. On a CPU the smallest CPU time of
-the process counts; on CUDA the median of the device's time or the host's, whichever is longer: a model's calls follow
-one another, so that nobody waits for the device after each.
+the process counts. On CUDA it is the median: of the device's time in prefill, where the host runs ahead; in decode of
+the host's where that is longer, since the next step waits for it.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def _on_processor(calls: Calls, bundle: int) -> dict[tuple[str, int], float]:
     return best
 
 
-def _on_device(calls: Calls) -> dict[tuple[str, int], float]:
-    """Seconds of each launch on CUDA, after one that compiles it."""
+def _on_device(calls: Calls, host: bool) -> dict[tuple[str, int], float]:
+    """Seconds of each launch on CUDA, after one that compiles it; the host's time counts if `host`."""
     for call in calls.values():
         call()
     names = {f"{label} of {count}": (label, count) for label, count in calls}
-    runs = clock_of("cuda")({name: calls[key] for name, key in names.items()})
+    runs = clock_of("cuda", host)({name: calls[key] for name, key in names.items()})
     return {key: quartiles(runs[name])[1] * 1e-6 for name, key in names.items()}
 
 
@@ -142,7 +142,7 @@ def measure_prices(
                     calls[choice.label, count] = partial(execute.attend, program, part)
             with torch.no_grad():
                 if request.query.is_cuda:
-                    found = _on_device(calls)
+                    found = _on_device(calls, host=phase == "decode")
                 else:
                     found = _on_processor(calls, 1 if phase == "prefill" else STEPS)
             table[phase][length] = {

@@ -276,7 +276,7 @@ def _seeds(study: dict[str, Any]) -> list[str]:
 def _clock(where: dict[str, Any]) -> str:
     """The machine, and what was measured there."""
     if where["device"] != "cpu":
-        return f"{where['device']}; attention: the longer one of the device's time and the host's, passes: wall time"
+        return f"{where['device']}; attention: the device's time; passes: wall time"
     return f"{where['cpu']}, {where['threads']} thread(s), CPU time"
 
 

@@ -2,8 +2,8 @@
 
 Two levels, each timed in rounds that take the arms in turn, the smallest time of each arm kept: all attention
 calls of the model on its own queries, keys and values (stock sdpa as Transformers calls it, this package's
-exact attention, each plan), and one prefill of the whole model. CPU time of the process on a CPU; on CUDA calls of
-attention by `clocks`, a prefill by the wall clock. Every run adds to the file, so that lengths and levels may be
+exact attention, each plan), and one prefill of the whole model. CPU time of the process on a CPU; on CUDA the
+device's time of attention, the wall clock of a prefill. Every run adds to the file, so that lengths and levels may be
 measured apart.
 """
 
@@ -190,7 +190,8 @@ def attention_seconds(
             program = programs.get(index)
             calls[name] = calls["exact"] if program is None else partial(attend, program, request)
         if device.type == "cuda":
-            best = {name: quartiles(runs)[1] * 1e-6 for name, runs in clock_of("cuda")(calls).items()}
+            timed_on_device = clock_of("cuda", host=False)
+            best = {name: quartiles(runs)[1] * 1e-6 for name, runs in timed_on_device(calls).items()}
         else:
             best = dict.fromkeys(calls, float("inf"))
             for _ in range(rounds):
