@@ -24,7 +24,7 @@ class StockDistance:
 
     Attributes:
         flips: Share of tokens whose likeliest token differs.
-        kl: Mean KL, nats/token: about 1e-3 in bfloat16, nothing that counts in float32.
+        kl: Mean KL, nats/token; nothing that counts in float32.
     """
 
     flips: float

@@ -38,7 +38,8 @@ def _step(kv_len: int = 40, seen: int = 40, dim: int = 64, dtype: torch.dtype = 
     assert call is not None
     with NamedOperators() as noted:
         assert call(query, key, key, 0.125).shape == (3, 1, 8, dim)
-    return noted.names
+    names: list[str] = noted.names
+    return names
 
 
 @pytest.mark.usefixtures("device")
