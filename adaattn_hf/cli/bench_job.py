@@ -234,8 +234,9 @@ def _tell(found: dict[str, Any], console: Console) -> None:
 
 def _line(found: dict[str, Any]) -> str:
     ours = found["times"][OURS]["wall"]["median"] * 1e3
-    others = ", ".join(f"{name} {entry['wall']['median']:.2f}x" for name, entry in found["ratios"].items())
+    times = ", ".join(f"{name} {entry['wall']['median']:.2f}" for name, entry in found["ratios"].items())
+    others = f"; times as fast as {times}" if times else ""
     reached = verdict(found)
     target = f" (target {found['target']:g} {reached})" if reached else ""
     refused = "".join(f"; {name} refused: {why}" for name, why in found["refused"].items())
-    return f"{found['title']}: {ours:.3g} ms; {others}{target}{refused}"
+    return f"{found['title']}: {ours:{'.3g' if ours < 1e3 else ',.0f'}} ms{others}{target}{refused}"

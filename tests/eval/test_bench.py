@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import re
 import sys
 from importlib import resources
 from pathlib import Path
@@ -504,8 +505,10 @@ def test_targets_are_judged_by_wall_time(tmp_path: Path) -> None:
     cells = [{"name": "easy", "q_len": 8, "target": 1e-6}, {"name": "hard", "q_len": 8, "target": 1e6}]
     output = tmp_path / "out.json"
     result = bench("--grid", write_grid(tmp_path / "grid.yaml", *cells), "--rounds", 3, "--output", output)
-    assert "reached" in result.output
-    assert "missed" in result.output
+    said = " ".join(result.output.split())
+    assert re.search(r"easy \(float32\): [\d.e-]+ ms; times as fast as \w+ \d+\.\d\d", said), said
+    assert "reached" in said
+    assert "missed" in said
     page = output.with_suffix(".md").read_text(encoding="utf-8")
     assert "1e-06 reached |" in page
     assert "1e+06 missed |" in page
