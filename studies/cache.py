@@ -46,7 +46,7 @@ SECTIONS = ("loss", "speed", "growth")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def _of_text(path: Path, text: Path, windows: int, window: int, gguf_file: str | None) -> tuple[Any, Tensor]:
+def of_text(path: Path, text: Path, windows: int, window: int, gguf_file: str | None) -> tuple[Any, Tensor]:
     """A model in float32 and `[windows, window]` tokens of a text."""
     options = {} if gguf_file is None else {"gguf_file": gguf_file}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
@@ -201,7 +201,7 @@ def main(
     ]
     left_out = [word for word in skip.split(",") if word]
     if model is not None and text is not None:
-        named, ids = _of_text(model, text, windows, window, gguf_file)
+        named, ids = of_text(model, text, windows, window, gguf_file)
         named = named.to(place)
         if "loss" in parts and (add or not found["behind"]):
             arms, found["absent"] = present(named, left_out, add)
