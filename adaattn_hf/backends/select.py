@@ -66,7 +66,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     On CUDA plain calls go to torch, but for heavy ones: from some hundred microseconds on flash-attn 3 and 4 are ahead
     of it by more than their longer way to a launch (3, built for inference, ahead of 4). What torch can only say with a
     mask goes to kernels that walk segments: to our own where flash-attn would have to gather tokens first or the call
-    is light, else to flash-attn. What heads are asked apart is served in one launch or not at all.
+    is light, else to flash-attn. What heads are asked apart is served in one launch or not at all, light calls by our
+    own, whose way to a launch is the shorter one.
     """
     if spec.opaque or (spec.compiling and torch.onnx.is_in_onnx_export()):
         return ("sdpa", "eager")  # torch's own operations, which ONNX has, too
@@ -87,7 +88,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
     )
     if spec.per_head:
-        return ("triton", "fa4") if spec.decode or spec.head_blocks else ("fa4", "triton")
+        light = spec.decode or spec.head_blocks or spec.pairs < _HEAVY_PAIRS
+        return ("triton", "fa4") if light else ("fa4", "triton")
     if not special and spec.keys >= _SHARED_KEYS and spec.dtype == torch.float32:
         return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):

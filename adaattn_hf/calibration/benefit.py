@@ -48,10 +48,12 @@ class Benefit:
 
     def sentence(self) -> str:
         """Returns the speed-up in words."""
+        slower = "; slower: leave the plan out here, or measure with the batch that is served (--batch)"
         several = f"{self.batch} times " * (self.batch > 1)
         return (
             f"whole forward pass of {several}{self.length} tokens: {self.ratio:.2f} times as fast as exact "
             f"(95 %: {self.low:.2f} to {self.high:.2f}, {self.clock}, {self.rounds} rounds)"
+            f"{slower * (self.high < 1.0)}"
         )
 
 

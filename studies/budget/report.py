@@ -298,7 +298,7 @@ def _speed(speed: dict[str, Any]) -> list[str]:
                 cells = [
                     length,
                     name,
-                    f"{seconds:.2f}",
+                    f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.4f}",
                     f"{stock / seconds:.2f}",
                     f"{exact / seconds:.2f}",
                     kl,

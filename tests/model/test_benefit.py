@@ -60,6 +60,13 @@ def test_the_ratio_is_that_of_the_times_and_the_first_round_warms_up(clock: Any)
     )
 
 
+def test_a_plan_that_slows_whole_passes_is_said_to(clock: Any) -> None:
+    model = fresh_pair("llama").ours.eval()
+    clock(model, {"exact": [1.0], "plan": [1.5]})
+    (found,) = benefit.whole_forward(bench(model, 12), {}, 2)
+    assert "slower: leave the plan out here" in found.sentence()
+
+
 def test_passes_of_several_sequences_say_so(clock: Any) -> None:
     model = fresh_pair("llama").ours.eval()
     clock(model, {"exact": [2.0], "plan": [1.0]})
