@@ -108,13 +108,13 @@ def peer_work(name: str, cell: Cell, query: Tensor, key: Tensor, value: Tensor) 
     """What a peer does of a cell that it takes: the same attention calls on the same numbers, no mask to make.
 
     Raises:
-        NotImplementedError: It asserts what the cell is not, or this version of it lacks what is called here.
+        RuntimeError: It asserts what the cell is not, or this version of it lacks what is called here.
     """
     module, adapt, _, _ = PEERS[name]
     try:
         call = adapt(importlib.import_module(module), cell)
     except _UNABLE as error:
-        raise NotImplementedError(_words(error)) from error
+        raise RuntimeError(_words(error)) from error
     scaling = cell.head_dim**-0.5
 
     def work() -> Any:
@@ -126,7 +126,7 @@ def peer_work(name: str, cell: Cell, query: Tensor, key: Tensor, value: Tensor) 
                     if cell.gradient:
                         torch.autograd.grad(out.sum(), (query, key, value))
         except _UNABLE as error:
-            raise NotImplementedError(_words(error)) from error
+            raise RuntimeError(_words(error)) from error
         return out
 
     return work
