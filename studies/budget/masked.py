@@ -111,9 +111,9 @@ def seeds(
             for name, one in wanted.items()
         }
         paths = {name: output / f"seed-{seed:03d}-{one.budget:.6f}.json" for name, one in wanted.items()}
-        first = seed == numbers[0]
+        first = seed == numbers[0] and not (output / "curve.json").is_file()
         missing = [name for name in wanted if not study.done(paths[name], words[name])]
-        if not missing and not (first and not (output / "curve.json").is_file()):
+        if not missing and not first:
             continue
         measurement = measure_model(
             loaded.model,

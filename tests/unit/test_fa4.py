@@ -201,11 +201,32 @@ def test_lists_are_made_once_for_layers_of_equal_rules(stand: Stand, monkeypatch
         return lists(blocks, groups)
 
     monkeypatch.setattr(fa4_launch, "lists", counted)
+    fa4_launch._lists.clear()
     request = make(CallStructure(1, N, N, causal=True), per_head=rules((0, 70)))
     check(request)
     request.per_head = rules((0, 70))
     check(request)
     assert len(made) == 1
+    with torch.inference_mode():  # the next pass, of the same shape
+        check(make(CallStructure(1, N, N, causal=True), per_head=rules((0, 70))))
+    assert len(made) == 1
+    check(make(CallStructure(1, N, N, causal=True), per_head=rules((0, 71))))
+    check(make(CallStructure(1, N - 1, N - 1, causal=True), per_head=rules((0, 70))))
+    assert len(made) == 3
+    padding = torch.ones(1, N, dtype=torch.bool)
+    padding[:, :9] = False
+    for _ in range(2):  # what reads data is made in every pass
+        check(make(CallStructure(1, N, N, causal=True, key_padding=padding), per_head=rules((0, 70))))
+    assert len(made) == 5
+
+
+def test_lists_made_in_inference_mode_serve_gradients(stand: Stand) -> None:
+    fa4_launch._lists.clear()
+    with torch.inference_mode():
+        check(make(CallStructure(1, N, N, causal=True), per_head=rules((0, 70))))
+    structure = CallStructure(1, N, N, causal=True)
+    made = fa4_launch._made(structure, ((fa4_launch.ALL, 0), (70, 16)), 2, N, True, torch.device("cpu"))
+    assert not any(t.is_inference() for t in (*made.lists, *made.tables))
 
 
 @pytest.mark.parametrize(

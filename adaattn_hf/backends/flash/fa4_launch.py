@@ -13,9 +13,13 @@ from torch import Tensor
 from ...attention.heads import HeadRules
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
+from ..remembered import Remembered
 from ..windows import ALL, HeadWindows, head_windows
 from .fa4_lists import BLOCK, Blocks, Runs, blocks_of, lists, runs_of
 from .variants import attend_packed
+
+_lists = Remembered(256, 1 << 26)
+"""Lists of the last few shapes of plain calls: some sixty small operations for every set of windows of a model."""
 
 # its compiler says so of every mask that it cannot take as a launch's argument, and compiles it in
 warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
@@ -149,6 +153,11 @@ class _Made:
         self.tables = tables
         self.lists = lists(blocks, groups)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device, with the lists that a gradient would ask for."""
+        return sum(t.nbytes for t in (*self._blocks, *self.tables)) + 2 * sum(t.nbytes for t in self.lists)
+
     def turned(self, groups: int) -> tuple[Tensor, ...]:
         """Lists of blocks of queries for every block of keys."""
         if self._turned is None:
@@ -165,7 +174,11 @@ def _made(
     plain: bool,
     device: torch.device,
 ) -> _Made:
-    """Returns the lists of a structure and its heads' windows, made once per forward pass and shared by layers."""
+    """Returns the lists of a structure and its heads' windows, made once per forward pass and shared by layers.
+
+    Those of a plain call serve later passes of the same shape, too, on the stream that made them. What a graph that is
+    being captured makes belongs to the graph.
+    """
 
     def make() -> _Made:
         table = torch.tensor(windows, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
@@ -184,7 +197,16 @@ def _made(
         tables = [width.repeat_interleave(groups), sinks.repeat_interleave(groups), *(() if plain else runs)]
         return _Made(blocks_of(runs, kv_len, structure.causal, width, sinks), tables, groups)
 
-    return structure.cached(("fa4", windows, groups, device), make)
+    def find() -> _Made:
+        on_cuda = device.type == "cuda"
+        if not plain or (on_cuda and torch.cuda.is_current_stream_capturing()):
+            return make()
+        stream = torch.cuda.current_stream(device).stream_id if on_cuda else 0
+        key = (structure.causal, structure.q_len, kv_len, windows, groups, device, stream)
+        with torch.inference_mode(False):  # a later pass may want gradients
+            return _lists.get(key, make, lambda made: made.nbytes)
+
+    return structure.cached(("fa4", windows, groups, device), find)
 
 
 def _arguments(request: AttentionRequest, windows: HeadWindows | None) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -13,26 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...attention.structure import CallStructure, Segment
+from ..remembered import Remembered
 from ..windows import ALL, HeadWindows
 
 __all__ = ["Work", "shares_of", "work_of"]
 
-Made = TypeVar("Made")
-
-_KEPT = 256
-_made: OrderedDict[Hashable, object] = OrderedDict()
-
-
-def _remembered(key: Hashable, make: Callable[[], Made]) -> Made:
-    """What `make` returns; the last few are kept, so that calls of one shape make their tables once."""
-    if key in _made:
-        _made.move_to_end(key)
-        return _made[key]  # type: ignore[return-value]
-    made = make()
-    _made[key] = made
-    if len(_made) > _KEPT:
-        _made.popitem(last=False)
-    return made
+_made = Remembered(256)
+"""Tables of the last few kinds of calls, so that calls of one shape make theirs once."""
 
 
 class Work(NamedTuple):
@@ -77,7 +63,7 @@ def work_of(
 
     def find() -> Work:
         runs = (*segments, *(_silent(structure, segments) if silent else ()))
-        return _remembered(
+        return _made.get(
             (key, structure.causal, structure.kv_len, runs),
             lambda: _placed(
                 np.array(runs, dtype=np.int32).reshape(-1, 6),
@@ -210,4 +196,4 @@ def shares_of(
             shares
         )
 
-    return _remembered(("shares", windows, kv_heads, length, sequences, programs, least, device), make)
+    return _made.get(("shares", windows, kv_heads, length, sequences, programs, least, device), make)

@@ -1,0 +1,52 @@
+"""Keeps what calls of the same shape need again, up to a number of entries and of bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+Made = TypeVar("Made")
+
+
+class Remembered:
+    """What was made for the last few keys; the one that was not used for longest goes first.
+
+    Args:
+        entries: Most entries.
+        most_bytes: Most bytes of all of them; one that is larger by itself is not kept.
+    """
+
+    def __init__(self, entries: int, most_bytes: int = 0) -> None:
+        self._entries, self._most, self._bytes = entries, most_bytes, 0
+        self._made: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
+
+    def get(
+        self, key: Hashable, make: Callable[[], Made], size: Callable[[Made], int] = lambda made: 0
+    ) -> Made:
+        """Returns what `make` returned for the key, made now if it is not kept.
+
+        Args:
+            key: Whatever the result depends on.
+            make: Makes it.
+            size: Its bytes.
+        """
+        if key in self._made:
+            self._made.move_to_end(key)
+            return self._made[key][0]  # type: ignore[return-value]
+        made = make()
+        taken = size(made)
+        if taken <= self._most or not taken:
+            self._made[key] = made, taken
+            self._bytes += taken
+        while len(self._made) > self._entries or self._bytes > self._most:
+            self._bytes -= self._made.popitem(last=False)[1][1]
+        return made
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._made.clear()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._made)
