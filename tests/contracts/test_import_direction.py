@@ -41,6 +41,7 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
         "clocks",
         "first_order",
         "probes",
+        "remembered",
         "sinks",
         "table",
         "windows",
