@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TypeVar
@@ -19,6 +20,7 @@ class Remembered:
 
     def __init__(self, entries: int, most_bytes: int = 0) -> None:
         self._entries, self._most, self._bytes = entries, most_bytes, 0
+        self._lock = threading.Lock()
         self._made: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
 
     def get(
@@ -31,16 +33,19 @@ class Remembered:
             make: Makes it.
             size: Its bytes.
         """
-        if key in self._made:
-            self._made.move_to_end(key)
-            return self._made[key][0]  # type: ignore[return-value]
+        with self._lock:
+            found = self._made.get(key)
+            if found is not None:
+                self._made.move_to_end(key)
+                return found[0]  # type: ignore[return-value]
         made = make()
         taken = size(made)
-        if taken <= self._most or not taken:
-            self._made[key] = made, taken
-            self._bytes += taken
-        while len(self._made) > self._entries or self._bytes > self._most:
-            self._bytes -= self._made.popitem(last=False)[1][1]
+        with self._lock:
+            if (taken <= self._most or not taken) and key not in self._made:
+                self._made[key] = made, taken
+                self._bytes += taken
+            while len(self._made) > self._entries or self._bytes > self._most:
+                self._bytes -= self._made.popitem(last=False)[1][1]
         return made
 
     def clear(self) -> None:

@@ -20,6 +20,7 @@ from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.flash import Flash4Backend, fa4_launch
 from adaattn_hf.backends.flash.fa4_lists import Blocks, lists
+from adaattn_hf.backends.windows import ALL
 
 from ..support.head_rules import rules
 from .test_triton import interpreted
@@ -225,7 +226,7 @@ def test_lists_made_in_inference_mode_serve_gradients(stand: Stand) -> None:
     with torch.inference_mode():
         check(make(CallStructure(1, N, N, causal=True), per_head=rules((0, 70))))
     structure = CallStructure(1, N, N, causal=True)
-    made = fa4_launch._made(structure, ((fa4_launch.ALL, 0), (70, 16)), 2, N, True, torch.device("cpu"))
+    made = fa4_launch._made(structure, ((ALL, 0), (70, 16)), 2, N, True, torch.device("cpu"))
     assert not any(t.is_inference() for t in (*made.lists, *made.tables))
 
 
