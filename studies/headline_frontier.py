@@ -90,8 +90,10 @@ def _caches(measured: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> 
         f"{name}, {made['cpu']}, {made['threads']} threads; losses in float32 on other text, the bounds of plans on "
         "held-out text"
     )
-    absent = f"Asked for, and not there to be measured: {', '.join(measured['absent'])}."
-    return [f"A cache ({said}):", "", *table(head, rows), absent, ""]
+    asked = {row["cache"] for row in measured["speed"][name]} | set(measured["absent"])
+    lacking = sorted(asked - {row[0] for row in rows})
+    absent = [f"Not timed behind so many tokens: {'; '.join(lacking)}.", ""] if lacking else []
+    return [f"A cache ({said}):", "", *table(head, rows), *absent]
 
 
 def _seeds(seeds: Sequence[dict[str, Any]]) -> list[str]:
