@@ -56,7 +56,9 @@ def decode_step(request: AttentionRequest) -> AttentionRequest:
 
 
 def repeated(request: AttentionRequest, batch: int) -> AttentionRequest:
-    """Returns the call of one sequence for so many copies of it."""
+    """Returns the call of one sequence for so many copies of it; for one, the tensors as the model lays them out."""
+    if batch == request.query.shape[0]:
+        return request
     query, key, value = (x.repeat(batch, 1, 1, 1) for x in (request.query, request.key, request.value))
     return replace(request, query=query, key=key, value=value, structure=request.structure.expanded(batch))
 

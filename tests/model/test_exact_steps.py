@@ -91,6 +91,7 @@ def test_prices_are_measured_with_the_batch_that_is_asked_for(monkeypatch: pytes
     options = {"phases": pricing.PHASES, "own": None, "batch": 3}
     table = pricing.measure_prices({64: request}, choices, LayerTensors(), **options)
     assert set(seen) == {(3, 3, 64), (3, 3, 1)}
+    assert pricing.repeated(request, 1) is request, "no copy, whose layout would be another"
     assert set(table.prices["decode"][64]) == {"exact", "w32+4"}
     with pytest.raises(ValueError, match="batch is 0, expected at least 1"):
         replace(SETTINGS, batch=0)
