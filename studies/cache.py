@@ -8,10 +8,10 @@ random keys, steps take the arms in turn, and ratios are of each round. Loss is 
 On a CUDA device (`--device cuda --shape 8b`, without MODEL no loss) a model shaped like LLaMA-8B is made there, and the
 arms follow one another, each with the device's memory to itself; the page is `cache_cuda.md`.
 
-Every length and batch is written as soon as it is measured, and `--resume` goes on behind it, with other lengths,
-batches and shapes, too; `--only speed` (`growth`, `loss`) measures a part, and the page shows what there is. A cache
-that fails (a device that is full) leaves its reason. Caches of ours that hold more or less than `explain` foretells:
-exit code 1.
+Every length and batch is written as soon as it is measured, of the loss every text that a cache has read, and
+`--resume` goes on behind it, with other lengths, batches and shapes, too; `--only speed` (`growth`, `loss`) measures a
+part, and the page shows what there is. A cache that fails (a device that is full) leaves its reason. Caches of ours
+that hold more or less than `explain` foretells: exit code 1.
 
 Caches of other libraries need those libraries; kvpress asks for older Transformers than these, and runs beside them:
 `pip install --no-deps optimum-quanto ninja hqq termcolor einops kvpress cachetools fire`. `--add` puts them on a page
@@ -21,6 +21,7 @@ that was measured without them, beside DynamicCache in the same rounds; caches o
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ from adaattn_hf.eval.provenance import provenance
 from .cache_arms import ARMS, OURS, SHAPES, present, shaped
 from .cache_page import page
 from .cache_speed import beyond, foretold, growth, speed
-from .cache_text import Arm, behind_prompts, losses
+from .cache_text import PARTS, Arm, compared, read_more
 
 SECTIONS = ("loss", "speed", "growth")
 
@@ -98,15 +99,24 @@ def join(rows: list[dict[str, Any]], more: Sequence[dict[str, Any]]) -> None:
     rows.sort(key=place)
 
 
-def begun(file: Path, asked: dict[str, Any], place: torch.device, resume: bool, add: bool) -> dict[str, Any]:
+def begun(
+    file: Path, asked: dict[str, Any], place: torch.device, resume: bool, add: bool, timed: bool
+) -> dict[str, Any]:
     """What was measured before by the same source (to `add` to it by any) and settings, or nothing yet.
+
+    Args:
+        file: The page's record.
+        asked: The settings.
+        place: What measures.
+        resume, add: Whether to go on with the record.
+        timed: Whether anything is to be timed; losses may be added with another number of threads.
 
     Raises:
         BadParameter: The file is of another run, or there is nothing to add to.
     """
     empty: dict[str, Any] = {
         "provenance": provenance(place), "asked": asked, "absent": {}, "libraries": "", "added": [], "loss": [],
-        "loss_of": "", "behind": [], "speed": {}, "floor": {}, "growth": [],
+        "loss_of": "", "behind": [], "loss_input": {}, "read": {}, "speed": {}, "floor": {}, "growth": [],
     }  # fmt: skip
     if add and not file.exists():
         raise typer.BadParameter(f"add: {file} is not there, expected a page to add to; leave --add out")
@@ -114,17 +124,50 @@ def begun(file: Path, asked: dict[str, Any], place: torch.device, resume: bool, 
         return empty
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     # not the commit: the page itself lies in the checkout and changes its state
-    same = ("device", "threads", "versions", *(() if add else ("source",)))
+    same = ["device", "versions"]
+    same += ([] if add else ["source"]) + (["threads"] if timed or not add else [])
     before, now = (
         {"asked": one["asked"], **{k: one["provenance"][k] for k in same}} for one in (found, empty)
     )
-    if before != now:
-        differs = [key for key in now if before[key] != now[key]]
-        raise typer.BadParameter(
-            f"{'add' if add else 'resume'}: {file} was measured with another {', '.join(differs)}; leave "
-            f"--{'add' if add else 'resume'} out"
-        )
+    refuse_others(file, before, now, "add" if add else "resume")
     return {key: found.get(key, nothing) for key, nothing in empty.items()}
+
+
+def refuse_others(file: Path, before: dict[str, Any], now: dict[str, Any], option: str) -> None:
+    """Refuse to go on with a record of other settings.
+
+    Raises:
+        BadParameter: A setting differs.
+    """
+    differs = [key for key in now if before[key] != now[key]]
+    if differs:
+        raise typer.BadParameter(
+            f"{option}: {file} was measured with another {', '.join(differs)}; leave --{option} out, or name "
+            "another directory"
+        )
+
+
+def of_losses(
+    found: dict[str, Any],
+    named: Any,
+    ids: Tensor,
+    arms: Sequence[Arm],
+    keep: Callable[[str, str, Sequence[Arm]], None],
+) -> None:
+    """Let the arms that have no loss read what they did not yet, each text kept as soon as it is read."""
+    windows, window = ids.shape
+
+    def kept(arm: Arm) -> None:
+        for part, rows in zip(
+            ("loss", "behind"), compared(found["read"], arms, windows, window), strict=True
+        ):
+            join(found[part], rows)
+        counts = (f"{len(found['read'].get(part, {}).get(arm.name, ()))} {part}" for part in PARTS)
+        keep(
+            f"loss of {arm.name}: {', '.join(counts)}", "loss", arms[:1] if arm is arms[0] else [arms[0], arm]
+        )
+
+    read_more(named, arms, ids, found["read"], kept)
 
 
 @app.command()
@@ -185,16 +228,22 @@ def main(
         "window": window,
     }
     stem = write / ("cache_cuda" if place.type == "cuda" else "cache")
-    found = begun(stem.with_suffix(".json"), asked, place, resume, add)
-    commit = provenance(place)["commit"]  # the page that is written changes the checkout's state
+    found = begun(stem.with_suffix(".json"), asked, place, resume, add, timed=parts != ["loss"])
+    made = provenance(place)  # once: the page that is written changes the checkout's state
+
+    def publish() -> None:
+        write_atomically(stem.with_suffix(".json"), json.dumps(found, indent=1, sort_keys=True) + "\n")
+        write_atomically(stem.with_suffix(".md"), page(found))
 
     def keep(words: str, part: str, arms: Sequence[Arm]) -> None:
         typer.echo(words)
-        if add:
-            entry = {"part": part, "caches": [arm.name for arm in arms[1:]], "commit": commit}
-            found["added"] += [entry] if entry not in found["added"] else []
-        write_atomically(stem.with_suffix(".json"), json.dumps(found, indent=1, sort_keys=True) + "\n")
-        write_atomically(stem.with_suffix(".md"), page(found))
+        if add and arms[1:]:
+            own = {"part": part} | {key: made[key] for key in ("commit", "cpu", "threads")}
+            entry = next((one for one in found["added"] if one == own | {"caches": one["caches"]}), None)
+            if entry is None:
+                found["added"].append(entry := own | {"caches": []})
+            entry["caches"] += [arm.name for arm in arms[1:] if arm.name not in entry["caches"]]
+        publish()
 
     makes: list[tuple[str, Callable[[], Any]]] = [
         (f"{SHAPES[one][0]}'s shape, random weights, bfloat16", partial(shaped, one, place)) for one in shapes
@@ -203,16 +252,24 @@ def main(
     if model is not None and text is not None:
         named, ids = of_text(model, text, windows, window, gguf_file)
         named = named.to(place)
-        if "loss" in parts and (add or not found["behind"]):
+        inputs = {
+            "loss_of": f"{name or model.name} in float32, {windows} windows of {window} tokens of {text.name}",
+            "loss_input": {
+                "gguf_file": gguf_file,
+                "tokens": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+            },
+        }
+        if "loss" in parts:
+            # a record of before these were kept has none
+            known = {key: found[key] or value for key, value in inputs.items()}
+            refuse_others(stem.with_suffix(".json"), known, inputs, "add" if add else "resume")
+        lost = {arm.name for arm in ARMS} - {row["cache"] for row in found["behind"]}
+        if "loss" in parts and (add or lost - set(found["absent"])):
             arms, found["absent"] = present(named, left_out, add)
             found["libraries"], arms = _libraries(arms), lacking(arms, found["behind"])
             if arms:
-                join(found["loss"], losses(named, arms, ids.to(place)))
-                join(found["behind"], behind_prompts(named, arms, ids.to(place)))
-                found["loss_of"] = (
-                    f"{name or model.name} in float32, {windows} windows of {window} tokens of {text.name}"
-                )
-                keep(f"loss on {text.name}", "loss", arms)
+                found |= inputs
+                of_losses(found, named, ids.to(place), arms, keep)
         makes.insert(0, (f"{name or model.name}, bfloat16", lambda: named.to(torch.bfloat16)))
     cells = [
         (length, batch) for length in map(int, lengths.split(",")) for batch in map(int, batches.split(","))
@@ -245,6 +302,7 @@ def main(
             found["growth"].append(growth(small, arm, grow, memory))
             keep(f"{arm.name}: {grow} steps", "growth", [])
     wrong = [cell for rows in found["speed"].values() for cell in beyond(rows)]
+    publish()  # once more: an end at a bad moment may have left an older page beside the record
     if wrong:
         typer.echo(f"held bytes over what explain foretells: {'; '.join(wrong)}", err=True)
         raise typer.Exit(1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .cache_arms import ARMS
 from .cache_speed import MARGIN, beyond
-from .cache_text import CONFIDENCE, PIECE, STOCK
+from .cache_text import CONFIDENCE, HAYSTACKS, PARTS, PIECE, STOCK, texts
 
 __all__ = ["page"]
 
@@ -36,8 +37,13 @@ def page(found: dict[str, Any]) -> str:
     if found["libraries"]:
         lines += ["", found["libraries"]]
     for one in found["added"]:
-        where = f"Added at commit {one['commit']}, beside {STOCK} in the same rounds"
-        lines += ["", f"{where}: {one['part']} of {', '.join(one['caches'])}."]
+        on = f" on {one['cpu']}, {one['threads']} thread{'s' * (one['threads'] > 1)}" if "cpu" in one else ""
+        beside = "on the same texts" if one["part"] == "loss" else "in the same rounds"
+        lines += [
+            "",
+            f"Added at commit {one['commit']}{on}, beside {STOCK} {beside}: {one['part']} of "
+            f"{'; '.join(one['caches'])}.",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -110,7 +116,7 @@ def _growth(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _loss(found: Mapping[str, Any]) -> list[str]:
     """What the caches cost on text."""
-    if not found["loss"]:
+    if not found["loss_of"]:
         return []
     return [
         "## Loss",
@@ -125,15 +131,31 @@ def _loss(found: Mapping[str, Any]) -> list[str]:
             for row in found["loss"]
         ),
         "",
-        "The same behind half a window read at once, pressed where an arm presses; needles found in such a prompt.",
+        "The same behind half a window read at once, pressed where an arm presses; needles found in such a prompt, at "
+        f"most {HAYSTACKS} of them.",
         "",
-        "| cache | Δnll | at most | needles found |",
-        "|---|---|---|---|",
+        "| cache | Δnll | at most | windows | needles found |",
+        "|---|---|---|---|---|",
         *(
-            f"| {row['cache']} | {row['delta_nll']:+.2e} | {row['upper']:+.2e} | {row['found']}/{row['needles']} |"
+            f"| {row['cache']} | {row['delta_nll']:+.2e} | {row['upper']:+.2e} | {row['windows']} | "
+            f"{row['found']}/{row['needles']} |"
             for row in found["behind"]
         ),
+        "",
+        f"Without a loss here: {_unread(found) or 'none'}.",
     ]
+
+
+def _unread(found: Mapping[str, Any]) -> str:
+    """The caches that ran, but have no loss, and how many texts they have read."""
+    there = {row["cache"] for row in found["behind"]} | set(found["absent"])
+    missing = []
+    for arm in ARMS:
+        if arm.name not in there:
+            done = sum(len(found["read"].get(part, {}).get(arm.name, ())) for part in PARTS)
+            asked = sum(texts(arm, found["asked"]["windows"]).values())
+            missing.append(f"{arm.name} ({done} of {asked} texts read)")
+    return "; ".join(missing)
 
 
 def _where(made: Mapping[str, Any]) -> str:

@@ -52,45 +52,103 @@ def read(model: Any, arm: Arm, tokens: Tensor, prompt: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _paired(model: Any, arms: Sequence[Arm], windows: Tensor, prompt: int) -> list[dict[str, Any]]:
-    """Loss behind prompts over each cache less that over `DynamicCache`, nats/token."""
-    stock = next(arm for arm in arms if arm.name == STOCK)
-    deltas: dict[str, list[float]] = {arm.name: [] for arm in arms if arm is not stock}
-    for window in windows:
-        exact = read(model, stock, window, prompt)[:-1]
-        for arm in arms:
-            if arm is not stock:
-                score = score_tokens((exact, read(model, arm, window, prompt)[:-1]), window[prompt + 1 :])
-                deltas[arm.name].append(float(score.delta[0].sum()))
-    rows = []
-    for name, sums in deltas.items():
-        ratio = clustered_ratio(np.array(sums), np.full(len(sums), windows.shape[1] - prompt - 1))
-        rows.append(
-            {"cache": name, "delta_nll": ratio.mean, "upper": ratio.upper(CONFIDENCE), "windows": len(sums)}
-        )
-    return rows
+Kept = dict[str, dict[str, list[Any]]]
+"""What was read: by part, by the name of the arm, a number for each text in their order."""
+PARTS = ("pieces", "behind", "needles")
+"""Windows read in pieces and behind a prompt, nats of the tokens that count; needles found in each haystack."""
 
 
-def losses(model: Any, arms: Sequence[Arm], windows: Tensor) -> list[dict[str, Any]]:
-    """Loss over each cache less that over `DynamicCache`, of windows `[windows, tokens]` of a text read in pieces."""
-    return _paired(model, [arm for arm in arms if arm.press is None], windows, PIECE)
+def needles_in(length: int) -> int:
+    """How many needles are hidden in a window of so many tokens."""
+    return min(NEEDLES, most(length))
 
 
-def behind_prompts(model: Any, arms: Sequence[Arm], windows: Tensor) -> list[dict[str, Any]]:
-    """The same of the second half of each window behind the first, and the needles found in some of them."""
-    rows = _paired(model, arms, windows, windows.shape[1] // 2)
-    rows.insert(0, {"cache": STOCK, "delta_nll": 0.0, "upper": 0.0, "windows": len(windows)})
-    names = {arm.name: arm for arm in arms}
-    count = min(NEEDLES, most(windows.shape[1]))
+def texts(arm: Arm, windows: int) -> dict[str, int]:
+    """How many texts an arm reads in each part; an arm with a press has nothing to press without a prompt."""
+    return {
+        "pieces": windows if arm.press is None else 0,
+        "behind": windows,
+        "needles": min(HAYSTACKS, windows),
+    }
+
+
+def read_more(
+    model: Any, arms: Sequence[Arm], windows: Tensor, kept: Kept, keep: Callable[[Arm], None]
+) -> None:
+    """Read what was not read yet, arm by arm, and call `keep` after each text.
+
+    Args:
+        model: A causal LM.
+        arms: The caches; the first is the one that the others are compared with.
+        windows: `[windows, tokens]` of a text.
+        kept: What was read before, filled in here.
+        keep: Told the arm when a text more is in `kept`.
+    """
+    size = windows.shape[1]
     generator = torch.Generator().manual_seed(0)
-    haystacks = [build(window.cpu(), count, generator) for window in windows[:HAYSTACKS]]
-    for row in rows:
-        found = 0
-        for haystack in haystacks:
-            prompt = min(haystack.answers) - KEY
-            logits = read(model, names[row["cache"]], haystack.tokens.to(windows.device), prompt)
-            for needle, answer in enumerate(haystack.answers):
-                at = answer - prompt - 1
-                found += is_found(haystack, needle, logits[at : at + VALUE].argmax(-1).tolist())
-        row |= {"found": found, "needles": count * len(haystacks)}
-    return rows
+    haystacks = [build(window.cpu(), needles_in(size), generator) for window in windows[:HAYSTACKS]]
+
+    def nats(arm: Arm, number: int, prompt: int) -> float:
+        window = windows[number]
+        return float(
+            score_tokens((read(model, arm, window, prompt)[:-1],), window[prompt + 1 :]).nll[0].sum()
+        )
+
+    def found(arm: Arm, number: int) -> int:
+        haystack = haystacks[number]
+        prompt = min(haystack.answers) - KEY
+        logits = read(model, arm, haystack.tokens.to(windows.device), prompt)
+        starts = [answer - prompt - 1 for answer in haystack.answers]
+        return sum(
+            is_found(haystack, needle, logits[at : at + VALUE].argmax(-1).tolist())
+            for needle, at in enumerate(starts)
+        )
+
+    ways: dict[str, Callable[[Arm, int], float]] = {
+        "pieces": lambda arm, number: nats(arm, number, PIECE),
+        "behind": lambda arm, number: nats(arm, number, size // 2),
+        "needles": found,
+    }
+    for arm in arms:
+        for part, count in texts(arm, len(windows)).items():
+            done = kept.setdefault(part, {}).setdefault(arm.name, [])
+            for number in range(len(done), count):
+                done.append(ways[part](arm, number))
+                keep(arm)
+
+
+def compared(
+    kept: Kept, arms: Sequence[Arm], windows: int, window: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of the arms that have read every text: loss in pieces, and behind a prompt with the needles found.
+
+    Losses are those over each cache less that over the first, nats/token, with their upper bound.
+    """
+    stock, whole = arms[0], []
+    for arm in arms:
+        if all(
+            len(kept.get(part, {}).get(arm.name, ())) == count for part, count in texts(arm, windows).items()
+        ):
+            whole.append(arm)
+    if stock not in whole:
+        return [], []
+
+    def row(arm: Arm, part: str, tokens: int) -> dict[str, Any]:
+        own, beside = (np.array(kept[part][one.name]) for one in (arm, stock))
+        ratio = clustered_ratio(own - beside, np.full(windows, tokens))
+        return {
+            "cache": arm.name,
+            "delta_nll": ratio.mean,
+            "upper": ratio.upper(CONFIDENCE),
+            "windows": windows,
+        }
+
+    pieces = [
+        row(arm, "pieces", window - PIECE - 1) for arm in whole if arm is not stock and arm.press is None
+    ]
+    behind = []
+    for arm in whole:
+        haystacks = kept["needles"][arm.name]
+        hidden = {"found": sum(haystacks), "needles": needles_in(window) * len(haystacks)}
+        behind.append(row(arm, "behind", window - window // 2 - 1) | hidden)
+    return pieces, behind

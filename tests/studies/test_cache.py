@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -18,7 +19,7 @@ from studies.cache import app
 from studies.cache_arms import ARMS, shaped
 from studies.cache_page import page
 from studies.cache_speed import beyond, foretold, growth, speed
-from studies.cache_text import Arm, losses, read
+from studies.cache_text import PARTS, Arm, compared, read, read_more, texts
 
 
 def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) -> None:
@@ -88,6 +89,8 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
         },
         "loss": [row for row in found["loss"] if "Static" not in row["cache"]],
         "behind": [row for row in found["behind"] if "Static" not in row["cache"]],
+        "read": {},  # as in a record of before the texts were kept
+        "loss_input": {},
     }
     (tmp_path / "cache.json").write_text(json.dumps(found | less))
     added = CliRunner().invoke(
@@ -105,7 +108,9 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
     assert [(one["part"], one["caches"]) for one in found["added"]] == [
         (part, ["StaticCache"]) for part in ("loss", "speed")
     ]
-    assert "in the same rounds: loss of StaticCache." in (tmp_path / "cache.md").read_text()
+    words = (tmp_path / "cache.md").read_text()
+    assert "on the same texts: loss of StaticCache." in words
+    assert "in the same rounds: speed of StaticCache." in words
     other = CliRunner().invoke(app, [*call, "--add", "--steps", "3"])
     assert "another asked" in other.output
     (tmp_path / "cache.json").unlink()
@@ -113,6 +118,74 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
     assert "expected a page to add to" in " ".join(nothing.replace("│", " ").split())
     told = CliRunner().invoke(app, [*call, "--only", "all"]).output  # in a frame as wide as the terminal
     assert "expected the first two both" in " ".join(told.replace("│", " ").split())
+
+
+def test_losses_that_were_interrupted_go_on_behind_the_last_text_and_refuse_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "text.txt"
+    source.write_bytes(pages_path("heldout").read_bytes())
+    call = [
+        *("--model", str(demo_model_path("llama")), "--text", str(source), "--only", "loss"),
+        *["--skip", "quanto,hqq,kvpress,Static,fp8", "--windows", "5", "--window", "96"],
+    ]
+    reads: list[tuple[str, int, int]] = []
+    stop_at = 0
+
+    def spied(model: Any, arm: Arm, tokens: Tensor, prompt: int) -> Tensor:
+        if len(reads) == stop_at:
+            raise KeyboardInterrupt
+        reads.append((arm.name, hash(tuple(tokens.tolist())), prompt))
+        return read(model, arm, tokens, prompt)
+
+    monkeypatch.setattr("studies.cache_text.read", spied)
+
+    def run(code: int, directory: str, *more: str) -> tuple[str, dict[str, Any], str]:
+        done = CliRunner().invoke(app, [*call, "--write", str(tmp_path / directory), *more])
+        assert done.exit_code == code, done.output
+        file = tmp_path / directory / "cache.json"
+        words = file.with_suffix(".md").read_text()
+        return " ".join(done.output.replace("│", " ").split()), json.loads(file.read_text()), words
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    stop_at = -1
+    _, whole, words = run(0, "whole")
+    assert "Without a loss here: none." in words
+    asked, reads = list(reads), []
+    arms = [arm for arm in ARMS if arm.name not in whole["absent"]]
+    each = sum(texts(arms[0], 5).values())
+    assert len(asked) == len(set(asked)) == each * len(arms) == 14 * 4
+    # within stock, within another cache, between two, before the last text of one
+    for stop_at in (3, each + 7, 2 * each, 3 * each - 1):
+        _, found, words = run(130, "parts", "--resume")
+        assert reads == asked[:stop_at]
+        assert len(found["behind"]) == stop_at // each
+        assert f"{arms[-1].name} (0 of {each} texts read)" in words
+    for other, refused in (
+        (("--windows", "4"), "another asked"),
+        (("--window", "128"), "another asked"),
+        (("--name", "another"), "another loss_of"),
+    ):
+        output, found, _ = run(2, "parts", "--resume", *other)
+        assert refused in output
+    source.write_text("Another text. " * 400)
+    output, found, _ = run(2, "parts", "--resume")
+    assert "another loss_input" in output
+    source.write_bytes(pages_path("heldout").read_bytes())
+    assert len(reads) == 3 * each - 1
+    stop_at = -1
+    _, found, words = run(0, "parts", "--resume")
+    assert reads == asked  # nothing twice, in the same order
+    assert [found[key] for key in ("loss", "behind", "read")] == [
+        whole[key] for key in ("loss", "behind", "read")
+    ]
+    assert "Without a loss here: none." in words
+    output, _, _ = run(0, "parts", "--resume")
+    assert "loss of" not in output
+    assert reads == asked
+    output, _, _ = run(2, "parts", "--resume", "--name", "another")  # though nothing is left to read
+    assert "another loss_of" in output
 
 
 def test_a_cache_that_fails_in_a_cell_leaves_its_reason_and_the_others() -> None:
@@ -138,8 +211,8 @@ def test_a_cache_that_fails_in_a_cell_leaves_its_reason_and_the_others() -> None
         {
             "provenance": {"driver": None, "cpu": "a", "threads": 1, "commit": "b"},
             "asked": {"rounds": 2, "steps": 1}, "speed": {"m": rows + without_stock}, "floor": {"m": {"1": 1.0}},
-            "growth": [growth(model, arms[2], 130, memory)], "loss": [], "absent": {}, "libraries": "",
-            "added": [],
+            "growth": [growth(model, arms[2], 130, memory)], "loss": [], "loss_of": "", "absent": {},
+            "libraries": "", "added": [],
         }
     )  # fmt: skip
     assert "| 1 | 256 | Full | – | – | – | – | OutOfMemoryError: the device is full | – |" in words
@@ -176,4 +249,11 @@ def test_a_press_is_at_work_while_the_prompt_is_read_and_no_longer() -> None:
     assert not torch.allclose(exact, less)
     with torch.no_grad():
         torch.testing.assert_close(exact, model(tokens[None]).logits[0, 100:], atol=1e-5, rtol=0)
-    assert losses(model, [plain, pressed], tokens[None]) == []
+    kept: dict[str, dict[str, list[Any]]] = {}
+    read_more(model, [plain, pressed], tokens[None], kept, lambda arm: None)
+    assert {part: len(kept[part]["pressed"]) for part in PARTS} == {"pieces": 0, "behind": 1, "needles": 1}
+    pieces, behind = compared(kept, [plain, pressed], 1, len(tokens))
+    assert pieces == []  # without a prompt there is nothing to press
+    assert [row["cache"] for row in behind] == ["DynamicCache", "pressed"]
+    stock, own = (-out[:-1].double().log_softmax(-1)[range(99), tokens[101:]].sum() for out in (exact, less))
+    assert behind[1]["delta_nll"] == pytest.approx(float(own - stock) / 99)
