@@ -7,7 +7,7 @@ for later forward passes with the same shapes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -58,18 +58,22 @@ class Ready(NamedTuple):
 
     Attributes:
         config: Configuration of the attention module that made the call.
-        fields: The configuration's `__dict__`: had no settings of this package then, and must not have any now.
+        fields: The configuration's `__dict__`, which must still hold the same settings of this package, or none.
         facts: Result of `facts_of`.
-        attend: The call.
+        settings: These settings as the configuration holds them; None without.
+        attend: A `FastCall` without settings, `planned_call.PlannedCall.attend` with them.
     """
 
     config: Any
     fields: Mapping[str, Any]
-    facts: Hashable
-    attend: FastCall
+    facts: tuple[Hashable, ...]
+    settings: Any
+    attend: Callable[..., Any]
 
 
-def facts_of(backend: str | None, query: Tensor, key: Tensor, value: Tensor, stored: bool) -> Hashable:
+def facts_of(
+    backend: str | None, query: Tensor, key: Tensor, value: Tensor, stored: bool
+) -> tuple[Hashable, ...]:
     """Returns what must be equal for a remembered call to be repeated: backend, shapes, dtypes, device and gradients.
 
     `stored` says whether keys and values are codes of a quantised cache.
@@ -149,7 +153,7 @@ def attend_and_keep(
         return attend(request, forced).out
     if undisturbed(module, kwargs) and not loses_borders(config):
         fields = {} if config is None else object.__getattribute__(config, "__dict__")
-        structure.ready = Ready(config, fields, facts, call)
+        structure.ready = Ready(config, fields, facts, None, call)
     return call(query, key, value, request.scaling, *beside)
 
 

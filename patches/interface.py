@@ -125,14 +125,19 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 structure is not None
                 and (ready := structure.ready) is not None
                 and module.__dict__.get("config") is ready.config
-                and ready.fields.get("adaattn") is None
+                and ready.fields.get("adaattn") is ready.settings
                 and facts_of(backend, query, key, value, stored is not None) == ready.facts
                 and undisturbed(module, kwargs)
             ):
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
-                if stored is None:
+                if ready.settings is not None:
+                    out = ready.attend(module, structure, query, key, value, factor)
+                    if out is not None:
+                        return out, None
+                elif stored is None:
                     return ready.attend(query, key, value, factor), None
-                return ready.attend(query, key, value, factor, stored), None
+                else:
+                    return ready.attend(query, key, value, factor, stored), None
         return _attend_anew(
             backend, module, query, key, value, attention_mask, is_causal, sliding_window, scaling, dropout, softcap,
             sinks if s_aux is None else s_aux, position_bias, kwargs, compiling, stored, streams,
@@ -249,9 +254,13 @@ def _attend_anew(
     tap = None if compiling else listening().tap
     weights = None
     if adapted:
-        from .planned import by_plan  # imported here: models without settings need nothing of plans
+        # imported here: models without settings need nothing of plans
+        from .planned import by_plan
+        from .planned_call import keep
 
         out, weights = by_plan(module, request, forced, config, tap, wanted, sliding_window)
+        if not (compiling or opaque or wanted or config is None or _extended(request)):
+            keep(request, forced, backend, module, config, kwargs, kept_in)
     elif tap is not None:
         out = tap(module, request.widened())
     elif compiling or opaque or wanted or recorder is not None or _extended(request):

@@ -44,6 +44,9 @@ _SHARED_KEYS = 384
 # Pairs of queries and keys of all heads from which a CUDA device computes for longer than any package needs to launch.
 _HEAVY_PAIRS = 1 << 30
 
+# Channels of a head up to which our own kernels are faster than flash-attn 4's over lists of blocks.
+_SMALL_HEAD = 64
+
 _MOST = 1024
 """Kinds of calls whose backend is remembered."""
 _chosen: dict[tuple[CallSpec, str | None], Backend] = {}
@@ -66,8 +69,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     On CUDA plain calls go to torch, but for heavy ones: from some hundred microseconds on flash-attn 3 and 4 are ahead
     of it by more than their longer way to a launch (3, built for inference, ahead of 4). What torch can only say with a
     mask goes to kernels that walk segments: to our own where flash-attn would have to gather tokens first or the call
-    is light, else to flash-attn. What heads are asked apart is served in one launch or not at all, light calls by our
-    own, whose way to a launch is the shorter one.
+    is light, else to flash-attn. What heads are asked apart is served in one launch or not at all: by our own if the
+    call is light, since their way to a launch is the shorter one, or if heads are small, of which they are the faster.
     """
     if spec.opaque or (spec.compiling and torch.onnx.is_in_onnx_export()):
         return ("sdpa", "eager")  # torch's own operations, which ONNX has, too
@@ -89,7 +92,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     )
     if spec.per_head:
         light = spec.decode or spec.head_blocks or spec.pairs < _HEAVY_PAIRS
-        return ("triton", "fa4") if light else ("fa4", "triton")
+        small = max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
+        return ("triton", "fa4") if light or small else ("fa4", "triton")
     if not special and spec.keys >= _SHARED_KEYS and spec.dtype == torch.float32:
         return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):

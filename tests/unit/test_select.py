@@ -158,12 +158,16 @@ def test_runs_that_fill_their_rows_go_to_flash_attn(changes: dict[str, Any], fir
     assert select.order(spec(**ragged))[0] == first
 
 
-def test_kept_blocks_and_light_calls_go_to_our_own_kernel_and_windows_of_heavy_ones_to_flash_attn() -> None:
+def test_kept_blocks_light_calls_and_small_heads_go_to_our_own_kernel_and_other_windows_to_flash_attn() -> (
+    None
+):
     """As docs/results/gpu_plans.md has it; exact heavy calls go to the build for inference first."""
     assert select.order(spec(device="cuda", head_blocks=64)) == ("triton", "fa4")
-    windows = {"device": "cuda", "head_windows": True}
+    windows = {"device": "cuda", "head_windows": True, "head_dim": 128, "head_dim_v": 128}
     assert select.order(spec(**windows, pairs=1 << 30)) == ("fa4", "triton")
     assert select.order(spec(**windows, pairs=1 << 29)) == ("triton", "fa4")
+    small = {"head_dim": 64, "head_dim_v": 64}
+    assert select.order(spec(**windows | small, pairs=1 << 33)) == ("triton", "fa4")
     assert select.order(spec(device="cuda", kind="causal", pairs=1 << 33))[:2] == ("fa3_fwd", "fa4")
 
 

@@ -1,0 +1,106 @@
+"""The fast path for layers under a plan: what the first layer of a pass found out holds for those that follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.base import Backend, FastCall, spec_of
+from adaattn_hf.backends.select import choose, serving
+from adaattn_hf.config import AdaAttnConfig, raw_settings, settings_in
+from adaattn_hf.plans import execute
+from adaattn_hf.plans.choices import PRECISE_ROWS
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.store import program_of
+
+from .families import loses_borders
+from .fast_path import Ready, facts_of, undisturbed
+
+
+class PlannedCall:
+    """Attention by the plan of whichever layer calls; all calls share structure, shapes, dtypes and settings.
+
+    Whoever keeps one compares all these. The layers' rules differ: the backend is remembered for each kind of rules.
+    """
+
+    def __init__(self, settings: AdaAttnConfig, forced: str | None) -> None:
+        """From the settings of the model's configuration and the backend that its user named."""
+        self._settings, self._forced = settings, forced
+        self._backends: dict[tuple[bool, int, str], Backend | None] = {}
+        self._exact: FastCall | None = None
+
+    def attend(
+        self,
+        module: nn.Module,
+        structure: CallStructure,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+    ) -> Tensor | None:
+        """Returns the output `[batch, q_len, heads, head_dim_v]`, or None if the settings have changed since.
+
+        Raises:
+            PlanError: The plan does not belong to the module.
+        """
+        if settings_in(module.config) is not self._settings:
+            return None
+        program, structure = program_of(module), structure.settled()
+        if program is None or program.is_exact_for(structure.q_len):
+            if self._exact is not None:
+                return self._exact(query, key, value, scaling)
+            return self._attend_exactly(AttentionRequest(query, key, value, structure, scaling))
+        rules = _rules_of_all_heads(program, structure, key)
+        request = AttentionRequest(query, key, value, structure, scaling, per_head=rules)
+        backend = None if rules is None else self._backend_for(rules, request)
+        if backend is not None:
+            return backend.attend(request).out
+        request.per_head = None
+        return execute.attend(program, request, self._forced).out
+
+    def _attend_exactly(self, request: AttentionRequest) -> Tensor:
+        """Computes a layer that the plan leaves exact, and keeps the backend's own fast call if it has one."""
+        spec = spec_of(request, self._forced)
+        backend = choose(spec, self._forced)
+        self._exact = backend.fast_call(spec, request)
+        return backend.attend(request).out
+
+    def _backend_for(self, rules: HeadRules, request: AttentionRequest) -> Backend | None:
+        """Returns the backend that computes heads with rules of this kind in one request; None if there is none."""
+        kind = rules.windowed, rules.kept_block, rules.precision
+        if kind not in self._backends:
+            self._backends[kind] = serving(spec_of(request, self._forced), self._forced)
+        return self._backends[kind]
+
+
+def _rules_of_all_heads(program: Program, structure: CallStructure, key: Tensor) -> HeadRules | None:
+    """Returns the rules of a layer if they say all that its plan does in this call, else None."""
+    asked = program.requests(structure.q_len < PRECISE_ROWS)
+    whole = not asked.apart and len(asked.heads) == len(program.plan.choices) == key.shape[1]
+    within = whole and execute.rows_within(structure, program.max_length, key.device) is True
+    return asked.rules if within else None
+
+
+def keep(
+    request: AttentionRequest,
+    forced: str | None,
+    backend: str | None,
+    module: nn.Module,
+    config: Any,
+    kwargs: dict[str, Any],
+    structure: CallStructure,
+) -> None:
+    """Lets the other layers with a structure go by a `PlannedCall`, where only their tensors can change the call."""
+    settings = settings_in(config)
+    facts = facts_of(backend, request.query, request.key, request.value, request.stored is not None)
+    ordinary = request.stored is None and request.structure.mask is None and not facts[-1]
+    if not ordinary or settings.monitor or settings.shadow or loses_borders(config):
+        return
+    if undisturbed(module, kwargs) and request.structure is structure.settled():
+        fields = object.__getattribute__(config, "__dict__")
+        call = PlannedCall(settings, forced)
+        structure.ready = Ready(config, fields, facts, raw_settings(config), call.attend)

@@ -1,0 +1,163 @@
+"""Under a plan the first layer of a pass is decided anew; the others follow it, until anything that matters changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from adaattn_hf import remove_plan
+from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.patches import fast_path, interface
+from adaattn_hf.plans.plan import PlanError
+
+from ..support.choices import make_choice
+from ..support.plans import give, plan_for
+
+LAYERS, LENGTH = 4, 256
+WINDOW = make_choice("window", 8, 2)
+
+
+def planned(layers: tuple[int, ...] = (0, 1, 2, 3), choice: Any = WINDOW, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="adaattn", pad_token_id=0,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).eval()
+    give(model, choice, layers=layers, lengths=(LENGTH,))
+    model.config.adaattn |= settings
+    return model
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many calls were decided anew."""
+    long, calls = interface._attend_anew, [0]
+
+    def counted(*arguments: Any) -> Any:
+        calls[0] += 1
+        return long(*arguments)
+
+    monkeypatch.setattr(interface, "_attend_anew", counted)
+    fast_path._structures.clear()
+    yield calls
+    fast_path._structures.clear()
+
+
+def logits(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(tokens, **inputs).logits
+    return out
+
+
+def slowly(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
+    """The same with every layer decided anew: somebody listens."""
+    with recording(Recorder()):
+        return logits(model, tokens, **inputs)
+
+
+def tokens(length: int = 40, batch: int = 2) -> Tensor:
+    return torch.randint(1, 61, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa"], ids=["one request", "a request a choice"])
+@pytest.mark.parametrize(
+    "choice",
+    [WINDOW, make_choice("window", 8, 2, precision="int8"), make_choice("blocks", mass=0.5)],
+    ids=["window", "window int8", "blocks"],
+)
+def test_later_layers_follow_the_first_to_the_last_bit(
+    anew: list[int], choice: Any, backend: str | None
+) -> None:
+    model, rows = planned(layers=(0, 2), choice=choice, backend=backend), tokens(200)
+    fast = logits(model, rows)
+    assert anew[0] == 1
+    assert torch.equal(fast, slowly(model, rows))
+    everywhere = logits(planned(choice=choice, backend=backend), rows)
+    assert not torch.allclose(fast, everywhere, atol=1e-5), "layers 1 and 3 were exact"
+
+
+def test_padded_batches_and_steps_follow_too(anew: list[int]) -> None:
+    model, rows = planned(), tokens()
+    real = torch.ones_like(rows)
+    real[0, :13] = 0
+    fast = logits(model, rows, attention_mask=real)
+    assert anew[0] == 1
+    assert torch.equal(fast, slowly(model, rows, attention_mask=real))
+    before = anew[0]
+    found = model.generate(rows, attention_mask=real, max_new_tokens=5, do_sample=False)
+    assert anew[0] - before == 5
+    with recording(Recorder()):
+        assert torch.equal(
+            found, model.generate(rows, attention_mask=real, max_new_tokens=5, do_sample=False)
+        )
+
+
+def test_beyond_the_calibrated_length_every_layer_finds_the_exact_rows(anew: list[int]) -> None:
+    model = planned()
+    fast = logits(model, tokens(LENGTH + 30, 1))
+    assert anew[0] == 1
+    assert torch.equal(fast, slowly(model, tokens(LENGTH + 30, 1)))
+
+
+def test_settings_without_a_plan_follow_their_backend(anew: list[int]) -> None:
+    model = planned()
+    model.config.adaattn = {"backend": "sdpa"}
+    fast = logits(model, tokens())
+    assert anew[0] == 1
+    assert torch.equal(fast, slowly(model, tokens()))
+
+
+def test_what_is_changed_between_passes_is_heard(anew: list[int]) -> None:
+    model, rows = planned(), tokens()
+    with_plan = logits(model, rows)
+    remove_plan(model)
+    exact = logits(model, rows)
+    assert not torch.allclose(exact, with_plan, atol=1e-5)
+    wider = plan_for(model, make_choice("window", 16, 2), layers=(0, 1, 2, 3), lengths=(LENGTH,))
+    model.config.adaattn = {"plan": wider.to_dict(), "unverified": True}
+    other = logits(model, rows)
+    assert torch.equal(other, slowly(model, rows))
+    assert not torch.allclose(other, with_plan, atol=1e-5)
+
+
+@pytest.mark.parametrize("what", ["shadow", "monitor"])
+def test_whoever_watches_sees_every_layer(anew: list[int], what: str) -> None:
+    """Also where the settings are changed in place, between two passes over the same structure."""
+    model, rows = planned(), tokens()
+    logits(model, rows)
+    model.config.adaattn[what] = 1 if what == "shadow" else True
+    before = anew[0]
+    logits(model, rows)
+    assert anew[0] - before == LAYERS
+
+
+def test_changed_weights_are_refused_by_the_layer_that_has_them(anew: list[int]) -> None:
+    model, rows = planned(), tokens()
+    logits(model, rows)
+    with torch.no_grad():
+        model.model.layers[2].self_attn.q_proj.weight.mul_(1.5)
+    with pytest.raises(PlanError, match="the weights of layer 2"):
+        logits(model, rows)
+
+
+def test_gradients_go_the_long_way(anew: list[int]) -> None:
+    model, rows = planned(), tokens()
+    model(rows).logits.sum().backward()
+    assert anew[0] == LAYERS
+    assert model.model.layers[3].self_attn.k_proj.weight.grad.abs().sum() > 0
+
+
+def test_a_plan_for_other_heads_is_refused(anew: list[int]) -> None:
+    model = planned()
+    plan = plan_for(model, WINDOW, layers=(0, 1, 2, 3), lengths=(LENGTH,))
+    layers = (*plan.layers[:3], replace(plan.layers[3], choices=(WINDOW,) * 3))
+    model.config.adaattn = {"plan": replace(plan, layers=layers).to_dict(), "unverified": True}
+    with pytest.raises((ValueError, PlanError), match="key/value heads"):
+        logits(model, tokens())
