@@ -393,6 +393,30 @@ def test_a_step_reads_the_codes_of_a_cache(
         torch.testing.assert_close(backend.attend(asked).out.double(), truth, atol=atol, rtol=0)
 
 
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers with the same strides, one element behind an aligned address."""
+    return tensor.new_empty(tensor.numel() + 1).as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+
+
+@pytest.mark.parametrize("q_len", [1, 300])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("windows", [None, (0, 70), (128, 30)], ids=str)
+def test_variants_of_a_kernel_are_launched_again_with_what_they_were_compiled_for(
+    windows: tuple[int, int] | None, softcap: float | None, q_len: int
+) -> None:
+    """Lengths, addresses and tables of other alignment take turns; each time the answer is the definition's."""
+    rule = None if windows is None else HeadRules(windows, (5, 5), (0.0, 0.0), ("model",) * 2)
+    for n in (700, 701, 700, 900, 704):
+        structure = CallStructure(2, q_len, n, causal=True, q_offset=n - q_len)
+        asked = make(structure, torch.bfloat16, 64, per_head=rule, softcap=softcap)
+        truth = reference.attention(asked).out
+        for moved in ((), ("key",), (), ("query", "value")):
+            tensors = {name: getattr(asked, name) for name in ("query", "key", "value")}
+            tensors |= {name: shifted(tensors[name]) for name in moved}
+            out = BACKENDS["triton"].attend(asked.with_tensors(**tensors)).out
+            torch.testing.assert_close(out.double(), truth, atol=2e-2, rtol=0)
+
+
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["causal", "full", "suffix"])

@@ -14,11 +14,14 @@ from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import Segment
 from ..capability import capability
 from ..windows import HeadWindows
+from .again import Launcher, aligned
 from .forward import forward
 from .sizes import Tile, padded, scale_of
 from .tables import work_of
 
 __all__ = ["attend_forward", "bulk_of", "forward_tile"]
+
+launch_forward = Launcher(forward)
 
 # Whether the copy engine brings tiles at the edges of what queries see, where it can.
 _BULK_EDGES = True
@@ -113,16 +116,25 @@ def attend_forward(
     sink = request.sink_logits
     k_bulk, v_bulk = bulk_of(key, tile.columns), bulk_of(value, tile.columns)
     bulk = k_bulk is not None and v_bulk is not None
-    forward[(heads // kv_heads, work.entries.shape[0])](
+    arguments = (
         query, key, value, k_bulk if bulk else key, v_bulk if bulk else value, out, lse if lse is not None else out,
         sink if sink is not None else out, work.segments, work.entries, work.rules,
         *query.stride(), *key.stride(), *value.stride(), *out.stride(),
         *(lse.stride()[:2] if lse is not None else (0, 0)),
-        abs(scale_of(request.scaling, request.softcap)), request.softcap or 0.0,
-        GROUPS=heads // kv_heads, DIM=dim, DIM_V=value_dim, PAD=padded(dim), PAD_V=padded(value_dim),
-        CAUSAL=structure.causal, WINDOW=windows is not None, HAS_CAP=request.softcap is not None,
-        HAS_SINK=sink is not None, HAS_LSE=lse is not None, BULK=bulk,
-        EDGES=bulk and work.ends and _BULK_EDGES, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        num_warps=tile.warps, num_stages=tile.stages,
+        abs(scale_of(request.scaling, request.softcap)), float(request.softcap or 0.0),
     )  # fmt: skip
+    constants = {
+        "GROUPS": heads // kv_heads, "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim),
+        "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": request.softcap is not None,
+        "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "BULK": bulk,
+        "EDGES": bulk and work.ends and _BULK_EDGES, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    kind = None
+    if query.is_cuda and sink is None and aligned(query, key, value):
+        kind = (
+            query.dtype, key.dtype, value.dtype, query.stride(), key.stride(), value.stride(), out.stride(),
+            None if lse is None else lse.stride(), aligned(work.entries), aligned(work.rules),
+        )  # fmt: skip
+    launch_forward((heads // kv_heads, work.entries.shape[0]), arguments, constants, kind)
     return AttentionResult(out, lse)

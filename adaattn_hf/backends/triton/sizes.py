@@ -27,4 +27,4 @@ def scale_of(scaling: float, softcap: float | None) -> float:
 
     Never zero, by which what is hidden (-inf) could not be multiplied: scores of 1e-30 weigh as much.
     """
-    return scaling if softcap is not None else (scaling or 1e-30) * 1.4426950408889634
+    return float(scaling) if softcap is not None else (scaling or 1e-30) * 1.4426950408889634

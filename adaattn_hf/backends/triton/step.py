@@ -11,12 +11,16 @@ from torch import Tensor
 from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
 from ...attention.structure import CallStructure
 from ..windows import head_windows
+from .again import Launcher, aligned
 from .codes import decode_codes
 from .decode import decode
 from .sizes import Tile, padded, scale_of
 from .tables import shares_of
 
 __all__ = ["attend_step"]
+
+launch_step = Launcher(decode)
+launch_step_over_codes = Launcher(decode_codes)
 
 # Programs per multiprocessor that a step is shared out among, and the fewest keys that one of them reads. Over values
 # of 4 bits of many heads there are more: those take less of its shared memory. Of few heads the one program that puts
@@ -86,7 +90,7 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         done if real is None else real, entries,
         query.stride(0), query.stride(1), query.stride(3), *key.stride(), *value.stride(),
         kv_len, offset if isinstance(offset, int) else 0, kv_heads, most,
-        scale_of(request.scaling, request.softcap), request.softcap or 0.0,
+        scale_of(request.scaling, request.softcap), float(request.softcap or 0.0),
     )  # fmt: skip
     fixed: dict[str, Any] = {
         "GROUPS": groups, "ROWS": max(least_rows, member_heads), "DIM": dim, "DIM_V": value_dim,
@@ -98,20 +102,24 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         "SINGLE": most == 1, "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
     }  # fmt: skip
     grid = (entries.shape[0], sequences)
+    # what comes from elsewhere and may begin at any address
+    ordinary = sink is None and real is None and isinstance(offset, int) and query.is_cuda
+    kind = query.dtype, key.dtype, value.dtype, query.stride(), key.stride(), value.stride(), kv_heads
     if stored is None:
-        decode[grid](*common, **fixed)
+        launch_step(grid, common, fixed, kind if ordinary and aligned(query, key, value) else None)
         return AttentionResult(out, lse)
-    mean, first = stored.key_mean, stored.first_key
-    decode_codes[grid](
-        *common, stored.key_scale, stored.value_scale, query if mean is None else mean,
-        query if first is None else first,
-        *stored.key_scale.stride(), *stored.value_scale.stride(), **fixed,
-        BITS=bits, HAS_MEAN=mean is not None, HAS_FIRST=first is not None,
-        TURN=dim & -dim if stored.rotated else 0, TURN_V=value_dim & -value_dim if stored.rotated else 0,
-        CLOSE=windows is None and rows is None and kv_len >= tile.columns and (pad, pad_v) == (dim, value_dim)
+    mean, first, scales = stored.key_mean, stored.first_key, (stored.key_scale, stored.value_scale)
+    strides = *scales[0].stride(), *scales[1].stride()
+    fixed |= {
+        "BITS": bits, "HAS_MEAN": mean is not None, "HAS_FIRST": first is not None,
+        "TURN": dim & -dim if stored.rotated else 0, "TURN_V": value_dim & -value_dim if stored.rotated else 0,
+        "CLOSE": windows is None and rows is None and kv_len >= tile.columns and (pad, pad_v) == (dim, value_dim)
         and (key.stride(2), value.stride(2)) == (key.shape[3], value.shape[3]),
-        WARPS=tile.warps,
-    )  # fmt: skip
+        "WARPS": tile.warps,
+    }  # fmt: skip
+    arguments = *common, *scales, query if mean is None else mean, query if first is None else first, *strides
+    ordinary = ordinary and aligned(query, key, value, *scales, mean, first)
+    launch_step_over_codes(grid, arguments, fixed, (*kind, *strides) if ordinary else None)
     return AttentionResult(out, lse)
 
 

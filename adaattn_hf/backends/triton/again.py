@@ -1,0 +1,70 @@
+"""Launches a compiled kernel again without Triton's look at every argument, which takes longer than the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+__all__ = ["Launcher", "aligned"]
+
+_BYTES = 16
+"""Triton compiles a variant for tensors whose addresses are multiples of this, as it reads whole vectors then."""
+_TRIED = (3, 6)
+"""The first version whose compiled kernels were launched by all their arguments here; old ones left constants out."""
+_MOST = 256
+"""Most variants of a kernel that are remembered."""
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Whether all tensors begin at addresses for which Triton compiles the same variant."""
+    together = 0
+    for tensor in tensors:
+        if tensor is not None:
+            together |= tensor.data_ptr()
+    return together % _BYTES == 0
+
+
+class Launcher:
+    """A Triton kernel that remembers its compiled variants."""
+
+    def __init__(self, kernel: Any) -> None:
+        """From what `triton.jit` returned."""
+        self._kernel = kernel
+        self._known: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+        self._remembers = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= _TRIED
+
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+        kind: Hashable | None,
+    ) -> None:
+        """Launches the kernel on the current stream.
+
+        Args:
+            grid: Programs.
+            arguments: The kernel's, in its order, up to its constants.
+            constants: These by name, and the compiler's options.
+            kind: What the compiled variant depends on beside them and the device: dtypes and strides of tensors, and
+                numbers that Triton may compile in. None where an address is not `aligned` or anything else is
+                unusual: then Triton looks for itself.
+        """
+        if kind is None or not self._remembers:
+            self._kernel[grid](*arguments, **constants)
+            return
+        key = kind, torch.cuda.current_device(), *constants.values()
+        known = self._known.get(key)
+        if known is not None:
+            compiled, rest = known
+            compiled[(*grid, 1)](*arguments, *rest)
+            return
+        compiled = self._kernel[grid](*arguments, **constants)
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        names = self._kernel.arg_names[len(arguments) :]
+        self._known[key] = compiled, tuple(constants[name] for name in names)
