@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from adaattn_hf import use_plan
+from adaattn_hf import remove_plan
+from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import Plan
 
 from ..budget.speed import plan_of_record
@@ -109,8 +110,12 @@ def model(section: Section) -> None:
 @contextlib.contextmanager
 def _by(found: Any, implementation: str, plan: Plan | None) -> Any:
     found.set_attn_implementation(implementation)
-    with use_plan(found, plan, unverified=True) if plan is not None else contextlib.nullcontext():
+    if plan is not None:
+        store.attach(found, plan, unverified=True)
+    try:
         yield
+    finally:
+        remove_plan(found)
 
 
 def _prefill(row: Cell, found: Any, ways: dict[str, tuple[str, Plan | None]], n: int) -> None:

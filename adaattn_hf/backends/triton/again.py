@@ -61,7 +61,8 @@ class Launcher:
         known = self._known.get(key)
         if known is not None:
             compiled, rest = known
-            compiled[(*grid, 1)](*arguments, *rest)
+            programs = (*grid, 1)
+            compiled[programs](*arguments, *rest)
             return
         compiled = self._kernel[grid](*arguments, **constants)
         if len(self._known) >= _MOST:
