@@ -64,13 +64,13 @@ def mean_keys(model: nn.Module, tokens: Tensor) -> dict[int, LayerTensors]:
 
 
 def tokens_of(
-    data: Sequence[Path], encode: Callable[[str], Sequence[int]], length: int, model: Any
+    data: Sequence[Path], encode: Callable[[str], Sequence[int]], length: int, model: Any, batch: int = 1
 ) -> Tensor:
-    """Returns one stretch of text `[1, length]` on the model's device, the same for every measurement."""
+    """Returns stretches of text `[batch, length]` on the model's device, the same for every measurement."""
     from adaattn_hf.calibration import corpus
 
-    text = corpus.draw(data, encode, length, {"text": 1}, 0).parts["text"][0]
-    return torch.tensor([text.tokens], device=model.device)
+    texts = corpus.draw(data, encode, length, {"text": batch}, 0).parts["text"]
+    return torch.tensor([text.tokens for text in texts], device=model.device)
 
 
 def plan_of_record(
@@ -299,7 +299,10 @@ def speed(
     monitor: Annotated[
         str | None, typer.Option(help="Name of a plan to time once more while it is watched.")
     ] = None,
-    loss: Annotated[bool, typer.Option(help="Measure the KL of each plan on the text as well.")] = True,
+    loss: Annotated[
+        bool, typer.Option(help="Measure the KL of each plan on the text as well, of a single sequence.")
+    ] = True,
+    batch: Annotated[int, typer.Option(help="Sequences that are read at once.")] = 1,
     dtype: study.Dtype = "float32",
     device: study.Device = "cpu",
     threads: study.Threads = None,
@@ -320,19 +323,20 @@ def speed(
         )
     kept |= {"settings": words, "provenance": provenance(torch.device(device))}
     for length in study.numbers(lengths):
-        tokens = tokens_of(data, encode, length, loaded)
-        plans = plans_of_records(record, loaded, tokens)
+        tokens = tokens_of(data, encode, length, loaded, batch)
+        plans = plans_of_records(record, loaded, tokens[:1])
+        shape = str(length) if batch == 1 else f"{batch} x {length}"
         for name in level.split(","):
             if name == "attention":
                 cells = attention_level(loaded, plans, tokens, rounds)
             elif name == "model":
-                cells = model_level(loaded, plans, tokens, rounds, monitor, loss)
+                cells = model_level(loaded, plans, tokens, rounds, monitor, loss and batch == 1)
             else:
                 raise UsageError(f"level: got {name!r}, expected one of {', '.join(LEVELS)}")
-            kept.setdefault(name, {})[str(length)] = cells
+            kept.setdefault(name, {})[shape] = cells
             study.write(output, kept)
             typer.echo(
-                f"{name} {length}: "
+                f"{name} {shape}: "
                 + ", ".join(f"{arm} {cell['seconds']:.2f} s" for arm, cell in cells.items())
             )
 

@@ -197,7 +197,12 @@ def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Pa
         with pytest.raises(SystemExit) as ended:
             speed.main([*arguments, "--level", level])
         assert ended.value.code == 0
+    with pytest.raises(SystemExit):
+        speed.main([*arguments[:-2], "--level", "model", "--batch", "3"])
     found = json.loads(target.read_text())
+    together = found["model"][f"3 x {LENGTH}"]
+    assert set(together) == {"stock sdpa", "exact", "much"}
+    assert "kl" not in together["much"]
     assert set(found["attention"][str(LENGTH)]) == {"stock sdpa", "exact", "much"}
     cells = found["model"][str(LENGTH)]
     assert set(cells) == {"stock sdpa", "exact", "much", "much, monitored"}
