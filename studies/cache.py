@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from adaattn_hf._files import write_atomically
 from adaattn_hf.eval.provenance import provenance
 
-from .cache_arms import ARMS, OURS, SHAPES, present, shaped
+from .cache_arms import ARMS, OURS, SHAPES, present, shaped, weights_read
 from .cache_page import page
 from .cache_speed import beyond, foretold, growth, speed
 from .cache_text import PARTS, Arm, compared, read_more
@@ -116,7 +116,8 @@ def begun(
     """
     empty: dict[str, Any] = {
         "provenance": provenance(place), "asked": asked, "absent": {}, "libraries": "", "added": [], "loss": [],
-        "loss_of": "", "behind": [], "loss_input": {}, "read": {}, "speed": {}, "floor": {}, "growth": [],
+        "loss_of": "", "behind": [], "loss_input": {}, "read": {}, "speed": {}, "floor": {}, "weights": {},
+        "growth": [],
     }  # fmt: skip
     if add and not file.exists():
         raise typer.BadParameter(f"add: {file} is not there, expected a page to add to; leave --add out")
@@ -248,6 +249,8 @@ def main(
     makes: list[tuple[str, Callable[[], Any]]] = [
         (f"{SHAPES[one][0]}'s shape, random weights, bfloat16", partial(shaped, one, place)) for one in shapes
     ]
+    for one, (title, _) in zip(shapes, makes, strict=True):
+        found["weights"][title] = weights_read(shaped(one, torch.device("meta")))
     left_out = [word for word in skip.split(",") if word]
     if model is not None and text is not None:
         named, ids = of_text(model, text, windows, window, gguf_file)
@@ -270,7 +273,9 @@ def main(
             if arms:
                 found |= inputs
                 of_losses(found, named, ids.to(place), arms, keep)
-        makes.insert(0, (f"{name or model.name}, bfloat16", lambda: named.to(torch.bfloat16)))
+        title = f"{name or model.name}, bfloat16"
+        found["weights"][title] = weights_read(named)
+        makes.insert(0, (title, lambda: named.to(torch.bfloat16)))
     cells = [
         (length, batch) for length in map(int, lengths.split(",")) for batch in map(int, batches.split(","))
     ]

@@ -13,7 +13,7 @@ from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
 
 from .cache_text import STOCK, Arm, read
 
-__all__ = ["ARMS", "OURS", "SHAPES", "TRIED", "present", "shaped"]
+__all__ = ["ARMS", "OURS", "SHAPES", "TRIED", "present", "shaped", "weights_read"]
 
 TRIED = (ImportError, ValueError, RuntimeError, AttributeError, AssertionError, TypeError, KeyError)
 """What other libraries raise beside versions that they do not know, and devices that are full."""
@@ -113,3 +113,10 @@ def shaped(shape: str, device: torch.device) -> Any:
     with device:
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     return model.eval().to(device)
+
+
+def weights_read(model: Any) -> int:
+    """Bytes of the weights that a decode step in bfloat16 reads: all but an embedding that is no output layer."""
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    looked_up = 0 if embedding is output else embedding.numel()  # a row of it for each token
+    return 2 * (sum(int(weight.numel()) for weight in model.parameters()) - int(looked_up))

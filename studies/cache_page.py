@@ -29,7 +29,9 @@ def page(found: dict[str, Any]) -> str:
         "",
     ]
     for model, rows in found["speed"].items():
-        lines += _speed(model, rows, found["floor"].get(model, {}))
+        lines += _speed(
+            model, rows, found["floor"].get(model, {}), found["weights"].get(model), found["absent"]
+        )
     lines += _growth(found["growth"]) + _loss(found)
     if found["absent"]:
         lines += ["", "Not measured here:", ""]
@@ -47,20 +49,35 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _speed(model: str, rows: Sequence[Mapping[str, Any]], floor: Mapping[str, float]) -> list[str]:
+def _speed(
+    model: str,
+    rows: Sequence[Mapping[str, Any]],
+    floor: Mapping[str, float],
+    weights: int | None,
+    absent: Mapping[str, str],
+) -> list[str]:
     """Bytes and times over one model."""
+
+    def held(row: Mapping[str, Any]) -> float:
+        return float(row["batch"] * row["length"] * row["bytes_per_token"])
+
+    stocks = {
+        (row["batch"], row["length"]): held(row)
+        for row in rows
+        if row["cache"] == STOCK and "failed" not in row
+    }
     lines = [
         f"## {model}",
         "",
         "| batch | tokens | cache | bytes/token | of `explain` | tokens/s | times as fast | quartiles "
-        "| by process time |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| by process time | by bytes |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows = sorted(rows, key=lambda row: (row["batch"], row["length"]))  # measured in any order
     for row in rows:
         start = f"| {row['batch']} | {row['length']} | {row['cache']} | "
         if "failed" in row:
-            lines.append(f"{start}– | – | – | – | {row['failed']} | – |")
+            lines.append(f"{start}– | – | – | – | {row['failed']} | – | – |")
             continue
         told = row.get("foretold_per_token")
         parts = [row["bytes_per_token"], *([row["peak_per_token"]] if "peak_per_token" in row else [])]
@@ -72,14 +89,18 @@ def _speed(model: str, rows: Sequence[Mapping[str, Any]], floor: Mapping[str, fl
             else f"{wall['median']:.2f} | {wall['quartile_25']:.2f} to {wall['quartile_75']:.2f} | "
             f"{process['median']:.2f}"
         )
+        stock = stocks.get((row["batch"], row["length"]))
+        bare = None if stock is None or weights is None else (weights + stock) / (weights + held(row))
         lines.append(
-            f"{start}{row['bytes_per_token']:,.0f} | {shares} | {row['tokens_per_second']:.2f} | {ratios} |"
+            f"{start}{row['bytes_per_token']:,.0f} | {shares} | {row['tokens_per_second']:.2f} | {ratios} | "
+            f"{'–' if bare is None else format(bare, '.2f')} |"
         )
-    bounds = [
-        f"{floor[str(row['batch'])] / row['tokens_per_second']:.2f} (batch {row['batch']}, {row['length']} tokens)"
-        for row in rows
-        if row["cache"] == STOCK and str(row["batch"]) in floor and "failed" not in row
-    ]
+    bounds = []
+    for row in rows:
+        if row["cache"] == STOCK and str(row["batch"]) in floor and "failed" not in row:
+            most = floor[str(row["batch"])] / row["tokens_per_second"]
+            part = "" if weights is None else f"; {held(row) / (weights + held(row)):.1%} of the bytes"
+            bounds.append(f"{most:.2f} (batch {row['batch']}, {row['length']} tokens{part})")
     wrong = beyond(rows)
     within = f"more than {MARGIN:.0%} from what `explain` foretells"
     return [
@@ -87,9 +108,33 @@ def _speed(model: str, rows: Sequence[Mapping[str, Any]], floor: Mapping[str, fl
         "",
         f"With no cache to read a step would be as many times as fast: {', '.join(bounds)}.",
         "",
+        *([] if weights is None else [_bytes(weights), ""]),
         f"Caches of this package {within}: {'; '.join(wrong) or 'none'}.",
         "",
+        *_untimed(rows, absent),
     ]
+
+
+def _untimed(rows: Sequence[Mapping[str, Any]], absent: Mapping[str, str]) -> list[str]:
+    """The caches that run here, but were not timed at a length and batch where others were."""
+    lines = []
+    for batch, length in sorted({(row["batch"], row["length"]) for row in rows}):
+        there = {row["cache"] for row in rows if (row["batch"], row["length"]) == (batch, length)}
+        missing = [arm.name for arm in ARMS if arm.name not in there | set(absent)]
+        if missing:
+            lines += [f"Not timed at batch {batch}, {length} tokens: {'; '.join(missing)}.", ""]
+    return lines
+
+
+def _bytes(weights: int) -> str:
+    """What the bytes say about times."""
+    return (
+        f"A step reads {weights:,} bytes of weights whatever its cache. *By bytes* it would be as many times as fast "
+        f"if it took as long as it takes to read these and its cache once, with {STOCK} as with the others: a smaller "
+        f"cache alone gives no more than that. More is won where {STOCK} takes longer over its keys and values than "
+        "reading them does, and that ends where there is no cache to read: the ratios above are the most that any "
+        "cache gives, as far as the steps without one, in rounds of their own, ran at the same pace."
+    )
 
 
 def _growth(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from adaattn_hf.eval.demo import demo_model_path, pages_path
 from studies.cache import app
-from studies.cache_arms import ARMS, shaped
+from studies.cache_arms import ARMS, shaped, weights_read
 from studies.cache_page import page
 from studies.cache_speed import beyond, foretold, growth, speed
 from studies.cache_text import PARTS, Arm, compared, read, read_more, texts
@@ -61,6 +61,18 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
     assert {row["needles"] for row in behind.values()} == {9}
     words = (tmp_path / "cache.md").read_text()
     assert words.count("With no cache to read a step would be as many times as fast") == 2
+    assert "Not timed" not in words
+    title, tiny = next((title, many) for title, many in found["speed"].items() if "random weights" in title)
+    cell = {row["cache"]: row for row in tiny if (row["batch"], row["length"]) == (2, 128)}
+    held = {one: 256 * cell[one]["bytes_per_token"] for one in ("DynamicCache", "AdaAttnCache int8")}
+    weights = found["weights"][title]
+    ratio = (weights + held["DynamicCache"]) / (weights + held["AdaAttnCache int8"])
+    table = words[words.index(f"## {title}") :]
+    line = next(one for one in table.splitlines() if one.startswith("| 2 | 128 | AdaAttnCache int8 |"))
+    assert line.endswith(f" | {ratio:.2f} |")
+    share = held["DynamicCache"] / (weights + held["DynamicCache"])
+    assert f"(batch 2, 128 tokens; {share:.1%} of the bytes)" in table
+    assert f"A step reads {weights:,} bytes of weights" in table
     assert words.count("Caches of this package more than 5% from what `explain` foretells: none.") == 2
     assert all(f"| {name} |" in words for name in ran)
     assert {row["cache"] for row in found["growth"]} == {
@@ -211,12 +223,24 @@ def test_a_cache_that_fails_in_a_cell_leaves_its_reason_and_the_others() -> None
         {
             "provenance": {"driver": None, "cpu": "a", "threads": 1, "commit": "b"},
             "asked": {"rounds": 2, "steps": 1}, "speed": {"m": rows + without_stock}, "floor": {"m": {"1": 1.0}},
+            "weights": {},
             "growth": [growth(model, arms[2], 130, memory)], "loss": [], "loss_of": "", "absent": {},
             "libraries": "", "added": [],
         }
     )  # fmt: skip
-    assert "| 1 | 256 | Full | – | – | – | – | OutOfMemoryError: the device is full | – |" in words
+    assert "| 1 | 256 | Full | – | – | – | – | OutOfMemoryError: the device is full | – | – |" in words
     assert "| AdaAttnCache int8 | 130 |" in words
+    missing = [arm.name for arm in ARMS if arm.name not in ("DynamicCache", "AdaAttnCache int8")]
+    assert f"Not timed at batch 1, 256 tokens: {'; '.join(missing)}." in words
+    assert f"Not timed at batch 1, 64 tokens: {'; '.join(['DynamicCache', *missing])}." in words
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_a_step_reads_leave_out_an_embedding_that_is_looked_up(tied: bool) -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=tied))
+    layer = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
+    assert weights_read(model) == 2 * (layer + 32 + 61 * 32)  # norm and output layer
 
 
 def test_a_press_is_at_work_while_the_prompt_is_read_and_no_longer() -> None:
