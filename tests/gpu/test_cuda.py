@@ -446,6 +446,49 @@ def test_kept_blocks_equal_the_definition(backend: str, name: str, dtype: torch.
     assert (truth.lse < exact - 1e-2)[:, :4].any()  # there is something to leave out
 
 
+@pytest.mark.parametrize("name", ["causal", "full", "suffix", "left padding", "documents"])
+def test_windows_per_head_equal_the_definition(name: str) -> None:
+    """flash-attn 4 over lists of blocks, those by blocks of keys for its gradients, too; within twice eager's error."""
+    n = 700
+    real = torch.ones(2, n, dtype=torch.bool, device="cuda")
+    real[0, :300] = False
+    numbers = (torch.arange(n, device="cuda")[None] // 230).expand(2, -1)
+    structure = {
+        "causal": CallStructure(2, n, n, causal=True),
+        "full": CallStructure(2, n, n),
+        "suffix": CallStructure(2, 140, n, causal=True, q_offset=n - 140),
+        "left padding": CallStructure(2, n, n, causal=True, key_padding=real, pads_queries=True),
+        "documents": CallStructure(2, n, n, causal=True, q_segments=numbers, k_segments=numbers),
+    }[name]
+    rule = HeadRules((0, 150), (0, 5), (0.0, 0.0), ("model",) * 2, 64)
+    request = make(structure, torch.bfloat16, 64, per_head=rule)
+    leaves = [t.detach().requires_grad_() for t in (request.query, request.key, request.value)]
+    asked = AttentionRequest(*leaves, structure, request.scaling, per_head=rule)
+    if reasons := refusals_of("fa4", CallSpec.of(asked, look=True)):
+        pytest.skip("; ".join(reasons))
+    # for eager, which knows no rules of heads, the same as a mask
+    seen = [s.visible(device="cuda") for s in (structure, structure.with_changes(window=150, sinks=5))]
+    mask = torch.cat([s.expand(2, 4, -1, -1) for s in seen], 1)
+    dense = CallStructure(2, structure.q_len, n, mask=mask)
+    truth = reference.attention(request).out
+    masked = AttentionRequest(request.query, request.key, request.value, dense, request.scaling)
+    torch.testing.assert_close(reference.attention(masked).out, truth)
+    close(BACKENDS["fa4"].attend(request).out, masked, truth)
+    weight = torch.randn(truth.shape, device="cuda", dtype=torch.float64)
+
+    def gradients(compute: Any, shape: CallStructure, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        r = AttentionRequest(*tensors, shape, request.scaling, per_head=rule if shape is structure else None)
+        grads = torch.autograd.grad((compute(r).out.double() * weight).sum(), tensors)
+        return [grad.double() for grad in grads]
+
+    ours = gradients(BACKENDS["fa4"].attend, structure, *leaves)
+    eager = gradients(BACKENDS["eager"].attend, dense, *leaves)
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    true = gradients(reference.attention, structure, *doubles)
+    for a, e, b in zip(ours, eager, true, strict=True):
+        assert (a - b).abs().max() <= 2 * (e - b).abs().max() + 2**-7 * b.abs().max()
+
+
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_class_of_calls_can_be_measured(kind: str, gradient: bool) -> None:

@@ -19,7 +19,7 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.flash import Flash4Backend, fa4_launch
-from adaattn_hf.backends.flash.fa4_lists import Blocks, lists
+from adaattn_hf.backends.flash.fa4_lists import BlockLists
 from adaattn_hf.backends.windows import ALL
 
 from ..support.head_rules import rules
@@ -157,6 +157,7 @@ def check(request: AttentionRequest) -> None:
         torch.testing.assert_close(result.lse.double(), truth.lse, atol=2e-3, rtol=0)
 
 
+@interpreted
 @pytest.mark.parametrize("rule", [None, *RULES])
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_equals_reference(stand: Stand, name: str, rule: str | None) -> None:
@@ -187,6 +188,7 @@ def test_kept_blocks_are_refused_off_cuda() -> None:
     assert "flash-attn 4 runs on CUDA, got cpu tensors" in Flash4Backend().refusals(CallSpec.of(asked))
 
 
+@interpreted
 def test_blocks_that_are_seen_whole_ask_no_mask(stand: Stand) -> None:
     """Three blocks of queries, two heads: the diagonal, and what a window's border cuts."""
     made = make(CallStructure(1, 384, 384, causal=True), per_head=rules((0, 256)))
@@ -194,14 +196,15 @@ def test_blocks_that_are_seen_whole_ask_no_mask(stand: Stand) -> None:
     assert stand.tiles == 2 * 3 + 2 * (3 + 1)
 
 
+@interpreted
 def test_lists_are_made_once_for_layers_of_equal_rules(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
-    def counted(blocks: Blocks, groups: int) -> Any:
-        made.append(blocks)
-        return lists(blocks, groups)
+    def counted(*args: Any) -> BlockLists:
+        made.append(args)
+        return BlockLists(*args)
 
-    monkeypatch.setattr(fa4_launch, "lists", counted)
+    monkeypatch.setattr(fa4_launch, "BlockLists", counted)
     fa4_launch._lists.clear()
     request = make(CallStructure(1, N, N, causal=True), per_head=rules((0, 70)))
     check(request)
@@ -221,15 +224,17 @@ def test_lists_are_made_once_for_layers_of_equal_rules(stand: Stand, monkeypatch
     assert len(made) == 5
 
 
+@interpreted
 def test_lists_made_in_inference_mode_serve_gradients(stand: Stand) -> None:
     fa4_launch._lists.clear()
     with torch.inference_mode():
         check(make(CallStructure(1, N, N, causal=True), per_head=rules((0, 70))))
     structure = CallStructure(1, N, N, causal=True)
     made = fa4_launch._made(structure, ((ALL, 0), (70, 16)), 2, N, True, torch.device("cpu"))
-    assert not any(t.is_inference() for t in (*made.lists, *made.tables))
+    assert not any(t.is_inference() for t in (*made.by_queries, *made.tables))
 
 
+@interpreted
 @pytest.mark.parametrize(
     "extra",
     [{"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"need_lse": True}],
@@ -267,6 +272,16 @@ def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -
     backend = Flash4Backend()
     assert backend.refusals(spec) == ()
     assert any(reason in r for r in backend.refusals(spec._replace(**REFUSALS[reason])))
+
+
+def test_lists_need_triton_and_dense_calls_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability_module, "capability", lambda: of_sm((9, 0)))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else object())
+    spec, backend = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda"), Flash4Backend()
+    assert backend.missing() == backend.refusals(spec) == ()
+    for listed in ({"head_windows": True}, {"head_blocks": 64}, {"windowed": True, "window_sinks": True}):
+        (reason,) = backend.refusals(spec._replace(**listed))
+        assert reason == "lists of blocks are made by Triton kernels, and triton is not installed"
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,25 @@ def _and(a, b):  # type: ignore[no-untyped-def]
     return a & b
 
 
+@triton.jit
+def append(  # type: ignore[no-untyped-def]
+    flags, numbers, taken, lists_ptr, first, step, length, COPIES: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Writes the flagged of consecutive numbers behind those that a list has `taken`; returns how many it has then.
+
+    Lists are rows of `length`, written from the row `first` on to COPIES rows, each `step` behind the one before. With
+    REST the numbers below `length` that are not flagged fill a list up from its end, so that none of it is left unset.
+    """
+    behind = taken + tl.cumsum(flags.to(tl.int32), 0)
+    place, there = behind - 1, flags
+    if REST:
+        place = tl.where(flags, place, length - 1 - (numbers - behind))
+        there = numbers < length
+    for copy in range(0, COPIES):
+        tl.store(lists_ptr + (first + copy * step).to(tl.int64) * length + place, numbers, mask=there)
+    return taken + tl.sum(flags.to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["q_rows", "blocks", "tiles"])
 def listing(  # type: ignore[no-untyped-def]
     bits_ptr, some_ptr, some_n_ptr, every_ptr, every_n_ptr, runs_ptr, work_ptr, rules_ptr, batch, q_rows, words, blocks, tiles,
@@ -222,11 +241,9 @@ def listing(  # type: ignore[no-untyped-def]
         every = every & (all_near | (end < sinks))
     every = every & some
     some = some & (every == 0)
-    of_some = tl.cumsum(some.to(tl.int32), 0) - 1
-    of_every = tl.cumsum(every.to(tl.int32), 0) - 1
+    first_list = entry // tiles * COPIES * tiles + entry % tiles
+    some_n = append(some, b, 0, some_ptr, first_list, tiles, blocks, COPIES, False)
+    every_n = append(every, b, 0, every_ptr, first_list, tiles, blocks, COPIES, False)
     for copy in range(0, COPIES):
-        place = (entry // tiles * COPIES + copy) * tiles + entry % tiles
-        tl.store(some_ptr + place.to(tl.int64) * blocks + of_some, b, mask=some)
-        tl.store(every_ptr + place.to(tl.int64) * blocks + of_every, b, mask=every)
-        tl.store(some_n_ptr + place, tl.sum(some.to(tl.int32), 0))
-        tl.store(every_n_ptr + place, tl.sum(every.to(tl.int32), 0))
+        tl.store(some_n_ptr + first_list + copy * tiles, some_n)
+        tl.store(every_n_ptr + first_list + copy * tiles, every_n)

@@ -59,6 +59,8 @@ class Flash4Backend(Backend):
             )
         if spec.head_blocks:
             reasons.extend(_of_kept_blocks(spec, device is not None and device.sm >= (10, 0)))
+        if lists_needed and importlib.util.find_spec("triton") is None:
+            reasons.append("lists of blocks are made by Triton kernels, and triton is not installed")
         if lists_needed and spec.decode:
             reasons.append("flash-attn 4 does not share out the keys of one query")
         if spec.stored is not None:
@@ -100,6 +102,4 @@ def _of_kept_blocks(spec: CallSpec, later: bool) -> list[str]:
         reasons.append("nobody has a gradient through kept blocks")
     if later:
         reasons.append("flash-attn 4 walks kept blocks on Hopper devices alone here")
-    if importlib.util.find_spec("triton") is None:
-        reasons.append("kept blocks are chosen by Triton kernels, and triton is not installed")
     return reasons

@@ -15,11 +15,11 @@ from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
 from ..remembered import Remembered
 from ..windows import ALL, HeadWindows, head_windows
-from .fa4_lists import BLOCK, Blocks, Runs, blocks_of, lists, runs_of
+from .fa4_lists import BLOCK, BlockLists, runs_of
 from .variants import attend_packed
 
 _lists = Remembered(256, 1 << 26)
-"""Lists of the last few shapes of plain calls: some sixty small operations for every set of windows of a model."""
+"""Lists of the last few shapes of plain calls, for every set of windows of a model."""
 
 # its compiler says so of every mask that it cannot take as a launch's argument, and compiles it in
 warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
@@ -70,8 +70,10 @@ def _listed(request: AttentionRequest, windows: HeadWindows) -> AttentionResult:
     more = {}
     if request.query.requires_grad or request.key.requires_grad or request.value.requires_grad:
         listing = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
-        more["block_sparse_tensors_bwd"] = listing(*made.turned(groups), block_size=(BLOCK, BLOCK))
-    return _over(request, kv_len, name if plain else f"{name}_runs", made.tables, made.lists, BLOCK, **more)
+        more["block_sparse_tensors_bwd"] = listing(*made.by_keys, block_size=(BLOCK, BLOCK))
+    return _over(
+        request, kv_len, name if plain else f"{name}_runs", made.tables, made.by_queries, BLOCK, **more
+    )
 
 
 def _kept(request: AttentionRequest, rules: HeadRules, windows: HeadWindows | None) -> AttentionResult:
@@ -143,29 +145,6 @@ def _over(
     return AttentionResult(out, lse if request.need_lse else None)
 
 
-class _Made:
-    """Lists and tables of a structure and windows; the lists by blocks of keys follow when a gradient asks for them."""
-
-    def __init__(self, blocks: Blocks, tables: list[Tensor], groups: int) -> None:
-        """From the blocks that are visible."""
-        self._blocks = blocks
-        self._turned: tuple[Tensor, ...] | None = None
-        self.tables = tables
-        self.lists = lists(blocks, groups)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device, with the lists that a gradient would ask for."""
-        return sum(t.nbytes for t in (*self._blocks, *self.tables)) + 2 * sum(t.nbytes for t in self.lists)
-
-    def turned(self, groups: int) -> tuple[Tensor, ...]:
-        """Lists of blocks of queries for every block of keys."""
-        if self._turned is None:
-            some, every = self._blocks
-            self._turned = lists(Blocks(some.transpose(2, 3), every.transpose(2, 3)), groups)
-        return self._turned
-
-
 def _made(
     structure: CallStructure,
     windows: HeadWindows,
@@ -173,31 +152,27 @@ def _made(
     kv_len: int,
     plain: bool,
     device: torch.device,
-) -> _Made:
+) -> BlockLists:
     """Returns the lists of a structure and its heads' windows, made once per forward pass and shared by layers.
 
     Those of a plain call serve later passes of the same shape, too, on the stream that made them. What a graph that is
     being captured makes belongs to the graph.
     """
 
-    def make() -> _Made:
-        table = torch.tensor(windows, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
-        width, sinks = table.unbind(1)
+    def make() -> BlockLists:
+        by_head = [[rule[i] for rule in windows for _ in range(groups)] for i in range(2)]
+        table = torch.tensor(by_head, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
         if plain:
-            place = torch.arange(structure.q_len, dtype=torch.int32, device=device)[None]
-            place = place + (kv_len - structure.q_len if structure.causal else 0)
-            runs = Runs(torch.zeros_like(place), torch.full_like(place, kv_len), place)
-        else:
-            segments = structure.segments()
-            if segments is None:
-                raise ValueError(
-                    "structure: a dense mask or padding with holes, expected runs; use the sdpa backend"
-                )
-            runs = runs_of(structure, segments, device)
-        tables = [width.repeat_interleave(groups), sinks.repeat_interleave(groups), *(() if plain else runs)]
-        return _Made(blocks_of(runs, kv_len, structure.causal, width, sinks), tables, groups)
+            return BlockLists(table, groups, structure.q_len, kv_len, structure.causal)
+        segments = structure.segments()
+        if segments is None:
+            raise ValueError(
+                "structure: a dense mask or padding with holes, expected runs; use the sdpa backend"
+            )
+        runs = runs_of(structure, segments, device)
+        return BlockLists(table, groups, structure.q_len, kv_len, structure.causal, runs)
 
-    def find() -> _Made:
+    def find() -> BlockLists:
         on_cuda = device.type == "cuda"
         if not plain or (on_cuda and torch.cuda.is_current_stream_capturing()):
             return make()

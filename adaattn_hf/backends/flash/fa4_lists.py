@@ -1,8 +1,9 @@
-"""Makes, on the device, the lists of key blocks that each block of queries reads in flash-attn 4."""
+"""Makes, on the device and by one launch, the lists of blocks that flash-attn 4 reads under windows per head."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import importlib
 
 import torch
 from torch import Tensor
@@ -11,83 +12,92 @@ from ...attention.structure import CallStructure, Segment
 
 BLOCK = 128
 """Queries and keys per block."""
+_CHUNK = 128
+"""Blocks that a program looks at together."""
+
+Lists = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Counts and ascending indices of the blocks that need the mask, then of those that are seen whole, int32."""
 
 
-class Runs(NamedTuple):
-    """Int32 `[batch, q_len]`: first key of a query's run, the one behind its last, and the query's place among keys.
+def runs_of(structure: CallStructure, segments: tuple[Segment, ...], device: torch.device) -> Tensor:
+    """Int32 `[3, batch, q_len]`: first key of a query's run, the one behind its last, the query's place among keys.
 
-    A query that sees nothing has a run without keys.
+    A query that sees nothing has a run without keys, which begins behind all of them.
     """
-
-    first: Tensor
-    stop: Tensor
-    place: Tensor
-
-
-class Blocks(NamedTuple):
-    """Boolean `[batch, kv_heads, blocks of queries, blocks of keys]`: some pair is visible, every pair is."""
-
-    some: Tensor
-    every: Tensor
-
-
-def runs_of(structure: CallStructure, segments: tuple[Segment, ...], device: torch.device) -> Runs:
-    """The runs of every query of a call."""
-    shape = (structure.batch, structure.q_len)
-    first = torch.full(shape, structure.kv_len, dtype=torch.int32, device="cpu")
-    stop, place = (
-        torch.zeros(shape, dtype=torch.int32, device="cpu"),
-        torch.full(shape, -1, dtype=torch.int32, device="cpu"),
-    )
+    runs = torch.empty((3, structure.batch, structure.q_len), dtype=torch.int32, device="cpu")
+    first, stop, place = runs.unbind(0)
+    first.fill_(structure.kv_len)
+    stop.zero_()
+    place.fill_(-1)
     for s in segments:
         rows = slice(s.q_start, s.q_start + s.q_len)
         first[s.row, rows] = s.k_start
         stop[s.row, rows] = s.k_start + s.k_len
         place[s.row, rows] = torch.arange(s.q_len, dtype=torch.int32, device="cpu") + (s.k_start + s.offset)
-    return Runs(*torch.stack([first, stop, place]).to(device, non_blocking=True).unbind(0))
+    return runs.to(device, non_blocking=True)
 
 
-def blocks_of(runs: Runs, kv_len: int, causal: bool, windows: Tensor, sinks: Tensor) -> Blocks:
-    """The blocks that queries see under the window and sinks of each key/value head (int32 `[kv_heads]`).
+class BlockLists:
+    """The blocks that queries see under the windows and sinks of their heads, and the tables of the mask for borders.
 
     Bounds per block of queries stand for its rows: a block that is said to be seen in part may hold nothing, one that
-    is said to be seen whole is.
+    is said to be seen whole is. One launch makes the lists, a second one those by blocks of keys.
+
+    Attributes:
+        tables: Windows and sinks, int32 `[heads]`; then the runs' first keys, stops and places, `[batch, q_len]`.
+        by_queries: For every block of queries the blocks of keys; counts `[batch, heads, blocks of queries]`, indices
+            `[..., blocks of keys]`, whose rest behind the count holds the other blocks. Batch 1 without runs.
     """
-    firsts, stops, places = (_by_block(t) for t in runs)
-    seeing = stops[1] > firsts[0]
-    first_low, first_high = firsts[0][:, None, :, None], firsts[1][:, None, :, None]
-    stop_low, stop_high = stops[0][:, None, :, None], stops[1][:, None, :, None]
-    low, high = places[0][:, None, :, None], places[1][:, None, :, None]
-    start = torch.arange(0, kv_len, BLOCK, device=windows.device, dtype=torch.int32)
-    end = (start + BLOCK).clamp(max=kv_len) - 1
-    window, sink = windows[None, :, None, None], sinks[None, :, None, None]
-    some = (end >= first_low) & (start < stop_high)
-    every = (start >= first_high) & (end < stop_low) & (start + BLOCK <= kv_len)
-    near, all_near = low - end < window, high - start < window
-    if causal:
-        some, every = some & (start <= high), every & (end <= low)
-    else:
-        near, all_near = near & (start - high < window), all_near & (end - low < window)
-    some = some & (near | (start - first_high < sink)) & seeing[:, None, :, None]
-    every = every & (all_near | (end - first_low < sink))
-    return Blocks(some, every & some)
 
+    def __init__(
+        self, windows: Tensor, groups: int, q_len: int, kv_len: int, causal: bool, runs: Tensor | None = None
+    ) -> None:
+        """Lists the blocks on the device of the windows.
 
-def _by_block(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns minimum and maximum of each block of rows; a last, short block is filled with its last row."""
-    missing = -rows.shape[1] % BLOCK
-    if missing:
-        rows = torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1)
-    blocks = rows.reshape(rows.shape[0], -1, BLOCK)
-    return blocks.amin(2), blocks.amax(2)
+        Args:
+            windows: Int32 `[2, heads]`: windows, then sinks, of the query heads.
+            groups: Query heads that follow one another with one key/value head, and so with one window.
+            q_len: Queries.
+            kv_len: Keys. Without runs each query sees all; where calls are causal the last query stands at the last
+                key, else the first at the first.
+            causal: The call's.
+            runs: Of `runs_of`.
+        """
+        self.tables = [*windows.unbind(0), *(() if runs is None else runs.unbind(0))]
+        self._windows, self._runs, self._groups = windows, runs, groups
+        self._q_len, self._kv_len, self._causal = q_len, kv_len, causal
+        self._batch = 1 if runs is None else runs.shape[1]
+        self._blocks = -(-q_len // BLOCK), -(-kv_len // BLOCK)
+        self._bounds = windows.new_empty((6, self._batch, self._blocks[0]))
+        self.by_queries = self._listed(*self._blocks, turned=False)
 
+    @functools.cached_property
+    def by_keys(self) -> Lists:
+        """For every block of keys the blocks of queries, made when a gradient asks for them."""
+        queries, keys = self._blocks
+        return self._listed(keys, queries, turned=True)
 
-def lists(blocks: Blocks, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Counts and indices of the blocks that need the mask, then of those that are seen whole, for every query head."""
-    return (*_listed(blocks.some & ~blocks.every, groups), *_listed(blocks.every, groups))
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device, with the lists that a gradient would ask for."""
+        queries, keys = self._blocks
+        numbers = 2 * self._batch * self.tables[0].shape[0] * (queries * (keys + 1) + keys * (queries + 1))
+        return sum(t.nbytes for t in (*self.tables, self._bounds)) + self._bounds.itemsize * numbers
 
-
-def _listed(chosen: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    counts = chosen.sum(3, dtype=torch.int32)
-    order = (~chosen).to(torch.uint8).argsort(dim=3, stable=True).int()
-    return counts.repeat_interleave(groups, 1), order.repeat_interleave(groups, 1)
+    def _listed(self, own: int, others: int, *, turned: bool) -> Lists:
+        windows, heads = self._windows, self._windows.shape[1]
+        shape = (self._batch, heads, own)
+        made = (
+            windows.new_empty(shape),
+            windows.new_empty((*shape, others)),
+            windows.new_empty(shape),
+            windows.new_empty((*shape, others)),
+        )
+        kernels = importlib.import_module(f"{__package__}.fa4_kernels")
+        kernels.listing[(own, heads // self._groups, self._batch)](
+            windows if self._runs is None else self._runs, self._bounds, windows, *made,
+            self._q_len, self._kv_len, self._kv_len - self._q_len if self._causal else 0,
+            PLAIN=self._runs is None, TURNED=turned, CAUSAL=self._causal, COPIES=self._groups, BLOCK=BLOCK,
+            CHUNK=_CHUNK, num_warps=1,
+        )  # fmt: skip
+        return made
