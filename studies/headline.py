@@ -122,7 +122,7 @@ def figures(reports: Mapping[str, Any]) -> str:
     )
     tables = (
         folded, budget_block(reports["budget"]), wikitext_block([reports[name] for name in _WIKITEXT]),
-        caches_block(reports["cache_plans"]), plans_block(reports["gpu_plans"]),
+        caches_block(reports["cache_plans"]), steps_block(reports["gpu_plans"]), plans_block(reports["gpu_plans"]),
     )  # fmt: skip
     return "\n\n".join(tables)
 
@@ -164,6 +164,23 @@ def caches_block(records: Sequence[Mapping[str, Any]]) -> str:
     ])  # fmt: skip
 
 
+def steps_block(report: Mapping[str, Any]) -> str:
+    """The table of decode steps of a whole model on a CUDA device, exact; stock with either of its caches."""
+    rows = [
+        f"| one decode step of a model of LLaMA-8B's shape, bfloat16, {report['setting']['device']} | stock sdpa, "
+        "`DynamicCache` | stock sdpa, `StaticCache` | exact AdaAttn | times as fast as the better of both |",
+        "|---|---|---|---|---|",
+    ]
+    for cell in report["sections"]["model"]:
+        if not cell["cell"].startswith("decode "):
+            continue
+        says = cell["cell"].removeprefix("decode ").removesuffix(", ms a step")
+        stock = cell["sdpa"], cell["sdpa, StaticCache"]
+        times = " | ".join(f"{milliseconds:.1f} ms" for milliseconds in (*stock, cell["exact"]))
+        rows.append(f"| {says} tokens | {times} | {min(stock) / cell['exact']:.2f} |")
+    return "\n".join(rows)
+
+
 def plans_block(report: Mapping[str, Any]) -> str:
     """The table of what windows per head, as plans have them, cost on a CUDA device.
 
@@ -190,9 +207,9 @@ def plans_block(report: Mapping[str, Any]) -> str:
 def budget_block(study: Mapping[str, Any]) -> str:
     """The table of what a loss budget buys, at the longest length that was timed."""
     times = study["speed"]["attention"]
-    length = max(times, key=int)
+    length = max((shape for shape in times if shape.isdigit()), key=int)
     seconds = {name: entry["seconds"] for name, entry in times[length].items()}
-    whole = max(study["speed"]["model"], key=int)
+    whole = max((shape for shape in study["speed"]["model"] if shape.isdigit()), key=int)
     passes = {name: entry["seconds"] for name, entry in study["speed"]["model"][whole].items()}
     model = study["speed"]["settings"]["model"].partition("-Instruct")[0]
     rows = [

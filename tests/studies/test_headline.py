@@ -44,6 +44,16 @@ def test_seeds_that_failed_are_named_and_what_is_beaten_is_not_bold() -> None:
     assert "**stock sdpa**" not in again
 
 
+def test_decode_steps_are_set_beside_the_better_of_the_two_stock_caches() -> None:
+    report = headline.kept_reports()["gpu_plans"]
+    cells = [cell for cell in report["sections"]["model"] if cell["cell"].startswith("decode")]
+    for cell in cells:
+        cell |= {"sdpa": 90.0, "sdpa, StaticCache": 30.0, "exact": 20.0}
+    cells[0]["sdpa"] = 10.0
+    rows = headline.steps_block(report).splitlines()[2:]
+    assert [row.split(" | ")[-1] for row in rows] == ["0.50 |", *["1.50 |"] * (len(cells) - 1)]
+
+
 def test_the_picture_shows_what_the_results_hold() -> None:
     reports = headline.kept_reports()
     shown = headline.PICTURE.read_text(encoding="utf-8")

@@ -70,17 +70,20 @@ def test_another_kind_is_looked_at(
     assert [entry[0] for entry in kernel.log] == ["looked", "looked"]
 
 
-def test_unusual_calls_and_old_versions_are_always_looked_at(
+def test_unusual_calls_old_versions_and_other_vendors_are_always_looked_at(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = again.Launcher(kernel)
     for _ in range(2):
         launch((1, 1), ("x", 5), {"BLOCK": 64, "CAUSAL": True}, None)
-    monkeypatch.setattr(triton, "__version__", "3.2.0")
-    old = again.Launcher(kernel)
-    for _ in range(2):
-        old((1, 1), ("x", 5), {"BLOCK": 64, "CAUSAL": True}, "kind")
-    assert [entry[0] for entry in kernel.log] == ["looked"] * 4
+    with monkeypatch.context() as patched:
+        patched.setattr(triton, "__version__", "3.2.0")
+        old = again.Launcher(kernel)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for launch in (old, again.Launcher(kernel)):
+        for _ in range(2):
+            launch((1, 1), ("x", 5), {"BLOCK": 64, "CAUSAL": True}, "kind")
+    assert [entry[0] for entry in kernel.log] == ["looked"] * 6
 
 
 def test_no_more_variants_are_kept_than_are_asked_for(kernel: Kernel) -> None:

@@ -35,7 +35,9 @@ class Launcher:
         """From what `triton.jit` returned."""
         self._kernel = kernel
         self._known: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
-        self._remembers = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= _TRIED
+        version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+        # on AMD devices variants also depend on how large a tensor is
+        self._remembers = version >= _TRIED and torch.version.hip is None
 
     def __call__(
         self,
