@@ -168,7 +168,8 @@ def steps_block(report: Mapping[str, Any]) -> str:
     """The table of decode steps of a whole model on a CUDA device, exact; stock with either of its caches."""
     rows = [
         f"| one decode step of a model of LLaMA-8B's shape, bfloat16, {report['setting']['device']} | stock sdpa, "
-        "`DynamicCache` | stock sdpa, `StaticCache` | exact AdaAttn, `AdaAttnCache` | times as fast as the better of both |",
+        "`DynamicCache` | stock sdpa, `StaticCache` | exact AdaAttn, `AdaAttnCache` "
+        "| times as fast as the better of both |",
         "|---|---|---|---|---|",
     ]
     for cell in report["sections"]["model"]:
