@@ -55,11 +55,12 @@ class PlannedCall:
                 return self._exact(query, key, value, scaling)
             return self._attend_exactly(AttentionRequest(query, key, value, structure, scaling))
         rules = _rules_of_all_heads(program, structure, key)
-        request = AttentionRequest(query, key, value, structure, scaling, per_head=rules)
-        backend = None if rules is None else self._backend_for(rules, request)
-        if backend is not None:
-            return backend.attend(request).out
-        request.per_head = None
+        if rules is not None:
+            request = AttentionRequest(query, key, value, structure, scaling, per_head=rules)
+            backend = self._backend_for(rules, request)
+            if backend is not None:
+                return backend.attend(request).out
+        request = AttentionRequest(query, key, value, structure, scaling)
         return execute.attend(program, request, self._forced).out
 
     def _attend_exactly(self, request: AttentionRequest) -> Tensor:
