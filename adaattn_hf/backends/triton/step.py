@@ -117,9 +117,10 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         and (key.stride(2), value.stride(2)) == (key.shape[3], value.shape[3]),
         "WARPS": tile.warps,
     }  # fmt: skip
-    arguments = *common, *scales, query if mean is None else mean, query if first is None else first, *strides
-    ordinary = ordinary and aligned(query, key, value, *scales, mean, first)
-    launch_step_over_codes(grid, arguments, fixed, (*kind, *strides) if ordinary else None)
+    record = *scales, query if mean is None else mean, query if first is None else first
+    ordinary = ordinary and aligned(query, key, value, *record)
+    kinds = (*kind, *strides, *(tensor.dtype for tensor in record)) if ordinary else None
+    launch_step_over_codes(grid, (*common, *record, *strides), fixed, kinds)
     return AttentionResult(out, lse)
 
 
