@@ -10,6 +10,7 @@ from typing import Any
 from adaattn_hf._files import write_atomically
 
 from .measure import Cell
+from .stored import steady
 
 FACTS = (
     "cell",
@@ -94,6 +95,8 @@ def page(report: Mapping[str, Any], titles: Mapping[str, str]) -> str:
             *table(rows, peaks),
         ]
         lines += _remarks(rows)
+        if name == "stored":
+            lines += ["", *steady(rows)]
     return "\n".join(lines) + "\n"
 
 

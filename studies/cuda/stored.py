@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+import re
+
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 
 from .measure import DIM, KV_HEADS, Cell, Section, by, captured, length, race, request, stock
 
-BYTES = {"int8": 2 * DIM + 2, "k8v4": DIM + DIM // 2 + 2}
-"""Bytes of a token of a key/value head, scales included."""
+ON_THE_PAGE = 128
+"""Channels of a head in what the page shows; trials on a CPU are smaller."""
+
+
+def bytes_of(kind: str, dim: int) -> int:
+    """Bytes of a token of a key/value head, scales included."""
+    return dim + (dim if kind == "int8" else dim // 2) + 2
+
+
+BYTES = {kind: bytes_of(kind, DIM) for kind in ("int8", "k8v4")}
+
+
+def steady(rows: list[Cell]) -> list[str]:
+    """What the two longest cells of a batch and format say of each arm: the rate of further bytes, and the time beside.
+
+    Two lengths in, `microseconds = beside + bytes / rate` has one answer; captured calls, so that no host is in it.
+    """
+    found: dict[tuple[str, str], list[tuple[int, Cell]]] = {}
+    for row in rows:
+        batch, thousand, kind = re.fullmatch(r"(\d+) × (\d+)k, (\w+)", row["cell"]).groups()  # type: ignore[union-attr]
+        found.setdefault((batch, kind), []).append((int(thousand), row))
+    lines = []
+    for (batch, kind), cells in found.items():
+        (short, less), (long, more) = sorted(cells, key=lambda cell: cell[0])[-2:]
+        told = []
+        for arm, times_as_many in (
+            ("bf16, sdpa", 4 * ON_THE_PAGE / bytes_of(kind, ON_THE_PAGE)),
+            ("codes", 1),
+        ):
+            read = [row["bytes"] * times_as_many for row in (less, more)]
+            times = [row[f"{arm}, captured"] for row in (less, more)]
+            if times[0] < times[1]:
+                rate = (read[1] - read[0]) / (times[1] - times[0])
+                told.append(f"{arm} {rate * 1e-6:.2f} TB/s and {times[1] - read[1] / rate:.0f} µs beside")
+        lines.append(f"* {kind}, {batch} × {long}k less {batch} × {short}k: {'; '.join(told)}")
+    return lines
 
 
 def stored(section: Section) -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from studies.cuda.__main__ import TITLES, app
 from studies.cuda.measure import Cell, Section
 from studies.cuda.model import BUDGETS, HEADS, LAYERS, records
+from studies.cuda.stored import steady
 from studies.cuda.tuned import tuned
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -53,6 +54,25 @@ def test_cells_are_kept_and_the_page_has_them(tmp_path: Path) -> None:
         {"commit": "abe"},
         {"dense": {"commit": "abc", "device": "one"}},
     )
+
+
+def test_two_lengths_tell_the_rate_of_reading_from_the_time_beside() -> None:
+    """Codes at 4 TB/s behind 20 µs, numbers at 4.5 TB/s behind 10 µs: the rows hold the sums."""
+
+    def row(thousand: int) -> Cell:
+        tokens = 8 * 8 * thousand * 1024
+        times = {
+            "codes, captured": 20.0 + tokens * 258 / 4e6,
+            "bf16, sdpa, captured": 10.0 + tokens * 512 / 4.5e6,
+        }
+        return {"cell": f"8 × {thousand}k, int8", "bytes": float(tokens * 258), **times}
+
+    (line,) = steady([row(32), row(1), row(16)])
+    assert line == (
+        "* int8, 8 × 32k less 8 × 16k: bf16, sdpa 4.50 TB/s and 10 µs beside; codes 4.00 TB/s and 20 µs beside"
+    )
+    level = [row(16), row(32) | {"codes, captured": 0.0}]
+    assert steady(level)[0].endswith("10 µs beside"), "a longer call that takes less time tells no rate"
 
 
 def test_no_section_is_said(tmp_path: Path) -> None:
