@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from adaattn_hf.calibration import direct
 from adaattn_hf.calibration.arms import compare, plan_tap, programs_of
@@ -22,6 +21,8 @@ from adaattn_hf.calibration.search import JointPasses, refine, solve
 from adaattn_hf.calibration.state import FILE
 from adaattn_hf.policy.prices import Price, PriceTable
 
+from ..support.letters import encode, lettered_llama, random_letters
+
 LENGTH = 128
 LABELS = ("exact", "bf16", "w32+16", "w32+16 bf16")
 SETTINGS = CalibrationSettings(
@@ -32,28 +33,12 @@ SETTINGS = CalibrationSettings(
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.08,
-    )  # fmt: skip
-    config._attn_implementation = "adaattn"
-    built: LlamaForCausalLM = LlamaForCausalLM(config).eval()
-    return built
+    return lettered_llama(layers=3)
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    path = tmp_path_factory.mktemp("text") / "book.txt"
-    letters = np.random.default_rng(0).integers(97, 123, 6000)
-    path.write_text(
-        "\n".join("".join(map(chr, letters[i : i + 60])) for i in range(0, 6000, 60)), encoding="utf-8"
-    )
-    return [path]
-
-
-def encode(text: str) -> Sequence[int]:
-    return [ord(character) % 128 for character in text]
+    return [random_letters(tmp_path_factory.mktemp("text") / "book.txt")]
 
 
 def prices() -> PriceTable:

@@ -7,10 +7,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from adaattn_hf.calibration.calibrate import CalibrationSettings
 from adaattn_hf.eval.demo import demo_model_path, pages_path
@@ -18,6 +17,7 @@ from adaattn_hf.policy.prices import Price, PriceTable
 from studies.budget.ablate import ARMS, ablate_model, main, page
 
 from ..support.interrupting import interrupted
+from ..support.letters import encode, lettered_llama, random_letters
 from ..support.source_tree import ROOT
 
 LENGTH = 160
@@ -29,35 +29,12 @@ COMMAND = (
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.08,
-    )
-    config._attn_implementation = "adaattn"
-    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
-    return model
+    return lettered_llama(layers=2)
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    path = tmp_path_factory.mktemp("text") / "book.txt"
-    letters = np.random.default_rng(0).integers(97, 123, 6000)
-    path.write_text(
-        "\n".join("".join(map(chr, letters[i : i + 60])) for i in range(0, 6000, 60)), encoding="utf-8"
-    )
-    return [path]
-
-
-def encode(text: str) -> list[int]:
-    return [ord(character) % 128 for character in text]
+    return [random_letters(tmp_path_factory.mktemp("text") / "book.txt")]
 
 
 def test_ablation_has_every_arm_and_the_combination_is_cheapest(

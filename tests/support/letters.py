@@ -1,0 +1,34 @@
+"""A small LLaMA-class model whose tokens are letters, and a text of random letters for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def lettered_llama(layers: int) -> LlamaForCausalLM:
+    """Random weights, the same at every call, with attention by adaattn; two query heads share a key/value head."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.08,
+    )  # fmt: skip
+    config._attn_implementation = "adaattn"
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
+
+
+def encode(text: str) -> list[int]:
+    """A token per letter."""
+    return [ord(character) % 128 for character in text]
+
+
+def random_letters(path: Path) -> Path:
+    """Writes 100 lines of 60 letters, the same at every call."""
+    letters = np.random.default_rng(0).integers(97, 123, 6000)
+    lines = ("".join(map(chr, letters[i : i + 60])) for i in range(0, 6000, 60))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
