@@ -10,8 +10,9 @@ The result is a frozen `Measurement`, which choosing and verifying only read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from ..policy.risk import corrected
 from . import direct, fisher, pricing
 from .inputs import Inputs
 from .layers import Layers, observe_layers
+from .scoring import Reading
 from .state import CalibrationState
 
 Pair = tuple[int, int]
@@ -183,21 +185,40 @@ def _save(inputs: Inputs, state: CalibrationState, directory: Path | None) -> No
 
 def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[Array, int, Array]:
     """Returns the sums of risks, the rows and the dropped mass of one sequence."""
+    sums = np.zeros((len(layers.units), len(layers.candidates.choices)))
+    rows = 0
+
+    def add(reading: Reading, products: dict[int, Tensor]) -> None:
+        nonlocal rows
+        part, count = fisher.unit_risks(products, layers.kv_heads, layers.candidates.combine)
+        sums.__iadd__(part * reading.rows_per_prediction)
+        rows += count
+
+    recorders = measured_readings(inputs, layers, length, number, add)
+    dropped = [_dropped_mass(layers, recorder) for recorder in recorders]
+    return sums, rows, np.asarray(sum(dropped) / len(dropped))
+
+
+def measured_readings(
+    inputs: Inputs,
+    layers: Layers,
+    length: int,
+    number: int,
+    on_products: Callable[[Reading, dict[int, Tensor]], None],
+) -> Iterator[fisher.FisherRecorder]:
+    """Yields the recorder of each reading of a sequence for risks; rows and labels are drawn by the settings' seed.
+
+    Args:
+        inputs: The model and its text.
+        layers: Its layers and choices.
+        length: Length bin.
+        number: The sequence among those for measuring risks.
+        on_products: Called with a reading and its products g . do after each backward pass; see `fisher.measure`.
+    """
     s = inputs.settings
     generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
-    sums = np.zeros((len(layers.units), len(layers.candidates.choices)))
-    dropped = np.zeros((*sums.shape, 3))
-    rows = 0
-    readings = inputs.readings(inputs.samples[length].risk[number])
-    for reading in readings:
-
-        def add(products: dict[int, Tensor], weight: float = reading.rows_per_prediction) -> None:
-            nonlocal rows
-            part, count = fisher.unit_risks(products, layers.kv_heads, layers.candidates.combine)
-            sums.__iadd__(part * weight)
-            rows += count
-
-        recorder = fisher.measure(
+    for reading in inputs.readings(inputs.samples[length].risk[number]):
+        yield fisher.measure(
             inputs.arms,
             reading,
             layers.candidates.parts,
@@ -205,10 +226,8 @@ def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int)
             rows=s.rows,
             labels=s.labels,
             generator=generator,
-            on_products=add,
+            on_products=partial(on_products, reading),
         )
-        dropped += _dropped_mass(layers, recorder) / len(readings)
-    return sums, rows, dropped
 
 
 def _dropped_mass(layers: Layers, recorder: fisher.FisherRecorder) -> Array:

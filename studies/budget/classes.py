@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
 import typer
 from numpy.typing import NDArray
 from torch import Tensor
@@ -31,6 +31,7 @@ from . import study
 if TYPE_CHECKING:
     from adaattn_hf.calibration.inputs import Inputs
     from adaattn_hf.calibration.layers import Layers
+    from adaattn_hf.calibration.scoring import Reading
     from adaattn_hf.policy.knapsack import Allocation
     from adaattn_hf.policy.prices import PriceTable
 
@@ -100,13 +101,14 @@ def risks_of_rows(inputs: Inputs, layers: Layers, length: int, edges: Sequence[i
         edges: Borders of the classes, from 0 to `length`; each must be a border of the sampled strata of rows.
     """
     from adaattn_hf.calibration import fisher
+    from adaattn_hf.calibration.measure import measured_readings
 
     s, combine = inputs.settings, layers.candidates.combine
     places = [edge * s.rows // length for edge in edges]
     sums = np.zeros((len(edges) - 1, len(layers.units), len(combine)))
     rows = 0
 
-    def add(products: dict[int, Tensor]) -> None:
+    def add(_: Reading, products: dict[int, Tensor]) -> None:
         nonlocal rows
         for number, (start, stop) in enumerate(pairwise(places)):
             mine = {index: product[:, :, start:stop] for index, product in products.items()}
@@ -114,18 +116,10 @@ def risks_of_rows(inputs: Inputs, layers: Layers, length: int, edges: Sequence[i
             sums[number] += part
             rows += count
 
-    for number, sequence in enumerate(inputs.samples[length].risk):
-        for reading in inputs.readings(sequence):
-            fisher.measure(
-                inputs.arms,
-                reading,
-                layers.candidates.parts,
-                dict(layers.tensors),
-                rows=s.rows,
-                labels=s.labels,
-                generator=torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number),
-                on_products=add,
-            )
+    for number in range(len(inputs.samples[length].risk)):
+        deque(
+            measured_readings(inputs, layers, length, number, add), maxlen=0
+        )  # `add` takes what is measured
     return sums / rows
 
 
