@@ -7,8 +7,6 @@ from dataclasses import replace
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..base import Backend, FastCall, head_refusals
 
-__all__ = ["SdpaBackend"]
-
 
 class SdpaBackend(Backend):
     """Serves every structure on every device, forward and backward."""

@@ -5,8 +5,6 @@ Measured on two AVX-512 cores; `adaattn bench` shows what they do elsewhere.
 
 from __future__ import annotations
 
-__all__: list[str] = []
-
 from ..base import SMALL_PAIRS as SMALL_PAIRS
 
 MASKED_PAIRS = 1 << 18

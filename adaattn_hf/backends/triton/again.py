@@ -9,8 +9,6 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["Launcher", "aligned"]
-
 _BYTES = 16
 """Triton compiles a variant for tensors whose addresses are multiples of this, as it reads whole vectors then."""
 _TRIED = (3, 6)

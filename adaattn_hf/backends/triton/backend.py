@@ -11,8 +11,6 @@ import torch
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..base import Backend, head_refusals
 
-__all__ = ["TritonBackend"]
-
 _DTYPES = (torch.float16, torch.bfloat16)
 
 

@@ -16,8 +16,6 @@ from .prefill import blank, bulk_of
 from .sizes import Tile, padded, scale_of
 from .tables import work_of
 
-__all__ = ["attend_blocks", "lists_tile"]
-
 _BULK_EDGES = True
 """As in `prefill`."""
 

@@ -12,8 +12,6 @@ from .prefill import attend_forward
 from .step import attend_step
 from .training import attend_with_gradients
 
-__all__ = ["attend"]
-
 
 def attend(request: AttentionRequest) -> AttentionResult:
     """Attention over the segments of a request.

@@ -19,8 +19,6 @@ from .forward import forward
 from .sizes import Tile, padded, scale_of
 from .tables import work_of
 
-__all__ = ["attend_forward", "bulk_of", "forward_tile"]
-
 launch_forward = Launcher(forward)
 
 # Whether the copy engine brings tiles at the edges of what queries see, where it can.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Tile", "padded", "scale_of"]
-
 
 class Tile(NamedTuple):
     """How a kernel cuts its work: query rows, key columns, warps, stages of its pipeline, most registers a thread."""

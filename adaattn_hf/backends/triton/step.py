@@ -17,8 +17,6 @@ from .decode import decode
 from .sizes import Tile, padded, scale_of
 from .tables import shares_of
 
-__all__ = ["attend_step"]
-
 launch_step = Launcher(decode)
 launch_step_over_codes = Launcher(decode_codes)
 

@@ -15,8 +15,6 @@ from ...attention.structure import CallStructure, Segment
 from ..remembered import Remembered
 from ..windows import ALL, HeadWindows
 
-__all__ = ["Work", "shares_of", "work_of"]
-
 _made = Remembered(256)
 """Tables of the last few kinds of calls, so that calls of one shape make theirs once."""
 

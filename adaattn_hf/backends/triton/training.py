@@ -17,8 +17,6 @@ from .prefill import attend_forward, bulk_of
 from .sizes import Tile, padded, scale_of
 from .tables import work_of
 
-__all__ = ["attend_with_gradients"]
-
 
 def keys_tile(pad: int, windowed: bool) -> Tile:
     """Of the kernel that walks the queries of a block of keys."""
