@@ -185,7 +185,7 @@ explorer-smollm2: $(READY) ## the front page's explorer of SmolLM2, by the price
 	$(BIN)/adaattn calibrate $(MODEL) $(if $(GGUF),--gguf-file $(GGUF)) $(addprefix --data ,$(DATA)) --verify-data $(HELD_OUT) \
 	  --prices build/prices.json --lengths 4k --budget 0.1% --dtype float32 --sequences 2 --labels 1 --joint 2 --held-out 8 \
 	  --most-held-out 16 --tries 2 --bolder 0 --threads 1 --device cpu --out build/explorer-smollm2
-	$(BIN)/adaattn plan explore build/explorer-smollm2 --html docs/assets/explorer_smollm2.html
+	$(BIN)/adaattn plan explore build/explorer-smollm2 --name SmolLM2-135M --html docs/assets/explorer_smollm2.html
 
 headline: $(READY) ## write the front pages' tables of figures anew, from docs/results
 	PYTHONSAFEPATH= $(BIN)/python -m studies.headline README.md docs/index.md

@@ -109,6 +109,9 @@ def explore(
         Path, typer.Argument(help="The directory that `adaattn calibrate` wrote, or the plan in it.")
     ],
     html: Annotated[Path, typer.Option(help="The page to write.")],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model in the heading. Default: its model type.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what the page shows as JSON, too.")] = False,
 ) -> None:
     """Draw what every budget would buy: a page with a slider from exact to the cheapest plan.
@@ -134,7 +137,7 @@ def explore(
         found = json.loads(report.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or "table" not in found:
             raise PlanError(f"{report} holds no table of risks and prices; calibrate again with this version")
-        data = explorer(SolverTable.from_dict(found["table"]), shown, facts(shown))
+        data = explorer(SolverTable.from_dict(found["table"]), shown, facts(shown), name)
         _draw("--html", html, _page(page(data)))
     except (PlanError, UsageError) as error:
         leave(UsageError(str(error)))

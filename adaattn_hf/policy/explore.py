@@ -100,13 +100,14 @@ def _infinite(values: Any) -> Array:
     return np.asarray(np.nan_to_num(np.array(values, dtype=float), nan=np.inf, posinf=np.inf))
 
 
-def explorer(table: SolverTable, plan: Plan, about: Sequence[str]) -> dict[str, Any]:
+def explorer(table: SolverTable, plan: Plan, about: Sequence[str], name: str | None = None) -> dict[str, Any]:
     """Returns the data of a calibration's page: the solver's plan at every budget, and the plan that was proved.
 
     Args:
         table: Prices and risks that the solver chose from.
         plan: The plan of the calibration.
         about: Lines below the heading.
+        name: Name of the model in the heading; its `model_type` if absent.
     """
     exact = np.zeros(len(table.units), dtype=np.int64)
     base = evaluate(exact, table.prices, table.risks, table.launches)
@@ -119,15 +120,15 @@ def explorer(table: SolverTable, plan: Plan, about: Sequence[str]) -> dict[str, 
     start = len(stops) // 2
     if plan.verified is not None and not plan.is_exact:
         proved = evaluate(_picks(table, plan), table.prices, table.risks, table.launches)
-        name = f"the plan of {100 * math.expm1(plan.budget):.3g} %"
-        stop = {**_stop(name, table, proved, base.price), "proof": proof(plan)}
+        label = f"the plan of {100 * math.expm1(plan.budget):.3g} %"
+        stop = {**_stop(label, table, proved, base.price), "proof": proof(plan)}
         start = next((at for at, other in enumerate(stops) if other["loss"] > stop["loss"]), len(stops))
         stops.insert(start, stop)
     heads = len(table.units) // len(set(table.launches.layer.tolist()))
     each = table.prices + table.launches.constant[table.launches.launch] / heads
     risks = table.risks.max(axis=0)
     return {
-        "title": f"What a loss budget buys: {plan.model_type}",
+        "title": f"What a loss budget buys: {name or plan.model_type}",
         "about": list(about),
         "rows": list(dict.fromkeys(layer for layer, _ in table.units)),
         "width": heads,

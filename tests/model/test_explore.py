@@ -80,6 +80,16 @@ def test_every_plan_of_the_page_is_the_solvers(
     assert own["speed"] == pytest.approx(exact / plan, rel=1e-3)
 
 
+def test_the_heading_names_the_model(directory: Path) -> None:
+    target = directory / "named.html"
+    words = ["plan", "explore", str(directory), "--html", str(target), "--name", "Small <1>"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    named, typed = embedded(target.read_text(encoding="utf-8")), embedded(page(directory))
+    assert named["title"] == "What a loss budget buys: Small <1>"
+    assert typed["title"] == "What a loss budget buys: llama"
+    assert {**named, "title": ""} == {**typed, "title": ""}
+
+
 def test_presets_that_may_spend_more_buy_more(made: tuple[Measurement, Calibration]) -> None:
     table = solver_table(made[0], np.ones(1))
     found = [
