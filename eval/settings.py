@@ -124,6 +124,11 @@ class Loading:
     objective: str = "auto"
     trust_remote_code: bool = False
 
+    def source(self) -> dict[str, Any]:
+        """Those of the arguments that say which checkpoint is read, where they are given."""
+        names = ("revision", "gguf_file", "trust_remote_code")
+        return {name: value for name in names if (value := getattr(self, name))}
+
     def keywords(self) -> dict[str, Any]:
         """The arguments; weights are float32 where no dtype is named."""
         return {**asdict(self), "dtype": self.dtype or "float32"}

@@ -176,6 +176,33 @@ def prefix_token(tokenizer: Any, name: str) -> int:
     )
 
 
+def read_config(model: str | Path, **source: Any) -> Any:
+    """Returns the configuration of a checkpoint that has weights.
+
+    Args:
+        model: Hub id or directory.
+        **source: `revision`, `gguf_file` and `trust_remote_code`, as `AutoConfig.from_pretrained` takes them.
+
+    Raises:
+        ModelUnavailable: there is no such model, or a plan alone.
+    """
+    from transformers import AutoConfig
+
+    if Path(model, "adaattn_plan.json").is_file() and not any(
+        one.name != "adaattn_plan.safetensors"
+        for kind in ("*.safetensors", "*.bin", "*.gguf")
+        for one in Path(model).glob(kind)
+    ):
+        raise ModelUnavailable(
+            f"model: {str(model)!r} holds a plan and no weights; give the model that the plan was made for, and the "
+            f"plan by --plan {model} or adaattn_hf.load_plan"
+        )
+    try:
+        return AutoConfig.from_pretrained(model, **source)
+    except _LOADING as error:
+        raise _not_loaded(model, error) from error
+
+
 def load(
     model: str | Path,
     *,
@@ -207,26 +234,14 @@ def load(
         ModelUnavailable: there is no such model or tokenizer, or it has no language-model head.
         UsageError: an unknown dtype, device or objective, or no such token.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
     name = Path(model).resolve().name if Path(model).exists() else str(model)
-    if Path(model, "adaattn_plan.json").is_file() and not any(
-        one.name != "adaattn_plan.safetensors"
-        for kind in ("*.safetensors", "*.bin", "*.gguf")
-        for one in Path(model).glob(kind)
-    ):
-        raise ModelUnavailable(
-            f"model: {str(model)!r} holds a plan and no weights; give the model that the plan was made for, and the "
-            f"plan by --plan {model} or adaattn_hf.load_plan"
-        )
     torch_dtype, where = resolve_dtype(dtype), resolve_device(device)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     common = {key: value for key, value in common.items() if value}
     source = {**common, "gguf_file": gguf_file} if gguf_file else common
-    try:
-        config = AutoConfig.from_pretrained(model, **source)
-    except _LOADING as error:
-        raise _not_loaded(model, error) from error
+    config = read_config(model, **source)
     kind = _objective(config, objective, name)
     try:
         tokens = AutoTokenizer.from_pretrained(tokenizer or model, **(common if tokenizer else source))

@@ -235,7 +235,7 @@ def _run(
         raise UsageError("resume: got no --output, expected the directory of the interrupted run")
     from adaattn_hf.eval import bounds, corpora, report, runner, tasks
     from adaattn_hf.eval.progress import shown_progress
-    from adaattn_hf.patches.checkpoint import load
+    from adaattn_hf.patches.checkpoint import load, read_config
 
     from ..calibration import team
     from .options import writable
@@ -250,6 +250,7 @@ def _run(
         from adaattn_hf.eval import showcase
 
         return showcase.run(text, settings, loading, limits, output, console)
+    read_config(model, **loading.source())  # a wrong name is told before text is looked for
     texts = [corpora.load(s, split=text.split, separator=text.separator) for s in text.specs or ("wikitext",)]
     if len({c.name for c in texts}) < len(texts):
         raise UsageError(

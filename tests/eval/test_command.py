@@ -152,6 +152,8 @@ def test_models_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> 
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output", tmp_path / "out")
     absent = evaluate(tmp_path / "nothing", *data)
     assert (absent.exit_code, "cannot load" in absent.output) == (4, True)
+    both = evaluate(tmp_path / "nothing", "--data", "nowhere.txt")
+    assert (both.exit_code, "there is no such directory" in both.output) == (4, True)
     config = tf.AutoConfig.from_pretrained(llama)
     tf.AutoModel.from_config(config).save_pretrained(tmp_path / "headless")
     tf.AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "headless")
