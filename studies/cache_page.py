@@ -176,8 +176,8 @@ def _loss(found: Mapping[str, Any]) -> list[str]:
             for row in found["loss"]
         ),
         "",
-        "The same behind half a window read at once, pressed where an arm presses; needles found in such a prompt, at "
-        f"most {HAYSTACKS} of them.",
+        "The same behind half a window read at once, pressed where an arm presses; needles found in at most "
+        f"{HAYSTACKS} prompts, whose questions come behind them: no press sees what it will be asked.",
         "",
         "| cache | Δnll | at most | windows | needles found |",
         "|---|---|---|---|---|",
