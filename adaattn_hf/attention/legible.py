@@ -74,7 +74,7 @@ def _candidates(structure: CallStructure, visible: Tensor, window: int | None) -
     if padding is not None:
         yield causal.with_changes(pads_queries=True)
     yield both
-    if padding is not None and q_len == kv_len:
+    if padding is not None and square:
         yield both.with_changes(pads_queries=True)
     widest = int(visible.sum(2).max())
     for pads in (False, True) if padding is not None else (False,):

@@ -244,8 +244,9 @@ class AttentionResult(NamedTuple):
 class CallSpec(NamedTuple):
     """The facts of a call on which the choice of a backend may depend: hashable, without data.
 
-    `kind` is that of the structure, or `irregular` where padding was found to be no runs. `holes` says whether it has
-    such holes, None where nobody looked, and `gapless` that every query and key lies in a run, as in a packed row.
+    `kind` is that of the structure, or `irregular` if the padding has holes, so that rows are not contiguous runs.
+    `holes` says whether it has, None if the padding was not read; `gapless`: every query and key lies in a run, as in a
+    packed row.
     `head_windows`, `head_blocks` and `head_precision` say what `HeadRules` ask for: any window, the keys per kept block
     (0 where all are kept), and the precision of the products, `mixed` where heads differ.
     `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.

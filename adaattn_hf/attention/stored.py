@@ -1,12 +1,12 @@
 """Keys and values as a cache stores them: eight or four bits to a channel, one small scale per token and head.
 
-    x  is turned by a Hadamard matrix, rid of a mean (keys), and rounded to  codes * scale
+    x  is rotated by a Hadamard matrix; keys lose their mean; the result is rounded to  codes * scale
 
-Turning spreads the outliers of single channels over all of them (QuaRot, Ashkboos et al. 2024); a vector taken off
-all keys moves every score of a row by the same amount, which softmax does not see (SageAttention, Zhang et al. 2024).
-Queries lie around a mean that holds about half of their energy: a key's errors are made to cancel along it.
-A scale is a function of its token alone. It is a positive float of eight bits, 5 of exponent and 3 of fraction, not
-below `peak / largest code`: it costs one byte where fp32 would cost four of the 64 that a head's codes take.
+The rotation spreads outliers of single channels over all channels (QuaRot, Ashkboos et al. 2024). Subtracting one
+vector from all keys shifts every score of a row by the same amount, which softmax does not see (SageAttention, Zhang
+et al. 2024). About half of the queries' energy lies along their mean, so keys are rounded such that their errors cancel
+along it. A token's scale depends on that token alone. It is a positive 8-bit float with 5 bits of exponent and 3 of
+fraction, at least `peak / largest code`, and takes one byte beside the 64 or so that a head's codes take.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _ZERO = 107 << 23  # bits of the float32 that the code 0 stands for, 2 ** -20
 # Not frozen: a frozen dataclass costs microseconds to make, and one is made in every layer.
 @dataclass(eq=False, slots=True)
 class StoredKV:
-    """What turns the codes of a request's key and value into numbers. Nobody changes one.
+    """Dequantisation parameters for the codes in a request's key and value. Never modified.
 
     The request's `key` holds int8 codes `[batch, num_kv_heads, kv_len, head_dim]`, its `value` int8 codes or, as
     uint8 with half the channels, codes of four bits.
 
     Attributes:
         key_scale, value_scale: uint8 `[batch, num_kv_heads, kv_len]`, see `encode_scale`.
-        key_mean: fp32 `[batch, num_kv_heads, head_dim]`, contiguous, taken off the turned keys.
-        first_key: fp32 `[batch, num_kv_heads, head_dim]`, contiguous: key 0 as it came. Most heads give it much of
-            their weight, so that its rounding alone would cost as much as that of all others.
+        key_mean: fp32 `[batch, num_kv_heads, head_dim]`, contiguous, subtracted from the rotated keys.
+        first_key: fp32 `[batch, num_kv_heads, head_dim]`, contiguous: key 0 unquantised. Most heads give it much of
+            their weight, so rounding it would cost as much as rounding all other keys.
         rotated: Whether codes are those of `x @ hadamard(head_dim)`.
     """
 
@@ -115,7 +115,7 @@ def decode_scale(code: Tensor) -> Tensor:
 
 
 def direction_of(queries: Tensor, kv_heads: int) -> Tensor:
-    """Where the queries of key/value heads point, for `quantise`: fp32 `[batch, kv_heads, head_dim]`, of length 1.
+    """Unit vectors along the mean query of each key/value head, for `quantise`: fp32 `[batch, kv_heads, head_dim]`.
 
     Args:
         queries: `[batch, heads, n, head_dim]`, two at least; the first, which sees one key alone, is left out.
@@ -126,9 +126,9 @@ def direction_of(queries: Tensor, kv_heads: int) -> Tensor:
 
 
 def cancelled(codes: Tensor, steps: Tensor, along: Tensor) -> Tensor:
-    """Codes whose errors cancel along a direction: up to three move to the other neighbour of what they stand for.
+    """Codes whose errors cancel along a direction: up to three codes of a token are rounded the other way.
 
-    What is made small is `|e|^2 + head_dim / 2 * (e . along)^2` of the errors `e`, one code at a time.
+    Greedily minimises `|e|^2 + head_dim / 2 * (e . along)^2` over the errors `e`, one code at a time.
 
     Args:
         codes: `[batch, heads, n, head_dim]`, the nearest ones.
@@ -159,9 +159,9 @@ def quantise(
     Args:
         x: `[batch, heads, n, head_dim]`.
         bits: 8, or 4: odd numbers between -15 and 15, two to a byte.
-        mean: fp32 `[batch, heads, head_dim]`, taken off after turning.
-        along: The same of length 1, the direction (turned) along which the errors of codes of 8 bits cancel.
-        rotated: Turn by `hadamard(head_dim)` first.
+        mean: fp32 `[batch, heads, head_dim]`, subtracted after the rotation.
+        along: Unit vectors of that shape, in rotated coordinates: errors of 8-bit codes cancel along them.
+        rotated: Rotate by `hadamard(head_dim)` first.
 
     Returns:
         int8 `[batch, heads, n, head_dim]` (of four bits: uint8 with half the channels), uint8 `[batch, heads, n]`.

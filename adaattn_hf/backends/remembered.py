@@ -1,4 +1,4 @@
-"""Keeps what calls of the same shape need again, up to a number of entries and of bytes."""
+"""A thread-safe LRU cache with limits on entries and bytes, for what calls of one shape need again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Made = TypeVar("Made")
 
 
 class Remembered:
-    """What was made for the last few keys; the one that was not used for longest goes first.
+    """A least-recently-used cache.
 
     Args:
         entries: Most entries.

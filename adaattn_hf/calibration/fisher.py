@@ -25,7 +25,7 @@ from ..plans.choices import EXACT, Choice
 from ..plans.tensors import LayerTensors
 from ..stats.rows import stratified_rows
 from ..stats.spectrum import Gram, gram
-from .arms import ModelArms, exact_tap
+from .arms import CHUNK, ModelArms, exact_tap
 from .scoring import Input, reading_of
 
 
@@ -178,15 +178,15 @@ def label_gradients(arms: ModelArms, hidden: Tensor, generator: torch.Generator,
     """Returns, for each of `labels` draws y ~ model, the gradient of sum log p(y) with respect to the hidden states."""
     state = hidden.detach()
     gradients = [torch.empty_like(state) for _ in range(labels)]
-    for start in range(0, state.shape[1], 256):
-        piece = state[:, start : start + 256].requires_grad_()
+    for start in range(0, state.shape[1], CHUNK):
+        piece = state[:, start : start + CHUNK].requires_grad_()
         logits = arms.logits(piece)
         likelihood = logits.log_softmax(-1)
         drawn = drawn_labels(likelihood[0].detach(), labels, generator)
         for index in range(labels):
             chosen = likelihood[0].gather(1, drawn[:, index : index + 1]).sum()
             (gradient,) = torch.autograd.grad(chosen, piece, retain_graph=index + 1 < labels)
-            gradients[index][:, start : start + 256] = gradient
+            gradients[index][:, start : start + CHUNK] = gradient
     return gradients
 
 

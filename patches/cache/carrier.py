@@ -1,7 +1,7 @@
-"""What a quantised cache hands to attention in the place of a tensor: the codes, and what turns them into numbers.
+"""A tensor proxy for quantised keys or values: carries codes and dequantisation parameters from cache to attention.
 
-Between a cache and the attention interface the families that are served only ask for a shape, a dtype or a device.
-Whoever computes with the keys themselves is told what to do instead: nothing is ever dequantised unseen.
+Between the cache and the attention interface, supported models read only a shape, a dtype or a device. A model that
+computes with the keys gets an error that says what to do: nothing is dequantised silently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REMEDY = (
 
 
 class StoredTensor:
-    """Codes of keys or values with the surface of a tensor `[batch, num_kv_heads, length, head_dim]`."""
+    """Codes of keys or values with the interface of a tensor `[batch, num_kv_heads, length, head_dim]`."""
 
     ndim = 4
 
@@ -41,7 +41,7 @@ class StoredTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the numbers."""
+        """Shape of the dequantised tensor."""
         return torch.Size((*self.codes.shape[:3], self.head_dim))
 
     def size(self, dim: int | None = None) -> Any:
@@ -53,11 +53,11 @@ class StoredTensor:
         return 4
 
     def numel(self) -> int:
-        """Numbers that the codes stand for."""
+        """Elements of the dequantised tensor."""
         return self.shape.numel()
 
     def __getattr__(self, name: str) -> Any:
-        """Refused: whatever else a model does with keys it does with numbers."""
+        """Refused: any other use of keys needs dequantised numbers."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         raise TypeError(f"cache: .{name} was asked of stored keys or values; {_REMEDY}")

@@ -1,4 +1,4 @@
-"""A cache in a file: a long prompt is read once and gone on with later, by this process or another."""
+"""Saves a cache to a file and loads it: a prompt is read once and continued later, by this process or another."""
 
 from __future__ import annotations
 

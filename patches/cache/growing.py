@@ -1,8 +1,8 @@
-"""A tensor that is appended to along its second to last dimension without being copied each time.
+"""A tensor that tokens are appended to without copying the past each time.
 
 Appending by concatenation moves the whole past for every new token. Here tokens are written behind the past
-into spare room; only when the room is used up does the past move, into `growth` times the room, so that each
-token ever appended costs `1 / (growth - 1)` moved tokens on average, whatever the length.
+into spare room. Only when the room is used up is the past copied, into `growth` times the room, so that each
+appended token costs `1 / (growth - 1)` copied tokens on average, whatever the length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all cache layers of this package share: moves between devices, rows of the batch, and what they refuse."""
+"""Shared by all cache layers of this package: moves between devices, selection of batch rows, and refusals."""
 
 from __future__ import annotations
 
@@ -130,9 +130,10 @@ def same_rows(held: int, key_states: Tensor) -> None:
 
 
 def after_copies(device: torch.device) -> None:
-    """Let what the current stream does next begin behind the default one: copies of offloaded tokens come from there.
+    """Makes the current stream wait for the default stream, which copies offloaded tokens.
 
-    Transformers waits in its own `update` from 5.20 on; before, it fetches what may still be on its way to the host.
+    Transformers waits in its own `update` from 5.20 on; before, it may fetch tokens whose copy to the host
+    is unfinished.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))

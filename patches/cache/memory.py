@@ -1,4 +1,4 @@
-"""What a cache takes: bytes per token and per sequence, told before a token is there."""
+"""Memory of a cache: bytes per token and per sequence, known before it holds a token."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tokens of heads that see a window: the first of each sequence, and the last in a ring.
+"""Ring buffer for heads with a window: keeps the first tokens of each sequence (sinks) and the last `window` tokens.
 
 A token at position `p` lies at slot `p` until `sinks + window` slots are taken, then at `sinks + (p - sinks) % window`.
-Rotary embeddings are applied before keys are stored, so that their order among the slots changes nothing. Sinks of a
-row that begins behind padding are saved to slots `p % sinks` when the ring is about to forget them.
+Rotary embeddings are applied before keys are stored, so the order of slots does not matter. If a row begins with
+padding, its sinks are copied to slots `p % sinks` before the ring overwrites them.
 """
 
 from __future__ import annotations

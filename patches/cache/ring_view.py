@@ -1,4 +1,4 @@
-"""What a call sees of the heads that keep a ring: the structure of the slots that it reads."""
+"""Translates the structure of a call to the slots of a ring: which slots each query sees."""
 
 from __future__ import annotations
 

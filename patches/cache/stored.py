@@ -1,10 +1,10 @@
-"""A key/value cache of eight or four bits that attention reads as it is stored.
+"""A quantised key/value cache (8 or 4 bits) whose codes attention reads directly.
 
     model.generate(**inputs, past_key_values=adaattn_hf.AdaAttnCache(model, "int8"))
 
-or once for a model, pipelines included: `adaattn_hf.prepare(model, cache="int8")`. Tokens are rounded when they are
-written and never dequantised as a whole. A prompt that is read at once is attended to in full precision; what follows
-reads the codes.
+or once for a model, pipelines included: `adaattn_hf.prepare(model, cache="int8")`. Tokens are quantised when they are
+written and never dequantised as a whole. A prompt read in one pass is attended to in full precision; later calls read
+the codes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cache layer whose heads keep only what their plan lets them read: a window and the first tokens, or all tokens."""
+"""A cache layer in which each head keeps only what its plan reads: a window and the first tokens, or all tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over a layer whose heads keep different tokens: a request for each group of heads that keep the same."""
+"""Attention over a layer whose heads keep different tokens: one request per group of heads that keep the same."""
 
 from __future__ import annotations
 

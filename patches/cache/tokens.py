@@ -1,4 +1,4 @@
-"""How a cache stores the keys and values of some heads: in the model's dtype, or as codes with scales."""
+"""Storage for the keys and values of some heads: in the model's dtype, or quantised as codes with scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .carrier import StoredTensor
 from .growing import GROWTH, GrowingTensor
 
 SMOOTHED = 16
-"""Tokens that a sequence needs before the mean of its keys is taken and subtracted from keys that are rounded."""
+"""Tokens after which the mean of a sequence's keys is computed and subtracted before quantisation."""
 PROMPT = "_adaattn_prompt"
 """Attribute of a prompt's keys on their way to attention: the `StoredTokens` that they were rounded into."""
 
@@ -183,7 +183,7 @@ class StoredTokens(Tokens):
         write(values, parts[2], parts[3], at=at)
 
     def expect(self, queries: Tensor) -> None:
-        """Let the errors of keys that are written from now on cancel along the mean of these queries."""
+        """From now on round keys such that their errors cancel along the mean of these queries."""
         enough = queries.shape[2] >= SMOOTHED
         heads, device = self.parts[0].view().shape[1], self.parts[0].device
         self.along = direction_of(queries, heads).to(device) if enough else None
@@ -200,7 +200,7 @@ class StoredTokens(Tokens):
 
     @staticmethod
     def _mean_of(keys: Tensor) -> Tensor:
-        """The mean of the turned keys, fp32 `[batch, num_kv_heads, head_dim]`."""
+        """The mean of the rotated keys, fp32 `[batch, num_kv_heads, head_dim]`."""
         return (keys.mean(dim=2) @ hadamard(keys.shape[3], keys.device)).contiguous()
 
     def _smooth(self, more: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Triton kernels: mean keys of blocks, the blocks that each row keeps, and their lists per tile of rows.
 
-A row keeps the fewest blocks that hold a share of its pooled attention (`attention.blocks.keep_blocks`). The least weight
-that is kept is found by bisection instead of a sort: a row may keep one block more than it must where two weights differ
-by less than a thousandth, never one less.
+A row keeps the fewest blocks that hold a share of its pooled attention (`attention.blocks.keep_blocks`). The threshold is
+found by bisection instead of a sort: where two weights differ by less than a thousandth a row may keep one block more than
+needed, never one less.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def choose(  # type: ignore[no-untyped-def]
     HAS_CAP: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the blocks that ROWS rows keep for a key/value head; programs are (rows, key/value head, run).
+    """Bitmap of the blocks that ROWS rows keep for a key/value head; programs are (rows, key/value head, run).
 
     A program works where its rows look back at more than LEAST blocks and at no more than WIDTH, for which it has
     registers. `masses` is float32 `[kv_heads, 2]`: a head's share of mass (0 keeps all) and its sinks. PART columns of
@@ -158,7 +158,7 @@ def choose(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _words(flags, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Booleans `[ROWS, WIDTH]` as bits of int32 `[ROWS, WIDTH / 32]`."""
+    """Packs booleans `[ROWS, WIDTH]` into the bits of int32 `[ROWS, WIDTH / 32]`."""
     bits = tl.reshape(flags.to(tl.int8), [ROWS, WIDTH // 32, 32])  # threads exchange bytes
     return tl.sum(bits.to(tl.int32) << tl.arange(0, 32)[None, None, :], 2)
 

@@ -1,4 +1,4 @@
-"""Launches the kernels that choose blocks of keys: bits per row, and lists of blocks per tile of rows."""
+"""Launches the kernels that choose blocks of keys: a bitmap per row, and lists of blocks per tile of rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PART = 1 << 14
 
 
 class Lists(NamedTuple):
-    """Blocks that some rows of a tile see in part, their counts; blocks that all see whole, their counts. All int32."""
+    """Blocks of a tile that need a mask, their counts; blocks that all rows see whole, their counts. All int32."""
 
     some: Tensor
     some_n: Tensor
@@ -34,7 +34,7 @@ class Lists(NamedTuple):
 
 
 def chosen_bits(request: AttentionRequest, rules: HeadRules, segments: Sequence[Segment]) -> Tensor:
-    """Int32 `[kv_heads, batch, q_len, words]`: a bit for every block that a row keeps.
+    """Bitmap of the blocks that each row keeps, int32 `[kv_heads, batch, q_len, words]`.
 
     Raises:
         ValueError: More blocks than a row's weights can be held for.
@@ -75,12 +75,12 @@ def chosen_bits(request: AttentionRequest, rules: HeadRules, segments: Sequence[
 
 
 def width_of(blocks: int) -> int:
-    """Bits that hold a flag for each block."""
+    """Bits of a row's bitmap: a power of two, at least 32."""
     return max(32, 1 << (blocks - 1).bit_length())
 
 
 def choice_tile(width: int) -> tuple[int, int, int]:
-    """Rows whose weights of so many blocks a program holds in registers, its warps, and the stages of its loads.
+    """Rows per program, warps and pipeline stages for rows that see up to `width` blocks; weights stay in registers.
 
     Raises:
         ValueError: Too many blocks.

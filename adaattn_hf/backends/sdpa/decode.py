@@ -24,7 +24,6 @@ def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | 
             return None
         if stop < kv_len:
             key, value = key[:, :, :stop], value[:, :, :stop]
-        # ungrouped heads in fp32 and short sequences have a shorter way (bare.py)
         if query.dtype == torch.float32 and batch * kv_heads * stop * 2 * dim * 4 > limits.FOLD_BYTES:
             out = F.scaled_dot_product_attention(
                 query, key, value, scale=request.scaling, enable_gqa=heads != kv_heads
@@ -38,19 +37,13 @@ def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | 
         spans = found
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return None
-    if value.shape[3] != dim or batch != structure.batch or key.shape[0] != batch:
+    if value.shape[3] != dim:
         return None
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         return None  # the kernels read the last dimension as contiguous memory, and so do folded queries
     half = query.dtype in (torch.bfloat16, torch.float16)
     alike = all(span == spans[0] for span in spans)
-    if (
-        half
-        and heads == kv_heads
-        and alike
-        and _flat(key, value, spans[0])
-        and spans[0][1] > limits.FEW_KEYS_HALF
-    ):
+    if half and heads == kv_heads and alike and _flat(key, value) and spans[0][1] > limits.FEW_KEYS_HALF:
         return _two_products(request, key, value, spans[0])
     folded = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     doubled = heads == kv_heads and half
@@ -63,7 +56,7 @@ def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | 
     return out.reshape(batch, 1, heads, dim)
 
 
-def _flat(key: Tensor, value: Tensor, span: tuple[int, int]) -> bool:
+def _flat(key: Tensor, value: Tensor) -> bool:
     """Batch and heads of the valid keys are one dimension without copying."""
     return key.shape[0] == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in (key, value))
 

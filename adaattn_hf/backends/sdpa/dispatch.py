@@ -28,7 +28,7 @@ from .kernels import (
 )
 from .packed import compacted, layout_for, packed_attention, scattered
 from .planner import Target, program_for
-from .tiles import EMPTY, constant
+from .tiles import EMPTY, additive
 from .traced import masked_call, plain_call, run_traced
 
 
@@ -185,8 +185,8 @@ def _traced(request: AttentionRequest, simple: bool) -> Tensor:
         return masked_call(request, request.query, request.key[:, :, :stop], request.value[:, :, :stop], None)
     if kind == "window" and _fixed(structure):
         return run_traced(program_for(structure, _traced_target(request)), request)
-    mask: Tensor | None = structure.visible(device=request.query.device)
-    if request.bias is not None and mask is not None:
+    mask = structure.visible(device=request.query.device)
+    if request.bias is not None:
         mask = request.bias.to(request.query.dtype).masked_fill(~mask, float("-inf"))
     return masked_call(request, request.query, request.key, request.value, mask)
 
@@ -295,13 +295,9 @@ def _masked(structure: CallStructure) -> FastCall:
 def additive_mask(structure: CallStructure, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The additive mask, `[batch or 1, heads or 1, q_len, kv_len]`; made once per forward pass."""
 
-    def make() -> Tensor:
-        shown = structure.visible(device=device)
-        return aligned(
-            torch.where(shown, constant(0.0, dtype, device), constant(float("-inf"), dtype, device))
-        )
-
-    return structure.cached(("additive mask", dtype, device), make)
+    return structure.cached(
+        ("additive mask", dtype, device), lambda: aligned(additive(structure.visible(device=device), dtype))
+    )
 
 
 def _over_runs(structure: CallStructure, gradient: bool) -> FastCall | None:

@@ -1,4 +1,4 @@
-"""Running a program with a kernel that returns the log-sum-exp, forward and backward.
+"""Runs a program with a kernel that returns the log-sum-exp, forward and backward.
 
 Autograd sees one operation: it keeps query, key, value, output and log-sum-exp, and the backward walks the parts again.
 With the output and log-sum-exp of the whole row at hand the gradient of a part needs nothing of the other parts.
@@ -139,8 +139,7 @@ def run_forward(
         else:
             place.copy_(piece)
             known.copy_(own)
-    if out is None:
-        raise RuntimeError("a program without parts covers no query")
+    assert out is not None  # programs without parts are answered before
     if sink_logits is not None and lse is not None:
         sink = sink_logits.to(lse.dtype).reshape(1, -1, 1)
         out = out * torch.sigmoid(lse - sink).transpose(1, 2).unsqueeze(3).to(out.dtype)
@@ -231,10 +230,9 @@ class Fused(torch.autograd.Function):
         out, lse = run_forward(
             query, key, value, bias, sink_logits, kernel, program, structure, scaling, need_lse=True
         )
+        assert lse is not None  # it is asked for
         ctx.save_for_backward(query, key, value, bias, sink_logits, out, lse)
         ctx.kernel, ctx.program, ctx.structure, ctx.scaling = kernel, program, structure, scaling
-        if lse is None:
-            raise RuntimeError("a kernel returned no log-sum-exp")
         ctx.mark_non_differentiable(lse)
         return out, lse
 

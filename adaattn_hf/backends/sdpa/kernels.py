@@ -59,8 +59,7 @@ _GROUPED_ON_CPU = tuple(int(part) for part in torch.__version__.split(".")[:2]) 
 class FlashCpuKernel:
     """torch's flash attention on the CPU.
 
-    Among fewer keys than a vector holds it loses a row of not-a-numbers, unless a mask takes it another way: such calls
-    get one that hides nothing.
+    With fewer keys than a vector holds it drops NaN rows unless given a mask: such calls get one that hides nothing.
     """
 
     flag = True

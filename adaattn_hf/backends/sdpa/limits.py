@@ -1,4 +1,4 @@
-"""Measured thresholds: from which size on another way of calling torch's kernels costs less.
+"""Measured thresholds: sizes from which another way of calling torch's kernels is faster.
 
 Measured on two AVX-512 cores; `adaattn bench` shows what they do elsewhere.
 """

@@ -183,12 +183,12 @@ class _Masks:
                 *place, causal=rules.causal, window=rules.window, sinks=inside, sink_columns=local.sinks
             )
             bare = not local.sinks and may_be_empty(*place, causal=rules.causal, window=rules.window)
-            self.known[key] = (None, None) if keep is None else additive(keep, self.target, bare)
+            self.known[key] = (None, None) if keep is None else _on_device(keep, self.target, bare)
         return self.known[key]
 
 
-def additive(keep: Tensor, target: Target, some_empty: bool) -> tuple[Tensor, Tensor | None]:
-    """A boolean mask as numbers to add, and the rows that it leaves empty."""
+def _on_device(keep: Tensor, target: Target, some_empty: bool) -> tuple[Tensor, Tensor | None]:
+    """A boolean mask as an additive one on the target's device, and the rows in which it hides every key."""
     numbers = torch.zeros(keep.shape, dtype=target.dtype, device="cpu").masked_fill_(~keep, float("-inf"))
     numbers = numbers.to(target.device, non_blocking=True)[None, None]
     return numbers, empty_rows(numbers) if some_empty else None

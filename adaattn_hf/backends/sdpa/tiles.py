@@ -245,13 +245,12 @@ def _windowed(run: Run, rules: Rules, window: int) -> Iterator[Local]:
 
 def banded(run: Run, rules: Rules, start: int, stop: int) -> Iterator[Local]:
     """Bands of rows against all keys that any of them sees; used where the window's left border is not reached yet."""
-    near = rules.window is not None and not rules.causal
     for a in range(start, stop, rules.step):
         b = min(a + rules.step, stop)
         high = run.k_len
         if rules.causal:
             high = min(high, b + run.offset)
-        elif near and rules.window is not None:
+        elif rules.window is not None:
             high = min(high, max(b - 1 + run.offset + rules.window, rules.sinks))
         if high > 0:
             yield Local(a, b - a, 0, high, band=True)
@@ -270,11 +269,7 @@ def dense_program(
     if pairs <= limits.SMALL_PAIRS and step >= structure.q_len:
         # looking for what to leave out would cost more than computing it
         whole = Part(0, structure.batch, 0, structure.q_len, 0, structure.kv_len)
-        mask = torch.where(
-            structure.visible(device=device),
-            constant(0.0, dtype, device),
-            constant(float("-inf"), dtype, device),
-        )
+        mask = additive(structure.visible(device=device), dtype)
         return Program(
             (whole._replace(mask=mask, empty=empty_rows(mask) if lse else None),), True, merges=False
         )
@@ -297,6 +292,12 @@ def dense_program(
 def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A number as a tensor that is made once."""
     return torch.full((), value, dtype=dtype, device=device)
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as numbers to add: 0 where a key is visible, -inf where it is not."""
+    zero, hidden = (constant(value, dtype, visible.device) for value in (0.0, float("-inf")))
+    return torch.where(visible, zero, hidden)
 
 
 def dense_part(part: Part, structure: CallStructure, device: torch.device, dtype: torch.dtype) -> Part:

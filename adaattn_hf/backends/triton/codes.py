@@ -1,11 +1,13 @@
-"""One query per sequence over keys and values that are stored as codes, which no instruction converts one by one.
+"""Decode step (one query per sequence) over quantised keys and values, multiplied as codes without converting each.
 
-A query is rounded to 16 bits of its largest channel and cut into two bytes, which stand in columns beside one another;
-products of keys with them are sums in int32. So keys and channels are the rows of the device's products, of which there
-are many, and heads their columns: four heads fill the least of eight. Codes of values become float16 where they are, two
-by two: a byte put into the mantissa of 1024 is 1024 plus that byte, and what the weights make of 1024 is taken off their
-sum. A weight, times the scale of its value, is a float16 below 2 in units of the largest product of both that was seen.
-Queries and weights in fp32 are two float16, of which the second holds what the first left over. Each warp reads keys of its own, so that none waits for another before the end.
+* Scores: a query is rounded to 16 bits relative to its largest channel and split into two int8 columns, so that products
+  with int8 keys are int32 sums. Keys and channels are the rows of the tensor core's products and heads their columns,
+  because there are many keys and few heads: four heads fill the smallest tile of eight columns.
+* Values: codes become float16 two at a time. A byte written into the mantissa of 1024.0 is 1024 plus that byte; the
+  constant's share of the weighted sum is subtracted afterwards. A softmax weight times its value's scale is a float16
+  below 2, relative to the running maximum of that product.
+* fp32 queries and weights are pairs of float16; the second holds the rounding error of the first.
+* Each warp reads its own keys, so that no warp waits for another before the end.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from .steps import capped
 def _bytes(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, real_ptr, first, k_n, v_n, n, end, u, few, low, WINDOW: tl.constexpr, HAS_REAL: tl.constexpr
 ):
-    """Scales' codes (`attention.stored.decode_scale`) of keys and values that are number `u` of those read, from n to end.
+    """Packed scale codes (`attention.stored.decode_scale`) of the keys and values at places `u`, for n <= u < end.
 
-    In the low byte that of the key, then that of the value, then a bit for a real key and one for key 0 of the row.
+    Bits 0-7: the key's scale; bits 8-15: the value's; bit 16: the key is real; bit 17: it is key 0 of its row.
     """
     j = tl.minimum(u, end - 1)
     if WINDOW:
@@ -43,20 +45,20 @@ def _bytes(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _begin(n, end, BLOCK: tl.constexpr, CLOSE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a tile from n on begins: CLOSE, so far back that it ends with the keys, as far as there are any before."""
+    """First key of the tile at n; with CLOSE the last tile is moved back so that it ends with the keys."""
     return tl.maximum(tl.minimum(n, end - BLOCK), 0) if CLOSE else n
 
 
 @triton.jit
 def _pairs(x):  # type: ignore[no-untyped-def]
-    """16-bit words `[w, c, n]` of keys beside one another as words of 32 bits, `[w, c, n / 2]`."""
+    """Packs 16-bit words `[w, c, n]` of neighbouring keys into 32-bit words `[w, c, n / 2]`."""
     even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], x.shape[2] // 2, 2))
     return even.to(tl.uint32) | (odd.to(tl.uint32) << 16)
 
 
 @triton.jit
 def _numbers(pairs):  # type: ignore[no-untyped-def]
-    """The float16 numbers `[w, c, n]` whose bits pairs hold."""
+    """The float16 numbers `[w, c, n]` whose bits are packed in pairs."""
     both = tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16))
     return both.reshape(pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]).to(tl.float16, bitcast=True)
 
@@ -92,7 +94,7 @@ def _merged(acc, weight, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _twice(x):  # type: ignore[no-untyped-def]
-    """Columns of `[w, rows]` each two times."""
+    """Each column of `[w, rows]` twice."""
     return tl.join(x, x).reshape(x.shape[0], 2 * x.shape[1])
 
 

@@ -1,8 +1,8 @@
-"""One query per sequence: the keys that each head reads are shared out among the device's multiprocessors.
+"""Decode step (one query per sequence): the keys of each head are split among the device's multiprocessors.
 
-FlashDecoding's split of the keys (Dao, Haziza, Massa and Sizov 2023), over the keys that a head really reads: with a window
-these are its sinks and the window, counted through as if they adjoined. The last program to finish puts the shares of a
-head together, so that a step is one launch.
+FlashDecoding's split-K (Dao, Haziza, Massa and Sizov 2023) over the keys that a head really reads: with a window, the
+sinks and the window as one contiguous range. The last program to finish merges the partial results of a head, so that a
+step is one launch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a step's programs share: which keys one reads, and how their shares of a head are put together."""
+"""Split-K helpers of the decode kernels: which keys a program reads, and how partial results of a head are merged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def reading(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def signs(d, e, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows `d` and columns `e` of `attention.stored.hadamard`, blocks of BLOCK channels, without its factor."""
+    """Signs of rows `d` and columns `e` of `attention.stored.hadamard` with blocks of BLOCK channels, unnormalised."""
     both = d[:, None] & e[None, :] & (BLOCK - 1)
     both = both ^ (both >> 4)
     both = both ^ (both >> 2)
@@ -72,9 +72,9 @@ def signs(d, e, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 def turned(  # type: ignore[no-untyped-def]
     x, first, PAD: tl.constexpr, COLUMNS: tl.constexpr, TURN: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Columns from `first` on of rows `[16 or more, PAD]` that are turned by blocks of TURN channels, in fp32.
+    """COLUMNS columns, from `first` on, of rows `[16 or more, PAD]` rotated by Hadamard blocks of TURN channels, in fp32.
 
-    The matrix is a Kronecker product of two small ones, of which few signs have to be found.
+    The matrix is the Kronecker product of two small ones, so that few signs have to be computed.
     """
     c, rows, columns = tl.arange(0, 16), tl.arange(0, PAD // 16), tl.arange(0, COLUMNS // 16)
     inner = signs(c, c, TURN if TURN < 16 else 16).to(x.dtype)
@@ -88,7 +88,7 @@ def _write(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, acc, m, l, kv_head, ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, HAS_LSE: tl.constexpr, TURN_V: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of a sequence's heads, turned back by blocks of TURN_V channels unless that is 0."""
+    """Writes the outputs of a sequence's heads, rotated back by Hadamard blocks of TURN_V channels unless that is 0."""
     g = tl.arange(0, ROWS)
     acc = acc / tl.where(l == 0, 1.0, l)[:, None]
     if HAS_LSE:
@@ -119,7 +119,7 @@ def _together(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, TURN_V: tl.constexpr,
 ):  # fmt: skip
-    """All shares of a key/value head by their log-sum-exp, CHUNK at a time, for its HEADS (a power of two) query heads."""
+    """Merges all partial results of a key/value head by log-sum-exp, CHUNK at a time; HEADS query heads, a power of two."""
     g = tl.arange(0, HEADS)
     c = tl.arange(0, CHUNK)
     dv = tl.arange(0, PAD_V)
@@ -157,10 +157,10 @@ def finish(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, TURN_V: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """The output where SINGLE programs read all heads, else this program's share; the last one puts all of them together.
+    """Writes the output if one program reads a whole head (SINGLE), else a partial result; the last program merges them.
 
-    `part` holds `[sequences, heads, most, DIM_V]` products of the shares, behind them their maxima and sums. `done` counts
-    a head's shares and is left at zero, for the next step.
+    `part` holds the partial outputs `[sequences, heads, most, DIM_V]`, then their maxima and sums. `done` counts the
+    finished programs of a head and is reset to zero for the next step.
     """
     g = tl.arange(0, ROWS)
     inside = g < GROUPS

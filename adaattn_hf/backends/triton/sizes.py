@@ -1,4 +1,4 @@
-"""Sizes and factors that the launches share."""
+"""Tile sizes and the score factor that the launches share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def padded(dim: int) -> int:
 
 
 def scale_of(scaling: float, softcap: float | None) -> float:
-    """The factor on products of queries and keys, which takes scores to base 2 where no softcap comes between.
+    """The factor on products of queries and keys; it includes log2(e) unless a softcap follows.
 
-    Never zero, by which what is hidden (-inf) could not be multiplied: scores of 1e-30 weigh as much.
+    Never 0, because -inf * 0 (a hidden key) is NaN; 1e-30 weighs all keys alike as well.
     """
     return float(scaling) if softcap is not None else (scaling or 1e-30) * 1.4426950408889634

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: scores, the rule of visibility, and one tile into a running softmax.
+"""Helpers of the Triton kernels: scores, visibility, loads of tiles, and one tile of online softmax.
 
 Online softmax in base 2 with fp32 accumulation (FlashAttention-2's forward; Dao 2023). A segment is a row of six numbers,
 `(batch row, q_start, q_len, k_start, k_len, offset)`; its local query `i` stands at local key `p = i + offset`. A key `j`
@@ -15,7 +15,7 @@ from ..choice.kernels import tanh
 
 @triton.jit
 def capped(s, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores in base 2 of scaled ones, which are so already where there is no cap."""
+    """Scores in base 2, softcapped if HAS_CAP; without a cap `s` is in base 2 already."""
     if HAS_CAP:
         s = softcap * tanh(s / softcap) * 1.4426950408889634
     return s
@@ -43,7 +43,7 @@ def visible(p, j, limit, window, sinks, CAUSAL: tl.constexpr, WINDOW: tl.constex
 
 @triton.jit
 def step(acc, m, l, s, v):  # type: ignore[no-untyped-def]
-    """One tile into the running maximum, sum and product; a row whose scores are all -inf stays as it is."""
+    """Adds one tile to the running maximum, sum and output; a row whose scores are all -inf stays as it is."""
     top = tl.maximum(m, tl.max(s, 1))
     base = tl.where(top == float("-inf"), 0.0, top)
     w = tl.exp2(s - base[:, None])
@@ -55,7 +55,7 @@ def step(acc, m, l, s, v):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def step_of_some(acc, m, l, s, v, scale):  # type: ignore[no-untyped-def]
-    """The same where `s`, -inf where nothing is seen, is yet to be multiplied by `scale`, which is positive."""
+    """As `step`, for scores not yet multiplied by `scale` > 0; hidden ones are -inf."""
     top = tl.maximum(m, tl.max(s, 1) * scale)
     base = tl.where(top == float("-inf"), 0.0, top)
     w = tl.exp2(s * scale - base[:, None])
@@ -67,7 +67,7 @@ def step_of_some(acc, m, l, s, v, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def step_of_all(acc, m, l, s, v, scale):  # type: ignore[no-untyped-def]
-    """The same where every score is finite; `s` is yet to be multiplied by `scale`, which is not negative."""
+    """As `step`, for finite scores not yet multiplied by `scale` >= 0."""
     top = tl.maximum(m, tl.max(s, 1) * scale)
     w = tl.exp2(s * scale - top[:, None])
     decay = tl.exp2(m - top)

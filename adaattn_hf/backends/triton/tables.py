@@ -1,4 +1,4 @@
-"""Which program computes what: segments, windows per head and lists of work as small tensors on the device."""
+"""Work tables of the launches: segments, windows per head and work items, as small tensors on the device."""
 
 from __future__ import annotations
 

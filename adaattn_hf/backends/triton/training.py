@@ -146,7 +146,7 @@ def _gradients(
         )  # fmt: skip
     d_sink = None
     if sink is not None:
-        # sums hold minus the gradient that a weight of one would take from the row
+        # d(sink) = sum of p_sink * -rowsum(dO * O), which `sums` holds
         weight = torch.exp(sink.float()[None, :, None] - lse)
         d_sink = (weight * sums).sum((0, 2)).to(sink.dtype)
     return dq, dk, dv, d_sink
