@@ -55,7 +55,9 @@ def test_one_change_costs_what_a_plan_of_that_change_costs(measurement: Measurem
     """Against the whole model with a plan of one unit: early, middle and late layers, every choice."""
     pairs = [(unit, choice) for unit in range(len(measurement.layers.units)) for choice in (1, 2, 3)]
     found, error = measure_directly(measurement, pairs).direct_kl(LENGTH)
-    assert (error > 0).all()
+    costs = found > 0  # products in bf16 cost nothing where the processor computes them in float32
+    assert costs[[choice == LABELS.index("w32+16") for _, choice in pairs]].all()
+    assert ((error > 0) == costs).all()
     for (unit, choice), kl in zip(pairs, found, strict=True):
         picks = np.zeros(len(measurement.layers.units), dtype=np.int64)
         picks[unit] = choice
@@ -67,7 +69,7 @@ def test_one_change_costs_what_a_plan_of_that_change_costs(measurement: Measurem
         # stretches of 16 tokens but for the last, which predicts nothing after itself
         wanted = np.mean([float(part.mean()) for one in scores for part in np.array_split(one, STRETCHES)])
         assert kl == pytest.approx(wanted, rel=1e-3, abs=1e-12)
-    assert found.max() > 100 * found.min()
+    assert found.max() > (100 if costs.all() else 2) * found[costs].min()
 
 
 def test_a_planted_wrong_estimate_is_corrected_and_leaves_the_plan(measurement: Measurement) -> None:
