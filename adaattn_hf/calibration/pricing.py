@@ -3,7 +3,8 @@
 Every choice is timed for one key/value head and for all of them, in prefill and in one decode step, at each length.
 Rounds are interleaved, so that other load on the machine does not fall on one choice. On a CPU the smallest CPU time of
 the process counts. On CUDA it is the median: of the device's time in prefill, where the host runs ahead; in decode of
-the host's where that is longer, since the next step waits for it.
+the host's where that is longer, since the next step waits for it. Exact attention is called as the layers of an exact
+model call it: what a step of a plan costs the host beside that decides whether it pays.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from ..attention.heads import some_heads
 from ..attention.request import AttentionRequest
 from ..attention.structure import CallStructure
+from ..backends import select
+from ..backends.base import spec_of
 from ..backends.clocks import clock_of, quartiles
 from ..plans import execute
 from ..plans.choices import Choice
@@ -65,10 +68,39 @@ def repeated(request: AttentionRequest, batch: int) -> AttentionRequest:
 
 Calls = dict[tuple[str, int], Callable[[], object]]
 """Launches by the label of the choice and the number of key/value heads."""
+Spread = tuple[float, float, float]
+"""First quartile, median and third quartile, in seconds."""
 
 
-def _on_processor(calls: Calls, bundle: int) -> dict[tuple[str, int], float]:
-    """Seconds of each launch: the least CPU time of the process."""
+def _call(program: Program, request: AttentionRequest) -> Callable[[], object]:
+    """Returns one call as a layer makes it: of an exact one its backend's fast call, where it has one."""
+    extended = request.softcap is not None or request.sink_logits is not None or request.bias is not None
+    if program.plan.is_exact and not extended and request.scaling > 0:
+        spec = spec_of(request)
+        fast = select.choose(spec).fast_call(spec, request)
+        if fast is not None:
+            return partial(fast, request.query, request.key, request.value, request.scaling)
+    return partial(execute.attend, program, request)
+
+
+def line_through(heads: Sequence[int], spreads: Sequence[Spread]) -> Price:
+    """Returns the price by launches of a few heads and of all.
+
+    More heads cost nothing where they cannot be told to take longer, as in a step that takes as long as its launch: the
+    noise of two times would be charged for every token.
+
+    Args:
+        heads: Key/value heads of each launch, rising.
+        spreads: Their times.
+    """
+    medians = [median for _, median, _ in spreads]
+    if len(heads) > 1 and spreads[-1][0] <= spreads[0][2]:
+        return Price(sum(medians) / len(medians), 0.0)
+    return fit_price(heads, medians)
+
+
+def _on_processor(calls: Calls, bundle: int) -> dict[tuple[str, int], Spread]:
+    """Seconds of each launch: the least CPU time of the process, which has no spread."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):
         for key, call in calls.items():
@@ -76,16 +108,20 @@ def _on_processor(calls: Calls, bundle: int) -> dict[tuple[str, int], float]:
             for _ in range(bundle):
                 call()
             best[key] = min(best[key], (time.process_time() - start) / bundle)
-    return best
+    return {key: (least, least, least) for key, least in best.items()}
 
 
-def _on_device(calls: Calls, host: bool) -> dict[tuple[str, int], float]:
+def _on_device(calls: Calls, host: bool) -> dict[tuple[str, int], Spread]:
     """Seconds of each launch on CUDA, after one that compiles it; the host's time counts if `host`."""
     for call in calls.values():
         call()
     names = {f"{label} of {count}": (label, count) for label, count in calls}
     runs = clock_of("cuda", host)({name: calls[key] for name, key in names.items()})
-    return {key: quartiles(runs[name])[1] * 1e-6 for name, key in names.items()}
+    found = {}
+    for name, key in names.items():
+        low, middle, high = quartiles(runs[name])
+        found[key] = (low * 1e-6, middle * 1e-6, high * 1e-6)
+    return found
 
 
 def launch_label(choice: Choice, own: int | None) -> str:
@@ -141,14 +177,17 @@ def measure_prices(
                 for count in counts:
                     program = Program(LayerPlan(0, "", (choice,) * count), tensors, length)
                     part = some_heads(request, list(range(count)))
-                    calls[choice.label, count] = partial(execute.attend, program, part)
+                    with torch.no_grad():
+                        calls[choice.label, count] = _call(program, part)
             with torch.no_grad():
                 if request.query.is_cuda:
                     found = _on_device(calls, host=phase == "decode")
                 else:
                     found = _on_processor(calls, 1 if phase == "prefill" else STEPS)
             table[phase][length] = {
-                launch_label(choice, own): fit_price(counts, [found[choice.label, count] for count in counts])
+                launch_label(choice, own): line_through(
+                    counts, [found[choice.label, count] for count in counts]
+                )
                 for choice in choices
             }
     longest = requests[max(requests)]

@@ -33,6 +33,8 @@ TOLERANCE = 0.03
 """Share by which a plan may exceed the limit, which is small beside the margin to the budget."""
 NOTHING = 1e-9
 """Smallest KL that is aimed at, nats/token."""
+TOLD = 0.1
+"""Share of the KL of rounding below which a plan's own cannot be told from none."""
 CLOSE = 0.85
 """A plan that uses at least this share of the limit is close enough."""
 
@@ -99,8 +101,8 @@ class Joint:
 
     @property
     def added(self) -> float:
-        """What the plan adds to the KL of rounding, nats/token."""
-        return max(self.kl - self.rounding, NOTHING)
+        """What the plan adds to the KL of rounding, nats/token; at least as much as could not be told from nothing."""
+        return max(self.kl - self.rounding, TOLD * self.rounding, NOTHING)
 
 
 @dataclass(eq=False)

@@ -95,3 +95,36 @@ def test_prices_are_measured_with_the_batch_that_is_asked_for(monkeypatch: pytes
     assert set(table.prices["decode"][64]) == {"exact", "w32+4"}
     with pytest.raises(ValueError, match="batch is 0, expected at least 1"):
         replace(SETTINGS, batch=0)
+
+
+def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the backend's fast call; what no fast call serves goes the way of plans."""
+    planned: list[str] = []
+    attend = execute.attend
+
+    def watched(program: Any, request: AttentionRequest) -> Any:
+        planned.append("+".join(choice.label for choice in program.plan.choices))
+        return attend(program, request)
+
+    monkeypatch.setattr(execute, "attend", watched)
+    query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
+    request = AttentionRequest(query, key, key, CallStructure(1, 64, 64, causal=True), 0.25)
+    options = {"phases": pricing.PHASES, "own": None}
+    pricing.measure_prices({64: request}, [EXACT, make_choice("window", 32, 4)], LayerTensors(), **options)
+    assert set(planned) == {"w32+4", "w32+4+w32+4"}
+    sinks = replace(request, sink_logits=torch.zeros(4))
+    pricing.measure_prices({64: sinks}, [EXACT], LayerTensors(), **options)
+    assert "exact+exact" in planned
+
+
+def test_heads_cost_nothing_where_more_of_them_take_no_longer() -> None:
+    """A step that takes as long as its launch: three heads and one differ by noise, which 64 steps would multiply."""
+    one, three = (79e-6, 80e-6, 83e-6), (81e-6, 82e-6, 84e-6)
+    assert pricing.line_through([1, 3], [one, three]) == Price(pytest.approx(81e-6), 0.0)
+    longer = (90e-6, 92e-6, 94e-6)
+    told = pricing.line_through([1, 3], [one, longer])
+    assert told.slope == pytest.approx(6e-6)
+    assert told.seconds(3) == pytest.approx(92e-6)
+    assert pricing.line_through([2], [longer]) == Price(0.0, pytest.approx(46e-6))

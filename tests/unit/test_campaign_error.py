@@ -159,3 +159,15 @@ def test_a_budget_is_spent_where_time_falls_slowly(monkeypatch: pytest.MonkeyPat
     spent = median_used()
     monkeypatch.setattr(campaign, "BOLDER", 0.98)
     assert spent >= 0.6 > median_used()
+
+
+def test_a_plan_that_adds_less_than_rounding_can_tell_is_not_taken_to_add_nothing() -> None:
+    """Risks that are re-scaled by it would become nothing, and the next plan anything."""
+    observed = Observation(1e-3, np.zeros(1), ("text",))
+
+    def added(kl: float, rounding: float) -> float:
+        return Joint(kl, 0.0, 0.0, observed, {}, rounding).added
+
+    assert added(1.1e-3, 1.2e-3) == pytest.approx(1.2e-4)
+    assert added(1.8e-3, 1.2e-3) == pytest.approx(6e-4)
+    assert added(3e-4, 0.0) == pytest.approx(3e-4)
