@@ -77,7 +77,8 @@ def test_lambada(request: pytest.FixtureRequest, tmp_path: Path, kind: str, leng
     model = HFLM(pretrained=str(directory), device="cpu", dtype="float32", batch_size=2, max_length=length)
     expected = theirs(model, "lambada_openai", their_task("lambada_openai", "text", PASSAGES, tmp_path))
     found = ours(directory, corpora.lastword_corpus(PASSAGES, "own passages"), context=length, batch_size=3)
-    assert found["last_word_perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
+    # the exponential of some thirty nats, which other batches sum in another order
+    assert found["last_word_perplexity"] == pytest.approx(expected["perplexity"], rel=1e-5)
     assert found["accuracy"] == expected["acc"]
 
 

@@ -28,6 +28,7 @@ from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
 
 from ..support.choices import make_choice
+from ..support.processor import ROUNDS_BF16
 
 LENGTH = 200
 CHOICES = [
@@ -112,9 +113,8 @@ def test_compiled_equals_uncompiled(choice: Choice, padding: str) -> None:
     real = mask.bool()
     torch.testing.assert_close(found[real], plain[real], atol=1e-5, rtol=1e-5)
     store.remove_plan(model)
-    assert (model(ids, use_cache=False, **given).logits - plain)[real].abs().max() > 1e-3, (
-        "the plan does nothing"
-    )
+    moved = (model(ids, use_cache=False, **given).logits - plain)[real].abs().max() > 1e-3
+    assert moved == (ROUNDS_BF16 or choice.label != "bf16"), "the plan does nothing"
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ..support.processor import ROUNDS_BF16
 from ..support.warm import WarmInterpreter
 
 MEASURED = """
@@ -66,6 +67,8 @@ def test_causal_4k_beside_the_resident_memory_of_sdpa(
     dtype: str, threads: int, most: float, interpreter: WarmInterpreter
 ) -> None:
     """In float32 each thread packs one tile of keys and values, less than what sdpa works with."""
+    if dtype == "bfloat16" and not ROUNDS_BF16:
+        pytest.skip("without instructions for bfloat16 keys and values are widened to float32")
     ours, output = growth(interpreter, "ours", dtype, threads)
     stock, _ = growth(interpreter, "stock", dtype, threads)
     # the output itself is counted, so that a measurement that sees nothing is found out

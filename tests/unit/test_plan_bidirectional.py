@@ -17,6 +17,7 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice
+from ..support.processor import ROUNDS_BF16
 
 HEADS, D, N = 2, 16, 270
 WINDOW = make_choice("window", 24, 4)
@@ -81,7 +82,9 @@ def test_execution_equals_the_definition(choice: Choice, name: str, backend: str
     torch.testing.assert_close(found.double(), definition(program, request), atol=tolerance, rtol=tolerance)
     exact = reference.attention(request).out
     assert (found[:, :, 1:].double() - exact[:, :, 1:]).abs().max() < 2e-5
-    if name == "full":  # the approximation is no empty one
+    if name == "full" and (
+        ROUNDS_BF16 or (choice.label, backend) != ("bf16", "native")
+    ):  # no empty approximation
         assert (found[:, :, :1].double() - exact[:, :, :1]).abs().max() > 1e-3
 
 

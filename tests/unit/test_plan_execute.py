@@ -17,6 +17,7 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice
+from ..support.processor import ROUNDS_BF16
 
 KV, GROUP, D, N = 2, 2, 16, 300
 CHOICES = [
@@ -87,7 +88,7 @@ def test_execution_equals_the_definition(name: str, choice: Choice) -> None:
     torch.testing.assert_close(found.double(), torch.cat(parts, 2), atol=tolerance, rtol=tolerance)
     exact = reference.attention(request).out
     assert (found[:, :, GROUP:].double() - exact[:, :, GROUP:]).abs().max() < 2e-5
-    if name == "causal":  # the approximation is no empty one
+    if name == "causal" and (ROUNDS_BF16 or choice.label != "bf16"):  # the approximation is no empty one
         assert not torch.allclose(found[:, :, :GROUP].double(), exact[:, :, :GROUP], atol=1e-6)
 
 
