@@ -14,6 +14,7 @@ from adaattn_hf.plans import store
 from adaattn_hf.plans.choices import Blocks, Choice, Precision, Window
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, PlanError
 
+from ..support.processor import ROUNDS_BF16
 from .models import FAMILIES, beside_stock, padded_batch
 
 pytest.importorskip("kernels", reason="the package kernels is not installed; `make hub-test` has it")
@@ -85,7 +86,8 @@ def test_a_plan_is_what_the_package_computes(choice: str, side: str) -> None:
             m(ids, attention_mask=mask).logits[mask.bool()] for m in (stock, package, ours)
         )
     torch.testing.assert_close(found, right, atol=2e-6, rtol=0)
-    assert (right - exact).abs().max() > 1e-4  # the plan does something
+    does_something = ROUNDS_BF16 or choice != "bf16"
+    assert ((right - exact).abs().max() > 1e-4) == does_something
 
 
 @pytest.mark.parametrize("choice", CHOICES)
