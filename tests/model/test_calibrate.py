@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
 import adaattn_hf
@@ -41,6 +41,7 @@ from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.stats.paired import TokenScores
 
 from ..support.choices import make_choice
+from ..support.letters import lettered_llama
 
 LENGTH = 192
 CHOICES = (
@@ -58,14 +59,7 @@ CHOICES = (
 
 
 def _model(seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.08,
-    )  # fmt: skip
-    config._attn_implementation = "adaattn"
-    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
-    return model
+    return lettered_llama(layers=2, seed=seed)
 
 
 def encode(text: str) -> Sequence[int]:
