@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.stored import StoredKV
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import NOBODY, listening
-from adaattn_hf.backends.base import FastCall, spec_of
-from adaattn_hf.backends.select import attend, choose
+from adaattn_hf.backends.base import Backend, FastCall, spec_of
+from adaattn_hf.backends.select import choose
 
 from .families import HARMLESS, loses_borders
 
@@ -61,7 +62,9 @@ class Ready(NamedTuple):
         fields: The configuration's `__dict__`, which must still hold the same settings of this package, or none.
         facts: Result of `facts_of`.
         settings: These settings as the configuration holds them; None without.
-        attend: A `FastCall` without settings, `planned_call.PlannedCall.attend` with them.
+        attend: A `FastCall`, or a function that takes module and structure before what a `FastCall` takes:
+            `BackendCall.attend`, with settings `planned_call.PlannedCall.attend`.
+        bare: Whether it is a `FastCall`.
     """
 
     config: Any
@@ -69,6 +72,30 @@ class Ready(NamedTuple):
     facts: tuple[Hashable, ...]
     settings: Any
     attend: Callable[..., Any]
+    bare: bool
+
+
+class BackendCall(NamedTuple):
+    """An exact call by a backend that has no fast call for it: what is saved is the way to the backend.
+
+    The structure is passed in, for it is the structure that keeps the call: tensors in a circle would outlive the pass.
+    """
+
+    backend: Backend
+
+    def attend(
+        self,
+        module: nn.Module,
+        structure: CallStructure,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        stored: StoredKV | None = None,
+    ) -> Tensor:
+        """Returns the output `[batch, q_len, heads, head_dim_v]`; which module calls changes nothing."""
+        request = AttentionRequest(query, key, value, structure.settled(), scaling, stored=stored)
+        return self.backend.attend(request).out
 
 
 def facts_of(
@@ -142,19 +169,25 @@ def attend_and_keep(
     query, key, value = request.query, request.key, request.value
     beside = () if request.stored is None else (request.stored,)
 
-    def find() -> FastCall | None:
+    def find() -> FastCall | BackendCall:
         spec = spec_of(request, forced)
-        return choose(spec, forced).fast_call(spec, request)
+        chosen = choose(spec, forced)
+        return chosen.fast_call(spec, request) or BackendCall(chosen)
 
     facts = facts_of(backend, query, key, value, request.stored is not None)
     # kept apart from `structure.ready`: models with other configurations may share the structure
     call = request.structure.cached(("call", forced, facts), find)
-    if call is None:
-        return attend(request, forced).out
-    if undisturbed(module, kwargs) and not loses_borders(config):
+    bare = not isinstance(call, BackendCall)
+    if (
+        undisturbed(module, kwargs)
+        and not loses_borders(config)
+        and (bare or request.structure is structure.settled())
+    ):
         fields = {} if config is None else object.__getattribute__(config, "__dict__")
-        structure.ready = Ready(config, fields, facts, None, call)
-    return call(query, key, value, request.scaling, *beside)
+        structure.ready = Ready(config, fields, facts, None, call if bare else call.attend, bare)
+    if bare:
+        return call(query, key, value, request.scaling, *beside)
+    return call.attend(module, request.structure, query, key, value, request.scaling, *beside)
 
 
 def collects_weights() -> bool:

@@ -130,14 +130,14 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 and undisturbed(module, kwargs)
             ):
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
-                if ready.settings is not None:
-                    out = ready.attend(module, structure, query, key, value, factor)
-                    if out is not None:
-                        return out, None
-                elif stored is None:
-                    return ready.attend(query, key, value, factor), None
-                else:
+                if ready.bare:
+                    if stored is None:
+                        return ready.attend(query, key, value, factor), None
                     return ready.attend(query, key, value, factor, stored), None
+                beside = () if stored is None else (stored,)
+                out = ready.attend(module, structure, query, key, value, factor, *beside)
+                if out is not None:
+                    return out, None
         return _attend_anew(
             backend, module, query, key, value, attention_mask, is_causal, sliding_window, scaling, dropout, softcap,
             sinks if s_aux is None else s_aux, position_bias, kwargs, compiling, stored, streams,

@@ -104,4 +104,4 @@ def keep(
     if undisturbed(module, kwargs) and request.structure is structure.settled():
         fields = object.__getattribute__(config, "__dict__")
         call = PlannedCall(settings, forced)
-        structure.ready = Ready(config, fields, facts, raw_settings(config), call.attend)
+        structure.ready = Ready(config, fields, facts, raw_settings(config), call.attend, bare=False)

@@ -78,6 +78,19 @@ class Backend(Protocol):
         return ("one launch",) * len(rules.windows)
 
 
+def layer_call(backend: Backend, request: AttentionRequest) -> Callable[[], object]:
+    """Returns an exact call as layers make it that follow the first one of a pass: the backend has been chosen.
+
+    Args:
+        backend: The backend that was chosen.
+        request: The call, without dropout, bias, softcap or learned sinks.
+    """
+    bare = backend.fast_call(spec_of(request), request)
+    if bare is None:
+        return lambda: backend.attend(request)
+    return lambda: bare(request.query, request.key, request.value, request.scaling)
+
+
 def head_refusals(spec: CallSpec, kernels: str) -> list[str]:
     """The refusals of a backend that computes the same for every head.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..attention.request import AttentionRequest
-from .base import spec_of
+from .base import layer_call, spec_of
 from .clocks import Clock, clock_of, quartiles
 from .probes import probes
 from .select import BACKENDS, refusals_of
@@ -71,5 +71,4 @@ def _call(name: str, request: AttentionRequest) -> Callable[[], Any]:
     if request.query.requires_grad:
         grad = torch.ones_like(backend.attend(request).out)
         return lambda: torch.autograd.grad(backend.attend(request).out, inputs, grad)
-    bare = backend.fast_call(spec_of(request), request)
-    return (lambda: backend.attend(request)) if bare is None else (lambda: bare(*inputs, request.scaling))
+    return layer_call(backend, request)

@@ -22,7 +22,7 @@ from ..attention.heads import some_heads
 from ..attention.request import AttentionRequest
 from ..attention.structure import CallStructure
 from ..backends import select
-from ..backends.base import spec_of
+from ..backends.base import layer_call, spec_of
 from ..backends.clocks import clock_of, quartiles
 from ..plans import execute
 from ..plans.choices import Choice
@@ -73,13 +73,10 @@ Spread = tuple[float, float, float]
 
 
 def _call(program: Program, request: AttentionRequest) -> Callable[[], object]:
-    """Returns one call as a layer makes it: of an exact one its backend's fast call, where it has one."""
+    """Returns one call as a layer makes it that follows the first one of a pass."""
     extended = request.softcap is not None or request.sink_logits is not None or request.bias is not None
     if program.plan.is_exact and not extended and request.scaling > 0:
-        spec = spec_of(request)
-        fast = select.choose(spec).fast_call(spec, request)
-        if fast is not None:
-            return partial(fast, request.query, request.key, request.value, request.scaling)
+        return layer_call(select.choose(spec_of(request)), request)
     return partial(execute.attend, program, request)
 
 

@@ -2,7 +2,8 @@
 
 The table is made call by call, as ADAATTN_TUNE=first makes it, in a directory of its own. Then `auto`, every backend
 that serves the call and torch's kernels by name are timed in turn, so that the clock of a warm device strikes all
-alike: the longer one of the device's time (nothing in the L2 cache) and the host's, median of eleven.
+alike: the longer one of the device's time (nothing in the L2 cache) and the host's, median of eleven. `auto` and the
+backends are called as layers do that follow the first one of a pass, which has chosen.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
-from adaattn_hf.backends.base import spec_of
+from adaattn_hf.backends.base import Backend, layer_call, spec_of
 from adaattn_hf.backends.clocks import clock_of, quartiles
 from adaattn_hf.patches.tuned import forget
 
 from .kernels import masks
-from .measure import DEVICE, ON_CUDA, Cell, Section, by, length, request, stock
+from .measure import DEVICE, ON_CUDA, Cell, Section, length, request, stock
 
 Call = Callable[[], Any]
 
@@ -88,13 +89,14 @@ def ways(asked: AttentionRequest) -> dict[str, Call]:
     spec, inputs = spec_of(asked), (asked.query, asked.key, asked.value)
     names = [name for name in select.BACKENDS if name != "eager" and not select.refusals_of(name, spec)]
 
-    def passes(call: Call) -> Call:
+    def passes(backend: Backend) -> Call:
         if not spec.needs_grad:
-            return call
-        grad = torch.ones_like(call().out)
-        return lambda: torch.autograd.grad(call().out, inputs, grad)
+            return layer_call(backend, asked)
+        grad = torch.ones_like(backend.attend(asked).out)
+        return lambda: torch.autograd.grad(backend.attend(asked).out, inputs, grad)
 
-    found = {name: passes(by(name, asked)) for name in ("auto", *names)}
+    found = {name: passes(select.BACKENDS[name]) for name in names}
+    found = {"auto": passes(select.choose(spec)), **found}
     plain = spec.kind == "causal" or (spec.kind == "suffix" and spec.decode)
     if ON_CUDA and plain and not spec.needs_grad:
         for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -130,6 +132,43 @@ def test_keywords_that_change_the_call(warm: Any) -> None:
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
     assert not torch.allclose(out, whole)
     assert not torch.allclose(capped, whole)
+
+
+def test_a_backend_without_a_fast_call_is_chosen_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_eager, module = attention_function("eager"), layer()
+    mask = mask_for(module)
+    by_eager(module, *draw(), mask)
+    assert mask.structure.ready is not None
+    assert not mask.structure.ready.bare
+
+    def never(*arguments: Any) -> Any:
+        raise AssertionError("the second layer took the long way")
+
+    q, k, v = draw()
+    with monkeypatch.context() as patch:
+        patch.setattr(interface, "_attend_anew", never)
+        patch.setattr(fast_path, "choose", never)
+        out, _ = by_eager(module, q, k, v, mask, scaling=0.5)
+        with pytest.raises(AssertionError, match="long way"):
+            by_eager(module, *draw(dtype=torch.float64), mask)
+    structure = CallStructure(2, N, N, causal=True)
+    expected = reference.attention(AttentionRequest(q, k, v, structure, 0.5)).out
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_what_a_pass_found_out_goes_with_its_mask() -> None:
+    """Tables of a device's memory hang on it."""
+    by_eager, module = attention_function("eager"), layer()
+    mask = mask_for(module)
+    by_eager(module, *draw(), mask)
+    structure = weakref.ref(mask.structure)
+    gc.disable()
+    try:
+        del mask
+        fast_path._structures.clear()
+        assert structure() is None
+    finally:
+        gc.enable()
 
 
 def test_whoever_listens_is_told(warm: Any) -> None:
