@@ -177,17 +177,13 @@ def attend_and_keep(
     facts = facts_of(backend, query, key, value, request.stored is not None)
     # kept apart from `structure.ready`: models with other configurations may share the structure
     call = request.structure.cached(("call", forced, facts), find)
-    bare = not isinstance(call, BackendCall)
-    if (
-        undisturbed(module, kwargs)
-        and not loses_borders(config)
-        and (bare or request.structure is structure.settled())
-    ):
+    way: Callable[..., Tensor] = call.attend if isinstance(call, BackendCall) else call
+    before = (module, request.structure) if isinstance(call, BackendCall) else ()
+    same = not before or request.structure is structure.settled()
+    if same and undisturbed(module, kwargs) and not loses_borders(config):
         fields = {} if config is None else object.__getattribute__(config, "__dict__")
-        structure.ready = Ready(config, fields, facts, None, call if bare else call.attend, bare)
-    if bare:
-        return call(query, key, value, request.scaling, *beside)
-    return call.attend(module, request.structure, query, key, value, request.scaling, *beside)
+        structure.ready = Ready(config, fields, facts, None, way, bare=not before)
+    return way(*before, query, key, value, request.scaling, *beside)
 
 
 def collects_weights() -> bool:
