@@ -160,6 +160,8 @@ def run_cell(
     profile: Path | None = None,
 ) -> dict[str, Any]:
     """All figures of one cell; the first name is ours, the others are compared with it."""
+    # a function that torch has compiled for eight kinds of calls is run uncompiled from then on: stock flex_attention
+    torch.compiler.reset()
     works: dict[str, Work] = {}
     refused = {name: why for name in names if name in PEERS and (why := refusal(name, cell)) is not None}
     differences: dict[str, float] = {}

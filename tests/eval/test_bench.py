@@ -7,6 +7,7 @@ import errno
 import json
 import re
 import sys
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,24 @@ def assert_fits(report: dict[str, Any]) -> None:
         wrong = {**report, "cells": [{**report["cells"][0], **change}]}
         assert not check.is_valid(wrong), change
     assert not check.is_valid({**report, "provenance": {"python": "3"}})
+
+
+def test_what_a_cell_compiles_takes_nothing_from_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past its limit of variants torch runs a function as it is written, without a word."""
+
+    @torch.compile(backend="eager", dynamic=False)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return x if torch.compiler.is_compiling() else x * float("nan")
+
+    grid = read_grid(None, "cpu")
+    cells = [cell for cell in grid.cells if cell.level == "attention"][:3]
+    monkeypatch.setattr(bench_module, "error_of", lambda cell, device: None)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    for size, cell in enumerate(cells, 2):
+        work = partial(compiled, torch.ones(size))
+        monkeypatch.setattr(bench_module, "ways", lambda cell, grid, device, work=work: lambda name: work)
+        found = bench_module.run_cell(cell, ["adaattn", "sdpa"], grid, 1, torch.device("cpu"), memory=False)
+        assert found["difference"] == {"sdpa": 0.0}
 
 
 def test_kernels_of_sdpa_are_timed_apart(tmp_path: Path) -> None:
