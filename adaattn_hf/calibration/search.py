@@ -37,6 +37,13 @@ TOLD = 0.1
 """Share of the KL of rounding below which a plan's own cannot be told from none."""
 CLOSE = 0.85
 """A plan that uses at least this share of the limit is close enough."""
+SHRINK = 0.7
+"""After a plan beyond the limit the next one is predicted to have at most this share of its KL.
+
+In half precision the KL falls more slowly than predicted: a part of it is rounding that nobody measured.
+"""
+GROW = 1.25
+"""After a plan within the limit the next one is predicted to have at least so many times its KL."""
 
 Picks = NDArray[np.int64]
 """`[units]`, index of each unit's choice among the candidates."""
@@ -101,8 +108,13 @@ class Joint:
 
     @property
     def added(self) -> float:
-        """What the plan adds to the KL of rounding, nats/token; at least as much as could not be told from nothing."""
-        return max(self.kl - self.rounding, TOLD * self.rounding, NOTHING)
+        """What the plan adds to the KL of rounding, nats/token."""
+        return max(self.kl - self.rounding, NOTHING)
+
+    @property
+    def told(self) -> float:
+        """The same, but at least as much as could not be told from nothing: what risks may be re-scaled by."""
+        return max(self.added, TOLD * self.rounding)
 
 
 @dataclass(eq=False)
@@ -284,9 +296,10 @@ def seek(
             seen[length].append(joint[length])
             aim = taught(aim, length, seen[length])
         measured = np.array([joint[length].added for length in lengths])
+        told = np.array([joint[length].told for length in lengths])
         predicted = found.risk * alpha
         if step == 0:  # re-scale the sums of risks
-            alpha = np.array([rescale(a, p, m) for a, p, m in zip(alpha, predicted, measured, strict=True)])
+            alpha = np.array([rescale(a, p, t) for a, p, t in zip(alpha, predicted, told, strict=True)])
         afforded = np.array([aim.affordable(length, *_laws_of_gates(seen[length])) for length in lengths])
         reached = float((measured / afforded).max())
         history.append(
@@ -306,12 +319,13 @@ def seek(
             break
         if step == 0:
             continue
+        step_to = 1.0 / float((told / afforded).max())
         if reached <= 1.0 + TOLERANCE:
-            low = scale
+            low, step_to = scale, float(np.clip(step_to, GROW, 4.0))
         else:
-            high = scale
+            high, step_to = scale, float(np.clip(step_to, 0.25, SHRINK))
         bracketed = low > 0.0 and high < math.inf
-        scale = math.sqrt(low * high) if bracketed else scale * float(np.clip(1.0 / reached, 0.25, 4.0))
+        scale = math.sqrt(low * high) if bracketed else scale * step_to
     progress("joint", JOINT_STEPS, JOINT_STEPS)
     return within, alpha
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaattn_hf.calibration import campaign, verify
+from adaattn_hf.calibration import campaign, search, verify
 from adaattn_hf.calibration.campaign import Campaign
 from adaattn_hf.calibration.corpus import TokenSequence
-from adaattn_hf.calibration.search import Found, Joint
+from adaattn_hf.calibration.search import NOTHING, Found, Joint
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.stock import StockDistance
 from adaattn_hf.calibration.team import Team
@@ -165,9 +165,39 @@ def test_a_plan_that_adds_less_than_rounding_can_tell_is_not_taken_to_add_nothin
     """Risks that are re-scaled by it would become nothing, and the next plan anything."""
     observed = Observation(1e-3, np.zeros(1), ("text",))
 
-    def added(kl: float, rounding: float) -> float:
-        return Joint(kl, 0.0, 0.0, observed, {}, rounding).added
+    def of(kl: float, rounding: float) -> tuple[float, float]:
+        joint = Joint(kl, 0.0, 0.0, observed, {}, rounding)
+        return joint.added, joint.told
 
-    assert added(1.1e-3, 1.2e-3) == pytest.approx(1.2e-4)
-    assert added(1.8e-3, 1.2e-3) == pytest.approx(6e-4)
-    assert added(3e-4, 0.0) == pytest.approx(3e-4)
+    assert of(1.1e-3, 1.2e-3) == pytest.approx((NOTHING, 1.2e-4))
+    assert of(1.8e-3, 1.2e-3) == pytest.approx((6e-4, 6e-4))
+    assert of(3e-4, 0.0) == pytest.approx((3e-4, 3e-4))
+
+
+@pytest.mark.parametrize(
+    ("rounding", "slope", "beside"),
+    [(0.0, 3.0, 0.0), (1.4e-3, 3.0, 0.0), (1.2e-3, 1.5, 0.9e-4), (1.4e-3, 0.3, -0.2e-4)],
+    ids=["single precision", "a limit below what is told", "a KL that hardly falls", "a KL below rounding's"],
+)
+def test_a_search_ends_within_its_limit_whatever_rounding_hides(
+    monkeypatch: pytest.MonkeyPatch, rounding: float, slope: float, beside: float
+) -> None:
+    """Plans whose KL is a multiple of what is predicted, beside what two exact kernels lie apart on this text."""
+    limit = 1e-4
+
+    def solve(measurement: Any, budget: Any, demoted: Any) -> Allocation:
+        return Allocation(np.array([round(budget[0] * 1e12)]), -float(budget[0]), budget)
+
+    def joint(picks: Any, length: int) -> Joint:
+        kl = rounding + beside + slope * picks[0] * 1e-12
+        return Joint(kl, 0.0, 0.0, Observation(kl, np.zeros(1), ("text",)), {}, rounding)
+
+    monkeypatch.setattr(search, "solve", solve)
+    settings = SimpleNamespace(lengths=(LENGTH,))
+    inputs = SimpleNamespace(settings=settings, progress=lambda *_: None)
+    passes: Any = SimpleNamespace(measurement=SimpleNamespace(inputs=inputs), joint=joint)
+    aim: Any = SimpleNamespace(affordable=lambda *_: limit)
+    found, _ = search.seek(passes, aim, np.ones(1), (), [], lambda aim, *_: aim)
+    assert found is not None
+    assert found.joint[LENGTH].added <= (1.0 + search.TOLERANCE) * limit
+    assert found.reached >= 0.25 or beside < 0.0
