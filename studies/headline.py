@@ -121,9 +121,14 @@ def figures(reports: Mapping[str, Any]) -> str:
         f'<details markdown="1">\n<summary>The picture as a table</summary>\n\n{block(reports)}\n\n</details>'
     )
     tables = (
-        folded, budget_block(reports["budget"]), wikitext_block([reports[name] for name in _WIKITEXT]),
-        caches_block(reports["cache_plans"]), steps_block(reports["gpu_plans"]), plans_block(reports["gpu_plans"]),
-    )  # fmt: skip
+        folded,
+        budget_block(reports["budget"]),
+        device_budget_block(reports["budget_cuda"]),
+        wikitext_block([reports[name] for name in _WIKITEXT]),
+        caches_block(reports["cache_plans"]),
+        steps_block(reports["gpu_plans"]),
+        plans_block(reports["gpu_plans"]),
+    )
     return "\n\n".join(tables)
 
 
@@ -232,6 +237,34 @@ def budget_block(study: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def device_budget_block(study: Mapping[str, Any]) -> str:
+    """The table of what a loss budget buys on a GPU, for one sequence and for as many as were timed at once."""
+    speed, measured = study["speed"], study["seeds"]
+    many = max(speed["attention"], key=lambda shape: -1 if shape.isdigit() else int(shape.partition(" ")[0]))
+    count, _, length = many.partition(" x ")
+    model = speed["settings"]["model"].partition("-Instruct")[0]
+    rows = [
+        f"| loss budget, {model} at {length} tokens, {speed['settings']['dtype']}, {speed['provenance']['device']} "
+        "| seeds within budget | largest bound of Δnll | attention: speed-up vs exact AdaAttn "
+        f"| {count} sequences at once | whole prefill: speed-up vs exact AdaAttn | {count} sequences at once |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for budget in sorted({record["budget"] for record in measured}):
+        arm = f"plan-{percent(budget)}".replace(" ", "")
+        met = [record for record in measured if record["budget"] == budget and record["met"]]
+        upper = max(verdict["upper"] for record in met for verdict in record["report"]["verdicts"])
+        ratios = [
+            f"{speed[level][shape]['exact']['seconds'] / speed[level][shape][arm]['seconds']:.2f}"
+            for level in ("attention", "model")
+            for shape in (length, many)
+        ]
+        own = sum(record["budget"] == budget for record in measured)
+        rows.append(
+            f"| {percent(budget)} | {len(met)} of {own} | {loss(upper)} of {loss(budget)} | {' | '.join(ratios)} |"
+        )
+    return "\n".join(rows)
+
+
 def rewrite(page: str, written: str, name: str = "figures") -> str:
     """The page with this text between the marks of a name.
 
@@ -250,7 +283,17 @@ def kept_reports(results: Path = RESULTS) -> dict[str, Any]:
     """The reports in a directory of results."""
     return {
         name: json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("bench", "gpu", "gpu_small", "budget", "gpu_plans", "cache", "cache_plans", *_WIKITEXT)
+        for name in (
+            "bench",
+            "gpu",
+            "gpu_small",
+            "budget",
+            "budget_cuda",
+            "gpu_plans",
+            "cache",
+            "cache_plans",
+            *_WIKITEXT,
+        )
     }
 
 

@@ -24,7 +24,7 @@ from .curve_report import curve_sections
 from .masked_report import verdicts_of
 
 PARTS = ("prices", "curve", "speed", "replay", "peers")
-KEPT = ("curve", "peers")
+KEPT = ("curve", "speed", "peers")
 """Parts that are kept from an earlier study where this one has none."""
 WITHIN = 1.5
 """Factor that a prediction is meant to keep."""
@@ -204,7 +204,7 @@ def _made(study: dict[str, Any]) -> list[str]:
             for _ in range("check_data" in settings)
         ),
         f"* losses: measured on {made['device']} (torch {made['versions']['torch']}, "
-        f"transformers {made['versions']['transformers']})",
+        f"transformers {made['versions']['transformers']}) at commit {_commit(made)}",
         f"* seeds: {settings['sequences']} sequences per length for risks, {settings['rows']} rows, "
         f"{settings['labels']} labels, {settings['joint']} sequences to re-scale, {settings['held_out']} to "
         f"{settings.get('most_held_out', settings['held_out'])} held-out sequences per length and plan",
@@ -273,6 +273,11 @@ def _seeds(study: dict[str, Any]) -> list[str]:
     ]
 
 
+def _commit(made: dict[str, Any]) -> str:
+    """The commit that measured; a copy without git does not know its own."""
+    return (made.get("commit") or "not known")[:9]
+
+
 def _clock(where: dict[str, Any]) -> str:
     """The machine, and what was measured there."""
     if where["device"] != "cpu":
@@ -284,7 +289,8 @@ def _speed(speed: dict[str, Any]) -> list[str]:
     lines = [
         "## Measured speed",
         "",
-        f"{_clock(speed['provenance'])}; stock is Transformers' sdpa with the same weights.",
+        f"{_clock(speed['provenance'])}; stock is Transformers' sdpa with the same weights. At commit "
+        f"{_commit(speed['provenance'])}.",
         "",
     ]
     for level, title in (("attention", "attention of all layers"), ("model", "the whole model, one prefill")):
@@ -357,7 +363,7 @@ def markdown(study: dict[str, Any]) -> str:
         if part in study:
             found = section(study[part])
             if part in study.get("kept", ()):
-                found.insert(1, "\nOf an earlier study, whose prices and times are those of another machine.")
+                found.insert(1, "\nOf an earlier study: with its plans, its prices and its machine.")
             lines += found
     return "\n".join(lines)
 

@@ -93,6 +93,9 @@ def test_another_figure_would_show() -> None:
     before = headline.budget_block(reports["budget"])
     reports["budget"]["seeds"][0]["met"] = not reports["budget"]["seeds"][0]["met"]
     assert headline.budget_block(reports["budget"]) != before
+    before = headline.device_budget_block(reports["budget_cuda"])
+    reports["budget_cuda"]["speed"]["model"]["8 x 8192"]["plan-1%"]["seconds"] *= 2
+    assert headline.device_budget_block(reports["budget_cuda"]) != before
     before = headline.figures(reports)
     reports["cache_plans"][0]["smaller"] += 1
     after = headline.figures(reports)
