@@ -15,8 +15,8 @@ _HEAD = """# Benchmarks
 Written by `adaattn bench` from `{source}`; do not edit. Ratios are medians over rounds of the time of a stock
 implementation divided by the time of `adaattn` in the same round (above 1: `adaattn` is faster), quartiles in brackets.
 `best` is the fastest stock implementation of the cell. Masks, packing and routing are inside the time. Cells where
-`adaattn` is slower are listed like the others, and once more below. Slow implementations were left out of some
-cells; the JSON names those of each. A cell speaks for the commit at which it was measured, not for later changes.
+`adaattn` is slower are listed like the others, and once more below. Not every implementation was timed in every cell;
+the JSON names those of each. A cell speaks for the commit at which it was measured, not for later changes.
 
 {machine}
 """
