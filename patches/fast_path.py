@@ -8,20 +8,22 @@ for later forward passes with the same shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.stored import StoredKV
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import NOBODY, listening
 from adaattn_hf.backends.base import Backend, FastCall, spec_of
 from adaattn_hf.backends.select import choose
 
 from .families import HARMLESS, loses_borders
+
+if TYPE_CHECKING:
+    from adaattn_hf.attention.stored import StoredKV
 
 IDLE = HARMLESS | {"position_ids"}
 """Keywords that change no call. `position_ids` do in some model families; calls of those are not remembered."""
