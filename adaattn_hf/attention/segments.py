@@ -120,13 +120,14 @@ def find_segments(structure: Rules) -> tuple[Segment, ...] | None:
             if high == low:
                 continue
         for (q_low, q_high), (k_low, k_high) in documents[row if len(documents) > 1 else 0]:
-            k_low, k_high = max(k_low, low), min(k_high, high)
+            begin, k_low, k_high = k_low, max(k_low, low), min(k_high, high)
             if structure.pads_queries:
                 q_low, q_high = max(q_low, low - offset), min(q_high, high - offset)
             if structure.chunk is None:
                 pieces = [(q_low, q_high, k_low, k_high)]
             else:
-                origin = k_low if structure.k_segments is not None else (0 if starts is None else starts[row])
+                # a document's chunks count from its first key, even if that is padding
+                origin = begin if structure.k_segments is not None else (0 if starts is None else starts[row])
                 pieces = _chunks(structure.chunk, origin, offset, (q_low, q_high), (k_low, k_high))
             for a, b, c, d in pieces:
                 if structure.causal:

@@ -52,6 +52,10 @@ def structures(draw: st.DrawFn, batch: int, q_len: int, kv_len: int) -> CallStru
         rules["k_segments"] = rules["q_segments"] = (
             edges.long().cumsum(1).expand(draw(st.sampled_from([1, batch])), -1)
         )
+        if draw(st.booleans()):  # in chunks, and cut short by padding on the left
+            rules["chunk"] = draw(st.integers(1, kv_len))
+            left = torch.arange(kv_len) >= draw(st.integers(0, kv_len))
+            rules["key_padding"], rules["pads_queries"] = left.expand(batch, -1), draw(st.booleans())
     elif kind == "chunks":
         rules["chunk"] = draw(st.integers(1, kv_len))
         starts = st.lists(st.integers(0, kv_len), min_size=batch, max_size=batch)

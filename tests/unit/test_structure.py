@@ -48,6 +48,22 @@ def test_segments_say_what_visible_defines(structure: CallStructure) -> None:
     assert torch.equal(of_segments(structure), expected)
 
 
+def test_chunks_of_a_document_count_from_its_first_key_even_if_that_is_padding() -> None:
+    documents = torch.tensor([[0] * 6 + [1] * 4])
+    structure = CallStructure(
+        1,
+        10,
+        10,
+        causal=True,
+        chunk=4,
+        key_padding=torch.arange(10)[None] >= 3,
+        q_segments=documents,
+        k_segments=documents,
+    )
+    assert torch.equal(of_segments(structure), structure.visible()[:, 0])
+    assert structure.segments() == ((0, 3, 1, 3, 1, 0), (0, 4, 2, 4, 2, 0), (0, 6, 4, 6, 4, 0))
+
+
 @settings(max_examples=200)
 @given(structure=drawn())
 def test_segments_are_inside_and_in_order(structure: CallStructure) -> None:
