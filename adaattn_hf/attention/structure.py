@@ -135,6 +135,10 @@ class CallStructure:
         made: Made = memo[key]
         return made
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy or a pickle, which remembers nothing: what kernels are told are addresses of these very tensors."""
+        return {**self.__dict__, "ready": None, "_memo": {}}
+
     def operands(self) -> tuple[Any, ...]:
         """The rules as arguments of an operator, as in `OPERANDS`: it takes no tensor where a number may stand."""
         on_device = isinstance(self.q_offset, Tensor)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +16,9 @@ from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
+from adaattn_hf.backends.native.rules import rules_of
+
+from ..support.head_rules import rules
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 SEGMENTS = torch.tensor([[0] * 30 + [1] * 41 + [2] * 29, [0] * 99 + [1]])
@@ -64,6 +73,30 @@ def test_matches_the_reference(name: str, extra: dict[str, object]) -> None:
     torch.testing.assert_close(result.lse.double(), truth.lse, atol=5e-6, rtol=1e-6)
 
 
+def test_windows_of_heads_hold_beside_a_mask_of_each_head() -> None:
+    mask = torch.rand(1, 4, 100, 100, generator=torch.Generator().manual_seed(0)) > 0.2
+    asked = request(
+        CallStructure(TWO, 100, 100, causal=True, window=40, mask=mask), per_head=rules((9, 0), (2, 0))
+    )
+    result, truth = NativeBackend().attend(asked), reference.attention(asked)
+    torch.testing.assert_close(result.out.double(), truth.out, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_a_copy_of_a_structure_tells_the_kernels_of_its_own_tensors(
+    copied: Callable[[CallStructure], CallStructure],
+) -> None:
+    structure = STRUCTURES["packed"].with_changes()
+    asked = request(structure)
+    expected = NativeBackend().attend(asked).out
+    theirs = copied(structure)
+    assert torch.equal(NativeBackend().attend(replace(asked, structure=theirs)).out, expected)
+    table, told = rules_of(theirs).segments, rules_of(theirs).packed
+    assert table is not None
+    assert table.data_ptr() in struct.unpack_from("=qQ", told)
+    assert table is not rules_of(structure).segments
+
+
 REFUSALS = {
     "run on CPUs, the tensors are on cuda": {"device": "cuda"},
     "have no torch.float64": {"dtype": torch.float64},
@@ -74,6 +107,8 @@ REFUSALS = {
     "no gradient of rules per head": {"head_windows": True, "needs_grad": True},
     "while a graph is traced": {"head_windows": True, "compiling": True},
     "keep blocks of 64 keys, got 128": {"head_blocks": 128},
+    "stored as int8 without kept blocks": {"stored": "int8", "head_blocks": 64},
+    "without int8 products": {"stored": "int8", "head_precision": "mixed"},
 }
 
 

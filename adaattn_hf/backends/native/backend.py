@@ -124,6 +124,10 @@ def _refused_rules(spec: CallSpec) -> list[str]:
         reasons.append("rules per head need data that cannot be read while a graph is traced")
     if spec.head_blocks not in (0, BLOCK):
         reasons.append(f"the native kernels keep blocks of {BLOCK} keys, got {spec.head_blocks}")
+    if spec.stored is not None and (spec.head_blocks or spec.head_precision in ("int8", "mixed")):
+        reasons.append(
+            f"the native kernels read keys stored as {spec.stored} without kept blocks and without int8 products"
+        )
     if spec.head_precision in ("int8", "mixed"):
         loaded = library()
         level = "none" if loaded is None else loaded.level_name

@@ -56,7 +56,8 @@ def attend(request: AttentionRequest, rules: HeadRules) -> AttentionResult:
         part = some_heads(request, launch.heads)
         told = launch.rules
         if apart:
-            told = replace(told, mask=part.structure.visible())
+            window, sinks = launch.per_head.window_in(request.structure, 0)
+            told = replace(told, mask=part.structure.with_changes(window=window, sinks=sinks).visible())
         changes: dict[str, object] = {}
         if launch.per_head.kept_block:
             changes["keep"] = _kept_blocks(part, launch.per_head)
