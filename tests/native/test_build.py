@@ -165,6 +165,12 @@ def test_fuzz_under_sanitizers(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
+def test_all_functions_of_the_header_are_looked_for() -> None:
+    """One that is not is taken to return 32 bits, and is missed at its first call alone."""
+    header = (build.SOURCES / "adaattn.h").read_text(encoding="utf-8")
+    assert set(re.findall(r"^(?:int64_t|void) ada_(\w+)\(", header, re.MULTILINE)) == set(library.FUNCTIONS)
+
+
 def test_levels_have_the_numbers_of_the_header() -> None:
     header = (build.SOURCES / "adaattn.h").read_text(encoding="utf-8")
     (names,) = re.findall(r"enum ada_level \{(.*?)\}", header)

@@ -42,6 +42,7 @@ FUNCTIONS = (
     "store_size",
     "best_level",
     "has_level",
+    "peak_bytes",
     "set_parallel",
     "forward",
     "backward",
@@ -143,7 +144,7 @@ def _declare(handle: ctypes.CDLL) -> None:
     """
     for function in FUNCTIONS:
         getattr(handle, f"ada_{function}").restype = ctypes.c_int64
-    handle.ada_has_level.argtypes = [ctypes.c_int64]
+    handle.ada_has_level.argtypes = handle.ada_peak_bytes.argtypes = [ctypes.c_int64]
     handle.ada_set_parallel.restype = None
     handle.ada_set_parallel.argtypes = [ctypes.c_void_p]
     handle.ada_forward.argtypes = [ctypes.c_char_p]
