@@ -101,6 +101,35 @@ def test_the_way_of_dropout_computes_the_same(drawn: AttentionRequest, extra: st
     assert float((BACKEND.attend(tiny).out.double() - truth).abs().amax()) <= bound(tiny, truth)
 
 
+@pytest.mark.parametrize("columns", [1, 40])
+def test_the_way_of_dropout_adds_a_bias_to_sinks_in_front_of_a_window(columns: int) -> None:
+    query, key, value = (torch.randn(1, 2, 40, 8, generator=generator(seed)) for seed in range(3))
+    bias = torch.randn(1, 2, 40, columns, generator=generator(3))
+    structure = CallStructure(1, 40, 40, causal=True, window=4, sinks=2)
+    tiny = AttentionRequest(query, key, value, structure, 0.3, 1e-9, bias=bias)
+    truth = reference.attention(tiny).out
+    assert float((BACKEND.attend(tiny).out.double() - truth).abs().amax()) <= bound(tiny, truth)
+
+
+def test_a_step_whose_products_half_precision_cannot_say() -> None:
+    query = torch.full((1, 2, 1, 128), 30.0, dtype=torch.float16)
+    key, value = (torch.randn(1, 2, 40, 128, generator=generator(seed)).half() for seed in range(2))
+    structure = CallStructure(1, 1, 40, causal=True, q_offset=39)
+    request = AttentionRequest(query, key * 0.1 + 30, value, structure, 128**-0.5)
+    assert (query.float() @ request.key.float().mT > torch.finfo(torch.float16).max).all()
+    truth = reference.attention(request).out
+    assert float((BACKEND.attend(request).out.double() - truth).abs().amax()) <= bound(request, truth)
+
+
+def test_queries_that_are_all_padding_among_keys_with_holes() -> None:
+    padding = torch.ones(1, 12, dtype=torch.bool)
+    padding[0, [2, 8, 9, 10, 11]] = False
+    structure = CallStructure(1, 4, 12, q_offset=8, key_padding=padding, pads_queries=True)
+    query, key = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 12, 8)
+    assert structure.segments() is None
+    assert not BACKEND.attend(AttentionRequest(query, key, key, structure, 0.3)).out.any()
+
+
 PADDED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9, [0] * 7 + [1] * 2]).bool()
 STEPS = {
     "all keys": CallStructure(3, 1, 9),

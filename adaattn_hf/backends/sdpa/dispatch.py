@@ -66,6 +66,8 @@ def attend(request: AttentionRequest) -> AttentionResult:
     gathered = compacted(structure) if kind == "ragged" and request.bias is None else None
     if gathered is None:
         return _fused(request, structure)
+    if not len(gathered.queries):
+        return nothing_seen(request)  # all queries are padding
     return scattered(gathered, request, _fused)
 
 

@@ -144,8 +144,12 @@ def _piece(part: Part, request: AttentionRequest) -> Tensor:
     mask = part.mask
     bias = request.bias
     if bias is not None:
-        bias = bias_of(bias, part).to(query.dtype)
-        mask = bias if mask is None else bias + mask
+        columns = bias_of(bias, part)
+        if part.sinks and bias.shape[3] > 1:
+            front = part._replace(k_start=part.sink_start, k_len=part.sinks)
+            columns = torch.cat([bias_of(bias, front), columns], dim=3)
+        columns = columns.to(query.dtype)
+        mask = columns if mask is None else columns + mask
     if part.causal and request.softcap is None and request.sink_logits is None and mask is None:
         return plain_call(query, key, value, request, causal=True)
     return masked_call(request, query, key, value, mask)
