@@ -40,7 +40,11 @@ class Capability:
         return ", ".join([*(name for name, can in kinds.items() if can), *memory]) or "float32 alone"
 
 
-# CUDA C++ programming guide, table of technical specifications: shared memory per thread block, in KiB.
+GRID = 65535
+"""Most programs along the second or third extent of a CUDA grid (CUDA C++ programming guide, table of technical
+specifications)."""
+
+# The same table: shared memory per thread block, in KiB.
 _SHARED_KIB = {
     (7, 0): 96,
     (7, 2): 96,

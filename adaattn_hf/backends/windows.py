@@ -6,7 +6,7 @@ from ..attention.heads import HeadRules
 from ..attention.structure import CallStructure
 
 ALL = 1 << 30
-"""The window of a head that has none."""
+"""The window of a head that has none, and the most that tables of int32 are told of: no call has as many keys."""
 
 HeadWindows = tuple[tuple[int, int], ...]
 """Window and sinks of each key/value head."""
@@ -17,7 +17,7 @@ def head_windows(structure: CallStructure, rules: HeadRules | None, kv_heads: in
     if rules is None:
         if structure.window is None or not structure.windowed:
             return None
-        return ((structure.window, structure.sinks),) * kv_heads
+        return ((structure.window, min(structure.sinks, ALL)),) * kv_heads
     # all steps of a generation ask, and only the length of their keys differs
     memo = rules.__dict__.setdefault("_windows_in", {})
     own = (structure.window, structure.sinks, structure.causal, kv_heads)
@@ -25,6 +25,7 @@ def head_windows(structure: CallStructure, rules: HeadRules | None, kv_heads: in
         found = [rules.window_in(structure, head) for head in range(kv_heads)]
         # towards later keys no sink is exempt from a window that looks both ways
         reaches = [w + (sinks if structure.causal else 0) for w, sinks in found if w is not None]
-        memo[own] = tuple((ALL, 0) if w is None else (w, s) for w, s in found), min(reaches, default=ALL)
+        narrow = tuple((ALL, 0) if w is None else (min(w, ALL), min(s, ALL)) for w, s in found)
+        memo[own] = narrow, min(reaches, default=ALL)
     windows, reach = memo[own]
     return windows if reach < structure.kv_len else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -140,6 +142,51 @@ def test_many_shares_are_merged(launch: Any) -> None:
     )
     out = launch(request).out
     torch.testing.assert_close(out.double(), reference.attention(request).out, atol=4e-6, rtol=0)
+
+
+@interpreted
+def test_very_many_documents_take_several_launches(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA grid holds no more than 65,535 programs in its second extent."""
+    from adaattn_hf.backends.triton import prefill
+
+    count, grids, tables = 70_000, [], []
+
+    def noted(grid: tuple[int, int], arguments: tuple[Any, ...], *_: Any) -> None:
+        grids.append(grid)
+        tables.append(arguments[9])
+
+    monkeypatch.setattr(prefill, "launch_forward", noted)
+    documents = torch.arange(count)[None]
+    structure = CallStructure(1, count, count, causal=True, q_segments=documents, k_segments=documents)
+    launch(make(structure, 1, 1, 16, 16))
+    assert len(grids) == 2
+    assert all(entries <= 65_535 for _, entries in grids)
+    assert torch.equal(torch.cat(tables)[:, 0].sort().values, documents[0].int())
+    assert not any(table.data_ptr() % 16 for table in tables)
+
+
+@interpreted
+def test_heads_may_begin_beyond_what_32_bits_say() -> None:
+    """In a process of its own, which an offset of 32 bits would end."""
+    code = """
+import torch
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.triton.launch import attend
+
+apart = (1 << 30) + 64  # of no use but to lie between the heads: that memory is never touched
+room = torch.empty(2 * apart + 20 * 16, dtype=torch.half)
+far = room.as_strided((1, 3, 20, 16), (3 * apart, apart, 16, 1)).copy_(torch.randn(1, 3, 20, 16))
+near = torch.randn(1, 3, 20, 16).half()
+for structure in (CallStructure(1, 20, 20, causal=True), CallStructure(1, 1, 20)):
+    for query, key, value in ((near, far, near), (near, near, far), (far, near, near)):
+        request = AttentionRequest(query[:, :, : structure.q_len], key, value, structure, 0.3)
+        error = (attend(request).out.double() - reference.attention(request).out).abs().amax()
+        assert error < 4e-3, (structure, error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @interpreted

@@ -56,6 +56,17 @@ def test_equals_the_definition(name: str, block: int) -> None:
 
 
 @interpreted
+def test_very_many_documents_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaattn_hf.backends.choice import launch
+    from adaattn_hf.backends.triton import blocks, tables
+
+    monkeypatch.setattr(launch, "GRID", 2)
+    for module in (blocks, tables):
+        monkeypatch.setattr(module, "MOST_ENTRIES", 4)
+    check(make(STRUCTURES["documents"], 4, 2, 32, 32, per_head=rules((0, 0), (0, 70), (0.3, 0.9))))
+
+
+@interpreted
 def test_heads_with_windows_and_exact_heads_share_the_launch() -> None:
     check(make(STRUCTURES["causal"], 3, 3, 32, 32, per_head=rules((0, 100, 0), (0, 7, 0), (0.5, 0.0, 0.0))))
 

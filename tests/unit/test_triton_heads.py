@@ -61,6 +61,12 @@ def test_other_mathematics(name: str, extra: dict[str, Any]) -> None:
 
 
 @interpreted
+def test_windows_and_sinks_may_be_longer_than_a_table_can_say() -> None:
+    check(make(STRUCTURES["causal"], 4, 2, 32, 32, per_head=rules((8, 1 << 40), (0, 1 << 50))))
+    check(make(STRUCTURES["sinks both ways"].with_changes(sinks=1 << 50), 4, 2, 32, 32))
+
+
+@interpreted
 @pytest.mark.parametrize("width", [32, 64, 128])
 def test_tiles_by_the_copy_engine(width: int) -> None:
     """Head sizes that are powers of two are read by descriptors; keys and values in caches of any order."""

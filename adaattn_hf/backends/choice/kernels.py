@@ -33,7 +33,7 @@ def pool(  # type: ignore[no-untyped-def]
     k_len = tl.load(runs_ptr + 6 * run + 4)
     d = tl.arange(0, PAD)
     j = block * BLOCK + tl.arange(0, BLOCK)
-    base = k_ptr + row * k_b + kv_head * k_h + (k_start + j).to(tl.int64)[:, None] * k_n
+    base = k_ptr + row * k_b + kv_head.to(tl.int64) * k_h + (k_start + j).to(tl.int64)[:, None] * k_n
     there = (j < k_len)[:, None] & (d < DIM)[None, :]
     keys = tl.load(base + d[None, :] * k_d, mask=there, other=0.0).to(tl.float32)
     mean = tl.sum(keys, 0) / tl.maximum(tl.minimum(k_len - block * BLOCK, BLOCK), 1)
@@ -109,7 +109,12 @@ def choose(  # type: ignore[no-untyped-def]
             high = tl.load(means, mask=inside, other=0.0)
             low = tl.load(means + second, mask=inside, other=0.0)
         for member in range(0, GROUPS):
-            q_base = q_ptr + row * q_b + (kv_head * GROUPS + member) * q_h + q_start.to(tl.int64) * q_n
+            q_base = (
+                q_ptr
+                + row * q_b
+                + (kv_head * GROUPS + member).to(tl.int64) * q_h
+                + q_start.to(tl.int64) * q_n
+            )
             q_rows_at = q_base + i.to(tl.int64)[:, None] * q_n
             if PART == PAD:
                 q = tl.load(

@@ -12,10 +12,12 @@ from torch import Tensor
 from ...attention.heads import HeadRules
 from ...attention.request import AttentionRequest
 from ...attention.segments import Segment
+from ..capability import GRID
 from ..windows import ALL, HeadWindows
 from .kernels import choose, listing, pool
 
 _STEPS = 14
+"""Halvings of the range in which the logarithm of a row's least kept weight lies."""
 _NARROWEST = 64
 """Smallest number of blocks that a launch reserves registers for; early rows of a causal call see no more."""
 _STAYING = 1 << 15
@@ -51,26 +53,26 @@ def chosen_bits(request: AttentionRequest, rules: HeadRules, segments: Sequence[
     if not segments:
         return bits
     pad = max(16, triton.next_power_of_2(dim))
-    runs = structure.cached(
+    all_runs: Tensor = structure.cached(
         ("runs", device), lambda: torch.tensor(segments, dtype=torch.int32, device="cpu").to(device)
     )
-    pooled = key.new_empty((2, len(segments), kv_heads, blocks, pad))
-    pool[(blocks, kv_heads, len(segments))](
-        key, pooled, runs, *key.stride(), blocks, DIM=dim, PAD=pad, BLOCK=block, num_warps=4
-    )
     masses, longest = _masses(rules, device), max(s.q_len for s in segments)
-    width = min(widest, _NARROWEST) if structure.causal else widest
-    least = -1
-    while width <= widest:
-        rows, warps, stages = choice_tile(width)
-        part = pad if pad * width <= _STAYING else max(16, _PART // width)
-        choose[(-(-longest // rows), kv_heads, len(segments))](
-            query, pooled, bits, runs, masses, *query.stride(), blocks, batch, q_len, widest // 32,
-            abs(request.scaling), request.softcap or 0.0, GROUPS=heads // kv_heads, DIM=dim, PAD=pad,
-            PART=min(pad, part), CAUSAL=structure.causal, HAS_CAP=request.softcap is not None, ROWS=rows,
-            LEAST=least, WIDTH=width, BLOCK=block, STEPS=_STEPS, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-        least, width = width, 2 * width
+    for runs in all_runs.split(GRID):
+        pooled = key.new_empty((2, len(runs), kv_heads, blocks, pad))
+        pool[(blocks, kv_heads, len(runs))](
+            key, pooled, runs, *key.stride(), blocks, DIM=dim, PAD=pad, BLOCK=block, num_warps=4
+        )
+        width, least = min(widest, _NARROWEST) if structure.causal else widest, -1
+        while width <= widest:
+            rows, warps, stages = choice_tile(width)
+            part = pad if pad * width <= _STAYING else max(16, _PART // width)
+            choose[(-(-longest // rows), kv_heads, len(runs))](
+                query, pooled, bits, runs, masses, *query.stride(), blocks, batch, q_len, widest // 32,
+                abs(request.scaling), request.softcap or 0.0, GROUPS=heads // kv_heads, DIM=dim, PAD=pad,
+                PART=min(pad, part), CAUSAL=structure.causal, HAS_CAP=request.softcap is not None, ROWS=rows,
+                LEAST=least, WIDTH=width, BLOCK=block, STEPS=_STEPS, num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+            least, width = width, 2 * width
     return bits
 
 

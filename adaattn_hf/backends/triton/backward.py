@@ -23,7 +23,7 @@ def prepare(  # type: ignore[no-untyped-def]
     `shift`: minus the log-sum-exp, converted by `factor` to the unit of the products. `sums`: minus rowsum(dO * O), plus
     the gradient of the log-sum-exp.
     """
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     dv = tl.arange(0, PAD_V)
     at = (row * tl.num_programs(1) + head) * q_len + i
@@ -84,8 +84,8 @@ def of_keys(  # type: ignore[no-untyped-def]
     j = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, PAD)
     dv = tl.arange(0, PAD_V)
-    k_base = k_ptr + row * k_b + kv_head * k_h + k_start.to(tl.int64) * k_n
-    v_base = v_ptr + row * v_b + kv_head * v_h + k_start.to(tl.int64) * v_n
+    k_base = k_ptr + row * k_b + kv_head.to(tl.int64) * k_h + k_start.to(tl.int64) * k_n
+    v_base = v_ptr + row * v_b + kv_head.to(tl.int64) * v_h + k_start.to(tl.int64) * v_n
     k = rows_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, False)
     v = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, False)
 
@@ -119,8 +119,8 @@ def of_keys(  # type: ignore[no-untyped-def]
     dvalue = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     for member in range(0, GROUPS):
         head = kv_head * GROUPS + member
-        q_base = q_ptr + row * q_b + head * q_h + q_start.to(tl.int64) * q_n
-        g_base = grad_ptr + row * g_b + head * g_h + q_start.to(tl.int64) * g_n
+        q_base = q_ptr + row * q_b + head.to(tl.int64) * q_h + q_start.to(tl.int64) * q_n
+        g_base = grad_ptr + row * g_b + head.to(tl.int64) * g_h + q_start.to(tl.int64) * g_n
         l_base = row * l_b + head * l_h + q_start
         for tile in range(0, before + behind):
             m = tl.where(tile < before, start + tile * BLOCK_M, all_stop + (tile - before) * BLOCK_M)
@@ -178,7 +178,7 @@ def of_queries(  # type: ignore[no-untyped-def]
     segment = tl.load(entry)
     first = tl.load(entry + 1)
     kv_head = tl.load(entry + 2)
-    head = kv_head * GROUPS + tl.program_id(0)
+    head = (kv_head * GROUPS + tl.program_id(0)).to(tl.int64)
     row = tl.load(segments_ptr + 6 * segment).to(tl.int64)
     q_start = tl.load(segments_ptr + 6 * segment + 1)
     q_len = tl.load(segments_ptr + 6 * segment + 2)
@@ -210,8 +210,8 @@ def of_queries(  # type: ignore[no-untyped-def]
     l_base = row * l_b + head * l_h + q_start
     shift = tl.load(shift_ptr + l_base + i, mask=i < q_len, other=0.0)[:, None].broadcast_to(BLOCK_M, BLOCK_N)
     sums = tl.load(sums_ptr + l_base + i, mask=i < q_len, other=0.0)[:, None].broadcast_to(BLOCK_M, BLOCK_N)
-    k_base = k_ptr + row * k_b + kv_head * k_h + k_start.to(tl.int64) * k_n
-    v_base = v_ptr + row * v_b + kv_head * v_h + k_start.to(tl.int64) * v_n
+    k_base = k_ptr + row * k_b + kv_head.to(tl.int64) * k_h + k_start.to(tl.int64) * k_n
+    v_base = v_ptr + row * v_b + kv_head.to(tl.int64) * v_h + k_start.to(tl.int64) * v_n
 
     low_p = first + offset
     high_p = tl.minimum(first + BLOCK_M, q_len) - 1 + offset

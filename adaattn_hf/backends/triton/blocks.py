@@ -14,7 +14,7 @@ from ..windows import HeadWindows
 from .kept import over_lists
 from .prefill import blank, bulk_of
 from .sizes import Tile, padded, scale_of
-from .tables import work_of
+from .tables import MOST_ENTRIES, work_of
 
 _BULK_EDGES = True
 """As in `prefill`."""
@@ -55,18 +55,19 @@ def attend_blocks(
     bulk = k_bulk is not None and v_bulk is not None
     ends = all(s.k_len % block == 0 or s.k_start + s.k_len == key.shape[2] for s in segments)
     sink = request.sink_logits
-    over_lists[(heads // kv_heads, work.entries.shape[0])](
-        query, key, value, k_bulk if bulk else key, v_bulk if bulk else value, out, lse if lse is not None else out,
-        sink if sink is not None else out, bits.view(torch.int8), *lists,
-        work.segments, work.entries, work.rules,
-        *query.stride(), *key.stride(), *value.stride(), *out.stride(),
-        *(lse.stride()[:2] if lse is not None else (0, 0)), *bits.shape[1:], blocks,
-        abs(scale_of(request.scaling, request.softcap)), request.softcap or 0.0,
-        GROUPS=heads // kv_heads, DIM=dim, DIM_V=value_dim, PAD=pad, PAD_V=value_pad, CAUSAL=causal,
-        WINDOW=shown is not None, HAS_CAP=request.softcap is not None, HAS_SINK=sink is not None,
-        HAS_LSE=lse is not None, BULK=bulk, EDGES=bulk and ends and _BULK_EDGES, BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns, PIECES=block // tile.columns, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    for entries, *its_lists in zip(work.launches(), *(t.split(MOST_ENTRIES) for t in lists), strict=True):
+        over_lists[(heads // kv_heads, entries.shape[0])](
+            query, key, value, k_bulk if bulk else key, v_bulk if bulk else value, out,
+            lse if lse is not None else out, sink if sink is not None else out, bits.view(torch.int8), *its_lists,
+            work.segments, entries, work.rules,
+            *query.stride(), *key.stride(), *value.stride(), *out.stride(),
+            *(lse.stride()[:2] if lse is not None else (0, 0)), *bits.shape[1:], blocks,
+            abs(scale_of(request.scaling, request.softcap)), request.softcap or 0.0,
+            GROUPS=heads // kv_heads, DIM=dim, DIM_V=value_dim, PAD=pad, PAD_V=value_pad, CAUSAL=causal,
+            WINDOW=shown is not None, HAS_CAP=request.softcap is not None, HAS_SINK=sink is not None,
+            HAS_LSE=lse is not None, BULK=bulk, EDGES=bulk and ends and _BULK_EDGES, BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns, PIECES=block // tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     return AttentionResult(out, lse)
 
 

@@ -138,7 +138,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
     member = g // 2 % ROWS
     d = tl.arange(0, PAD)
     q = tl.load(
-        q_ptr + row * q_b + (kv_head * GROUPS + member)[:, None] * q_h + d[None, :] * q_d,
+        q_ptr + row * q_b + (kv_head * GROUPS + member).to(tl.int64)[:, None] * q_h + d[None, :] * q_d,
         mask=(member < GROUPS)[:, None] & (d < DIM)[None, :],
         other=0.0,
     )
@@ -182,11 +182,11 @@ def decode_codes(  # type: ignore[no-untyped-def]
 
     i = tl.arange(0, WARPS)[:, None] * OWN + tl.arange(0, OWN)[None, :]
     c = tl.arange(0, PAD_V // FIELDS)
-    k_base = k_ptr + row * k_b + kv_head * k_h + first * k_n
-    v_base = v_ptr + row * v_b + kv_head * v_h + first * v_n
+    k_base = k_ptr + row * k_b + kv_head.to(tl.int64) * k_h + first * k_n
+    v_base = v_ptr + row * v_b + kv_head.to(tl.int64) * v_h + first * v_n
     v_base = v_base.to(tl.pointer_type(tl.uint16))
-    k_scales = k_scale_ptr + row * ks_b + kv_head * ks_h + first * ks_n
-    v_scales = v_scale_ptr + row * vs_b + kv_head * vs_h + first * vs_n
+    k_scales = k_scale_ptr + row * ks_b + kv_head.to(tl.int64) * ks_h + first * ks_n
+    v_scales = v_scale_ptr + row * vs_b + kv_head.to(tl.int64) * vs_h + first * vs_n
     V_COLUMNS: tl.constexpr = 2 * ROWS if WIDE or ROWS < 8 else ROWS
     m = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
     l = tl.zeros([WARPS, OWN, ROWS], tl.float32)

@@ -37,12 +37,12 @@ def decode(  # type: ignore[no-untyped-def]
     d = tl.arange(0, PAD)
     dv = tl.arange(0, PAD_V)
     q = tl.load(
-        q_ptr + row * q_b + (kv_head * GROUPS + g)[:, None] * q_h + d[None, :] * q_d,
+        q_ptr + row * q_b + (kv_head * GROUPS + g).to(tl.int64)[:, None] * q_h + d[None, :] * q_d,
         mask=(g < GROUPS)[:, None] & (d < DIM)[None, :],
         other=0.0,
     )
-    k_base = k_ptr + kv_head * k_h + row * k_b + first * k_n + d[:, None] * k_d
-    v_base = v_ptr + kv_head * v_h + row * v_b + first * v_n + dv[None, :] * v_d
+    k_base = k_ptr + kv_head.to(tl.int64) * k_h + row * k_b + first * k_n + d[:, None] * k_d
+    v_base = v_ptr + kv_head.to(tl.int64) * v_h + row * v_b + first * v_n + dv[None, :] * v_d
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PAD_V], tl.float32)

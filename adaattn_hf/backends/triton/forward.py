@@ -27,7 +27,7 @@ def forward(  # type: ignore[no-untyped-def]
     segment = tl.load(entry)
     first = tl.load(entry + 1)
     kv_head = tl.load(entry + 2)
-    head = kv_head * GROUPS + tl.program_id(0)
+    head = (kv_head * GROUPS + tl.program_id(0)).to(tl.int64)
     row_ = tl.load(segments_ptr + 6 * segment)
     row = row_.to(tl.int64)
     q_start = tl.load(segments_ptr + 6 * segment + 1)
@@ -46,8 +46,8 @@ def forward(  # type: ignore[no-untyped-def]
     dv = tl.arange(0, PAD_V)
     q_base = q_ptr + row * q_b + head * q_h + q_start.to(tl.int64) * q_n
     q = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, False)
-    k_base = k_ptr + row * k_b + kv_head * k_h + k_start.to(tl.int64) * k_n
-    v_base = v_ptr + row * v_b + kv_head * v_h + k_start.to(tl.int64) * v_n
+    k_base = k_ptr + row * k_b + kv_head.to(tl.int64) * k_h + k_start.to(tl.int64) * k_n
+    v_base = v_ptr + row * v_b + kv_head.to(tl.int64) * v_h + k_start.to(tl.int64) * v_n
 
     # keys that some query of the block sees, and keys that all of them see
     low_p = first + offset

@@ -27,7 +27,7 @@ def over_lists(  # type: ignore[no-untyped-def]
     run = tl.load(entry)
     first = tl.load(entry + 1)
     kv_head = tl.load(entry + 2)
-    head = kv_head * GROUPS + tl.program_id(0)
+    head = (kv_head * GROUPS + tl.program_id(0)).to(tl.int64)
     row_ = tl.load(runs_ptr + 6 * run)
     row = row_.to(tl.int64)
     q_start = tl.load(runs_ptr + 6 * run + 1)
@@ -45,8 +45,8 @@ def over_lists(  # type: ignore[no-untyped-def]
     dv = tl.arange(0, PAD_V)
     q_base = q_ptr + row * q_b + head * q_h + q_start.to(tl.int64) * q_n
     q = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, False)
-    k_base = k_ptr + row * k_b + kv_head * k_h + k_start.to(tl.int64) * k_n
-    v_base = v_ptr + row * v_b + kv_head * v_h + k_start.to(tl.int64) * v_n
+    k_base = k_ptr + row * k_b + kv_head.to(tl.int64) * k_h + k_start.to(tl.int64) * k_n
+    v_base = v_ptr + row * v_b + kv_head.to(tl.int64) * v_h + k_start.to(tl.int64) * v_n
     bits = bits_ptr + ((kv_head.to(tl.int64) * batch + row) * q_rows + q_start + i) * (4 * words)
     some, every = some_ptr + tile.to(tl.int64) * blocks, every_ptr + tile.to(tl.int64) * blocks
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -114,10 +114,12 @@ def attend_forward(
     sink = request.sink_logits
     k_bulk, v_bulk = bulk_of(key, tile.columns), bulk_of(value, tile.columns)
     bulk = k_bulk is not None and v_bulk is not None
-    arguments = (
+    tensors = (
         query, key, value, k_bulk if bulk else key, v_bulk if bulk else value, out, lse if lse is not None else out,
-        sink if sink is not None else out, work.segments, work.entries, work.rules,
-        *query.stride(), *key.stride(), *value.stride(), *out.stride(),
+        sink if sink is not None else out, work.segments,
+    )  # fmt: skip
+    rest = (
+        work.rules, *query.stride(), *key.stride(), *value.stride(), *out.stride(),
         *(lse.stride()[:2] if lse is not None else (0, 0)),
         abs(scale_of(request.scaling, request.softcap)), float(request.softcap or 0.0),
     )  # fmt: skip
@@ -134,5 +136,6 @@ def attend_forward(
             query.dtype, key.dtype, value.dtype, query.stride(), key.stride(), value.stride(), out.stride(),
             None if lse is None else lse.stride(), aligned(work.entries), aligned(work.rules),
         )  # fmt: skip
-    launch_forward((heads // kv_heads, work.entries.shape[0]), arguments, constants, kind)
+    for entries in work.launches():
+        launch_forward((heads // kv_heads, entries.shape[0]), (*tensors, entries, *rest), constants, kind)
     return AttentionResult(out, lse)

@@ -12,11 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...attention.structure import CallStructure, Segment
+from ..capability import GRID
 from ..remembered import Remembered
 from ..windows import ALL, HeadWindows
 
 _made = Remembered(256)
 """Tables of the last few kinds of calls, so that calls of one shape make theirs once."""
+
+
+MOST_ENTRIES = GRID // 4 * 4
+"""Entries of one launch; those of the next one begin at a multiple of 16 bytes, too."""
 
 
 class Work(NamedTuple):
@@ -33,6 +38,10 @@ class Work(NamedTuple):
     entries: Tensor
     rules: Tensor
     ends: bool
+
+    def launches(self) -> tuple[Tensor, ...]:
+        """The entries of each launch: of more than one for very many documents alone."""
+        return (self.entries,) if len(self.entries) <= MOST_ENTRIES else self.entries.split(MOST_ENTRIES)
 
 
 def work_of(
@@ -78,9 +87,11 @@ def work_of(
 def _silent(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
     """The runs of queries between segments and around them: they see no key, and stand before the first."""
     found, n = [], structure.q_len
-    for row in range(structure.batch):
-        taken = sorted((s.q_start, s.q_start + s.q_len) for s in segments if s.row == row)
-        for (_, stop), (start, _) in itertools.pairwise([(0, 0), *taken, (n, n)]):
+    taken: list[list[tuple[int, int]]] = [[] for _ in range(structure.batch)]
+    for s in segments:
+        taken[s.row].append((s.q_start, s.q_start + s.q_len))
+    for row, runs in enumerate(taken):
+        for (_, stop), (start, _) in itertools.pairwise([(0, 0), *sorted(runs), (n, n)]):
             if start > stop:
                 found.append(Segment(row, stop, start - stop, 0, 0, stop - start))
     return found
@@ -137,6 +148,7 @@ def _entries(
 
 
 _RANKS = 16
+"""Classes of cost, from none to the largest, within which entries are ordered by head."""
 
 
 def _longest_first(

@@ -139,11 +139,12 @@ def _gradients(
         work = work_of(
             "queries", structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device
         )
-        of_queries[(heads // kv_heads, work.entries.shape[0])](
-            query, key, value, grad, shift, sums, dq, work.segments, work.entries, work.rules, *strides,
-            *dq.stride()[:3], *numbers,
-            **facts, BLOCK_M=tile.rows, BLOCK_N=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+        for entries in work.launches():
+            of_queries[(heads // kv_heads, entries.shape[0])](
+                query, key, value, grad, shift, sums, dq, work.segments, entries, work.rules, *strides,
+                *dq.stride()[:3], *numbers,
+                **facts, BLOCK_M=tile.rows, BLOCK_N=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
     d_sink = None
     if sink is not None:
         # d(sink) = sum of p_sink * -rowsum(dO * O), which `sums` holds
