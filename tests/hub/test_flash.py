@@ -82,6 +82,17 @@ def test_batches(
             same_lse(lse[row], right_lse, dtype)
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 0.5])
+def test_any_factor_in_double_precision(flash: Any, scale: float) -> None:
+    """Which torch's operator serves, whose causal kernel hides keys by an infinity times the factor."""
+    q, k, v = (drawn(1, 20, 2, 8, dtype=torch.float64) for _ in range(3))
+    out = flash.flash_attn_func(q, k, v, softmax_scale=scale, causal=True)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    hidden = torch.ones(20, 20, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(3)
+    torch.testing.assert_close(out, torch.einsum("bhij,bjhd->bihd", weights, v))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)

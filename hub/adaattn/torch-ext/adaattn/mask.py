@@ -16,7 +16,7 @@ def structure_of(mask: Tensor, batch: int, kv_len: int, causal: bool, window: in
     """The rules of a boolean mask: padding, causality and window where they say exactly it, else the mask itself.
 
     Every guess is compared with the whole mask before it is taken. Found once for all layers that are handed the same
-    mask, which keeps the answer.
+    mask, which keeps the answer until it is written to.
 
     Args:
         mask: Boolean `[batch or 1, heads or 1, q_len, at least kv_len]`, True where the query sees the key.
@@ -25,7 +25,9 @@ def structure_of(mask: Tensor, batch: int, kv_len: int, causal: bool, window: in
         causal: Whether the layer is causal.
         window: Window of the layer, the query's own key counted; None for none.
     """
-    asked = (batch, kv_len, causal, window)
+    # tensors made in inference mode do not count writes: such a mask is taken to be made anew for every forward pass
+    version = 0 if mask.is_inference() else mask._version
+    asked = (version, batch, kv_len, causal, window)
     known: tuple[tuple[object, ...], CallStructure] | None = getattr(mask, _KNOWN, None)
     if known is not None and known[0] == asked:
         return known[1]

@@ -32,7 +32,7 @@ def attend(
         asked: The keywords of the call.
         need_lse: Also return the log-sum-exp, `[batch, heads, q_len]`.
     """
-    if asked.softcap is None and asked.sink_logits is None and not need_lse:
+    if asked.softcap is None and asked.sink_logits is None and not need_lse and asked.scaling > 0:
         return AttentionResult(_attend_plainly(structure, query, key, value, asked.scaling))
     request = AttentionRequest(
         query, key, value, structure, asked.scaling,
