@@ -205,6 +205,8 @@ def some_rows(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
         request: A call.
         rows: `[rows]` indices of query rows.
     """
+    if request.per_head is not None:  # which counts rows of the whole call
+        request = spelled_out(request.widened())
     device, structure, bias = request.query.device, request.structure, request.bias
     visible, rows = structure.visible_rows(rows, device), rows.to(device)
     return replace(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.heads import HeadRules, joined_heads, some_heads, spelled_out
+from adaattn_hf.attention.heads import HeadRules, joined_heads, some_heads, some_rows, spelled_out
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.rounding import through_int8
 from adaattn_hf.attention.structure import CallStructure
@@ -141,6 +141,14 @@ def test_who_computes_the_same_for_all_heads_refuses(name: str, changes: dict[st
 def test_rules_that_no_head_can_follow_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         rules(**changes)
+
+
+def test_some_rows_keep_what_their_heads_see() -> None:
+    structure = CallStructure(1, N, N, causal=True)
+    request = request_of(structure, rules(windows=(0, 20, 0), sinks=(0, 3, 0), masses=(0.5, 0.0, 0.0)))
+    rows = torch.tensor([150, 7, 199])
+    found = reference.attention(some_rows(request, rows)).out
+    torch.testing.assert_close(found, reference.attention(request).out[:, rows])
 
 
 def test_rules_of_another_number_of_heads_are_refused() -> None:
