@@ -47,11 +47,3 @@ class Remembered:
             while len(self._made) > self._entries or self._bytes > self._most:
                 self._bytes -= self._made.popitem(last=False)[1][1]
         return made
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._made.clear()
-        self._bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._made)

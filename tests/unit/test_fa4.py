@@ -20,6 +20,7 @@ from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.flash import Flash4Backend, fa4_launch
 from adaattn_hf.backends.flash.fa4_lists import BlockLists
+from adaattn_hf.backends.remembered import Remembered
 from adaattn_hf.backends.windows import ALL
 
 from ..support.head_rules import rules
@@ -205,7 +206,7 @@ def test_lists_are_made_once_for_layers_of_equal_rules(stand: Stand, monkeypatch
         return BlockLists(*args)
 
     monkeypatch.setattr(fa4_launch, "BlockLists", counted)
-    fa4_launch._lists.clear()
+    monkeypatch.setattr(fa4_launch, "_lists", Remembered(256, 1 << 26))
     request = make(CallStructure(1, N, N, causal=True), per_head=rules((0, 70)))
     check(request)
     request.per_head = rules((0, 70))
@@ -225,8 +226,8 @@ def test_lists_are_made_once_for_layers_of_equal_rules(stand: Stand, monkeypatch
 
 
 @interpreted
-def test_lists_made_in_inference_mode_serve_gradients(stand: Stand) -> None:
-    fa4_launch._lists.clear()
+def test_lists_made_in_inference_mode_serve_gradients(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa4_launch, "_lists", Remembered(256, 1 << 26))
     with torch.inference_mode():
         check(make(CallStructure(1, N, N, causal=True), per_head=rules((0, 70))))
     structure = CallStructure(1, N, N, causal=True)
