@@ -76,4 +76,5 @@ class EagerBackend(Backend):
         with torch.autocast(value.device.type, enabled=False):
             grouped = weights.reshape(batch, kv_heads, heads // kv_heads * q_len, kv_len)
             out = torch.matmul(grouped, value).view(batch, heads, q_len, value.shape[3])
-        return AttentionResult(out.transpose(1, 2), lse if request.need_lse else None)
+        out = out.to(request.query.dtype)
+        return AttentionResult(out.transpose(1, 2), lse.float() if request.need_lse else None)
