@@ -7,9 +7,10 @@ files writes the same text.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "encodings", "distutils"}
@@ -41,14 +42,29 @@ def documents(library: Path, pattern: str = "*.py", enough: int = EVERY) -> list
     return found
 
 
-def main(target: Path, library: Path | None = None, pattern: str = "*.py") -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Writes the files of a directory, or the modules of the Python that runs this."""
     from adaattn_hf._files import write_atomically
 
-    records = documents(library or Path(sysconfig.get_path("stdlib")), pattern)
-    write_atomically(target, "".join(json.dumps(record) + "\n" for record in records).encode())
-    print(f"{len(records)} documents, {sum(len(one['text']) for one in records)} characters: {target}")
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.budget.texts", description="Write the files of a directory as documents."
+    )
+    parser.add_argument("target", type=Path, help="the .jsonl that is written")
+    parser.add_argument(
+        "directory",
+        type=Path,
+        nargs="?",
+        default=sysconfig.get_path("stdlib"),
+        help="default: Python's modules",
+    )
+    parser.add_argument(
+        "pattern", nargs="?", default="*.py", help="what the files' names match; default: *.py"
+    )
+    given = parser.parse_args(argv)
+    records = documents(given.directory, given.pattern)
+    write_atomically(given.target, "".join(json.dumps(record) + "\n" for record in records))
+    print(f"{len(records)} documents, {sum(len(one['text']) for one in records)} characters: {given.target}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None, *sys.argv[3:4])
+    main()

@@ -97,6 +97,20 @@ def test_modules_of_a_library_are_documents(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x" * (1 if name == "short.py" else texts.SHORTEST), encoding="utf-8")
     assert [one["name"] for one in texts.documents(tmp_path)] == ["a.py", "b.py"]
     assert [one["name"] for one in texts.documents(tmp_path, enough=1)] == ["a.py"]
+    texts.main([str(tmp_path / "texts.jsonl"), str(tmp_path), "a*"])
+    lines = (tmp_path / "texts.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["name"] for line in lines] == ["a.py"]
+
+
+def test_help_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        texts.main(["--help"])
+    assert left.value.code == 0
+    assert "python -m studies.budget.texts" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_committed_report_is_the_one_of_its_json(tmp_path: Path, checkout: Path) -> None:
