@@ -124,7 +124,7 @@ def finished_plan(
         "measured_directly": len(measurement.decided),
         "prices": measurement.table.digest,
         "machine": measurement.table.machine,
-        "clusters": "documents where there are at least eight of them, stretches of text otherwise",
+        "clusters": "documents where they count for eight of one size, stretches of text otherwise",
     }
     if measurement.exact_steps:
         protocol["decode"] = "exact"

@@ -41,7 +41,7 @@ class LayerPlan:
 
     Attributes:
         layer: Index of the layer, as the attention module's `layer_idx`.
-        weights: Hash of the attention module's weights; see `attach.weight_hash`.
+        weights: Hash of the attention module's weights; see `fit.weight_hash`.
         choices: One choice per key/value head.
     """
 
@@ -127,7 +127,8 @@ class Verified:
         upper: Its one-sided upper confidence bound, clustered by document.
         confidence: Level of the bound, corrected for the number of tries.
         tries: How many plans had been verified, including this one.
-        documents: Held-out documents.
+        documents: Held-out documents that the bound tells apart, or stretches of text where there are too few; of the
+            source with the largest bound.
         tokens: Scored tokens.
         kl: Mean KL(stock || plan), nats/token.
         kl_p999: Its 99.9th percentile.

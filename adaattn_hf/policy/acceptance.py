@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +32,7 @@ class Bound:
 
 
 def upper_bound(sums: NDArray[np.float64], tokens: NDArray[np.int64], confidence: float) -> Bound:
-    """Returns the mean difference per token and its upper bound, by Student's t on the residuals of the clusters.
+    """Returns the mean difference per token and its upper bound, by Student's t on the clusters.
 
     Args:
         sums: `[clusters]`, sum of the loss differences of its tokens, nats.
@@ -42,11 +43,21 @@ def upper_bound(sums: NDArray[np.float64], tokens: NDArray[np.int64], confidence
     return Bound(ratio.mean, ratio.upper(confidence), ratio.clusters, int(tokens.sum()))
 
 
+DOCUMENTS = 8
+"""Documents of one size whose spread tells an error; where there are fewer, chunks of text are taken as independent."""
+
+
 def clustered(
     names: Sequence[str], sums: Sequence[float], tokens: Sequence[int]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Returns sums and tokens per document, or per chunk of text where there are fewer than eight documents."""
-    keys = list(names) if len(set(names)) >= 8 else [str(index) for index in range(len(names))]
+    """Returns sums and tokens per document, or per chunk of text where documents count for fewer than `DOCUMENTS`.
+
+    They count for as many of one size as (sum of chunks)^2 / sum of squares (Kish 1965, "Survey Sampling"): one book
+    beside a few pages is one document, whose spread nobody knows.
+    """
+    chunks = np.array(list(Counter(names).values()))
+    enough = chunks.sum() ** 2 >= DOCUMENTS * np.square(chunks).sum()
+    keys = list(names) if enough else [str(index) for index in range(len(names))]
     order = {key: cluster for cluster, key in enumerate(dict.fromkeys(keys))}
     grouped, counts = np.zeros(len(order)), np.zeros(len(order), dtype=np.int64)
     for key, value, count in zip(keys, sums, tokens, strict=True):

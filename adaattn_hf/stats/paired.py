@@ -1,8 +1,10 @@
 """Paired comparison of models on the same tokens: scores per token, and a clustered ratio estimator with bounds.
 
 Tokens of one document are not independent, so documents (or chunks of text) are the sampling unit
-(Miller 2024, "Adding Error Bars to Evals"). The estimator is the ratio of sums, sum(difference) / sum(weight),
-with Student's t on the residuals of the clusters.
+(Miller 2024, "Adding Error Bars to Evals"). The estimator is the ratio of sums, sum(difference) / sum(weight), its
+standard error the jackknife's: by how much it changes where a cluster is left out. For clusters of one size that is the
+usual error of their mean; where one outweighs the others, the residuals of the clusters tell half of it (MacKinnon,
+Nielsen and Webb 2023, "Cluster-robust inference: A guide to empirical practice", J. Econometrics 232).
 """
 
 from __future__ import annotations
@@ -115,16 +117,17 @@ class Ratio:
 
 
 def clustered_ratio(values: Float, weights: NDArray[np.int64] | Float) -> Ratio:
-    """Returns the ratio of sums with its standard error over clusters.
+    """Returns the ratio of sums with its standard error over clusters; clusters of no weight are none.
 
     Args:
         values: `[clusters]`, sum of the paired differences of each cluster.
         weights: `[clusters]`, the weight of each cluster: its tokens, for a mean per token.
     """
+    values, weights = values[weights > 0], weights[weights > 0]
     clusters, total = len(values), float(weights.sum())
     mean = float(values.sum() / total)
     if clusters < 2:
         return Ratio(mean, None, clusters, total)
-    residual = values - mean * weights
-    error = math.sqrt(clusters / (clusters - 1) * float(residual @ residual)) / total
+    changes = (values - mean * weights) / (total - weights)
+    error = math.sqrt((clusters - 1) / clusters * float(changes @ changes))
     return Ratio(mean, error, clusters, total)
