@@ -57,7 +57,8 @@ class Campaign:
         s = inputs.settings
         self.stock = stock_distance(inputs)
         self.measurement, self.passes = measurement, JointPasses(measurement, self.stock.kl)
-        self.attempts = Attempts(s.alpha, s.tries, s.bolder)
+        # where a smaller cache is wanted, formats are tested alone if every plan fails
+        self.attempts = Attempts(s.alpha, s.tries, s.bolder, reserved=int(s.with_cache))
         self.alpha = np.ones(len(s.lengths))
         self.caution = Caution()
         self.history: list[dict[str, Any]] = []
@@ -163,7 +164,7 @@ class Campaign:
             self.measurement,
             by_layer,
             self.current.gates,
-            self.measurement.inputs.settings.alpha,
+            self.attempts.left,
             self.used,
             self.known(bool(by_layer)),
         )

@@ -148,7 +148,7 @@ def choose_storage(
         measurement: Risks and prices of the model.
         by_layer: The plan's programs by layer index.
         gates: The acceptance criteria.
-        level: Error rate of all tests together.
+        level: Error rate of these tests together.
         used: Held-out sequences that plans have used.
         known: Verdicts on formats that were tested with the plan, or why a format is not to be tested.
     """

@@ -93,6 +93,7 @@ class Attempts:
         alpha: Error rate of all tests together.
         failures_allowed: Largest number of plans that may fail.
         advances_allowed: Largest number of bolder plans after one that passed.
+        reserved: Shares of the error rate, each as large as a failure's, kept for what is tested if every plan fails.
         failures: Plans that failed so far.
         advances: Bolder plans tried so far.
     """
@@ -100,13 +101,19 @@ class Attempts:
     alpha: float
     failures_allowed: int
     advances_allowed: int
+    reserved: int = 0
     failures: int = 0
     advances: int = 0
 
     @property
     def level(self) -> float:
         """Significance level of the next plan's test."""
-        return self.alpha / self.failures_allowed
+        return self.alpha / (self.failures_allowed + self.reserved)
+
+    @property
+    def left(self) -> float:
+        """The error rate that no failure has spent."""
+        return self.alpha - self.failures * self.level
 
     @property
     def exhausted(self) -> bool:

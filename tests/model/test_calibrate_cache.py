@@ -23,6 +23,7 @@ from adaattn_hf.calibration.calibrate import (
 from adaattn_hf.calibration.campaign import Campaign
 from adaattn_hf.calibration.measure import Measurement
 from adaattn_hf.calibration.over_codes import FIRST, stored_tap
+from adaattn_hf.calibration.proof import prove
 from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.storage import choose_storage
 from adaattn_hf.patches.cache.stored import AdaAttnCache
@@ -227,3 +228,24 @@ def test_a_model_that_generates_nothing_is_refused(text: list[Path]) -> None:
         replace(MEMORY, families=("rank", "bf16"))
     with pytest.raises(ValueError, match=r"kv_bytes is 1\.4"):
         replace(MEMORY, kv_bytes=1.4)
+
+
+def test_formats_that_are_tested_when_every_plan_has_failed_spend_what_is_left(
+    measured: Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three plans at a third of the level each, and a format at the whole of it, erred twice as often as was said."""
+    levels: list[float] = []
+
+    def fails(*args: Any) -> Any:
+        proof = prove(*args)
+        levels.append(args[4].level)
+        verdicts = {length: replace(one, passed=False) for length, one in proof.verdicts.items()}
+        return replace(proof, verdicts=verdicts)
+
+    monkeypatch.setattr("adaattn_hf.calibration.campaign.prove", fails)
+    monkeypatch.setattr("adaattn_hf.calibration.storage.prove", fails)
+    result = campaign(measured).run()
+    assert not result.met
+    plans = measured.inputs.settings.tries
+    assert len(levels) > plans, "formats were tested, too"
+    assert sum(levels) <= measured.inputs.settings.alpha * (1 + 1e-9)

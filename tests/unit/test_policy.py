@@ -184,6 +184,15 @@ def test_failures_share_the_error_rate_and_advances_are_counted() -> None:
     assert bolder.advanced() is None
     assert attempts.failed().failed().failed().exhausted
     assert attempts.failed().failed().failed().advanced() is None
+    assert attempts.failed().failed().failed().left == pytest.approx(0.0)
+
+
+def test_what_is_tested_after_the_last_failure_has_a_share_of_its_own() -> None:
+    attempts = Attempts(0.06, 2, 1, reserved=1)
+    assert (attempts.level, attempts.left) == (pytest.approx(0.02), 0.06)
+    failed = attempts.failed().failed()
+    assert failed.exhausted
+    assert failed.left == pytest.approx(0.02)
 
 
 def test_the_law_of_the_loss_is_learned_and_turned_round() -> None:
