@@ -89,7 +89,7 @@ class Campaign:
                 sentence = f"{sentence}; {over}" if self.history else over
                 break
             most = self.most()
-            if most < min(inputs.settings.held_out, self.pool()) or most < 2:
+            if most < max(min(inputs.settings.held_out, self.pool()), 2 * inputs.sources):
                 sentence = f"{sentence}; the held-out text is used up"
                 break
             aim = self.aim(most)
@@ -201,10 +201,8 @@ class Campaign:
             law = replace(law, per_kl_error=math.hypot(law.per_kl_error, DRIFT))
         for shard in self.shards[length]:
             law = law.learned(shard)
-        if inputs.other_source:  # each source is verified by its own sequences
-            sources = {sequence.source for sequence in inputs.samples[length].held_out}
-            law = replace(law, spread=law.spread * math.sqrt(len(sources)))
-        return law
+        # each source is verified by its own sequences
+        return replace(law, spread=law.spread * math.sqrt(inputs.sources))
 
     def scored(self, length: int) -> float:
         """Returns the scored predictions of a sequence."""

@@ -12,11 +12,17 @@ import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
+
+import numpy as np
 
 CHARS = 1 << 16
 """Characters read and tokenised at a time."""
+RUN = 32
+"""Tokens in a row that are looked up to tell text that was read before."""
+COPIED = 0.5
+"""A sequence is a copy if this share of its runs was read before; less is a licence or a heading."""
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -43,41 +49,77 @@ class Sample:
     Attributes:
         parts: `parts[use]` is a list of sequences.
         fingerprint: Hash of all text read.
-        documents: Documents read.
-        available: Sequences that could have been drawn.
     """
 
     parts: dict[str, list[TokenSequence]]
     fingerprint: str
-    documents: int
-    available: int
+
+
+def files_of(path: Path) -> list[Path]:
+    """Returns a file itself, or the files of a directory by name, but hidden ones and those of directories in it.
+
+    Raises:
+        FileNotFoundError: If there is nothing at the path.
+    """
+    if path.is_dir():
+        return sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
+    if not path.exists():
+        raise FileNotFoundError(
+            f"data: {path} does not exist; expected .txt or .jsonl files or directories of them"
+        )
+    return [path]
+
+
+def refuse_repeats(data: Iterable[str | Path], verify_data: Iterable[str | Path] | None) -> None:
+    """Refuses a file that is named twice: a plan would be proved on the text that it was chosen by.
+
+    Raises:
+        FileNotFoundError: If a path does not exist.
+        ValueError: If a file is named twice, by itself or in a directory.
+    """
+    known: dict[Path, str] = {}
+    for argument, paths in (("data", data), ("verify_data", verify_data or ())):
+        for path in paths:
+            for file in files_of(Path(path)):
+                real = file.resolve()
+                if real in known:
+                    raise ValueError(
+                        f"{argument}: {file} is named twice, in {known[real]} and in {argument} {path}, expected each "
+                        "text once: a plan is not proved on text that it was chosen by, nor by one text counted twice; "
+                        "leave it out of one of them"
+                    )
+                known[real] = f"{argument} {path}"
 
 
 def read_documents(paths: Iterable[str | Path]) -> Iterator[tuple[str, Iterator[str]]]:
     """Yields documents as a name and pieces of text: each line of a `.jsonl` file (its field `text`), or a whole file.
 
-    Directories are read file by file in the order of their names.
+    Directories are read file by file in the order of their names; empty lines of a `.jsonl` are none.
 
     Raises:
         FileNotFoundError: If a path does not exist.
-        ValueError: If a line of a `.jsonl` has no `text`.
+        ValueError: If a line of a `.jsonl` has no `text`, or a file is no text.
     """
-    for path in map(Path, paths):
-        if path.is_dir():
-            yield from read_documents(sorted(child for child in path.iterdir() if child.is_file()))
-        elif not path.exists():
-            raise FileNotFoundError(
-                f"data: {path} does not exist; expected .txt or .jsonl files or directories of them"
-            )
-        elif path.suffix == ".jsonl":
-            with path.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines):
-                    record = json.loads(line)
-                    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                        raise ValueError(f"data: {path} line {number + 1} has no string field 'text'")
-                    yield f"{path.name}:{number}", iter([record["text"]])
-        else:
-            yield path.name, _pieces(path)
+    for file in chain.from_iterable(files_of(Path(path)) for path in paths):
+        if file.suffix != ".jsonl":
+            yield str(file), _pieces(file)
+            continue
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines):
+                if line.strip():
+                    yield f"{file}:{number}", iter([_text_of(line, f"{file} line {number + 1}")])
+
+
+def _text_of(line: str, where: str) -> str:
+    """Returns the text of a line of a `.jsonl`."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"data: {where} is no JSON: {error}") from error
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        raise ValueError(f"data: {where} has no string field 'text'")
+    text: str = record["text"]
+    return text
 
 
 def _pieces(path: Path) -> Iterator[str]:
@@ -85,6 +127,11 @@ def _pieces(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8", errors="replace") as file:
         rest = ""
         while piece := file.read(CHARS):
+            if "\0" in piece:
+                raise ValueError(
+                    f"data: {path} holds zero bytes, expected text in UTF-8: .txt or .jsonl files or directories of "
+                    "them; convert it, or leave it out"
+                )
             text = rest + piece
             cut = text.rfind("\n") + 1 or len(text)
             rest = text[cut:]
@@ -143,37 +190,29 @@ def draw(
     """
     digest = hashlib.sha256()
     count = sum(wanted.values())
-    names: set[str] = set()
-    kept: dict[str, list[tuple[int, int, TokenSequence]]] = {}
+    kept: list[list[tuple[int, int, TokenSequence]]] = []
     index = 0
 
     def note(piece: str) -> None:
         digest.update(piece.encode("utf-8", "replace"))
 
-    def named(path: str | Path) -> Iterator[tuple[str, Iterator[str]]]:
-        for name, pieces in read_documents([path]):
-            names.add(name)
-            yield name, pieces
-
     for path in paths:
-        heap = kept.setdefault(str(path), [])
-        for sequence in sequences(named(path), encode, length, note):
+        heap: list[tuple[int, int, TokenSequence]] = []
+        kept.append(heap)
+        for sequence in sequences(read_documents([path]), encode, length, note):
             rank = int.from_bytes(hashlib.sha256(f"{seed}:{length}:{index}".encode()).digest()[:8], "big")
-            item = (-rank, index, replace(sequence, source=Path(path).name))
+            item = (-rank, index, replace(sequence, source=str(path)))
             index += 1
             if len(heap) < count + spare:
                 heapq.heappush(heap, item)
             elif item > heap[0]:
                 heapq.heapreplace(heap, item)
-    available = index
-    if available < count:
+    if index < count:
         raise ValueError(
-            f"data: the text holds {available} sequences of {length} tokens, {count} are wanted "
+            f"data: the text holds {index} sequences of {length} tokens, {count} are wanted "
             f"({', '.join(f'{number} for {use}' for use, number in wanted.items())}); give more text or shorter lengths"
         )
-    by_rank = [
-        [sequence for _, _, sequence in sorted(heap, key=lambda item: -item[0])] for heap in kept.values()
-    ]
+    by_rank = [[sequence for _, _, sequence in sorted(heap, key=lambda item: -item[0])] for heap in kept]
     ordered = [one for turn in zip_longest(*by_rank) for one in turn if one is not None]
     parts: dict[str, list[TokenSequence]] = {}
     start = 0
@@ -182,4 +221,30 @@ def draw(
         start += number
     if spare:
         parts[use] += ordered[start : start + spare]
-    return Sample(parts, digest.hexdigest(), len(names), available)
+    return Sample(parts, digest.hexdigest())
+
+
+def refuse_copies(own: Iterable[TokenSequence], held_out: Sequence[TokenSequence]) -> None:
+    """Refuses held-out text that a plan is chosen by, under whatever name.
+
+    Args:
+        own: Sequences that a plan is chosen by.
+        held_out: Sequences that it is to be proved on.
+
+    Raises:
+        ValueError: If most of a held-out sequence is in the others.
+    """
+    known = {run for one in own for run in _runs(one.tokens, 1)}
+    copies = [one for one in held_out if np.mean([run in known for run in _runs(one.tokens, RUN)]) > COPIED]
+    if copies:
+        raise ValueError(
+            f"data: {len(copies)} of {len(held_out)} held-out sequences are copies of text that plans are chosen by, "
+            f"the first in {copies[0].document}, expected other text; remove what is there twice, or name other "
+            "--verify-data"
+        )
+
+
+def _runs(tokens: Sequence[int], step: int) -> Iterator[int]:
+    """Yields the hashes of `RUN` tokens in a row, one every `step` tokens."""
+    size = min(RUN, len(tokens))
+    return (hash(tuple(tokens[start : start + size])) for start in range(0, len(tokens) - size + 1, step))

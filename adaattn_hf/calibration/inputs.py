@@ -39,6 +39,14 @@ class LengthSample:
     held_out: tuple[TokenSequence, ...]
     fingerprint: str
 
+    def cut(self, length: int) -> LengthSample:
+        """Returns the first `length` tokens of every sequence."""
+        risk, joint, held_out = (
+            tuple(replace(one, tokens=one.tokens[:length]) for one in part)
+            for part in (self.risk, self.joint, self.held_out)
+        )
+        return LengthSample(risk, joint, held_out, self.fingerprint)
+
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
@@ -75,6 +83,12 @@ class Inputs:
         """Hash of all text that was drawn from."""
         words = "".join(f"{length}:{sample.fingerprint}" for length, sample in sorted(self.samples.items()))
         return hashlib.sha256(words.encode()).hexdigest()
+
+    @property
+    def sources(self) -> int:
+        """Held-out sources that must keep the budget by themselves; their sequences take turns."""
+        held_out = next(iter(self.samples.values())).held_out
+        return len({one.source for one in held_out}) if self.other_source else 1
 
     def readings(self, sequence: TokenSequence) -> list[Reading]:
         """Returns the passes over a sequence."""
@@ -126,10 +140,11 @@ def open_inputs(
         )
     own_numbers = store.number_layers(model)
     arms = ModelArms(model)
-    samples = {
-        length: _draw(data, verify_data, encode, scoring.content(length), settings)
-        for length in settings.lengths
-    }
+    corpus.refuse_repeats(data, verify_data)
+    sample = _draw(data, verify_data, encode, scoring.content(settings.lengths[-1]), settings)
+    corpus.refuse_copies((*sample.risk, *sample.joint), sample.held_out)
+    # the same stretches at every length: text that one length is proved on was not used for another
+    samples = {length: sample.cut(scoring.content(length)) for length in settings.lengths}
     return Inputs(
         model, arms, settings, scoring, samples, own_numbers, progress, say, verify_data is not None
     )
@@ -142,7 +157,7 @@ def _draw(
     length: int,
     settings: CalibrationSettings,
 ) -> LengthSample:
-    """Samples the text of one length; `length` counts tokens of text, without special tokens."""
+    """Samples the text of the longest length; `length` counts tokens of text, without special tokens."""
     s = settings
     own = {"risk": s.sequences, "joint": s.joint}
     held = {"held_out": s.held_out}
@@ -151,6 +166,11 @@ def _draw(
         sample = corpus.draw(data, encode, length, {**own, **held}, s.seed, spare)
         parts, fingerprint = sample.parts, f"{sample.fingerprint}:"
     else:
+        if s.held_out < 2 * len(verify_data):
+            raise ValueError(
+                f"held_out is {s.held_out} for {len(verify_data)} sources of verify_data, expected at least "
+                f"{2 * len(verify_data)}: two of every source at the first look; raise it (--held-out)"
+            )
         first = corpus.draw(data, encode, length, own, s.seed)
         second = corpus.draw(verify_data, encode, length, held, s.seed, spare)
         second.parts["held_out"] = _each(second.parts["held_out"], verify_data, length)
@@ -165,7 +185,7 @@ def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: in
     Raises:
         ValueError: If a source has fewer than two sequences, which have no standard deviation.
     """
-    counts = {Path(path).name: 0 for path in paths}
+    counts = {str(path): 0 for path in paths}
     for sequence in held_out:
         counts[sequence.source] += 1
     fewest = min(counts, key=lambda name: counts[name])

@@ -179,7 +179,7 @@ def choose_storage(
         if verdict is not None:
             words = f"cache: {storage.words} {verdict.sentence}"
             return {**asdict(storage), "verified": asdict(verdict)}, words
-        if min(len(shard) for shard in shards.values()) < 2:
+        if min(len(shard) for shard in shards.values()) < 2 * inputs.sources:
             lost.append(f"{storage.words} is not proved, since the held-out text is used up: give more of it")
             continue
         proof = prove(

@@ -129,12 +129,13 @@ def calibrate(
     Under `accelerate launch` or `torchrun` the processes share the sequences and make the same plan.
     """
     # what loads torch is imported when the command runs, not when its help is asked for
+    from ..calibration.corpus import refuse_repeats
     from ..calibration.settings import CalibrationSettings
     from ..calibration.state import refuse_interrupted
     from ..calibration.team import join, leave
     from .calibration_job import Job, fitted, named_or_packaged, print_calibration, run
     from .loading import load
-    from .options import kinds, known_prices, share, texts, times, tokens, use_threads, writable
+    from .options import kinds, known_prices, share, times, tokens, use_threads, writable
 
     console = Console(stderr=as_json)
     target = out if out is not None else Path(model or "adaattn-plan")
@@ -180,7 +181,7 @@ def calibrate(
             resume=resume,
             quiet=quiet,
         )
-        texts([*job.data, *(job.verify_data or ())])
+        refuse_repeats(job.data, job.verify_data)
         writable(target, "out")
         if not resume:
             refuse_interrupted(target)

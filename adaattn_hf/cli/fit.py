@@ -54,9 +54,10 @@ def fit_to_text(
         lengths.insert(0, positions)
     own = settings.sequences + settings.joint
     enough = lengths[0] * (own + 2 * settings.held_out)
+    fewest = max(FEWEST, 2 * len(verify_data or ()))
     tokens = count_tokens(data, encode, enough)
     held = count_tokens(verify_data, encode, enough) if verify_data else 0
-    for plans, first in ((2, settings.held_out), (1, settings.held_out), (1, FEWEST)):
+    for plans, first in ((2, settings.held_out), (1, settings.held_out), (1, fewest)):
         first = min(first, settings.held_out)
         for length in lengths:
             room = tokens // length - own if not verify_data else held // length
@@ -75,8 +76,8 @@ def fit_to_text(
                     f"{words}: sequences of {length} tokens, {own} to choose by, "
                     f"{first} to {fitted.most_held_out} of {room}{more} to prove a plan by"
                 )
-    needed = lengths[-1] * (own + (0 if verify_data else FEWEST))
-    also = f" and {lengths[-1] * FEWEST} held out" if verify_data else ""
+    needed = lengths[-1] * (own + (0 if verify_data else fewest))
+    also = f" and {lengths[-1] * fewest} held out" if verify_data else ""
     raise ValueError(
         f"data: {tokens} tokens of text{f' and {held} held out' if verify_data else ''}, expected at least "
         f"{needed}{also} for sequences of {lengths[-1]}; give more text"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -93,19 +92,6 @@ def kinds(families: str) -> tuple[str, ...]:
         raise ValueError(f"families is {families!r}, expected some of {','.join(known_families())}")
     refuse_unknown(found)
     return found
-
-
-def texts(paths: Sequence[Path]) -> None:
-    """Refuses text that is not there.
-
-    Raises:
-        FileNotFoundError: If a path does not exist.
-    """
-    for path in paths:
-        if not path.exists():
-            raise FileNotFoundError(
-                f"data: {path} does not exist; expected .txt or .jsonl files or directories of them"
-            )
 
 
 def writable(directory: Path, argument: str) -> None:

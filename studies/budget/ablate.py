@@ -165,16 +165,17 @@ def ablate(
     Exit codes: 0 done; 2 wrong arguments; 130 interrupted, with the finished rows in FILE.partial of --output.
     """
     from adaattn_hf._files import write_atomically
+    from adaattn_hf.calibration.corpus import refuse_repeats
     from adaattn_hf.calibration.settings import CalibrationSettings
     from adaattn_hf.cli.loading import load
-    from adaattn_hf.cli.options import kinds, known_prices, nats, texts, tokens, use_threads, writable
+    from adaattn_hf.cli.options import kinds, known_prices, nats, tokens, use_threads, writable
     from adaattn_hf.eval.provenance import provenance
     from adaattn_hf.patches.checkpoint import resolve_device
 
     partial = output.with_name(f"{output.name}.partial")
     use_threads(threads)
     writable(output.parent, "output")
-    texts([*data, *(verify_data or [])])
+    refuse_repeats(data, verify_data)
     where = resolve_device(device)
     settings = CalibrationSettings(
         lengths=tokens(length),

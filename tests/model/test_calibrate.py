@@ -497,7 +497,7 @@ def test_documents_of_jsonl_and_directories(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "b.txt").write_text("three")
     assert [(name, "".join(pieces)) for name, pieces in read_documents([tmp_path])] == [
-        ("a.jsonl:0", "one"), ("a.jsonl:1", "two"), ("b.txt", "three"),
+        (f"{tmp_path / 'a.jsonl'}:0", "one"), (f"{tmp_path / 'a.jsonl'}:1", "two"), (str(tmp_path / "b.txt"), "three"),
     ]  # fmt: skip
     with pytest.raises(FileNotFoundError, match="does not exist"):
         list(read_documents([tmp_path / "c"]))

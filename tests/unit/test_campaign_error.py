@@ -88,8 +88,8 @@ def simulate(
     scoring = SimpleNamespace(generates=False, causal=True)
     sample = SimpleNamespace(held_out=(sequence,) * POOL, joint=(sequence,))
     inputs = SimpleNamespace(
-        settings=SETTINGS, samples={LENGTH: sample}, scoring=scoring, arms=None, other_source=False, team=Team(),
-        readings=lambda one: readings, progress=lambda *_: None, say=lambda _: None,
+        settings=SETTINGS, samples={LENGTH: sample}, scoring=scoring, arms=None, other_source=False, sources=1,
+        team=Team(), readings=lambda one: readings, progress=lambda *_: None, say=lambda _: None,
     )  # fmt: skip
     layers = SimpleNamespace(indices=(0,), kv_heads=1, seconds={LENGTH: 1.0}, units=[(0, 0)])
     met, broken, used = 0, 0, []

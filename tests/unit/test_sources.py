@@ -1,17 +1,27 @@
-"""Held-out text of several named sources: each must keep the budget, and each must have enough sequences to say so."""
+"""What a proof speaks of: held-out text of several sources, that nothing was chosen by, and that is counted once."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from adaattn_hf.calibration.corpus import TokenSequence
-from adaattn_hf.calibration.inputs import _draw, _each
+from adaattn_hf.calibration.corpus import (
+    RUN,
+    TokenSequence,
+    draw,
+    read_documents,
+    refuse_copies,
+    refuse_repeats,
+)
+from adaattn_hf.calibration.inputs import _draw, _each, open_inputs
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.verify import Evidence
+
+from ..support.letters import encode, lettered_llama, random_letters
 
 BUDGET, LEVEL, EACH = 1e-3, 0.05, 12
 
@@ -54,7 +64,115 @@ def test_held_out_sequences_take_turns_as_long_as_every_source_has_one(tmp_path:
     paths = [tmp_path / "long.jsonl", tmp_path / "short.jsonl"]
     settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=4, most_held_out=8)
     sample = _draw(paths[:1], paths, lambda text: [1] * len(text), 64, settings)
-    assert [one.source for one in sample.held_out] == ["long.jsonl", "short.jsonl"] * 3
-    few = [TokenSequence("d", (1,), "long.jsonl")] * 4 + [TokenSequence("d", (1,), "short.jsonl")]
+    long, short = map(str, paths)
+    assert [one.source for one in sample.held_out] == [long, short] * 3
+    few = [TokenSequence("d", (1,), long)] * 4 + [TokenSequence("d", (1,), short)]
     with pytest.raises(ValueError, match=r"short\.jsonl holds 1 sequences of 64 tokens, expected at least 2"):
         _each(few, paths, 64)
+
+
+def test_two_sources_of_one_name_are_two(tmp_path: Path) -> None:
+    """`prose/test.txt` and `code/test.txt` were pooled, and a plan could pass that broke the budget on one of them."""
+    paths = [tmp_path / name / "test.txt" for name in ("prose", "code")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(path.parent.name * 100, encoding="utf-8")
+    held = draw(paths, encode, 32, {"held_out": 4}, 0).parts["held_out"]
+    assert [one.source for one in _each(held, paths, 32)] == [*map(str, paths)] * 2
+    evidence = Evidence(
+        apart=True, sources=[one.source for one in held], names=list("abcd"), tokens=[1000] * 4
+    )
+    evidence.sums = [0.0, 2.0, 0.0, 2.0]
+    assert evidence.bound(0.95).mean == pytest.approx(2e-3), "the worse of both, not their mean"
+
+
+def test_every_look_has_two_sequences_of_every_source(tmp_path: Path) -> None:
+    """One has no spread: its bound is infinite, and a verdict that holds it cannot be written."""
+    paths = [random_letters(tmp_path / f"{name}.txt") for name in range(4)]
+    for number, path in enumerate(paths):
+        path.write_text(path.read_text(encoding="utf-8")[1500 * number :][:1400], encoding="utf-8")
+    settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=5, most_held_out=8)
+    with pytest.raises(ValueError, match="held_out is 5 for 3 sources of verify_data, expected at least 6"):
+        _draw(paths[:1], paths[1:], encode, 64, settings)
+    inputs = open_inputs(
+        lettered_llama(1), encode, paths[:1], replace(settings, held_out=6), verify_data=paths[1:]
+    )
+    held = [one.source for one in inputs.samples[64].held_out]
+    assert inputs.sources == 3
+    for start in range(len(held) - 5):
+        shard = held[start : start + 6]
+        assert {shard.count(source) for source in set(held)} == {2}
+
+
+def test_text_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    book, other = tmp_path / "books" / "book.txt", tmp_path / "other.txt"
+    book.parent.mkdir()
+    for path in (book, other):
+        path.write_text(path.name, encoding="utf-8")
+    (tmp_path / "link.txt").symlink_to(book)
+    refuse_repeats([book.parent], [other])
+    refuse_repeats([book, other], None)
+    for data, verify_data in (
+        ([book], [book]),
+        ([book.parent], [book]),
+        ([book], [tmp_path / "link.txt"]),
+        ([other, tmp_path / "books" / ".." / "other.txt"], None),
+        ([book], [other, other]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"is named twice, in .*data .* and in .*data .*, expected each text once"
+        ):
+            refuse_repeats(data, verify_data)
+    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist; expected \.txt"):
+        refuse_repeats([tmp_path / "nowhere"], None)
+
+
+def test_a_copy_under_another_name_proves_nothing(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    own, other = (tuple(random.integers(0, 50_000, 512).tolist()) for _ in range(2))
+
+    def held(*tokens: int) -> list[TokenSequence]:
+        return [TokenSequence("fresh", other), TokenSequence("copy", tokens)]
+
+    licence = (*own[: 4 * RUN], *other[4 * RUN :])
+    refuse_copies([TokenSequence("own", own)], held(*licence))
+    for copy in (own, (*other[:100], *own[:412])):
+        with pytest.raises(ValueError, match=r"1 of 2 held-out sequences are copies .* the first in copy"):
+            refuse_copies([TokenSequence("own", own)], held(*copy))
+    book = random_letters(tmp_path / "book.txt")
+    copied = tmp_path / "copied.txt"
+    copied.write_bytes(book.read_bytes())
+    settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=4, most_held_out=8)
+    with pytest.raises(ValueError, match="held-out sequences are copies"):
+        open_inputs(lettered_llama(1), encode, [book], settings, verify_data=[copied])
+
+
+def test_text_that_one_length_is_proved_on_was_not_used_for_another(tmp_path: Path) -> None:
+    """All lengths read the same stretches: a sequence's place says what it is for, whatever its length."""
+    book, lengths = random_letters(tmp_path / "book.txt"), (32, 48, 96)
+    settings = CalibrationSettings(
+        lengths=lengths, sequences=2, joint=2, held_out=4, most_held_out=8, tries=2
+    )
+    samples = open_inputs(lettered_llama(1), encode, [book], settings).samples
+    for use in ("risk", "joint", "held_out"):
+        longest = [one.tokens for one in getattr(samples[lengths[-1]], use)]
+        assert len(set(longest)) == len(longest) >= 2
+        for length in lengths:
+            assert [one.tokens for one in getattr(samples[length], use)] == [one[:length] for one in longest]
+
+
+def test_lines_of_jsonl_may_be_empty_and_what_is_wrong_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n\n{"text": "two"}\n\n', encoding="utf-8")
+    (tmp_path / ".hidden").write_bytes(b"\0")
+    assert ["".join(pieces) for _, pieces in read_documents([tmp_path])] == ["one", "two"]
+    path.write_text('{"text": "one"}\n{"text": ', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a\.jsonl line 2 is no JSON"):
+        list(read_documents([path]))
+
+
+def test_what_is_no_text_is_no_text_to_prove_a_plan_on(tmp_path: Path) -> None:
+    path = tmp_path / "book.parquet"
+    path.write_bytes(b"PAR1\x15\x04\x00\x15")
+    with pytest.raises(ValueError, match=r"book\.parquet holds zero bytes, expected text in UTF-8"):
+        "".join(piece for _, pieces in read_documents([path]) for piece in pieces)
