@@ -39,7 +39,6 @@ __all__ = [
     "CalibrationSettings",
     "calibrate",
     "choose_and_verify",
-    "measure_model",
     "save_plan",
 ]
 
@@ -94,25 +93,6 @@ def calibrate(
     if directory is not None and inputs.team.leads:
         CalibrationState.forget(directory)
     return result
-
-
-def measure_model(
-    model: nn.Module,
-    encode: Callable[[str], Sequence[int]],
-    data: Sequence[str | Path],
-    settings: CalibrationSettings,
-    *,
-    verify_data: Sequence[str | Path] | None = None,
-    prices: PriceTable | None = None,
-    scoring: Scoring = NEXT_TOKEN,
-    directory: Path | None = None,
-) -> Measurement:
-    """Returns risks and prices of a model without choosing a plan, for ablations and studies.
-
-    The state is saved in the directory, if one is given, and a state found there is continued.
-    """
-    inputs = open_inputs(model, encode, data, settings, verify_data=verify_data, scoring=scoring)
-    return measure(inputs, prices=prices, directory=directory, resume=directory is not None)
 
 
 def choose_and_verify(measurement: Measurement, settings: CalibrationSettings | None = None) -> Calibration:

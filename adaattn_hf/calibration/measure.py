@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..plans.choices import EXACT
@@ -94,25 +93,6 @@ class Measurement:
             for unit, choice in self.decided
         ]
         return np.array([mean for mean, _ in found]), np.array([error for _, error in found])
-
-    def ratio(self, picks: NDArray[np.int64], length: int) -> float:
-        """Returns how many times as fast as exact attention the prefill of an allocation is, by the price table."""
-        layers, table = self.layers, self.table
-        choices, kinds = layers.candidates.choices, layers.kinds
-
-        def seconds(layer: int, mine: NDArray[np.int64]) -> float:
-            constants: dict[str, float] = {}
-            total = 0.0
-            for pick in mine:
-                price = table.price("prefill", length, pricing.launch_label(choices[pick], kinds[layer]))
-                name = table.launch(choices[pick].label)
-                constants[name] = max(constants.get(name, 0.0), price.constant)
-                total += price.slope
-            return total + sum(constants.values())
-
-        per_layer = list(zip(layers.indices, picks.reshape(-1, layers.kv_heads), strict=True))
-        exact = sum(seconds(layer, np.zeros_like(mine)) for layer, mine in per_layer)
-        return exact / sum(seconds(layer, mine) for layer, mine in per_layer)
 
 
 def measure(

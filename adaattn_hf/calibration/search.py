@@ -19,7 +19,6 @@ from ..policy.aim import LossLaw, Observation
 from ..policy.decisive import decisive_pairs
 from ..policy.knapsack import Allocation, Array, allocate
 from ..policy.risk import rescale
-from . import verify
 from .arms import compare_all, plan_tap, programs_of
 from .assemble import make_plan
 from .measure import Measurement, Pair, measure_directly
@@ -119,7 +118,7 @@ class Joint:
 
 @dataclass(eq=False)
 class JointPasses:
-    """Measures whole plans on calibration text and on held-out text, keeping the hidden states of exact attention.
+    """Measures whole plans on calibration text, keeping the hidden states of exact attention.
 
     Attributes:
         measurement: Risks and prices of a model.
@@ -129,7 +128,6 @@ class JointPasses:
     measurement: Measurement
     rounding: float = 0.0
     _exact: dict[int, list[list[Tensor]]] = field(default_factory=dict)
-    _held: dict[int, dict[int, list[Tensor]]] = field(default_factory=dict)
 
     def joint(self, picks: Picks, length: int, stored: str | None = None) -> Joint:
         """Returns the loss of an allocation on calibration text, over a quantised cache if `stored` is given."""
@@ -159,43 +157,6 @@ class JointPasses:
             },
             rounding=self.rounding,
         )
-
-    def held_out(self, picks: Picks, length: int, count: int | None = None) -> dict[str, float]:
-        """Returns the loss of an allocation on the first held-out sequences of a length, and its price ratio there.
-
-        Args:
-            picks: The allocation.
-            length: Length bin.
-            count: Sequences; as many as a first look has if absent.
-        """
-        inputs = self.measurement.inputs
-        sequences = inputs.samples[length].held_out[: count or inputs.settings.held_out]
-        states = self._held.setdefault(length, {})
-        evidence = verify.gather(
-            inputs.arms, programs(self.measurement, picks), sequences, scoring=inputs.scoring, states=states
-        )
-        bound = evidence.bound(0.95)
-        return {
-            "delta_nll": bound.mean,
-            "upper": bound.upper,
-            "kl": float(np.concatenate(evidence.kl).mean()),
-            "top1": evidence.agree / bound.tokens,
-            "ratio": self.measurement.ratio(picks, length),
-        }
-
-    def evaluate(self, picks: Picks, count: int | None = None) -> dict[str, float]:
-        """Returns predicted and measured loss and the price ratio of an allocation at the longest length."""
-        units = np.arange(len(self.measurement.layers.units))
-        risk = float(self.measurement.risks()[-1, units, picks].sum())
-        return {
-            "predicted": risk,
-            **self.held_out(picks, self.measurement.inputs.settings.lengths[-1], count),
-        }
-
-    def uniform(self, choice: Choice) -> dict[str, float]:
-        """Returns the same for one choice in every unit."""
-        layers = self.measurement.layers
-        return self.evaluate(np.full(len(layers.units), layers.candidates.choices.index(choice)))
 
 
 @dataclass(frozen=True)

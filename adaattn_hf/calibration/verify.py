@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..attention.tap import Tap
 from ..plans.plan import Verified
@@ -118,7 +117,6 @@ def gather(
     seed: int = 0,
     step: Step | None = None,
     before: Evidence | None = None,
-    states: dict[int, list[Tensor]] | None = None,
     tap: Tap | None = None,
 ) -> Evidence:
     """Returns the evidence of a plan on held-out sequences, each of its own length.
@@ -133,7 +131,6 @@ def gather(
         seed: Seed of the needles and of the masked positions.
         step: Callback with the passes done and their number.
         before: Evidence of earlier looks at the same plan, which is extended.
-        states: Cache of the hidden states of exact attention by sequence, for further plans on the same sequences.
         tap: Computes the attention of the plan; runs its programs if absent.
     """
     haystacks = haystacks if scoring.generates else 0
@@ -144,10 +141,7 @@ def gather(
     scores: list[TokenScores] = []
     for index in crew.mine(len(sequences)):
         readings = scoring.readings(sequences[index].tokens, seed, arms.device)
-        if states is not None and index not in states:
-            states[index] = [arms.exact(reading) for reading in readings]
-        known = states[index] if states is not None else None
-        scores.append(compare_all(arms, readings, tap, known))
+        scores.append(compare_all(arms, readings, tap))
         if step is not None:
             step(min(index + crew.size, len(sequences)), total)
     for sequence, score in zip(sequences, crew.gather(scores, len(sequences)), strict=True):

@@ -60,21 +60,19 @@ def ablate_model(
     """
     import numpy as np
 
-    from adaattn_hf.calibration.calibrate import measure_model
+    from adaattn_hf.calibration.inputs import open_inputs
+    from adaattn_hf.calibration.measure import measure
     from adaattn_hf.calibration.scoring import NEXT_TOKEN
-    from adaattn_hf.calibration.search import JointPasses, solve
+    from adaattn_hf.calibration.search import solve
+
+    from .held_out import HeldOutPasses
 
     say("risks and prices")
-    measurement = measure_model(
-        model,
-        encode,
-        list(data),
-        settings,
-        verify_data=verify_data,
-        prices=prices,
-        scoring=scoring or NEXT_TOKEN,
+    inputs = open_inputs(
+        model, encode, data, settings, verify_data=verify_data, scoring=scoring or NEXT_TOKEN
     )
-    passes = JointPasses(measurement)
+    measurement = measure(inputs, prices=prices)
+    passes = HeldOutPasses(measurement)
     rows: list[dict[str, Any]] = []
     found = {"lengths": list(settings.lengths), "rows": rows, "machine": measurement.table.machine}
     for arm in ARMS:

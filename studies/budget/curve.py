@@ -53,10 +53,12 @@ def curve_of(
     """
     import numpy as np
 
-    from adaattn_hf.calibration.search import JointPasses, refine, solve
+    from adaattn_hf.calibration.search import refine, solve
+
+    from .held_out import HeldOutPasses
 
     settings, candidates = measurement.inputs.settings, measurement.layers.candidates.choices
-    passes = JointPasses(measurement)
+    passes = HeldOutPasses(measurement)
     known_arms = (*ARMS, *([DIRECT] if settings.direct else []))
     for arm in arms:
         if arm not in known_arms:
@@ -142,7 +144,9 @@ def curve(
     gguf_file: study.Gguf = None,
 ) -> None:
     """Measure loss against speed for plans of rising budgets and for uniform choices."""
-    from adaattn_hf.calibration.calibrate import CalibrationSettings, measure_model
+    from adaattn_hf.calibration.inputs import open_inputs
+    from adaattn_hf.calibration.measure import measure
+    from adaattn_hf.calibration.settings import CalibrationSettings
     from adaattn_hf.policy.prices import PriceTable
 
     loaded, encode = study.load(model, dtype, device, gguf_file, threads)
@@ -152,9 +156,8 @@ def curve(
         direct=direct, held_out=held_out, tries=1, haystacks=0, families=tuple(families.split(",")),
         masses=study.shares(masses),
     )  # fmt: skip
-    measurement = measure_model(
-        loaded, encode, data, settings, verify_data=verify_data, prices=table, directory=state
-    )
+    inputs = open_inputs(loaded, encode, data, settings, verify_data=verify_data)
+    measurement = measure(inputs, prices=table, directory=state, resume=True)
     words = study.described(settings, loaded, data, verify_data)
     curve_of(
         measurement, [float(part) for part in budgets.split(",")], arms.split(","), output, words, uniform

@@ -90,7 +90,9 @@ def seeds(
     threads: study.Threads = 1,
 ) -> None:
     """Calibrate once per seed, choose and verify under each budget; set plans of the first beside uniform choices."""
-    from adaattn_hf.calibration.calibrate import CalibrationSettings, measure_model
+    from adaattn_hf.calibration.inputs import open_inputs
+    from adaattn_hf.calibration.measure import measure
+    from adaattn_hf.calibration.settings import CalibrationSettings
     from adaattn_hf.cli.options import nats
     from adaattn_hf.policy.prices import PriceTable
 
@@ -115,15 +117,10 @@ def seeds(
         missing = [name for name in wanted if not study.done(paths[name], words[name])]
         if not missing and not first:
             continue
-        measurement = measure_model(
-            loaded.model,
-            loaded.encode,
-            given.data,
-            settings,
-            verify_data=given.held,
-            prices=table,
-            scoring=loaded.scoring,
+        inputs = open_inputs(
+            loaded.model, loaded.encode, given.data, settings, verify_data=given.held, scoring=loaded.scoring
         )
+        measurement = measure(inputs, prices=table)
         for name in missing:
             record = budget_record(
                 measurement, words[name], wanted[name], output / "plans" / name if first else None

@@ -98,6 +98,8 @@ def budget_record(
     from adaattn_hf.calibration.calibrate import choose_and_verify, save_plan
     from adaattn_hf.calibration.search import picks_of
 
+    from .held_out import ratio
+
     start = time.perf_counter()
     result = choose_and_verify(measurement, settings)
     result.report.pop("prices")
@@ -114,7 +116,7 @@ def budget_record(
         "sentence": result.sentence,
         "picks": [measurement.layers.candidates.choices[pick].label for pick in picks],
         "report": result.report,
-        "ratio": {str(n): measurement.ratio(picks, n) for n in settings.lengths},
+        "ratio": {str(n): ratio(measurement, picks, n) for n in settings.lengths},
         "prices": measurement.table.digest,
         "seconds": time.perf_counter() - start,
         "provenance": provenance(measurement.inputs.arms.device),
@@ -128,9 +130,11 @@ def curve_record(measurement: Measurement) -> dict[str, Any]:
     """
     import numpy as np
 
-    from adaattn_hf.calibration.search import JointPasses, solve
+    from adaattn_hf.calibration.search import solve
 
-    passes = JointPasses(measurement)
+    from .held_out import HeldOutPasses
+
+    passes = HeldOutPasses(measurement)
     inputs, units = measurement.inputs, len(measurement.layers.units)
     lengths = inputs.settings.lengths
     everything = len(inputs.samples[lengths[-1]].held_out)

@@ -168,14 +168,15 @@ def checked(measurement: Any, plan: Any, texts: Mapping[int, Sequence[Any]]) -> 
     from adaattn_hf.calibration import verify
     from adaattn_hf.calibration.arms import programs_of
 
+    from .held_out import scores
+
     inputs, found = measurement.inputs, {}
     programs = programs_of(plan, measurement.layers.tensors)
     for length, sequences in texts.items():
         evidence = verify.gather(inputs.arms, programs, sequences, scoring=inputs.scoring)
         bound = evidence.bound(0.95)
         found[str(length)] = {
-            "delta_nll": bound.mean, "upper": bound.upper, "kl": evidence.mean_kl(), "documents": bound.clusters,
-            "tokens": bound.tokens, "top1": evidence.agree / bound.tokens,
+            **scores(evidence), "documents": bound.clusters, "tokens": bound.tokens,
         }  # fmt: skip
     return found
 
@@ -217,6 +218,8 @@ def seed_study(
     from adaattn_hf.calibration.search import picks_of
     from adaattn_hf.plans import store
 
+    from .held_out import ratio
+
     wanted = [replace(settings, budget=budget) for budget in budgets]
     paths = [output / f"seed-{settings.seed:03d}-{budget:.6f}.json" for budget in budgets]
     words = [described(one, model, data, verify_data, check_data, check) for one in wanted]
@@ -252,7 +255,7 @@ def seed_study(
             "picks": [measurement.layers.candidates.choices[pick].label for pick in picks],
             "report": result.report,
             "check": checked(measurement, result.plan, texts),
-            "ratio": {str(n): measurement.ratio(picks, n) for n in settings.lengths},
+            "ratio": {str(n): ratio(measurement, picks, n) for n in settings.lengths},
             "prices": table.digest,
             "seconds": {"measure": measuring, "choose_and_verify": time.perf_counter() - start},
             "provenance": provenance(measurement.inputs.arms.device),

@@ -26,12 +26,12 @@ from adaattn_hf.calibration.calibrate import (
     Calibration,
     CalibrationSettings,
     calibrate,
-    measure_model,
     save_plan,
 )
 from adaattn_hf.calibration.corpus import draw, read_documents
+from adaattn_hf.calibration.inputs import open_inputs
+from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.needles import build, most, retrieved
-from adaattn_hf.calibration.search import JointPasses
 from adaattn_hf.calibration.state import FILE, CalibrationState
 from adaattn_hf.cli.options import nats
 from adaattn_hf.plans import execute, monitor, sampled, store
@@ -39,6 +39,7 @@ from adaattn_hf.plans.plan import EXACT, TENSORS_FILE, Choice, Plan, PlanError
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.stats.paired import TokenScores
+from studies.budget.held_out import HeldOutPasses
 
 from ..support.choices import make_choice
 from ..support.letters import lettered_llama
@@ -128,8 +129,8 @@ def test_the_same_seed_gives_the_same_bytes(
 def test_predicted_risk_orders_and_sizes_the_measured_kl(model: LlamaForCausalLM, text: list[Path]) -> None:
     """Untrained heads err in step over rows, which the diagonal form leaves out: the size holds to a small factor."""
     settings = replace(SETTINGS, sequences=4, rows=LENGTH, labels=4, tries=1, held_out=6)
-    measurement = measure_model(model, encode, text, settings, prices=_prices())
-    passes, choices = JointPasses(measurement), measurement.layers.candidates.choices
+    measurement = measure(open_inputs(model, encode, text, settings), prices=_prices())
+    passes, choices = HeldOutPasses(measurement), measurement.layers.candidates.choices
     labels = [choice.label for choice in choices]
     found = [passes.uniform(choices[labels.index(label)]) for label in ("w64+16", "w32+16", "r16")]
     for one in found:

@@ -17,11 +17,11 @@ from adaattn_hf.calibration.calibrate import (
     Calibration,
     calibrate,
     choose_and_verify,
-    measure_model,
     save_plan,
 )
 from adaattn_hf.calibration.campaign import Campaign
-from adaattn_hf.calibration.measure import Measurement
+from adaattn_hf.calibration.inputs import open_inputs
+from adaattn_hf.calibration.measure import Measurement, measure
 from adaattn_hf.calibration.over_codes import FIRST, stored_tap
 from adaattn_hf.calibration.proof import prove
 from adaattn_hf.calibration.scoring import MaskedTokens
@@ -46,7 +46,7 @@ MEMORY = replace(SETTINGS, families=("window",), optimize="memory", budget=6e-2)
 
 @pytest.fixture(scope="module")
 def measured(text: list[Path]) -> Measurement:
-    return measure_model(_model(), encode, text, MEMORY, prices=_prices())
+    return measure(open_inputs(_model(), encode, text, MEMORY), prices=_prices())
 
 
 @pytest.mark.parametrize("stored", ["int8", "k8v4"])
@@ -146,7 +146,7 @@ def test_without_the_question_nothing_is_said_of_a_cache(measured: Measurement, 
     in_time = replace(MEMORY, optimize="time")
     with pytest.raises(ValueError, match="measure again"):  # its candidates are others
         choose_and_verify(measured, in_time)
-    result = choose_and_verify(measure_model(_model(), encode, text, in_time, prices=_prices()))
+    result = choose_and_verify(measure(open_inputs(_model(), encode, text, in_time), prices=_prices()))
     assert "cache" not in result.plan.protocol
     assert "cache" not in result.report
 
@@ -154,7 +154,7 @@ def test_without_the_question_nothing_is_said_of_a_cache(measured: Measurement, 
 def test_the_search_makes_tokens_few_by_windows_alone(text: list[Path]) -> None:
     """Families that save no memory are left out; a window may be wide where half a sequence would save no time."""
     settings = replace(MEMORY, families=SETTINGS.families, windows=(32, 96, 160))
-    measurement = measure_model(_model(), encode, text, settings, prices=flat("w32+16", "w96+16"))
+    measurement = measure(open_inputs(_model(), encode, text, settings), prices=flat("w32+16", "w96+16"))
     choices = measurement.layers.candidates.choices
     assert [choice.label for choice in choices] == ["exact", "w32+16", "w96+16"]
     assert measurement.costs.tolist() == [[192.0, 48.0, 112.0]] * 4

@@ -40,10 +40,10 @@ from adaattn_hf.calibration.calibrate import (
     Calibration,
     CalibrationSettings,
     calibrate,
-    measure_model,
     save_plan,
 )
-from adaattn_hf.calibration.inputs import most_positions
+from adaattn_hf.calibration.inputs import most_positions, open_inputs
+from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.scoring import MaskedTokens, NextToken, Reading
 from adaattn_hf.cli.main import app
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
@@ -51,6 +51,7 @@ from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS, candidates
 from adaattn_hf.policy.prices import Price, PriceTable
+from studies.budget.held_out import ratio
 
 from ..support.choices import make_choice
 
@@ -229,7 +230,7 @@ def test_the_risk_of_single_heads_is_their_measured_kl(
     settings = replace(
         SETTINGS, sequences=4, rows=LENGTH, labels=4, families=("window",), windows=(32,), tries=1
     )
-    measured = measure_model(model, encode, text, settings, scoring=scoring, prices=prices())
+    measured = measure(open_inputs(model, encode, text, settings, scoring=scoring), prices=prices())
     risks = measured.risks()[0][:, 1]
     heads = np.argsort(-risks)[[0, 3, 6]]
     sequences = measured.inputs.samples[LENGTH].held_out
@@ -275,7 +276,7 @@ def test_layers_with_a_window_of_their_own_have_prices_of_their_own(encode: Any,
         SETTINGS, families=("window", "bf16"), windows=(8, 32), sequences=1, held_out=2, tries=1
     )
     scoring = MaskedTokens(4, (2,), (3,), count=1)
-    measured = measure_model(hybrid, encode, text, settings, scoring=scoring, prices=table)
+    measured = measure(open_inputs(hybrid, encode, text, settings, scoring=scoring), prices=table)
     assert measured.layers.kinds == {0: None, 1: 17, 2: None, 3: 17}
     labels = [choice.label for choice in measured.layers.candidates.choices]
     wide, exact, bf16 = (labels.index(label) for label in ("w32+16", "exact", "bf16"))
@@ -285,10 +286,10 @@ def test_layers_with_a_window_of_their_own_have_prices_of_their_own(encode: Any,
     assert whole[wide] == 3.0
     # of 4 layers with 2 heads each, two pay 8 and two pay 1
     picks = np.full(8, bf16)
-    assert measured.ratio(picks, LENGTH) == pytest.approx(2.0)
+    assert ratio(measured, picks, LENGTH) == pytest.approx(2.0)
     picks[[2, 3, 6, 7]] = exact
-    assert measured.ratio(picks, LENGTH) == pytest.approx((8 + 8 + 1 + 1) / (4 + 4 + 1 + 1))
-    timed = measure_model(hybrid, encode, text, replace(settings, families=("bf16",)), scoring=scoring)
+    assert ratio(measured, picks, LENGTH) == pytest.approx((8 + 8 + 1 + 1) / (4 + 4 + 1 + 1))
+    timed = measure(open_inputs(hybrid, encode, text, replace(settings, families=("bf16",)), scoring=scoring))
     assert set(timed.table.prices["prefill"][LENGTH]) == {"exact", "bf16", "exact in 17", "bf16 in 17"}
 
 
@@ -315,8 +316,8 @@ def test_a_plan_passes_and_says_what_was_not_asked(result: Calibration) -> None:
 def test_decode_is_neither_timed_nor_asked_for(
     model: Any, encode: Any, text: list[Path], scoring: MaskedTokens
 ) -> None:
-    measured = measure_model(
-        model, encode, text, replace(SETTINGS, families=("bf16",), sequences=1), scoring=scoring
+    measured = measure(
+        open_inputs(model, encode, text, replace(SETTINGS, families=("bf16",), sequences=1), scoring=scoring)
     )
     assert set(measured.table.prices) == {"prefill"}
     assert not measured.layers.calls[LENGTH].structure.causal
@@ -518,10 +519,10 @@ def test_a_table_without_the_prices_asked_for_is_refused(
 ) -> None:
     few = replace(SETTINGS, families=("int8",), sequences=1)
     with pytest.raises(ValueError, match="no prefill price of int8, expected one of every choice"):
-        measure_model(model, encode, text, few, scoring=scoring, prices=prices())
+        measure(open_inputs(model, encode, text, few, scoring=scoring), prices=prices())
     gpt2 = AutoModelForCausalLM.from_pretrained(demo_model_path("gpt2"), attn_implementation="adaattn")
     with pytest.raises(ValueError, match="no decode price of exact, bf16"):
-        measure_model(gpt2, encode, text, replace(few, families=("bf16",)), prices=prices())
+        measure(open_inputs(gpt2, encode, text, replace(few, families=("bf16",))), prices=prices())
 
 
 def test_a_tokenizer_without_a_mask_token_is_refused() -> None:

@@ -14,9 +14,11 @@ from transformers import LlamaForCausalLM
 from adaattn_hf.calibration import direct
 from adaattn_hf.calibration.arms import compare, plan_tap, programs_of
 from adaattn_hf.calibration.assemble import make_plan
-from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate, measure_model
-from adaattn_hf.calibration.direct import STRETCHES, mean_and_error
-from adaattn_hf.calibration.measure import Measurement, measure_directly
+from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
+from adaattn_hf.calibration.direct import STRETCHES, SingleChanges, mean_and_error
+from adaattn_hf.calibration.inputs import open_inputs
+from adaattn_hf.calibration.measure import Measurement, measure, measure_directly
+from adaattn_hf.calibration.scoring import Reading
 from adaattn_hf.calibration.search import JointPasses, refine, solve
 from adaattn_hf.calibration.state import FILE
 from adaattn_hf.policy.prices import Price, PriceTable
@@ -48,7 +50,7 @@ def prices() -> PriceTable:
 
 @pytest.fixture
 def measurement(model: LlamaForCausalLM, text: list[Path]) -> Measurement:
-    return measure_model(model, encode, text, SETTINGS, prices=prices())
+    return measure(open_inputs(model, encode, text, SETTINGS), prices=prices())
 
 
 def test_one_change_costs_what_a_plan_of_that_change_costs(measurement: Measurement) -> None:

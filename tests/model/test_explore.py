@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from adaattn_hf.calibration.assemble import save_plan, solver_table
-from adaattn_hf.calibration.calibrate import choose_and_verify, measure_model
-from adaattn_hf.calibration.measure import Measurement
+from adaattn_hf.calibration.calibrate import choose_and_verify
+from adaattn_hf.calibration.inputs import open_inputs
+from adaattn_hf.calibration.measure import Measurement, measure
 from adaattn_hf.calibration.search import picks_of, programs, solve
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.calibration.storage import storages
@@ -30,7 +31,7 @@ __all__ = ["text"]  # a fixture
 
 @pytest.fixture(scope="module")
 def made(text: list[Path]) -> tuple[Measurement, Calibration]:
-    measurement = measure_model(_model(), encode, text, SETTINGS, prices=_prices(int8=0.8))
+    measurement = measure(open_inputs(_model(), encode, text, SETTINGS), prices=_prices(int8=0.8))
     return measurement, choose_and_verify(measurement)
 
 
