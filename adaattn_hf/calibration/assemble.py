@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..policy.explore import SolverTable
 from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_length
 from .measure import Measurement
 from .settings import Calibration
+from .state import CalibrationState
 
 
 def make_plan(
@@ -216,10 +218,18 @@ def _direct(measurement: Measurement) -> list[dict[str, Any]]:
 
 
 def save_plan(model: nn.Module, result: Calibration, directory: Path) -> None:
-    """Writes the plan beside a model's weights: to `config.json`, and its bases and means to a safetensors file."""
+    """Writes the plan beside a model's weights: to `config.json`, and its bases and means to a safetensors file.
+
+    Every file is the old one or the new one, whatever happens. The state of the calibration is removed last.
+    """
     store.attach(model, result.plan)
     data = store.tensor_bytes(result.plan)
     if data is not None:
         write_atomically(directory / TENSORS_FILE, data)
-    model.config.save_pretrained(directory)  # type: ignore[union-attr, operator]
-    write_atomically(directory / "adaattn_plan.json", result.plan.to_json().encode())
+    # written in place, a full disk would leave half a configuration of the model
+    with tempfile.TemporaryDirectory() as apart:
+        model.config.save_pretrained(apart)  # type: ignore[union-attr, operator]
+        for file in Path(apart).iterdir():
+            write_atomically(directory / file.name, file.read_bytes())
+    write_atomically(directory / "adaattn_plan.json", result.plan.to_json())
+    CalibrationState.forget(directory)

@@ -32,7 +32,6 @@ from .measure import Measurement, measure
 from .scoring import NEXT_TOKEN, Scoring
 from .search import picks_of, programs, refine, solve
 from .settings import Calibration, CalibrationSettings
-from .state import CalibrationState
 
 __all__ = [
     "Calibration",
@@ -67,7 +66,7 @@ def calibrate(
         verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
         scoring: How the model is scored: `MaskedTokens.of(tokenizer)` for a masked-language model.
         prices: Prices measured before; measured now if absent.
-        directory: Where the state is saved after every sequence.
+        directory: Where the state is saved after every sequence; `save_plan` removes it when the plan lies there.
         resume: Continue from the state saved there.
         progress: Callback for a progress display.
         say: Callback for messages to the user.
@@ -90,8 +89,6 @@ def calibrate(
         result.report["whole_forward"] = [
             asdict(one) for one in whole_forward(inputs, by_layer, settings.rounds)
         ]
-    if directory is not None and inputs.team.leads:
-        CalibrationState.forget(directory)
     return result
 
 

@@ -10,6 +10,7 @@ The result is a frozen `Measurement`, which choosing and verifying only read.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..plans import store
 from ..plans.choices import EXACT
 from ..plans.plan import LayerPlan
 from ..plans.program import Program
@@ -137,7 +139,14 @@ def measure(
 def measure_risks(inputs: Inputs, layers: Layers, directory: Path | None, resume: bool) -> CalibrationState:
     """Pass one: returns risks and dropped masses of every unit and choice, per length."""
     s, team = inputs.settings, inputs.team
-    identity = {**s.measured(), "weights": layers.hashes, "text": inputs.fingerprint, "dtype": layers.dtype}
+    identity = {
+        **s.measured(),
+        "adaattn": importlib.metadata.version("adaattn-hf"),
+        "weights": store.weight_hash(inputs.arms.model),
+        "dtype": layers.dtype,
+        "text": inputs.fingerprint,
+        "tokens": {length: [one.tokens for one in inputs.samples[length].risk] for length in s.lengths},
+    }
     if not inputs.scoring.causal:
         identity["scoring"] = inputs.scoring.words()
     state = CalibrationState(identity, s.lengths, len(layers.units), len(layers.candidates.choices))

@@ -26,7 +26,7 @@ class CalibrationState:
     """Risks and dropped masses by length bin.
 
     Attributes:
-        key: Hash of settings, weights and text, to which the numbers belong.
+        key: Hash of what the numbers belong to: version, settings, weights and tokens.
         risks: By length, the risk table of all choices.
         dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean
             square.
@@ -102,7 +102,7 @@ class CalibrationState:
 
     @staticmethod
     def forget(directory: Path) -> None:
-        """Removes the state of a finished calibration."""
+        """Removes the state of a calibration whose plan is written."""
         (directory / FILE).unlink(missing_ok=True)
 
 

@@ -160,12 +160,11 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> in
     code = 0 if result.met else BUDGET_NOT_MET
     if not team.leads:
         return code
-    calibration.save_plan(model, result, job.target)
-    write_atomically(job.target / "adaattn_prices.json", result.report.pop("prices").encode())
+    write_atomically(job.target / "adaattn_prices.json", result.report.pop("prices"))
     write_atomically(
-        job.target / "adaattn_report.json",
-        (json.dumps(result.report, indent=1, sort_keys=True) + "\n").encode(),
+        job.target / "adaattn_report.json", json.dumps(result.report, indent=1, sort_keys=True) + "\n"
     )
+    calibration.save_plan(model, result, job.target)  # last: it ends what --resume goes on with
     console.print(heat_map(result.plan))
     lines = summary(result.plan)
     bought = [Benefit(**one).sentence() for one in result.report.get("whole_forward", [])]

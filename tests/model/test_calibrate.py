@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedConfig
 from typer.testing import CliRunner
 
 import adaattn_hf
@@ -234,7 +235,78 @@ def test_an_interrupted_run_goes_on(
     resumed = calibrate(model, encode, text, SETTINGS, prices=_prices(), directory=tmp_path, resume=True)
     assert calls == 3
     assert resumed.plan.to_json() == result.plan.to_json()
+    assert (tmp_path / FILE).is_file(), "the plan is not written yet"
+    save_plan(_model(), resumed, tmp_path)
     assert not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("part", ["mlp", "head", "tokens"])
+def test_an_interrupted_run_goes_on_with_the_same_weights_and_tokens_alone(
+    part: str, text: list[Path], tmp_path: Path
+) -> None:
+    """Risks depend on all weights; the hashes of a plan's layers are those of attention alone."""
+    model, few = _model(), replace(SETTINGS, sequences=1, rows=8, labels=1)
+    measure(open_inputs(model, encode, text, few), prices=_prices(), directory=tmp_path)
+    measure(open_inputs(model, encode, text, few), prices=_prices(), directory=tmp_path, resume=True)
+    with torch.no_grad():
+        if part == "mlp":
+            model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        elif part == "head":
+            model.lm_head.weight.mul_(1.5)
+    other = open_inputs(model, (lambda t: encode(t.upper())) if part == "tokens" else encode, text, few)
+    with pytest.raises(ValueError, match="belongs to another model, text or settings"):
+        measure(other, prices=_prices(), directory=tmp_path, resume=True)
+
+
+def test_a_disk_that_fills_up_leaves_the_models_configuration_whole(
+    result: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _model().save_pretrained(tmp_path)
+    before = (tmp_path / "config.json").read_bytes()
+    (tmp_path / FILE).write_bytes(b"hours of work")
+
+    def full(self: Any, path: Any, **_: Any) -> None:
+        Path(path).write_text('{"archit')
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PreTrainedConfig, "to_json_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            save_plan(_model(), result, tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == before
+    assert (tmp_path / FILE).is_file()
+    save_plan(_model(), result, tmp_path)
+    assert store.read_plan(tmp_path) == result.plan
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_model_whose_losses_are_no_numbers_is_refused(text: list[Path]) -> None:
+    """Half precision overflows on some text: a KL to such predictions is 0, and kept every budget."""
+    broken = _model()
+    with torch.no_grad():
+        broken.lm_head.weight[5].fill_(float("nan"))
+    with pytest.raises(
+        ValueError, match=r"exact attention gives \d+ of \d+ tokens a loss of nan or infinity"
+    ):
+        calibrate(broken, encode, text, SETTINGS, prices=_prices())
+    arms, tokens = ModelArms(broken), torch.arange(LENGTH)[None] % 128
+    with pytest.raises(ValueError, match=f"exact attention gives {LENGTH - 1} of {LENGTH - 1} tokens"):
+        compare(arms, tokens, exact_tap)
+    arms, exact = ModelArms(_model()), torch.zeros(1, LENGTH, 64)
+    with pytest.raises(ValueError, match=f"the plan gives {LENGTH - 1} of {LENGTH - 1} tokens"):
+        compare(arms, tokens, lambda module, request: exact_tap(module, request) * math.nan, exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("budget", 0.0), ("budget", math.nan), ("budget", math.inf), ("kl_p999", 0.0), ("kl_p999", math.nan),
+        ("needles_lost", -0.1), ("needles_lost", 1.0), ("alpha", 0.0), ("alpha", 1.0),
+    ],
+)  # fmt: skip
+def test_a_limit_that_is_none_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is {value}, expected"):
+        replace(SETTINGS, **{name: value})
 
 
 def test_the_plan_travels_with_the_checkpoint(result: Calibration, tmp_path: Path) -> None:
