@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..attention.request import AttentionRequest
@@ -163,6 +165,9 @@ def compare(arms: ModelArms, given: Input, tap: Tap, exact: Tensor | None = None
         given: Token ids `[1, n]`, scored at every next token, or a reading.
         tap: Computes the attention of the second arm.
         exact: Hidden states of the first arm, computed if absent.
+
+    Raises:
+        ValueError: If a loss is not finite, of which no difference can be told.
     """
     reading = reading_of(given)
     if exact is None:
@@ -170,12 +175,33 @@ def compare(arms: ModelArms, given: Input, tap: Tap, exact: Tensor | None = None
     with tapping(tap):
         planned = arms.hidden(reading)
     target = reading.targets
-    return joined(
+    scores = joined(
         [
             score_tokens((left[0], right[0]), target[start : start + left.shape[1]])
             for start, (left, right) in arms.chunks(exact[:, : len(target)], planned[:, : len(target)])
         ]
     )
+    for name, nll in zip(("exact attention", "the plan"), scores.nll, strict=True):
+        refuse_infinite(np.isfinite(nll), name)
+    return scores
+
+
+def refuse_infinite(finite: NDArray[np.bool_], name: str) -> None:
+    """Refuses losses of which no difference can be told.
+
+    Args:
+        finite: `[tokens]`, whether the loss of a token is finite.
+        name: Whose losses they are.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    if not finite.all():
+        raise ValueError(
+            f"model: {name} gives {(~finite).sum()} of {len(finite)} tokens a loss of nan or infinity, expected finite "
+            "ones: no difference of them can be kept inside a budget; load the model in bfloat16 or float32, or leave "
+            "out the text that it cannot read"
+        )
 
 
 def compare_all(

@@ -48,7 +48,10 @@ class SingleChanges:
             self._exact = arms.hidden(given)
 
     def kl(self, program: Program) -> NDArray[np.float64]:
-        """Returns the mean KL `[STRETCHES]` of each part under a program of one layer, all others exact."""
+        """Returns the mean KL of each part under a program of one layer, all others exact.
+
+        There are `STRETCHES` parts, fewer of a reading that has fewer predictions.
+        """
         changed = program.plan.layer
 
         def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
@@ -58,7 +61,8 @@ class SingleChanges:
             return execute.attend(program, request).out if index == changed else exact_tap(module, request)
 
         scores = compare(self._arms, self._given, tap, self._exact)
-        return np.array([part.mean() for part in np.array_split(scores.kl[0], STRETCHES)])
+        parts = np.array_split(scores.kl[0], min(STRETCHES, scores.kl.shape[1]))
+        return np.array([part.mean() for part in parts])
 
 
 def mean_and_error(stretches: Sequence[NDArray[np.float64]]) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from ..plans.choices import EXACT, Choice
 from ..plans.tensors import LayerTensors
 from ..stats.rows import stratified_rows
 from ..stats.spectrum import Gram, gram
-from .arms import CHUNK, ModelArms, exact_tap
+from .arms import CHUNK, ModelArms, exact_tap, refuse_infinite
 from .scoring import Input, reading_of
 
 
@@ -166,8 +166,12 @@ def drawn_labels(likelihood: Tensor, labels: int, generator: torch.Generator) ->
     """Returns labels `[n, labels]` drawn from log-likelihoods `[n, vocabulary]`, on their device.
 
     Random numbers come from the CPU's generator, so that they are the same for every device.
+
+    Raises:
+        ValueError: If a likelihood is no number.
     """
     below = likelihood.double().exp().cumsum(-1)
+    refuse_infinite(below[:, -1].isfinite().cpu().numpy(), "exact attention")
     place = torch.rand(len(below), labels, generator=generator, dtype=torch.float64, device="cpu").to(
         below.device
     )

@@ -17,6 +17,9 @@ from .corpus import TokenSequence
 from .scoring import NEXT_TOKEN, Reading, Scoring
 from .settings import CalibrationSettings
 
+POSITIONS = ("position_embeddings", "wpe", "embed_positions")
+"""Names of learned position embeddings in models."""
+
 
 def unsaid(sentence: str) -> None:
     """Ignores messages."""
@@ -200,7 +203,8 @@ def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: in
 def most_positions(model: nn.Module) -> int | None:
     """Returns the longest input of a model with learned position embeddings, `None` for other models."""
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("position_embeddings", "wpe") and isinstance(module, nn.Embedding):
-            # RoBERTa and related models start counting after the padding token's index
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        if name.rpartition(".")[2] in POSITIONS and isinstance(module, nn.Embedding):
+            # RoBERTa and related models start counting after the padding token's index, OPT at an offset
+            before = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - int(getattr(module, "offset", before))
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -84,7 +85,7 @@ class CalibrationSettings:
     kv_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.budget > 0.0:
+        if not 0.0 < self.budget < math.inf:
             raise ValueError(
                 f"budget is {self.budget}, expected a loss above 0 nats/token; no budget needs no plan"
             )
@@ -122,6 +123,12 @@ class CalibrationSettings:
             )
         if not 0.0 <= self.top1 < 1.0:
             raise ValueError(f"top1 is {self.top1}, expected a share of the tokens below 1, such as 0.99")
+        if self.kl_p999 is not None and not self.kl_p999 > 0.0:
+            raise ValueError(f"kl_p999 is {self.kl_p999}, expected a KL above 0 nats, or None for no limit")
+        if self.needles_lost is not None and not 0.0 <= self.needles_lost < 1.0:
+            raise ValueError(f"needles_lost is {self.needles_lost}, expected a share below 1, such as 0.02")
+        if not 0.0 < self.alpha < 1.0:
+            raise ValueError(f"alpha is {self.alpha}, expected an error rate between 0 and 1, such as 0.05")
         if self.held_out < 2:
             raise ValueError(f"held_out is {self.held_out}, expected at least 2: one sequence has no spread")
 

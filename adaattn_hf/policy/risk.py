@@ -54,7 +54,8 @@ class RiskTable:
             raise ValueError(f"rows is {rows}, expected at least 1")
         if not np.isfinite(summed).all() or (summed < 0).any():
             raise ValueError(
-                "summed holds a negative or non-finite risk; the model's gradients are not finite"
+                "summed holds a negative or non-finite risk, expected finite ones: the model's losses or gradients are "
+                "not finite on this text; load it in bfloat16 or float32"
             )
         self.total += summed
         self.means += summed / rows

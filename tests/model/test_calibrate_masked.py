@@ -27,6 +27,8 @@ from transformers import (
     ElectraForMaskedLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    OPTConfig,
+    OPTForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
 )
@@ -542,6 +544,19 @@ def test_positions_of_tables_that_count_from_behind_padding() -> None:
         roberta(torch.full((1, 64), 5))
         with pytest.raises((IndexError, RuntimeError)):
             roberta(torch.full((1, 65), 5))
+
+
+def test_positions_that_start_at_an_offset_count_less() -> None:
+    config = OPTConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2,
+        max_position_embeddings=64, word_embed_proj_dim=16,
+    )  # fmt: skip
+    opt = OPTForCausalLM(config).eval()
+    assert most_positions(opt) == 64
+    with torch.no_grad():
+        opt(torch.full((1, 64), 5))
+        with pytest.raises((IndexError, RuntimeError)):
+            opt(torch.full((1, 65), 5))
 
 
 # ---------------------------------------------------------------------- the command

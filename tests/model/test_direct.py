@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from adaattn_hf.calibration import direct
-from adaattn_hf.calibration.arms import compare, plan_tap, programs_of
+from adaattn_hf.calibration.arms import ModelArms, compare, plan_tap, programs_of
 from adaattn_hf.calibration.assemble import make_plan
 from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
 from adaattn_hf.calibration.direct import STRETCHES, SingleChanges, mean_and_error
@@ -21,8 +21,12 @@ from adaattn_hf.calibration.measure import Measurement, measure, measure_directl
 from adaattn_hf.calibration.scoring import Reading
 from adaattn_hf.calibration.search import JointPasses, refine, solve
 from adaattn_hf.calibration.state import FILE
+from adaattn_hf.plans.plan import EXACT, LayerPlan
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.prices import Price, PriceTable
 
+from ..support.choices import make_choice
 from ..support.letters import encode, lettered_llama, random_letters
 
 LENGTH = 128
@@ -107,6 +111,16 @@ def test_few_pairs_leave_other_risks_in_their_order(measurement: Measurement) ->
     ratio = after[0, rest, 1:] / before[0, rest, 1:]
     assert ratio == pytest.approx(ratio.flat[0])
     assert (after[0, :, 0] == 0).all()
+
+
+def test_a_reading_of_few_predictions_has_as_many_stretches(model: LlamaForCausalLM) -> None:
+    """A masked model's reading of a short text: the mean of no prediction was no number."""
+    tokens = torch.arange(LENGTH)[None] % 128
+    few = SingleChanges(ModelArms(model), Reading(tokens, tokens[0, :3], torch.tensor([50, 80, 90])))
+    choices = (make_choice("window", 16, 8), EXACT)
+    found = few.kl(Program(LayerPlan(0, "", choices), LayerTensors(), LENGTH))
+    assert found.shape == (3,)
+    assert (found > 0).all()
 
 
 def test_the_error_is_that_of_the_mean_over_stretches() -> None:
