@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from adaattn_hf.calibration.corpus import ENCODING, TABLE_SUFFIXES, TEXT_SUFFIXES, no_text
 from adaattn_hf.errors import DataUnavailable, UsageError
 
 from . import wikitext
@@ -21,8 +22,7 @@ HUB: dict[str, tuple[tuple[str, str | None], ...]] = {
 }
 """Known corpora and the (repository, configuration) pairs that are tried for each, in order."""
 
-TEXT_SUFFIXES = (".txt", ".md", ".raw", ".tokens", ".text")
-ROW_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
+ROW_SUFFIXES = (".jsonl", *TABLE_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
         raise UsageError(
             "document_separator: got an empty string, expected the text that stands between documents"
         )
-    return text_corpus(_texts(path, separator, split), _origin(path), path.stem)
+    return text_corpus(_texts(path, separator, split), _origin(path), path.resolve().stem)
 
 
 def _origin(path: Path) -> str:
     """The file's name alone: a report speaks of data, not of one machine's directories."""
-    return path.name
+    return path.resolve().name
 
 
 def _from_path(known: str, path: Path, split: str) -> Corpus:
@@ -152,7 +152,7 @@ def _from_path(known: str, path: Path, split: str) -> Corpus:
     if known == "lambada":
         return lastword_corpus((t for _, t in _texts(path, None, split, lines=True)), _origin(path))
     files = _files(path)
-    if all(f.suffix in TEXT_SUFFIXES for f in files):
+    if all(f.suffix.lower() in TEXT_SUFFIXES for f in files):
         return wikitext_corpus((p for f in files for p in wikitext.split_pages(_read(f))), _origin(path))
     return wikitext_corpus(_pages(_rows(path, split), str(path)), _origin(path))
 
@@ -196,7 +196,9 @@ def _pages(rows: Iterable[dict[str, Any]], where: str) -> Iterator[str]:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    files = sorted(f for f in path.rglob("*") if f.suffix in TEXT_SUFFIXES + ROW_SUFFIXES and f.is_file())
+    files = sorted(
+        f for f in path.rglob("*") if f.suffix.lower() in TEXT_SUFFIXES + ROW_SUFFIXES and f.is_file()
+    )
     if not files:
         raise DataUnavailable(
             f"data: got the directory {path} without a readable file, expected "
@@ -207,9 +209,11 @@ def _files(path: Path) -> list[Path]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataUnavailable(f"data: cannot read {path} as UTF-8 text: {error}") from error
+        return path.read_text(encoding=ENCODING)
+    except OSError as error:
+        raise DataUnavailable(f"data: cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DataUnavailable(no_text(path, error)) from error
 
 
 def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -> Iterator[tuple[str, str]]:
@@ -218,10 +222,10 @@ def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -
         yield from ((f"row {i}", _field(row, path)) for i, row in enumerate(_rows(path, split)))
         return
     for file in _files(path):
-        if file.suffix in ROW_SUFFIXES:
+        if file.suffix.lower() in ROW_SUFFIXES:
             yield from ((f"{file.name} {i}", _field(row, file)) for i, row in enumerate(_rows(file, split)))
         elif lines:
-            yield from ((f"{file.name} {i}", t) for i, t in enumerate(_read(file).splitlines()) if t.strip())
+            yield from ((f"{file.name} {i}", t) for i, t in enumerate(_read(file).split("\n")) if t.strip())
         elif separator is not None:
             parts = (part.strip() for part in _read(file).split(separator))
             yield from ((f"{file.name} {i}", part) for i, part in enumerate(p for p in parts if p))
@@ -240,8 +244,10 @@ def _field(row: Any, where: Path) -> str:
 
 def _rows(path: Path, split: str) -> Iterator[Any]:
     """Rows of a .jsonl/.json file, or of anything else that `datasets` reads, or of a directory it saved."""
-    if path.suffix == ".jsonl":
-        for number, line in enumerate(_read(path).splitlines(), 1):
+    if path.suffix.lower() == ".jsonl":
+        for number, line in enumerate(
+            _read(path).split("\n"), 1
+        ):  # not at U+2028, which JSON leaves as it is
             if line.strip():
                 try:
                     yield json.loads(line)
@@ -260,11 +266,11 @@ def _rows(path: Path, split: str) -> Iterator[Any]:
             yield from loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
             return
         for file in _files(path):
-            if file.suffix == ".jsonl":
+            if file.suffix.lower() == ".jsonl":
                 yield from _rows(file, split)
             else:
                 builder = {".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}.get(
-                    file.suffix
+                    file.suffix.lower()
                 )
                 if builder is None:
                     raise DataUnavailable(

@@ -126,7 +126,7 @@ def open_inputs(
     """Prepares a model for calibration and samples its text; the arguments are those of `calibrate.calibrate`.
 
     Raises:
-        ValueError: If the model cannot carry a plan, or the text is too short.
+        ValueError: If the model cannot carry a plan, or the text is too short or named twice.
     """
     settings = replace(settings, windows=scoring.windows(settings.windows))
     if model.config._attn_implementation != "adaattn":  # type: ignore[union-attr]

@@ -22,7 +22,8 @@ def calibrate(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text: .txt, .jsonl with a field text, or directories of them; several sources count alike. "
+            help="Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; several sources count "
+            "alike. "
             "Default, for the packaged model: the packaged pages."
         ),
     ] = None,
@@ -129,6 +130,8 @@ def calibrate(
     Under `accelerate launch` or `torchrun` the processes share the sequences and make the same plan.
     """
     # what loads torch is imported when the command runs, not when its help is asked for
+    from adaattn_hf.patches.checkpoint import resolve_device
+
     from ..calibration.corpus import refuse_repeats
     from ..calibration.settings import CalibrationSettings
     from ..calibration.state import refuse_interrupted
@@ -145,6 +148,7 @@ def calibrate(
                 f"out is absent and {model!r} is no directory; say where the plan goes with --out DIRECTORY"
             )
         use_threads(threads)
+        resolve_device(device)
         material = named_or_packaged(model, data, verify_data, budget, preset)
         settings = CalibrationSettings(
             budget=material.budget,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from adaattn_hf.errors import EvalError
 from adaattn_hf.patches import checkpoint
@@ -51,10 +51,14 @@ def opened(name: str, gguf_file: str | None = None) -> Opened:
     """
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
-        config = AutoConfig.from_pretrained(name, **extra)
+        config = checkpoint.read_config(name, **extra)
         tokenizer = AutoTokenizer.from_pretrained(name, **extra)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model: {name!r} cannot be loaded: {checkpoint.why_not(name, error)}") from error
+    except EvalError as error:
+        raise ValueError(str(error)) from error
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(
+            f"tokenizer: that of {name!r} cannot be loaded: {checkpoint.why_not(name, error)}"
+        ) from error
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and config.model_type in COUNT_FROM_BEHIND_PADDING:
         positions -= (config.pad_token_id or 0) + 1

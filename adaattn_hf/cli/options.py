@@ -59,7 +59,7 @@ def tokens(lengths: str) -> tuple[int, ...]:
     for part in lengths.split(","):
         text = part.strip().lower()
         number = text.removesuffix("k")
-        if not number.isdigit():
+        if not number.isdecimal():
             raise ValueError(
                 f"lengths is {lengths!r}, expected numbers of tokens by commas, such as 4096,8192 or 4k,8k"
             )

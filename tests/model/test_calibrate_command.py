@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 import adaattn_hf
@@ -161,6 +161,37 @@ def test_json_is_all_that_standard_output_holds(model: Path, material: tuple[str
     assert told["plan"] == json.loads((model / "adaattn_plan.json").read_text())
     assert told["report"]["table"]["choices"] == ["exact", "bf16"]
     assert "passed: Δnll" in done.stderr
+
+
+def test_a_tokenizer_that_needs_a_package_is_a_sentence(
+    model: Path, material: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*args: Any, **kwargs: Any) -> Any:
+        raise ImportError("Please install gguf>=0.10.0")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", absent)
+    done = CliRunner().invoke(app, ["calibrate", str(model), "--data", material[0]])
+    assert (done.exit_code, "Please install gguf" in done.stderr) == (2, True), done.output
+
+
+def test_a_plan_without_weights_is_no_model(material: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "adaattn_plan.json").write_text("{}")
+    done = CliRunner().invoke(app, ["calibrate", str(tmp_path), "--data", material[0]])
+    assert (done.exit_code, "holds a plan and no weights" in done.stderr) == (2, True), done.output
+
+
+def test_text_that_is_named_twice_proves_nothing(model: Path, material: tuple[str, str]) -> None:
+    done = run(model, material, "--verify-data", material[0])
+    assert (done.exit_code, "expected each file once" in done.stderr) == (2, True), done.output
+    assert not (model / "adaattn_plan.json").exists()
+
+
+def test_a_device_that_is_not_here_is_told_before_the_model_is_read(
+    model: Path, material: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(AutoModelForCausalLM, "from_pretrained")
+    done = run(model, material, "--device", "cuda:99")
+    assert (done.exit_code, "device: got 'cuda:99'" in done.stderr) == (2, True), done.output
 
 
 def test_a_budget_that_cannot_be_met_has_a_code_and_a_sentence(

@@ -1,0 +1,82 @@
+"""Texts as people have them: encodings, line ends, directories; calibration and evaluation read them alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from adaattn_hf.calibration.corpus import CHARS, read_documents
+from adaattn_hf.cli.options import texts
+from adaattn_hf.errors import DataUnavailable
+from adaattn_hf.eval import corpora
+
+
+def calibrated(path: Path) -> list[str]:
+    """What calibration reads."""
+    return ["".join(pieces) for _, pieces in read_documents([path])]
+
+
+def evaluated(path: Path) -> list[str]:
+    """What evaluation reads."""
+    return [document.text for document in corpora.load(str(path)).documents]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("marked.txt", "\ufeffone\ntwo\n", ["one\ntwo\n"]),
+        ("windows.txt", "one\r\ntwo\r\n", ["one\ntwo\n"]),
+        ("LOUD.TXT", "one", ["one"]),
+        ("noted", "one", ["one"]),
+        ("line.txt", "word " * CHARS, ["word " * CHARS]),
+        ("marked.jsonl", '\ufeff{"text": "one"}\r\n{"text": "two"}\r\n', ["one", "two"]),
+        ("gaps.jsonl", '\n{"text": "one"}\n\n  \n{"text": "two"}', ["one", "two"]),
+        ("web.jsonl", '{"text": "one\u2028two\x85three"}\n', ["one\u2028two\x85three"]),
+        ("LOUD.JSONL", '{"text": "one"}\n', ["one"]),
+    ],
+)
+def test_a_file_is_read_alike(tmp_path: Path, name: str, content: str, expected: list[str]) -> None:
+    path = tmp_path / name
+    path.write_bytes(content.encode("utf-8"))
+    assert calibrated(path) == evaluated(path) == expected
+
+
+def test_a_directory_is_read_alike_with_those_below_it(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/b.txt", "a/c/d.md", "e.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}) if name.endswith("jsonl") else name)
+    (tmp_path / ".DS_Store").write_bytes(b"\x00\xff")
+    (tmp_path / "a" / "picture.png").write_bytes(b"\x89PNG")
+    expected = ["a/b.txt", "a/c/d.md", "b.txt", "e.jsonl"]
+    assert calibrated(tmp_path) == evaluated(tmp_path) == expected
+    names = [name for name, _ in read_documents([tmp_path])]
+    assert names == ["a/b.txt", "a/c/d.md", "b.txt", "e.jsonl:0"], "files of one name are two documents"
+
+
+@pytest.mark.parametrize("name", ["old.txt", "old.jsonl"])
+def test_other_encodings_are_refused_with_the_remedy(tmp_path: Path, name: str) -> None:
+    """Not read with marks in the place of what is not understood: a plan would be proved on other text."""
+    path = tmp_path / name
+    path.write_bytes('{"text": "caf\u00e9"}\n'.encode("latin-1"))
+    for read, error in ((calibrated, ValueError), (evaluated, DataUnavailable)):
+        with pytest.raises(error, match=rf"cannot read .*{name} as UTF-8 text .*iconv"):
+            read(path)
+
+
+def test_a_wrong_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one"}\n{"text": \n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl line 2 is not JSON"):
+        calibrated(path)
+
+
+def test_calibration_refuses_tables_and_directories_without_text(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("text\none\n")
+    with pytest.raises(ValueError, match=r"rows\.csv is a table, expected .*\.jsonl"):
+        texts([tmp_path / "rows.csv"])
+    with pytest.raises(ValueError, match="holds no text, expected files named"):
+        texts([tmp_path])
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        texts([tmp_path / "none.txt"])
