@@ -321,12 +321,13 @@ def write_json(path: Path, value: Any) -> None:
 
     JSON has no infinity: what is too large for a float (an untrained model's word perplexity) is written as null.
     """
-    write_atomically(path, json.dumps(_finite(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Returns JSON values with null for what is no finite number."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -72,6 +72,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}: got {value}, expected at least 1; leave it out for the default")
+        if self.seed < 0:
+            raise UsageError(f"seed: got {self.seed}, expected at least 0")
         if not 0 < self.mask_fraction <= 1:
             raise UsageError(f"mask_fraction: got {self.mask_fraction}, expected more than 0 and at most 1")
 

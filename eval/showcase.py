@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -51,8 +52,8 @@ def _only_with_a_model(text: Text, settings: Settings, loading: Loading, limits:
 
 def run(
     text: Text, settings: Settings, loading: Loading, limits: Limits, output: Output, console: Console
-) -> list[str]:
-    """Measure the models in the package; the sentences are the bars that were missed.
+) -> tuple[list[Path], list[str]]:
+    """Measure the models in the package; the files are the reports, the sentences the bars that were missed.
 
     Raises:
         UsageError: an argument that only makes sense with a model of the user's own.
@@ -72,7 +73,7 @@ def run(
             [item["text"] for item in lastword_items()], "last-word passages in the package", "last-word"
         ),
     )
-    reports = []
+    reports, files = [], []
     for name in MODELS:
         for dtype in DTYPES if loading.dtype is None else (loading.dtype,):
             loaded = load(demo_model_path(name), dtype=dtype, device=loading.device)
@@ -86,22 +87,24 @@ def run(
                     chosen if corpus.kind == "pages" else replace(chosen, limit_tokens=None, stride=None)
                 )
                 label = f"{name} {dtype} {corpus.name}"
+                directory = output.directory / f"{name}-{dtype}-{corpus.name}"
                 with shown_progress(label, output.quiet) as tell:
                     result = runner.evaluate(
                         checkpoint,
                         corpus,
                         fitting,
-                        output=output.directory / f"{name}-{dtype}-{corpus.name}",
+                        output=directory,
                         resume=output.resume,
                         overwrite=output.overwrite,
                         progress=tell,
                     )
                 reports.append(result)
+                files.append(directory / runner.REPORT)
     if not output.quiet:
         console.print(table(reports))
     write_atomically(output.directory / "report.md", report.markdown(reports))
     console.print(f"reports: {output.directory}", markup=False, highlight=False, soft_wrap=True)
-    return [sentence for r in reports for sentence in [verdict(r)[1]] if not verdict(r)[0]]
+    return files, [sentence for r in reports for sentence in [verdict(r)[1]] if not verdict(r)[0]]
 
 
 def verdict(result: Mapping[str, Any]) -> tuple[bool, str]:

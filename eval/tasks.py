@@ -59,9 +59,21 @@ def build(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> Task:
         raise ModelUnavailable(
             f"tokenizer: {checkpoint.name}'s has no mask token, which a masked LM is scored with"
         )
-    if corpus.kind == "lastword":
-        return _last_words(checkpoint, corpus, settings, context)
-    return _pages(checkpoint, corpus, settings, context)
+    make = _last_words if corpus.kind == "lastword" else _pages
+    task = make(checkpoint, corpus, settings, context)
+    _refuse_foreign_tokens(checkpoint, task)
+    return task
+
+
+def _refuse_foreign_tokens(checkpoint: Checkpoint, task: Task) -> None:
+    size = getattr(checkpoint.model.config.get_text_config(), "vocab_size", None)
+    parts = [part for window in task.windows for part in (window.input_ids, window.targets)]
+    lowest, highest = min(part.min() for part in parts), max(part.max() for part in parts)
+    if isinstance(size, int) and not 0 <= lowest <= highest < size:
+        raise UsageError(
+            f"tokenizer: gives the token {lowest if lowest < 0 else highest}, expected one of the {size} that "
+            f"{checkpoint.name} knows; leave --tokenizer and --prefix-token out, or give those of this model"
+        )
 
 
 def _context(checkpoint: Checkpoint, settings: Settings) -> int:

@@ -156,7 +156,7 @@ def evaluate(
     try:
         with terminate_like_interrupt(), tables_aside(as_json):
             _use_threads(threads)
-            broken = _run(
+            made, broken = _run(
                 model,
                 Text(tuple(data or ()), split, document_separator),
                 Settings(
@@ -194,10 +194,8 @@ def evaluate(
         interrupted(
             f"finished work is kept in {directory}; the same command with --resume --output {directory} goes on"
         )
-    if as_json:
-        from adaattn_hf.eval.runner import REPORT
-
-        print_reports(sorted(directory.glob(f"**/{REPORT}")))
+    if as_json and made:
+        print_reports(made)
     for sentence in broken:
         Console(stderr=True).print(
             f"quality: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True
@@ -227,8 +225,8 @@ def _run(
     output: Output,
     *,
     chosen: bool,
-) -> list[str]:
-    """Measure everything that was asked for; the sentences are the bounds that were broken."""
+) -> tuple[list[Path], list[str]]:
+    """Measure everything that was asked for; the files are the reports, the sentences the bounds that were broken."""
     if output.resume and output.overwrite:
         raise UsageError("resume: got both --resume and --overwrite, expected one of them")
     if output.resume and not chosen:
@@ -238,14 +236,10 @@ def _run(
     from adaattn_hf.patches.checkpoint import load, read_config
 
     from ..calibration import team
-    from .options import writable
 
     console = Console(stderr=False)
-    try:
-        if chosen:
-            writable(output.directory, "output")
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    if chosen or model is None:
+        _refuse_unwritable(output.directory)
     if model is None:
         from adaattn_hf.eval import showcase
 
@@ -262,8 +256,9 @@ def _run(
     if crew.size > 1 and loading.device in (None, "cuda") and _sees_cuda():
         loading = replace(loading, device=f"cuda:{device_index}")
     rolls = settings.windows == "rolling" and any(corpus.kind != "lastword" for corpus in texts)
+    _refuse_unwritable(output.directory)  # of a default place last: it is made here
     checkpoint = load(model, **loading.keywords(), prefixed=rolls and settings.prefix_token is None)
-    reports, broken = [], []
+    reports, files, broken = [], [], []
     for corpus in texts:
         label = f"{checkpoint.name} on {corpus.name}"
         with shown_progress(label, output.quiet or not crew.leads) as tell:
@@ -281,14 +276,24 @@ def _run(
         reports.append(result)
         if not crew.leads:
             continue
-        runner.write_json(output.directory / corpus.name / runner.REPORT, result)
+        files.append(output.directory / corpus.name / runner.REPORT)
+        runner.write_json(files[-1], result)
         if not output.quiet:
             console.print(report.terminal_table(result))
     team.leave()
     if crew.leads:
         write_atomically(output.directory / "report.md", report.markdown(reports))
         console.print(f"reports: {output.directory}", markup=False, highlight=False, soft_wrap=True)
-    return broken if crew.leads else []
+    return files, broken if crew.leads else []
+
+
+def _refuse_unwritable(directory: Path) -> None:
+    from .options import writable
+
+    try:
+        writable(directory, "output")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _sees_cuda() -> bool:

@@ -69,7 +69,6 @@ def profile(
 
     Exit codes: 0 done; 2 usage; 3 data unavailable; 4 model unavailable.
     """
-    from adaattn_hf.eval.demo import demo_model_path
     from adaattn_hf.eval.settings import Loading
 
     from .options import use_threads, writable
@@ -85,9 +84,8 @@ def profile(
                 "against: got a plan and no map, expected --map layer.head of the head to look at"
             )
         wanted = tuple(_layer_and_head(text) for text in maps or ())
-        source = str(demo_model_path("llama")) if model is None else model
         _run(
-            source,
+            model,
             data or (),
             loading,
             length,
@@ -124,7 +122,7 @@ def _layer_and_head(text: str) -> tuple[int, int]:
 
 
 def _run(
-    model: str,
+    model: str | None,
     data: Any,
     loading: Any,
     length: int | None,
@@ -144,11 +142,12 @@ def _run(
     from rich.console import Console
 
     from adaattn_hf.eval import atlas, runner
+    from adaattn_hf.eval.demo import demo_model_path
     from adaattn_hf.eval.provenance import provenance
     from adaattn_hf.patches.checkpoint import give_plan, load
     from adaattn_hf.patches.record import record
 
-    checkpoint = load(model, implementation="adaattn", **loading.keywords())
+    checkpoint = load(model or demo_model_path("llama"), implementation="adaattn", **loading.keywords())
     give_plan(checkpoint.model, plan)
     longest = checkpoint.max_length or 2048
     size = min(2048, longest) if length is None else length
@@ -156,7 +155,7 @@ def _run(
         raise UsageError(
             f"length: got {size}, expected at most the {longest} tokens that the model has positions for"
         )
-    name, ids = _tokens(checkpoint, data, size * sequences)
+    name, ids = _tokens(checkpoint, data, size * sequences, model is None)
     ids = ids[: len(ids) // size * size].view(-1, size) if len(ids) >= size else ids[None]
     network, generates = checkpoint.model, checkpoint.model.can_generate()
     keywords = {"use_cache": False} if generates else {}
@@ -193,7 +192,7 @@ def _run(
         seen.figure().savefig(figure)
         console.print(f"figure: {figure}", markup=False, soft_wrap=True)
     if as_json:
-        print(json.dumps(recorded, indent=1))
+        print(json.dumps(runner.finite(recorded), indent=1, allow_nan=False))
 
 
 def _labels(tokenizer: Any, ids: list[int], bins: int) -> list[str]:
@@ -221,7 +220,7 @@ def _padded(network: Any, ids: Tensor, pad_token: int, keywords: dict[str, Any])
     network(input_ids=rows.to(device), attention_mask=mask.to(device), **keywords)
 
 
-def _tokens(checkpoint: Any, specs: Any, count: int) -> tuple[str, Tensor]:
+def _tokens(checkpoint: Any, specs: Any, count: int, packaged: bool) -> tuple[str, Tensor]:
     """Name of the text and its first tokens.
 
     Raises:
@@ -232,7 +231,7 @@ def _tokens(checkpoint: Any, specs: Any, count: int) -> tuple[str, Tensor]:
     from adaattn_hf.eval import corpora
     from adaattn_hf.eval.demo import heldout_pages
 
-    if not specs and checkpoint.name.startswith("model-"):
+    if not specs and packaged:
         name, texts = "the package's held-out pages", heldout_pages()
     else:
         corpus = [corpora.load(spec) for spec in specs or ("wikitext",)]

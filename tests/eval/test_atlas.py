@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
-from adaattn_hf.eval import atlas
+from adaattn_hf.errors import DataUnavailable
+from adaattn_hf.eval import atlas, corpora
 
 from ..support.browser import drawn, needs_browser
 from ..support.choices import make_choice
@@ -89,6 +91,24 @@ def test_a_browser_draws_the_page(made: Path, tmp_path: Path) -> None:
     assert "Rank for 99 % energy" in moved
     assert "<canvas" not in moved
     assert 'data-theme="' in moved
+
+
+def test_the_packages_text_is_for_the_packages_model_alone(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the name of somebody's directory."""
+    asked: list[str] = []
+
+    def absent(spec: str) -> Any:
+        asked.append(spec)
+        raise DataUnavailable("data: none here")
+
+    monkeypatch.setattr(corpora, "load", absent)
+    mine = shutil.copytree(llama, tmp_path / "model-of-mine")
+    assert (profile(mine).exit_code, asked) == (3, ["wikitext"])
+    own = profile("--length", 16, "--sequences", 1, "--decode", 0, "--json")
+    assert (own.exit_code, len(asked)) == (0, 1), own.output
+    assert json.loads(own.stdout)["text"] == "the package's held-out pages"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,6 +76,28 @@ def test_bounds_decide_the_exit_code(llama: Path, texts: Path, tmp_path: Path) -
     assert "above it" in (tmp_path / "b" / "report.md").read_text(encoding="utf-8")
 
 
+def test_json_holds_the_reports_of_this_run_alone(llama: Path, texts: Path, tmp_path: Path) -> None:
+    """And not those that lie in the directory since earlier."""
+    output = ("--limit-tokens", 40, "--output", tmp_path, "--json")
+    assert evaluate(llama, "--data", texts / "plain.txt", *output).exit_code == 0
+    other = evaluate(llama, "--data", f"wikitext:{texts / 'pages.txt'}", *output)
+    assert other.exit_code == 0, other.output
+    assert json.loads(other.stdout) == report_of(tmp_path, "wikitext")
+
+
+def test_a_default_place_that_cannot_be_written_is_told_before_weights_are_read(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").touch()
+    monkeypatch.delattr(tf.AutoModelForCausalLM, "from_pretrained")
+    for words in ((llama, "--data", texts / "plain.txt"), ()):
+        refused = evaluate(*words)
+        assert refused.exit_code == 2, refused.output
+        assert "output: results/eval/" in refused.stderr
+        assert "give a directory that can be written" in refused.stderr
+
+
 def test_one_window_proves_no_bound(llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("the lamp", encoding="utf-8")
@@ -118,6 +141,8 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(
         (("--data", "{pages}", "--context", "16", "--stride", "17"), 2, "leave tokens out"),
         (("--data", "{pages}", "--batch-size", "0"), 2, "batch_size: got 0"),
         (("--data", "{pages}", "--mask-fraction", "2"), 2, "mask_fraction: got 2"),
+        (("--data", "{pages}", "--prefix-token", "99999"), 2, "gives the token 99999"),
+        (("--data", "{pages}", "--seed", "-1"), 2, "seed: got -1"),
         (("--data", "{pages}", "--threads", "0"), 2, "threads is 0, expected at least 1"),
         (("--data", "{pages}", "--output", f"{__file__}/out"), 2, "cannot be made"),
         (("--data", "{pages}", "--resume"), 2, "no --output"),
@@ -146,6 +171,19 @@ def test_wrong_arguments(
     assert result.exit_code == code, result.output
     assert says in result.output
     assert not list(tmp_path.rglob("report.json"))
+
+
+def test_reports_stay_in_the_output_directory(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a directory named after its text, whatever way the text is named."""
+    shutil.copytree(texts, tmp_path / "texts")
+    (tmp_path / "texts" / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "texts" / "below")
+    done = evaluate(llama, "--data", "..", "--limit-tokens", 40, "--output", tmp_path / "out", "--quiet")
+    assert done.exit_code == 0, done.output
+    assert report_of(tmp_path / "out", "texts")["data"]["origin"] == "texts"
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_models_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> None:
