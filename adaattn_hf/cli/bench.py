@@ -58,7 +58,7 @@ def bench(
     from adaattn_hf.eval.bench.grid import read_grid
     from adaattn_hf.patches.checkpoint import resolve_device
 
-    from .bench_job import check_names, choose_cells, run
+    from .bench_job import check_names, choose_cells, page_of, run
     from .options import writable
 
     try:
@@ -68,6 +68,11 @@ def bench(
         check_names([ours, *(name for name in implementations.split(",") if name)])
         if output is not None:
             writable(output.parent, "output")
+            writable(page_of(output, table).parent, "table")
+        elif table is not None and not as_json:
+            raise UsageError(
+                f"table: got {table} and no --output, expected the JSON that it is made of beside it"
+            )
         if profile is not None:
             writable(profile, "profile")
     except ValueError as error:

@@ -58,6 +58,20 @@ def choose_cells(data: Grid, only: str) -> list[Cell]:
     return found
 
 
+def page_of(output: Path, table: Path | None) -> Path:
+    """Where the Markdown goes.
+
+    Raises:
+        UsageError: To the same file as the JSON.
+    """
+    page = table or output.with_suffix(".md")
+    if page == output:
+        raise UsageError(
+            f"output: got {output}, where the Markdown goes; expected a name such as {output.with_suffix('.json')}"
+        )
+    return page
+
+
 def run(
     cells: list[Cell],
     data: Grid,
@@ -113,7 +127,7 @@ def run(
         if output is not None:
             # after every cell: an interrupted run keeps what it measured
             write_atomically(output, (json.dumps(report, indent=1) + "\n").encode())
-            write_atomically(table or output.with_suffix(".md"), markdown(report, output.name).encode())
+            write_atomically(page_of(output, table), markdown(report, output.name).encode())
     if gate:
         for line in failed:
             console.print(f"below its floor: {line}", markup=False)
@@ -129,21 +143,25 @@ def _earlier(output: Path | None, report: dict[str, Any], overwrite: bool) -> di
     """Cells that a file holds already, measured in the same way by the same machine and versions.
 
     Raises:
-        UsageError: They were measured otherwise, and are not to be overwritten.
+        UsageError: They were measured otherwise, or the file holds something else, and is not to be overwritten.
     """
     if output is None or not output.exists():
         return {}
-    old = json.loads(output.read_text(encoding="utf-8"))
-    made, here = old["provenance"], report["provenance"]
-    same = ("versions", "python", "cpu", "cores", "threads", "device")
-    changed = [f"{name} was {made[name]}, is {here[name]}" for name in same if made[name] != here[name]]
-    changed += [f"ours was {old['ours']}, is {report['ours']}"] * (old["ours"] != report["ours"])
+    here, same = report["provenance"], ("versions", "python", "cpu", "cores", "threads", "device")
+    try:
+        old = json.loads(output.read_text(encoding="utf-8"))
+        made, cells = old["provenance"], {cell["title"]: cell for cell in old["cells"]}
+        changed = [f"{name} was {made[name]}, is {here[name]}" for name in same if made[name] != here[name]]
+        changed += [f"ours was {old['ours']}, is {report['ours']}"] * (old["ours"] != report["ours"])
+        holds = "cells that were measured otherwise"
+    except (ValueError, KeyError, TypeError) as error:
+        changed, cells = [f"{type(error).__name__}: {error}"], {}
+        holds = "no report of `adaattn bench`"
     if changed and not overwrite:
         raise UsageError(
-            f"output: {output} holds cells that were measured otherwise ({'; '.join(changed)}); give another file, or "
-            "--overwrite"
+            f"output: {output} holds {holds} ({'; '.join(changed)}); give another file, or --overwrite"
         )
-    return {} if changed else {cell["title"]: cell for cell in old["cells"]}
+    return {} if changed else cells
 
 
 def _below(found: dict[str, Any]) -> bool:

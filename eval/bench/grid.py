@@ -85,7 +85,7 @@ def read_grid(path: Path | None = None, device: str = "cpu") -> Grid:
     out.
 
     Raises:
-        UsageError: There is no such file, or a cell has a key that is not known.
+        UsageError: There is no such file, it is no grid, or a cell has a key that is not known.
     """
     if path is None:
         text = resources.files(__package__).joinpath("bench.yaml").read_text(encoding="utf-8")
@@ -93,12 +93,17 @@ def read_grid(path: Path | None = None, device: str = "cpu") -> Grid:
         raise UsageError(f"grid: {path} is no file; expected YAML like eval/bench/bench.yaml")
     else:
         text = path.read_text(encoding="utf-8")
-    data = yaml.safe_load(text)
-    cells = [cell for entry in data["cells"] for cell in _cells(entry, data)]
-    if device != data.get("device", device):
-        cells = [replace(cell, target=None, floor=data["defaults"]["floor"]) for cell in cells]
-    slower = data.get("slower", {}).get(device, "")
-    return Grid(tuple(cells), data["models"], tuple(data["stock"]), tuple(data["peers"]), slower)
+    try:
+        data = yaml.safe_load(text)
+        cells = [cell for entry in data["cells"] for cell in _cells(entry, data)]
+        if device != data.get("device", device):
+            cells = [replace(cell, target=None, floor=data["defaults"]["floor"]) for cell in cells]
+        slower = data.get("slower", {}).get(device, "")
+        return Grid(tuple(cells), data["models"], tuple(data["stock"]), tuple(data["peers"]), slower)
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"grid: {path} is no grid ({type(error).__name__}: {error}); expected YAML like eval/bench/bench.yaml"
+        ) from error
 
 
 def _cells(entry: Mapping[str, Any], data: Mapping[str, Any]) -> list[Cell]:

@@ -434,6 +434,39 @@ def test_a_run_of_some_cells_keeps_the_figures_of_the_others(tmp_path: Path) -> 
     ]
 
 
+def test_files_that_would_be_lost_or_are_no_reports_are_refused(tmp_path: Path) -> None:
+    grid, page = write_grid(tmp_path / "grid.yaml", ATTENTION[0]), tmp_path / "bench.md"
+    short = ("--grid", grid, "--rounds", 1, "--no-memory")
+    for words, says in (
+        (("--output", page), "expected a name such as"),  # the Markdown would take the place of the JSON
+        (("--output", tmp_path / "a.json", "--table", tmp_path / "a.json"), "where the Markdown goes"),
+        (("--table", page), "got no --output"),
+        (("--output", tmp_path / "a.json", "--table", f"{__file__}/a.md"), "cannot be made"),
+    ):
+        refused = bench(*short, *words)
+        assert (refused.exit_code, says in refused.stderr) == (UsageError.exit_code, True), refused.stderr
+    assert not page.exists()
+    kept = tmp_path / "notes.json"
+    for text in ("# Notes\n", "{}", "[1]"):
+        kept.write_text(text)
+        refused = bench(*short, "--output", kept)
+        assert refused.exit_code == UsageError.exit_code, refused.output
+        assert "notes.json holds no report of `adaattn bench`" in refused.stderr
+        assert kept.read_text() == text
+    assert bench(*short, "--output", kept, "--overwrite").exit_code == 0
+    assert_fits(json.loads(kept.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "cells: 3", "a: [", "cells: [{name: x, dtypes: [float32]}]\ndefaults: {}"]
+)
+def test_a_grid_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"grid: .*grid\.yaml is no grid \(\w+"):
+        read_grid(path)
+
+
 def test_unknown_cells_and_keys_are_named(tmp_path: Path) -> None:
     grid = write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8})
     result = bench("--grid", grid, "--only", "nothing")
