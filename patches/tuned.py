@@ -25,7 +25,7 @@ from adaattn_hf.backends.native.library import library
 from adaattn_hf.backends.select import order, refusals_of, use_measured
 from adaattn_hf.backends.table import Cell, Table, TableError, cell_of, clearly_faster
 from adaattn_hf.backends.tuning import measure
-from adaattn_hf.errors import unknown
+from adaattn_hf.errors import UsageError, unknown
 
 VARIABLE = "ADAATTN_TUNE"
 SETTINGS = {
@@ -48,11 +48,11 @@ def setting(asked: str | None = None) -> str:
     """Returns how tables are used: `asked`, else the value of ADAATTN_TUNE, else `file`.
 
     Raises:
-        ValueError: It is not one of SETTINGS.
+        UsageError: It is not one of SETTINGS.
     """
     asked = asked or os.environ.get(VARIABLE) or "file"
     if asked not in SETTINGS:
-        raise ValueError(unknown(VARIABLE, asked, SETTINGS))
+        raise UsageError(unknown(VARIABLE, asked, SETTINGS))
     return asked
 
 

@@ -156,19 +156,20 @@ def devices() -> Iterator[Finding]:
 
 def table_of(device: str) -> Finding:
     """Returns what `adaattn tune` measured on a device of this machine."""
-    from adaattn_hf.backends.table import Table, TableError
+    from adaattn_hf.backends.table import Table
     from adaattn_hf.patches.tuned import key_of, path_of, setting
 
     path = path_of(device)
     about = {"cpu": "cpu", "cuda": "gpu"}[device]
     try:
-        found = len(Table.read(path, key_of(device)).cells) if path.exists() else None
-    except TableError as error:
+        how = setting()
+        found = len(Table.read(path, key_of(device)).cells) if os.path.exists(path) else None
+    except ValueError as error:  # a table that cannot be used, or a setting that there is not
         return Finding(about, "measured table", f"not used: {error}")
     state = "none, the built-in order holds (`adaattn tune` measures)"
     if found is not None:
         state = f"{found} classes of calls in {path}"
-    return Finding(about, "measured table", f"{state}; ADAATTN_TUNE is {setting()}")
+    return Finding(about, "measured table", f"{state}; ADAATTN_TUNE is {how}")
 
 
 def backends() -> Iterator[Finding]:

@@ -16,6 +16,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -192,6 +193,9 @@ def adaattn(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits the process with the command's code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a pipe on Windows, say, has no Δ
+            stream.reconfigure(errors="backslashreplace")
     app(args=None if argv is None else list(argv), prog_name="adaattn")
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from .._files import write_atomically
 from ..errors import UsageError
-from .interrupt import leave
+from .interrupt import leave, of_file
 
 if TYPE_CHECKING:  # what loads torch is imported when a command runs, not when its help is asked for
     from ..plans.plan import Plan
@@ -54,6 +54,8 @@ def show(
             _draw("--html", html, _page(plan_page(shown)))
     except (PlanError, UsageError) as error:
         leave(UsageError(str(error)))
+    except OSError as error:
+        leave(UsageError(of_file(error, path)))
     if as_json:
         typer.echo(shown.to_json())
         return
@@ -89,6 +91,8 @@ def diff(
             _draw("--html", html, _page(compared([*zip(names, plans, strict=True)], lines)))
     except (PlanError, UsageError) as error:
         leave(UsageError(str(error)))
+    except OSError as error:
+        leave(UsageError(of_file(error, path)))
     if as_json:
         units = [
             {"layer": layer, "head": head, "first": left.to_dict(), "second": right.to_dict()}
@@ -141,6 +145,8 @@ def explore(
         _draw("--html", html, _page(page(data)))
     except (PlanError, UsageError) as error:
         leave(UsageError(str(error)))
+    except OSError as error:
+        leave(UsageError(of_file(error, path)))
     except ValueError as error:
         leave(UsageError(f"{report}: {error}"))
     if as_json:

@@ -45,7 +45,15 @@ def run(
     # running what the user gave is what the command is for
     if os.name == "posix":  # it takes our place, and our signals
         sys.stdout.flush()
-        os.execve(program, [program, *command[1:]], environment())  # noqa: S606
+        try:
+            os.execve(program, [program, *command[1:]], environment())  # noqa: S606
+        except OSError as error:
+            leave(
+                UsageError(
+                    f"command: {program} cannot be started: {error.strerror}; a script names its program in "
+                    "its first line, as in #!/bin/sh"
+                )
+            )
     raise typer.Exit(subprocess.run([program, *command[1:]], env=environment(), check=False).returncode)  # noqa: S603
 
 

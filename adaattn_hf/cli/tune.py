@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import EvalError, UsageError, unknown
-from .interrupt import interrupted, leave, terminate_like_interrupt
+from .interrupt import interrupted, leave, of_file, terminate_like_interrupt
 
 if TYPE_CHECKING:
     from ..backends.table import Cell
@@ -47,6 +47,12 @@ def tune(
         found = _tune(device, dtype, head_dim, kinds, longest, threads, reset, quiet=as_json)
     except EvalError as error:
         leave(error)
+    except ValueError as error:
+        leave(UsageError(str(error)))
+    except OSError as error:
+        leave(
+            UsageError(f"XDG_CACHE_HOME: {of_file(error, 'the table')}; give a directory that can be written")
+        )
     from .classes import lines
 
     typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(lines(found)))
@@ -63,6 +69,7 @@ def _tune(
     from ..backends.probes import KINDS
     from ..backends.table import LONGEST
     from .classes import grid, report
+    from .options import writable
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if where not in LONGEST or (where == "cuda" and not torch.cuda.is_available()):
@@ -72,6 +79,7 @@ def _tune(
         there = path.exists()
         path.unlink(missing_ok=True)
         return {"file": str(path), "deleted": there}
+    writable(path.parent, "XDG_CACHE_HOME")  # else all is measured and nothing kept
     if threads is not None:
         torch.set_num_threads(threads)
     dtypes = _names("dtype", dtype or ("float32,bfloat16" if where == "cpu" else "bfloat16"), DTYPES)

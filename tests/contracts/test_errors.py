@@ -26,6 +26,7 @@ from adaattn_hf.backends.select import BackendRefusal, by_name
 from adaattn_hf.backends.table import Table, TableError
 from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
 from adaattn_hf.calibration.scoring import MaskedTokens
+from adaattn_hf.errors import UsageError
 from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.patches.structured_mask import StructuredMask
 from adaattn_hf.patches.tuned import setting
@@ -133,7 +134,7 @@ CASES = (
     Case(
         "misspells how the measured table is used",
         lambda: setting("frist"),
-        ValueError,
+        UsageError,
         ("ADAATTN_TUNE", "'frist'", "expected one of", "Did you mean 'first'?"),
     ),
     Case(

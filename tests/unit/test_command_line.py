@@ -22,6 +22,8 @@ import adaattn_hf
 from adaattn_hf.cli import doctor, main
 from adaattn_hf.eval.demo import demo_model_path
 
+from ..support.source_tree import ROOT
+
 QUICK = "import adaattn_command, sys; sys.argv = ['adaattn', *{words!r}]; adaattn_command.main()"
 LOADED = """
 import adaattn_command, sys
@@ -241,10 +243,43 @@ def test_run_finds_the_programs_of_an_environment_that_is_not_activated() -> Non
     assert done.stdout.strip() == sys.prefix, done.stderr[-2000:]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="only there has a program's file a mode")
+def test_run_says_why_a_program_cannot_be_started(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text("echo no first line\n")
+    script.chmod(0o755)
+    done = adaattn("run", "--", str(script))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: command: {script} cannot be started"), done.stderr[-2000:]
+
+
 def test_run_refuses_what_is_no_program() -> None:
     result = CliRunner().invoke(main.app, ["run", "--", "no-such-program", "--help"])
     assert result.exit_code == 2
     assert "no-such-program" in result.output
+
+
+def test_an_encoding_without_greek_letters_is_printed_to() -> None:
+    """As of a pipe on Windows."""
+    done = adaattn("eval", "--help", PYTHONIOENCODING="ascii", COLUMNS="200")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert r"\u0394nll" in done.stdout
+
+
+def test_python_in_a_checkout_says_that_it_does_not_see_what_was_installed() -> None:
+    """The finder of an editable install, which this one may be, is not asked (-S)."""
+    places = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import adaattn_hf"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": places, "PYTHONSAFEPATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "is the source of a checkout" in done.stderr
+    assert "pip install -e ." in done.stderr
 
 
 # --- doctor

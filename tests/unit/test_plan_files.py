@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
+from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import LayerPlan
 from adaattn_hf.plans.store import MOST_BYTES
 
@@ -67,6 +69,18 @@ def test_bad_configurations_are_refused_in_a_sentence(text: str, tmp_path: Path)
     result = show(tmp_path)
     assert result.exit_code == 2, result.output
     assert "error:" in result.output
+
+
+@pytest.mark.parametrize("words", [("show", "p"), ("diff", "p", "p"), ("explore", "p", "--html", "h")])
+def test_a_place_that_may_not_be_looked_at_is_a_sentence(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(store, "read_plan", forbidden)
+    result = CliRunner().invoke(app, ["plan", *words])
+    assert (result.exit_code, result.stderr) == (2, "error: p: Permission denied\n")
 
 
 def test_large_plans_and_free_ones_are_shown(tmp_path: Path) -> None:

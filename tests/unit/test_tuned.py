@@ -327,6 +327,24 @@ def test_the_command_says_what_left_the_order_and_begins_anew_over_a_damaged_fil
     assert Table.read(tuned.path_of("cpu"), tuned.key_of("cpu")).cells
 
 
+def test_nothing_is_measured_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tuned, "keep", None)
+    done = run(*SMALL)
+    assert done.exit_code == 2, done.output
+    assert "XDG_CACHE_HOME" in done.stderr
+    assert "give a directory that can be written" in done.stderr
+
+
+def test_doctor_lives_with_a_setting_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADAATTN_TUNE", "frist")
+    done = CliRunner().invoke(main.app, ["doctor", "--json"])
+    assert done.exit_code == 0, done.output
+    (found,) = (one["state"] for one in json.loads(done.stdout) if one["name"] == "measured table")
+    assert found.startswith("not used: ADAATTN_TUNE: got 'frist'")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
