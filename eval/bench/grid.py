@@ -101,9 +101,8 @@ def read_grid(path: Path | None = None, device: str = "cpu") -> Grid:
         slower = data.get("slower", {}).get(device, "")
         return Grid(tuple(cells), data["models"], tuple(data["stock"]), tuple(data["peers"]), slower)
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"grid: {path} is no grid ({type(error).__name__}: {error}); expected YAML like eval/bench/bench.yaml"
-        ) from error
+        found = f"{path} is no grid ({type(error).__name__}: {error})"
+        raise UsageError(f"grid: {found}; expected YAML like eval/bench/bench.yaml") from error
 
 
 def _cells(entry: Mapping[str, Any], data: Mapping[str, Any]) -> list[Cell]:

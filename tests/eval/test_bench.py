@@ -440,7 +440,7 @@ def test_files_that_would_be_lost_or_are_no_reports_are_refused(tmp_path: Path) 
     for words, says in (
         (("--output", page), "expected a name such as"),  # the Markdown would take the place of the JSON
         (("--output", tmp_path / "a.json", "--table", tmp_path / "a.json"), "where the Markdown goes"),
-        (("--table", page), "got no --output"),
+        (("--table", page), "and no --output"),
         (("--output", tmp_path / "a.json", "--table", f"{__file__}/a.md"), "cannot be made"),
     ):
         refused = bench(*short, *words)
