@@ -30,7 +30,7 @@ class PlannedCall:
     def __init__(self, settings: AdaAttnConfig, forced: str | None) -> None:
         """From the settings of the model's configuration and the backend that its user named."""
         self._settings, self._forced = settings, forced
-        self._backends: dict[tuple[bool, int, str], Backend | None] = {}
+        self._backends: dict[tuple[bool, bool, int, str], Backend | None] = {}
         self._exact: FastCall | None = None
 
     def attend(
@@ -72,7 +72,8 @@ class PlannedCall:
 
     def _backend_for(self, rules: HeadRules, request: AttentionRequest) -> Backend | None:
         """Returns the backend that computes heads with rules of this kind in one request; None if there is none."""
-        kind = rules.windowed, rules.kept_block, rules.precision
+        # sinks, too: chunks, and documents with padding, need not hold the key that they count from
+        kind = rules.windowed, any(rules.sinks), rules.kept_block, rules.precision
         if kind not in self._backends:
             self._backends[kind] = serving(spec_of(request, self._forced), self._forced)
         return self._backends[kind]

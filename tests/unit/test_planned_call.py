@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adaattn_hf import remove_plan
+from adaattn_hf import AdaAttnConfig, remove_plan
+from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import Recorder, recording
-from adaattn_hf.patches import fast_path, interface
+from adaattn_hf.patches import fast_path, interface, planned_call
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
@@ -161,3 +164,16 @@ def test_a_plan_for_other_heads_is_refused(anew: list[int]) -> None:
     model.config.adaattn = {"plan": replace(plan, layers=layers).to_dict(), "unverified": True}
     with pytest.raises((ValueError, PlanError), match="key/value heads"):
         logits(model, tokens())
+
+
+def test_a_backend_for_windows_is_asked_anew_for_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk need not hold the first keys of its sequence: kernels that walk runs serve its windows, not its sinks."""
+    asked: list[str] = []
+    monkeypatch.setattr(planned_call, "serving", lambda spec, _: asked.append(spec.kind))
+    call = planned_call.PlannedCall(AdaAttnConfig(), None)
+    structure = CallStructure(1, 40, 40, causal=True, chunk=16)
+    for sinks in (0, 2, 0, 2):
+        rules = HeadRules((8,), (sinks,), (0.0,), ("model",))
+        query = torch.zeros(1, 1, 40, 16)
+        call._backend_for(rules, AttentionRequest(query, query, query, structure, 1.0, per_head=rules))
+    assert asked == ["ragged", "irregular"]
