@@ -354,10 +354,14 @@ def _read_mask(
             raise ValueError(
                 f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [{batch}, {kv_len}] or more columns"
             )
+        # flash-attn takes such masks, and causality beside them: there the last query stands at the last key
+        causal = fast_path.maskless(module, q_shape, k_shape, is_causal)[3]
         return CallStructure(
             batch,
             q_len,
             kv_len,
+            causal,
+            kv_len - q_len if causal else 0,
             key_padding=attention_mask.bool()[:, attention_mask.shape[1] - kv_len :].expand(batch, -1),
         ), None
     mask = attention_mask[..., :kv_len]

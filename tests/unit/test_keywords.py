@@ -55,6 +55,23 @@ def test_places_behind_the_mask_are_those_of_sdpa() -> None:
     assert torch.equal(placed, called(scaling=0.5))
 
 
+@pytest.mark.parametrize("queries", [6, 3, 1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_mask_of_keys_alone_leaves_causality_to_the_layer(causal: bool, queries: int) -> None:
+    """As flash-attn's callers hand it over, whose queries are the last of the tokens."""
+    module = nn.Module()
+    module.is_causal = causal  # type: ignore[assignment]
+    real = torch.tensor([[False, True, True, True, True, True]])
+    given = QUERY[:, :, -queries:], KEY, VALUE
+    found = interface.attention_function()(module, *given, real)[0]
+    seen = real[:, None, None].expand(1, 1, 6, 6)
+    seen = (seen.tril() if causal else seen)[:, :, -queries:]
+    truth = reference.attention(
+        AttentionRequest(*given, CallStructure(1, queries, 6, mask=seen), 8**-0.5)
+    ).out
+    torch.testing.assert_close(found.double(), truth.double(), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("scaling", ["half", [1.0], {}])
 def test_a_scaling_that_is_no_number_is_refused(scaling: Any) -> None:
     with pytest.raises(ValueError, match=r"scaling: got .*, expected a number"):
