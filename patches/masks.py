@@ -94,7 +94,7 @@ def adaattn_mask(
         pattern = None
     # A preallocated cache increments this very tensor in place when it is updated, so it is copied.
     offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
-    padding = _padding_of_keys(attention_mask, kv_length, kv_offset)
+    padding = _padding_of_keys(attention_mask, batch_size, kv_length, kv_offset)
     if pattern is None:
         structure = CallStructure(
             batch_size, q_length, kv_length, q_offset=offset - kv_offset, mask=stock(attention_mask)
@@ -183,10 +183,19 @@ def _hides_nothing(attention_mask: Any, length: int) -> bool:
     )
 
 
-def _padding_of_keys(attention_mask: Tensor | None, kv_len: int, kv_offset: int) -> Tensor | None:
-    """Returns the 2-D mask of this call's keys, `[batch, kv_len]`; keys beyond its end are hidden."""
+def _padding_of_keys(attention_mask: Tensor | None, batch: int, kv_len: int, kv_offset: int) -> Tensor | None:
+    """Returns the 2-D mask of this call's keys, `[batch, kv_len]`; keys beyond its end are hidden.
+
+    Raises:
+        ValueError: The mask has other rows than the batch.
+    """
     if attention_mask is None:
         return None
+    if not fast_path.tracing() and attention_mask.shape[0] != batch:  # while tracing both may be symbols
+        raise ValueError(
+            f"attention_mask: got {attention_mask.shape[0]} rows for a batch of {batch}, expected one for each "
+            "sequence; repeat or drop rows of the mask"
+        )
     missing = kv_len + kv_offset - attention_mask.shape[1]
     padded = F.pad(attention_mask, (0, missing), value=False) if missing > 0 else attention_mask
     return padded[:, kv_offset : kv_offset + kv_len].bool()

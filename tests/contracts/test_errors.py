@@ -28,6 +28,7 @@ from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
 from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.errors import UsageError
 from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.patches.masks import adaattn_mask
 from adaattn_hf.patches.structured_mask import StructuredMask
 from adaattn_hf.patches.tuned import setting
 from adaattn_hf.plans import execute
@@ -184,6 +185,12 @@ CASES = (
         lambda: attend(StructuredMask(CallStructure(3, 6, 6), torch.device("cpu")), batch=2),
         ValueError,
         ("structure", "batch of 3", "batch 2", "pass an attention_mask"),
+    ),
+    Case(
+        "pads with a mask of other rows",
+        lambda: adaattn_mask(3, 6, 6, attention_mask=torch.zeros(2, 6)),
+        ValueError,
+        ("attention_mask", "2 rows", "a batch of 3", "repeat or drop rows"),
     ),
     Case(
         "hands over a mask of another type",
