@@ -106,7 +106,8 @@ def prepare(
             the plan was proven, with `cache`.
         on_padded: `"run"` runs calls that need their padding with it; `"raise"` raises `PaddedCallError`.
         fold_rank: Fold the score ranks of the model's plan into its query and key projections, where no rotary
-            embedding stands between (GPT-2, BERT). `restore` before saving: the weights are others meanwhile.
+            embedding stands between (GPT-2, BERT). `restore` before saving, copying or moving: the weights are others
+            meanwhile.
 
     Returns:
         `model`.
@@ -174,9 +175,9 @@ def _unpadded(model: PreTrainedModel, on_padded: str) -> Unpadding:
 
 
 def restore(model: Model) -> Model:
-    """Take away what `prepare` put on a model; returns the model. Harmless when nothing is there."""
-    for tower in _outermost(model):
-        prepared = tower.__dict__.pop(_SLOT, None)
+    """Take away what `prepare` put on a model or on a part of it; returns the model. Harmless when nothing is there."""
+    for module in model.modules():
+        prepared = module.__dict__.pop(_SLOT, None)
         if prepared is not None:
             prepared.remove()
     return model
@@ -188,8 +189,8 @@ def unpad_calls(model: nn.Module) -> dict[str, int]:
     Calls inside a traced graph run as they came and are not counted.
     """
     counts: dict[str, int] = {}
-    for tower in _outermost(model):
-        prepared = tower.__dict__.get(_SLOT)
+    for module in model.modules():
+        prepared = module.__dict__.get(_SLOT)
         if prepared is not None and prepared.unpadding is not None:
             for reason, count in prepared.unpadding.calls.items():
                 counts[reason] = counts.get(reason, 0) + count

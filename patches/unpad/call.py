@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..families import family_of
+from ..registry import NAMES
 from .layout import PackedLayout
 from .positions import PositionRule
 from .prefill import PackedPrefill
@@ -41,6 +42,7 @@ CROSS = Pass("cross-attention (encoder_hidden_states)", True)
 HOLES = Pass("padding between real tokens, where a window counts columns", True)
 FIRST_TOKEN = Pass("a row does not begin with a real token, and its first place is pooled", True)
 LABELS = Pass("a label is scored at a padding position", True)
+OTHER_ATTENTION = Pass("another attention implementation was set since the model was prepared", True)
 SPANS = Pass("the loss of start_positions is over padding positions, too", True)
 
 
@@ -99,6 +101,8 @@ def read_layout(
         return NO_PADDING
     if layout.tokens == 0:
         return ONLY_PADDING
+    if getattr(config, "_attn_implementation", None) not in NAMES:
+        return OTHER_ATTENTION  # which would read across the rows of the batch
     if arguments.get("encoder_hidden_states") is not None:
         return CROSS
     for name in _WEIGHTS:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .hooks import Unpadding
+from .hooks import Unpadding, frames_closed
 
 _CALLERS = ("sentence_transformers.",)
 
@@ -29,7 +29,10 @@ class DirectForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes the arguments and returns the result of the model's forward."""
-        return (self.inner if self.unpadding.runs(self.module) else self.module)(*args, **kwargs)
+        if self.unpadding.runs(self.module):
+            return self.inner(*args, **kwargs)
+        with frames_closed():
+            return self.module(*args, **kwargs)
 
     def remove(self) -> None:
         """Gives the model back the `forward` that it had before."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +49,16 @@ class _Frame:
 
 
 _frames: ContextVar[tuple[_Frame, ...]] = ContextVar("adaattn_unpad_frames", default=())
+
+
+@contextmanager
+def frames_closed() -> Iterator[None]:
+    """Leaves no frame open behind the block, not even after KeyboardInterrupt, when torch calls no hooks."""
+    before = _frames.get()
+    try:
+        yield
+    finally:
+        _frames.set(before)
 
 
 class Unpadding:
@@ -115,7 +127,7 @@ class Unpadding:
             return None
         arguments = arguments_of(self._top_signature, args, kwargs)
         frame = _Frame(module, self)
-        _frames.set((*_frames.get(), frame))
+        _frames.set((*self._open(module), frame))
         frame.blocked = scored_padding(arguments, shifted=self._shifted)
         if frame.blocked is None and self.token_wise and _keeps_all_logits(arguments):
             return self._pack(frame, arguments, self._top_signature, self._shifted)
@@ -124,15 +136,26 @@ class Unpadding:
     def _enter_trunk(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or tracing():
             return None
-        outer = next((f for f in reversed(_frames.get()) if f.owner is self and f.module is not module), None)
+        frames = self._open(module)
+        outer = next((f for f in reversed(frames) if f.owner is self), None)
         frame = _Frame(module, self, within=outer.call if outer is not None else None)
-        _frames.set((*_frames.get(), frame))
+        _frames.set((*frames, frame))
         if frame.within is not None:
             return None
         signature = self._trunk_signature
         arguments = arguments_of(signature, args, kwargs)
         frame.blocked = outer.blocked if outer is not None else None
         return self._pack(frame, arguments, signature, False, count=True)
+
+    def _open(self, module: nn.Module) -> tuple[_Frame, ...]:
+        """The open frames where a module is entered, without those that KeyboardInterrupt has left open.
+
+        A model does not call itself, so that a frame of its own can only be such a one.
+        """
+        frames = _frames.get()
+        if any(frame.owner is self and frame.module is module for frame in frames):
+            return tuple(frame for frame in frames if frame.owner is not self)
+        return frames
 
     def _pack(
         self,

@@ -5,6 +5,7 @@ Packed tokens must keep these, so they are computed on the padded form and packe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,23 +28,20 @@ def _real_tokens(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor
     return real.cumsum(dim=1) * real - 1
 
 
-def _after_padding_index(padding_index: int) -> PositionRule:
+def _after_padding_index(
+    input_ids: Tensor | None, mask: Tensor, like: Tensor, *, padding_index: int
+) -> Tensor:
     """RoBERTa's rule: real tokens are numbered from `padding_index + 1`, padding gets `padding_index`."""
-
-    def rule(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
-        if input_ids is None:
-            return torch.arange(padding_index + 1, padding_index + 1 + mask.shape[1], device=like.device)[
-                None
-            ]
-        real = input_ids.ne(padding_index).long()
-        return real.cumsum(dim=1) * real + padding_index
-
-    return rule
+    if input_ids is None:
+        return _columns(None, mask, like) + padding_index + 1
+    real = input_ids.ne(padding_index).long()
+    return real.cumsum(dim=1) * real + padding_index
 
 
 def position_rule(trunk: nn.Module, config: Any) -> PositionRule:
     """The rule by which this model numbers positions."""
     for module in trunk.modules():
         if hasattr(module, "create_position_ids_from_inputs_embeds") and "padding_idx" in vars(module):
-            return _after_padding_index(int(vars(module)["padding_idx"]))
+            # no closure, which could not be pickled with the model
+            return functools.partial(_after_padding_index, padding_index=int(vars(module)["padding_idx"]))
     return _real_tokens if getattr(config, "model_type", "") in _COUNT_MASK else _columns

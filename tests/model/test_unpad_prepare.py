@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,37 @@ def test_an_error_inside_the_model_leaves_nothing_open() -> None:
         assert model.model(tokens(), attention_mask=mask).last_hidden_state.shape[:2] == mask.shape
 
 
+def test_an_interrupted_pass_is_forgotten_by_the_next_one() -> None:
+    model = adaattn_hf.prepare(fresh_pair("llama").ours)
+    mask = padding("right")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens(), attention_mask=mask)
+    handle.remove()
+    with torch.no_grad():
+        model.model(tokens(), attention_mask=mask)
+    assert adaattn_hf.unpad_calls(model) == {UNPADDED: 2}
+    assert hooks._frames.get() == ()
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_rows_are_not_packed_for_an_implementation_set_later(name: str) -> None:
+    stock, ours = fresh_pair(name)
+    adaattn_hf.prepare(ours).set_attn_implementation("sdpa")
+    given = {"input_ids": tokens(), "attention_mask": padding("right")}
+    with torch.no_grad():
+        assert_same(stock(**given)[0], ours(**given)[0], given["attention_mask"])
+        reason = "another attention implementation was set since the model was prepared"
+        assert adaattn_hf.unpad_calls(ours) == {reason: 1}
+        ours.set_attn_implementation("adaattn_sdpa")
+        assert_same(stock(**given)[0], ours(**given)[0], given["attention_mask"])
+    assert adaattn_hf.unpad_calls(ours) == {reason: 1, UNPADDED: 1}
+
+
 def test_threads_do_not_see_one_another() -> None:
     stock, ours = fresh_pair("bert")
     adaattn_hf.prepare(ours)
@@ -275,6 +307,27 @@ def test_a_prepared_model_is_saved_and_copied_like_any_other(tmp_path: Path) -> 
     adaattn_hf.restore(twin)
     assert hooks_of(twin) < hooks_of(model)
     assert adaattn_hf.unpad_calls(model) == {UNPADDED: 1}
+
+
+@pytest.mark.parametrize("name", ["llama", "roberta"])
+def test_a_prepared_model_is_pickled_like_any_other(name: str) -> None:
+    model = adaattn_hf.prepare(fresh_pair(name).ours)
+    again = pickle.loads(pickle.dumps(model))
+    mask = padding("right")
+    with torch.no_grad():
+        assert_same(model(tokens(), attention_mask=mask)[0], again(tokens(), attention_mask=mask)[0])
+    assert adaattn_hf.unpad_calls(again) == {UNPADDED: 1}
+
+
+def test_a_part_that_was_prepared_alone_is_restored_with_the_whole() -> None:
+    model = fresh_pair("llama").ours
+    before = hooks_of(model)
+    adaattn_hf.prepare(model.model)
+    with torch.no_grad():
+        model(tokens(), attention_mask=padding("right"))
+    assert adaattn_hf.unpad_calls(model) == {UNPADDED: 1}
+    adaattn_hf.restore(model)
+    assert hooks_of(model) == before
 
 
 def test_each_part_can_be_had_alone() -> None:
