@@ -62,6 +62,10 @@ class Program:
         """Register the program for traced graphs."""
         PROGRAMS[self.handle] = self
 
+    def __reduce__(self) -> tuple[type[Program], tuple[object, ...]]:
+        """Copies and pickles a program without its handle: each copy is registered under one of its own."""
+        return Program, (self.plan, self.tensors, self.max_length, self.own, self.exact_steps)
+
     @cached_property
     def launches(self) -> tuple[tuple[Choice, tuple[int, ...]], ...]:
         """The choices of the layer with the key/value heads that take each, in order of first appearance."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -26,6 +29,7 @@ from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.plans import store
 from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
+from adaattn_hf.plans.program import PROGRAMS
 
 from ..support.choices import make_choice
 from ..support.processor import ROUNDS_BF16
@@ -91,6 +95,19 @@ def tokens(batch: int = 1, length: int = LENGTH) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_compiled_with_programs_of_its_own(copied: Any) -> None:
+    model = planned(make_choice("window", 32, 4))
+    expected = model(tokens()).logits
+    twin = copied(model)
+    handles = {slot[1].handle for m in model.modules() if (slot := m.__dict__.get(store.PROGRAM_SLOT))}
+    del model
+    gc.collect()
+    assert handles.isdisjoint(PROGRAMS)
+    torch.testing.assert_close(torch.compile(twin, backend="eager")(tokens()).logits, expected)
 
 
 @torch.no_grad()
