@@ -57,6 +57,11 @@ class GrowingTensor:
         return self._room.shape[2]
 
     @property
+    def batch(self) -> int:
+        """Rows of the batch."""
+        return self._room.shape[0]
+
+    @property
     def device(self) -> torch.device:
         """Where the storage lies."""
         return self._room.device
@@ -67,8 +72,13 @@ class GrowingTensor:
         return self._room.narrow(2, start, self._stop - start)
 
     def append(self, tokens: Tensor) -> Tensor:
-        """Write `[batch, heads, n, …]` behind what is there; returns all tokens, as `view` does."""
+        """Write `[batch, heads, n, …]` behind what is there; returns all tokens, as `view` does.
+
+        Of tokens in two dtypes, as under autocast and after it, all are kept in the wider one: as by concatenation.
+        """
         count = tokens.shape[2]
+        if tokens.dtype is not self._room.dtype:
+            self._room = self._room.to(torch.promote_types(self._room.dtype, tokens.dtype))
         held = self.extend(count)
         self._room.narrow(2, self._stop - count, count).copy_(tokens)
         return held

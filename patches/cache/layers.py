@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .growing import GROWTH, GrowingTensor, check_room
-from .kept import KeptTokens, negative, passed_window, refuse_used, room_for
+from .kept import KeptTokens, negative, passed_window, refuse_used, room_for, same_rows
 
 
 class _InPlace(KeptTokens):
@@ -48,6 +48,7 @@ class _InPlace(KeptTokens):
             self._restart(*self._past(key_states, value_states))
         assert self._key_store is not None
         assert self._value_store is not None
+        same_rows(self._key_store.batch, key_states)
         self.keys, self.values = self._key_store.append(key_states), self._value_store.append(value_states)
 
     def _restart(self, keys: Tensor, values: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -274,6 +275,26 @@ def test_a_sliding_layer_cannot_give_back_what_it_dropped() -> None:
         cache.update(*tokens(1, WINDOW + 1), layer)
     with pytest.raises(RuntimeError, match="activate_past_recording"):
         cache.crop(-1)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_tokens_of_other_rows_are_refused(rows: int) -> None:
+    cache = GrowingCache()
+    cache.update(*tokens(2, 3), 0)
+    with pytest.raises(ValueError, match=f"got tokens of {rows} sequences for a cache that holds 2"):
+        cache.update(*tokens(rows, 1), 0)
+
+
+@pytest.mark.parametrize(
+    "dtypes", list(itertools.permutations((torch.bfloat16, torch.float16, torch.float32)))
+)
+def test_tokens_of_several_dtypes_are_kept_in_the_widest(dtypes: tuple[torch.dtype, ...]) -> None:
+    stock, ours = DynamicCache(), GrowingCache()
+    for dtype in dtypes:
+        more = tuple(tensor.to(dtype) for tensor in tokens(2, 3))
+        for expected, found in zip(stock.update(*more, 0), ours.update(*more, 0), strict=True):
+            assert found.dtype is expected.dtype
+            assert torch.equal(found, expected)
 
 
 def test_a_cache_that_holds_tokens_is_not_changed() -> None:
