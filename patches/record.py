@@ -69,6 +69,8 @@ class AttentionRecord(Recorder):
         errors: For the same heads, exact weights minus those of the plan that they are compared with.
     """
 
+    looks = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -118,7 +120,9 @@ class AttentionRecord(Recorder):
         batch, heads = request.query.shape[:2]
         chosen = stratified_rows(structure.q_len, self.rows, self._generator).to(request.query.device)
         seen = structure.visible_rows(chosen, request.query.device).expand(batch, -1, -1, -1)
-        bias = None if request.bias is None else request.bias[..., chosen, :].expand(batch, -1, -1, -1)
+        bias = request.bias
+        if bias is not None:
+            bias = bias.expand(batch, -1, structure.q_len, structure.kv_len)[:, :, chosen]
         for row in range(batch):
             sums.add(
                 head_sums(

@@ -111,7 +111,7 @@ def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> T
         if request.softcap is not None:
             scores = request.softcap * torch.tanh(scores / request.softcap)
         if part.bias is not None:
-            bias = part.bias[0, :, rows].float()
+            bias = part.bias[0].expand(-1, request.query.shape[2], kv_len)[:, rows].float()
             scores = scores + (bias.view(len(heads), group, len(rows), kv_len) if len(bias) > 1 else bias)
         full = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
         less = scores.masked_fill(~kept, float("-inf")).logsumexp(-1)

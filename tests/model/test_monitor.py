@@ -249,3 +249,16 @@ def test_dropped_mass_counts_what_the_call_counts(extra: str) -> None:
     far = (rows[:, None] - keys >= 32) & ((keys >= 4) | (extra == "window"))
     wanted = (weights * far).sum(-1).view(2, 2, 3).amax(1)
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_bias_for_all_queries_is_that_of_every_query() -> None:
+    bias = torch.zeros(1, 1, 1, LENGTH)
+    bias[..., :5] = torch.finfo(torch.float32).min
+    found = []
+    for given in (bias, bias.expand(1, 4, LENGTH, LENGTH)):
+        watched = _planned(p95=0.9)
+        watched(_tokens(), attention_mask=given)
+        found.append([{**layer, "seconds": 0.0} for layer in adaattn_hf.statistics(watched)])
+    assert found[0] == found[1]
+    assert found[0][0]["rows"] == 1

@@ -37,6 +37,16 @@ def test_entropy_is_that_of_the_weights(llama: tf.PreTrainedModel) -> None:
         assert min(heads["sqnr_answer"]) > 90
 
 
+def test_a_bias_for_all_queries_is_that_of_every_query(llama: tf.PreTrainedModel) -> None:
+    ids, bias = tokens(2, 12), torch.linspace(-3, 0, 12)[None, None, None]
+    found = []
+    for given in (bias, bias.expand(2, 4, 12, 12)):
+        with record(llama) as seen, torch.no_grad():
+            llama(ids, attention_mask=given, use_cache=False)
+        found.append(seen.to_dict()["layers"])
+    assert found[0] == found[1]
+
+
 def test_phases_are_told_apart(llama: tf.PreTrainedModel) -> None:
     ids = tokens(2, 20)
     mask = torch.ones_like(ids)
