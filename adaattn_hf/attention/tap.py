@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,10 @@ class Recorder:
     Attributes:
         dry: Nothing is computed; calls return uninitialised tensors of the right shape (for the meta device).
         calls: Per call the module, the spec and the backend that was asked for by name.
+        looks: Whether `answered` needs all heads of a call at once, and all keys that they see.
     """
 
+    looks: ClassVar[bool] = False
     dry: bool = False
     calls: list[tuple[nn.Module, CallSpec, str | None]] = field(default_factory=list)
 

@@ -308,6 +308,10 @@ class StreamingLayer(KeptTokens, DynamicLayer):
 
 def stream(cache: Cache, stored: str, spans: Mapping[int, Spans], **room: Any) -> Cache:
     """Replace the layers of full attention that have spans by streaming layers; returns the cache."""
+    # a cache without a configuration makes each layer when its first token comes
+    while len(cache.layers) <= max(spans):
+        made: Any = cache.layer_class_to_replicate
+        cache.layers.append(made())
     for index, own in spans.items():
         if type(cache.layers[index]) is DynamicLayer:
             cache.layers[index] = StreamingLayer(stored, own, **room)

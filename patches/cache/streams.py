@@ -91,9 +91,10 @@ def _answer(module: nn.Module, program: Program, request: AttentionRequest, forc
 
 def _nobody_looks(module: nn.Module, wanted: bool) -> None:
     """Refuse what looks at all keys."""
-    settings = settings_in(getattr(module, "config", None))
+    settings, recorder = settings_in(getattr(module, "config", None)), listening().recorder
     asked = {
         "output_attentions": wanted,
+        "adaattn_hf.record": recorder is not None and recorder.looks,
         "calibration or a profile": listening().tap is not None,
         "adaattn.monitor": settings.monitor,
         "adaattn.shadow": settings.shadow > 0,

@@ -338,6 +338,18 @@ def test_what_streaming_heads_cannot_do_is_refused_by_name() -> None:
         AdaAttnCache(llama(None), "int8", streaming=True)
     with pytest.raises(ValueError, match="output_attentions asks for all keys"), torch.no_grad():
         model(tokens, past_key_values=AdaAttnCache(model, "model", streaming=True), output_attentions=True)
+    with pytest.raises(ValueError, match=r"adaattn_hf\.record asks for all keys"), adaattn_hf.record(model):
+        run(model, tokens, AdaAttnCache(model, "model", streaming=True), 1)
+
+
+@pytest.mark.parametrize("stored", ["model", "int8"])
+def test_a_cache_made_without_a_configuration_streams_too(stored: str) -> None:
+    model, tokens = llama(), ids(1, 60)
+    expected = run(model, tokens, AdaAttnCache(model, stored, streaming=True), 50, 10)
+    cache = DynamicCache()
+    adaattn_hf.prepare(model, cache=stored, streaming=True)
+    torch.testing.assert_close(run(model, tokens, cache, 50, 10), expected, atol=0, rtol=0)
+    assert [type(layer).__name__ for layer in cache.layers] == ["StreamingLayer"] * 2
 
 
 def test_a_sequence_longer_than_the_plan_speaks_for_is_refused() -> None:
