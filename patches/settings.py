@@ -40,7 +40,9 @@ def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnC
         carried = next((plan for one in present if (plan := one.get("plan")) is not None), None)
         plan = _within(carried, chosen)
         said = any(one.get("unverified") is True for one in present)
-        chosen = replace(chosen, plan=plan, unverified=plan is not None and said)
+        tensors = next((held for one in present if (held := one.get("tensors")) is not None), None)
+        if plan is not None:
+            chosen = replace(chosen, plan=plan, tensors=tensors, unverified=said)
     data = chosen.to_dict()
     for config in configs.values():
         if hasattr(config, "to_dict"):

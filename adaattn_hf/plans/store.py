@@ -79,7 +79,7 @@ def _found(plan: Plan, source: str | None, raw: Any = None) -> dict[str, Tensor]
 
 def _carry(plan: Plan, raw: Any) -> None:
     """Adds bases and means to a model's settings, so that they are saved with the model."""
-    if isinstance(raw, dict) and CARRIED not in raw:
+    if isinstance(raw, dict) and raw.get(CARRIED) is None:
         data = tensor_bytes(plan)
         if data is not None and len(data) <= MOST_CARRIED:
             raw[CARRIED] = base64.b64encode(data).decode("ascii")

@@ -46,15 +46,20 @@ def test_tensor_parallelism_is_refused_by_name() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("configured", ["", "before its first call", "after its first call"])
 def test_saving_a_model_takes_the_tensors_of_its_plan_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configured: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = planned(precision="int8")
     data = ours.config.adaattn["plan"]
     heads = ours.config.num_key_value_heads
     name = remember_tensors({"layers.1.key_mean": torch.randn(heads, ours.config.head_dim)})
     ours.config.adaattn = {"plan": {**data, "tensors": name}, "unverified": True}
+    if configured == "before its first call":
+        adaattn_hf.configure(ours, "fast")
     right = ours(input_ids=tokens()).logits
+    if configured == "after its first call":
+        adaattn_hf.configure(ours, "fast")
     ours.save_pretrained(tmp_path / "copy")
     monkeypatch.setattr(store, "_tensors", {})  # another process
     again = type(ours).from_pretrained(tmp_path / "copy", attn_implementation="adaattn").eval()
