@@ -57,7 +57,7 @@ class StructuredMask:
         """Moved to a device if one is named; a dtype is ignored, the mask stays boolean."""
         device = kwargs.get("device")
         for argument in args:
-            if isinstance(argument, (str, int, torch.device)):
+            if isinstance(argument, (str, int, torch.device)) and not isinstance(argument, bool):
                 device = argument
             elif isinstance(argument, Tensor):
                 device = argument.device

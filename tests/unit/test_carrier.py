@@ -73,6 +73,7 @@ def test_a_dtype_does_not_change_a_mask() -> None:
     assert carried.to(torch.float16) is carried
     assert carried.to("cpu") is carried
     assert carried.to(dtype=torch.bool) is carried
+    assert carried.to(torch.float16, True) is carried.to("cpu", torch.bool, True, False) is carried
 
 
 def test_adding_it_to_scores_is_refused() -> None:
