@@ -5,29 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import Tensor, nn
-
 from ..attention.request import AttentionRequest
 from ..attention.stored import StoredKV, direction_of, hadamard, quantise
 from ..attention.tap import Tap
-from ..backends import select
-from ..plans import execute
 from ..plans.program import Program
+from .arms import plan_tap
 
 FIRST = 64
 """First tokens whose keys give the mean that is subtracted, as a cache does for a short prompt."""
 
 
 def stored_tap(programs: Mapping[int, Program], stored: str) -> Tap:
-    """Returns a tap that computes attention over keys and values as a cache stores them, by a layer's plan."""
-
-    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
-        program = programs.get(int(module.layer_idx))  # type: ignore[arg-type]
-        if stored != "model":
-            request = over_codes(request, stored)
-        return (select.attend(request) if program is None else execute.attend(program, request)).out
-
-    return tap
+    """Returns a `plan_tap` that computes over keys and values as a cache of the format `stored` keeps them."""
+    tap = plan_tap(programs)
+    return tap if stored == "model" else lambda module, request: tap(module, over_codes(request, stored))
 
 
 def over_codes(request: AttentionRequest, stored: str) -> AttentionRequest:
