@@ -89,7 +89,8 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             )
             return outside(  # type: ignore[no-any-return]
                 adaattn, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
-                is_causal=is_causal, softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
+                is_causal=is_causal, sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, sinks=sinks,
+                position_bias=position_bias, **kwargs,
             )  # fmt: skip
         if maybe_native and not compiling and (transform := transform_at_work()):
             from .refusals import check_transform
@@ -97,7 +98,8 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             check_transform(backend, transform, query, key)
             return attention_function("eager")(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal,
-                softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias, **kwargs,
+                sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, sinks=sinks, position_bias=position_bias,
+                **kwargs,
             )  # fmt: skip
         stored = streams = None
         if not isinstance(key, Tensor):  # a `StoredTensor`, which quantised and streaming caches return

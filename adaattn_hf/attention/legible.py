@@ -70,6 +70,8 @@ def _candidates(structure: CallStructure, visible: Tensor, window: int | None) -
     both = CallStructure(batch, q_len, kv_len, key_padding=padding)
     if q_len > 1 and bool((last == last[:, :1])[rows].all()):
         yield both  # no query sees a key that another one does not
+    if window is not None:
+        yield causal.with_changes(window=window)
     yield causal
     if padding is not None:
         yield causal.with_changes(pads_queries=True)

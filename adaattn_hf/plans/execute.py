@@ -64,7 +64,7 @@ def attend(
         program: The layer's plan and tensors.
         request: The call.
         backend: Name of the backend for every launch; chosen per launch if absent.
-        window: The layer's own window, for traced graphs, in which only a dense mask shows it.
+        window: The layer's own window, which one row of a dense mask, as traced graphs make it, does not show.
 
     Raises:
         ValueError: If the plan is for another number of key/value heads.
@@ -83,7 +83,7 @@ def attend(
     if request.stored is not None:
         program = program.over_stored
     if request.structure.mask is not None or request.bias is not None:
-        request = _read_mask(program, request)
+        request = _read_mask(program, request, window)
     within = rows_within(request.structure, program.max_length, request.query.device)
     if within is False:
         return select.attend(request, backend)
@@ -100,13 +100,13 @@ def attend(
     return AttentionResult(out, torch.where(within[:, None], result.lse, exact.lse))
 
 
-def _read_mask(program: Program, request: AttentionRequest) -> AttentionRequest:
+def _read_mask(program: Program, request: AttentionRequest, window: int | None = None) -> AttentionRequest:
     """Replaces a dense mask by the rules that it follows, which tell where sequences begin.
 
     Raises:
         ValueError: If the mask follows no known rules, and a choice counts keys.
     """
-    read = legible(request)
+    read = legible(request, window)
     counting = [choice.label for choice, _ in program.launches if choice.keys is not None]
     if read is None and counting:
         raise ValueError(

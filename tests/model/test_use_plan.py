@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import adaattn_hf
 from adaattn_hf.attention.tap import SEATED, listening
@@ -188,6 +189,20 @@ def test_a_graph_is_refused_while_a_block_is_open(case: Case, first: str) -> Non
     for name in ("narrow", "exact", "narrow"):
         with adaattn_hf.use_plan(model, case.plans[name], unverified=True):
             torch.testing.assert_close(parts(input_ids=case.ids).logits, case.expected[name])
+
+
+@torch.no_grad()
+def test_a_step_outside_of_a_graph_knows_the_windows_of_its_layers() -> None:
+    """A graph's mask is dense, and one row of it does not tell what a window hides from padding."""
+    model = fresh_pair("mistral-window").ours
+    plan = plan_for(model, make_choice("window", window=2, sinks=1))
+    found = []
+    with adaattn_hf.use_plan(model, plan, unverified=True):
+        for step in (model, torch.compile(model, backend="eager")):
+            cache = DynamicCache(config=model.config)
+            model(tokens()[:, :10], past_key_values=cache)
+            found.append(step(tokens()[:, 10:], past_key_values=cache).logits)
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_what_was_checked_dies_with_the_model() -> None:
