@@ -277,6 +277,7 @@ def test_a_sliding_layer_cannot_give_back_what_it_dropped() -> None:
         cache.crop(-1)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 5])
 def test_tokens_of_other_rows_are_refused(rows: int) -> None:
     cache = GrowingCache()
