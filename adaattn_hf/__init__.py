@@ -8,15 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-try:
-    from adaattn_hf.patches.registry import NAMES, register, resolve, unregister
-except ModuleNotFoundError as error:
-    if error.name != "adaattn_hf.patches":
-        raise
-    raise ModuleNotFoundError(
-        f"adaattn_hf: {__file__} is the source of a checkout, and not what pip installed; start Python in another "
-        "directory, or install the checkout in place: pip install -e ."
-    ) from error
+from adaattn_hf.patches.registry import NAMES, register, resolve, unregister
 
 if TYPE_CHECKING:
     from adaattn_hf.patches.cache.disk import load_cache, save_cache

@@ -22,8 +22,6 @@ import adaattn_hf
 from adaattn_hf.cli import doctor, main
 from adaattn_hf.eval.demo import demo_model_path
 
-from ..support.source_tree import ROOT
-
 QUICK = "import adaattn_command, sys; sys.argv = ['adaattn', *{words!r}]; adaattn_command.main()"
 LOADED = """
 import adaattn_command, sys
@@ -264,22 +262,6 @@ def test_an_encoding_without_greek_letters_is_printed_to() -> None:
     done = adaattn("eval", "--help", PYTHONIOENCODING="ascii", COLUMNS="200")
     assert done.returncode == 0, done.stderr[-2000:]
     assert r"\u0394nll" in done.stdout
-
-
-def test_python_in_a_checkout_says_that_it_does_not_see_what_was_installed() -> None:
-    """The finder of an editable install, which this one may be, is not asked (-S)."""
-    places = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", "import adaattn_hf"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": places, "PYTHONSAFEPATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "is the source of a checkout" in done.stderr
-    assert "pip install -e ." in done.stderr
 
 
 # --- doctor

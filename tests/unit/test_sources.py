@@ -167,12 +167,12 @@ def test_lines_of_jsonl_may_be_empty_and_what_is_wrong_is_named(tmp_path: Path) 
     (tmp_path / ".hidden").write_bytes(b"\0")
     assert ["".join(pieces) for _, pieces in read_documents([tmp_path])] == ["one", "two"]
     path.write_text('{"text": "one"}\n{"text": ', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"a\.jsonl line 2 is no JSON"):
+    with pytest.raises(ValueError, match=r"a\.jsonl line 2 is not JSON"):
         list(read_documents([path]))
 
 
 def test_what_is_no_text_is_no_text_to_prove_a_plan_on(tmp_path: Path) -> None:
-    path = tmp_path / "book.parquet"
+    path = tmp_path / "book.bin"
     path.write_bytes(b"PAR1\x15\x04\x00\x15")
-    with pytest.raises(ValueError, match=r"book\.parquet holds zero bytes, expected text in UTF-8"):
+    with pytest.raises(ValueError, match=r"book\.bin holds zero bytes, expected text in UTF-8"):
         "".join(piece for _, pieces in read_documents([path]) for piece in pieces)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adaattn_hf.calibration.corpus import CHARS, read_documents
-from adaattn_hf.cli.options import texts
+from adaattn_hf.calibration.corpus import CHARS, read_documents, refuse_repeats
 from adaattn_hf.errors import DataUnavailable
 from adaattn_hf.eval import corpora
 
@@ -52,7 +51,8 @@ def test_a_directory_is_read_alike_with_those_below_it(tmp_path: Path) -> None:
     expected = ["a/b.txt", "a/c/d.md", "b.txt", "e.jsonl"]
     assert calibrated(tmp_path) == evaluated(tmp_path) == expected
     names = [name for name, _ in read_documents([tmp_path])]
-    assert names == ["a/b.txt", "a/c/d.md", "b.txt", "e.jsonl:0"], "files of one name are two documents"
+    documents = ["a/b.txt", "a/c/d.md", "b.txt", "e.jsonl:0"]
+    assert names == [str(tmp_path / name) for name in documents], "files of one name are two documents"
 
 
 @pytest.mark.parametrize("name", ["old.txt", "old.jsonl"])
@@ -75,8 +75,8 @@ def test_a_wrong_line_is_named(tmp_path: Path) -> None:
 def test_calibration_refuses_tables_and_directories_without_text(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("text\none\n")
     with pytest.raises(ValueError, match=r"rows\.csv is a table, expected .*\.jsonl"):
-        texts([tmp_path / "rows.csv"])
+        refuse_repeats([tmp_path / "rows.csv"], None)
     with pytest.raises(ValueError, match="holds no text, expected files named"):
-        texts([tmp_path])
+        refuse_repeats([tmp_path], None)
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        texts([tmp_path / "none.txt"])
+        refuse_repeats([tmp_path / "none.txt"], None)

@@ -44,9 +44,9 @@ def attend_few(request: AttentionRequest, structure: CallStructure) -> Tensor | 
     half = query.dtype in (torch.bfloat16, torch.float16)
     alike = all(span == spans[0] for span in spans)
     if half and heads == kv_heads and alike and _flat(key, value) and spans[0][1] > limits.FEW_KEYS_HALF:
-        out = _two_products(request, key, value, spans[0])
-        if out is not None:
-            return out
+        products = _two_products(request, key, value, spans[0])
+        if products is not None:
+            return products
     folded = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     doubled = heads == kv_heads and half
     if doubled:

@@ -146,8 +146,8 @@ def _piece(part: Part, request: AttentionRequest) -> Tensor:
     if bias is not None:
         columns = bias_of(bias, part)
         if part.sinks and bias.shape[3] > 1:
-            front = part._replace(k_start=part.sink_start, k_len=part.sinks)
-            columns = torch.cat([bias_of(bias, front), columns], dim=3)
+            sinks = part._replace(k_start=part.sink_start, k_len=part.sinks)
+            columns = torch.cat([bias_of(bias, sinks), columns], dim=3)
         columns = columns.to(query.dtype)
         mask = columns if mask is None else columns + mask
     if part.causal and request.softcap is None and request.sink_logits is None and mask is None:
