@@ -234,11 +234,11 @@ def test_what_a_cell_compiles_takes_nothing_from_the_next(monkeypatch: pytest.Mo
     grid = read_grid(None, "cpu")
     cells = [cell for cell in grid.cells if cell.level == "attention"][:3]
     monkeypatch.setattr(bench_module, "error_of", lambda cell, device: None)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     for size, cell in enumerate(cells, 2):
         work = partial(compiled, torch.ones(size))
         monkeypatch.setattr(bench_module, "ways", lambda cell, grid, device, work=work: lambda name: work)
-        found = bench_module.run_cell(cell, ["adaattn", "sdpa"], grid, 1, torch.device("cpu"), memory=False)
+        with torch._dynamo.config.patch(recompile_limit=1):
+            found = bench_module.run_cell(cell, ["adaattn", "sdpa"], grid, 1, CPU, memory=False)
         assert found["difference"] == {"sdpa": 0.0}
 
 

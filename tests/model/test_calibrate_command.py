@@ -182,7 +182,7 @@ def test_a_plan_without_weights_is_no_model(material: tuple[str, str], tmp_path:
 
 def test_text_that_is_named_twice_proves_nothing(model: Path, material: tuple[str, str]) -> None:
     done = run(model, material, "--verify-data", material[0])
-    assert (done.exit_code, "expected each file once" in done.stderr) == (2, True), done.output
+    assert (done.exit_code, "expected each text once" in done.stderr) == (2, True), done.output
     assert not (model / "adaattn_plan.json").exists()
 
 

@@ -204,13 +204,13 @@ def meaning(call: Call) -> tuple[Tensor, Tensor]:
             raise Unreadable
         scores = cap * torch.tanh(scores / cap)
     mask, seen = given["attention_mask"], torch.ones(shape, dtype=torch.bool)
+    causal = q_len > 1 and given.get("is_causal") in (None, True)
     if isinstance(mask, StructuredMask):
         if (mask.structure.q_len, mask.structure.kv_len) != (q_len, kv_len):
             raise Unreadable
         seen = mask.structure.visible().expand(shape) if mask.structure.batch in (1, batch) else seen
     elif mask is None:
-        causal = given.get("is_causal")
-        if (True if causal is None else causal) and q_len > 1:
+        if causal:
             seen = seen.tril()
     elif not isinstance(mask, Tensor) or mask.is_complex() or mask.layout != torch.strided:
         raise Unreadable
@@ -218,6 +218,8 @@ def meaning(call: Call) -> tuple[Tensor, Tensor]:
         if mask.shape[0] not in (1, batch) or mask.shape[1] < kv_len:
             raise Unreadable
         seen = mask.bool()[:, mask.shape[1] - kv_len :][:, None, None].expand(shape)
+        if causal:  # as in flash-attn, the last query stands at the last key
+            seen = seen.tril(kv_len - q_len)
     else:
         mask = mask[..., :kv_len]
         if mask.dim() != 4 or any(a not in (1, b) for a, b in zip(mask.shape, shape, strict=True)):

@@ -1,0 +1,110 @@
+"""Compiles the Triton kernels that calls launch for a device that is not here: `python -m tests.support.compiled SM …`.
+
+One line per kernel: its name, and the bytes of shared memory that it takes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.choice import launch as choice
+from adaattn_hf.backends.triton import blocks, launch, prefill, step, training
+from adaattn_hf.calibration.over_codes import over_codes
+
+NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64",
+    torch.int32: "i32", torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+class Compiled:
+    """Stands for a kernel, and compiles it where it would be launched."""
+
+    def __init__(self, kernel: Any, capability: int) -> None:
+        """From what `triton.jit` returned, and a compute capability, 90 say."""
+        self.kernel = getattr(kernel, "_kernel", kernel)
+        self.capability = capability
+
+    def __call__(
+        self, _grid: Any, arguments: Sequence[Any], constants: Mapping[str, Any], _kind: Any
+    ) -> None:
+        """As a `Launcher` is called."""
+        names = self.kernel.arg_names
+        signature: dict[str, str] = {}
+        fixed: dict[tuple[int, ...], Any] = {}
+        facts: dict[tuple[int, ...], Any] = {}
+        for place, (name, one) in enumerate(zip(names, arguments, strict=False)):
+            signature[name] = _type(one)
+            if isinstance(one, Tensor):
+                facts[(place,)] = [["tt.divisibility", 16]]
+        for name, value in constants.items():
+            if name in names:
+                signature[name], fixed[(names.index(name),)] = "constexpr", value
+        options = {name: constants[name] for name in OPTIONS if constants.get(name) is not None}
+        source = ASTSource(self.kernel, signature, fixed, facts)
+        made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+        sys.stdout.write(f"{self.kernel.__name__} {made.metadata.shared}\n")
+
+    def __getitem__(self, grid: Any) -> Any:
+        """As a kernel of Triton is called."""
+        return lambda *arguments, **constants: self(grid, arguments, constants, None)
+
+
+def _type(argument: Any) -> str:
+    if isinstance(argument, Tensor):
+        return f"*{NAMES[argument.dtype]}"
+    if isinstance(argument, TensorDescriptor):
+        return f"tensordesc<{NAMES[argument.base.dtype]}{list(argument.block_shape)}>"
+    return "fp32" if isinstance(argument, float) else "i32"
+
+
+def replace_kernels(capability: int) -> None:
+    """Puts a `Compiled` in the place of every kernel that is launched."""
+    modules: tuple[ModuleType, ...] = (prefill, step, training, blocks, choice)
+    for module in modules:
+        for name, one in list(vars(module).items()):
+            if isinstance(one, triton.runtime.JITFunction) or hasattr(one, "_kernel"):
+                setattr(module, name, Compiled(one, capability))
+    vars(prefill)["_copies_tiles"] = lambda device: capability >= 90
+
+
+def call(queries: int, keys: int, rules: HeadRules | None = None, grad: bool = False) -> AttentionRequest:
+    """A call of 8 heads over 2 key/value heads of 64 channels in bfloat16."""
+    query, key, value = (
+        torch.randn(1, count, heads, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_(grad)
+        for count, heads in ((queries, 8), (keys, 2), (keys, 2))
+    )
+    structure = CallStructure(1, queries, keys, causal=True, q_offset=keys - queries)
+    return AttentionRequest(query, key, value, structure, 0.125, per_head=rules)
+
+
+def main(capability: int) -> None:
+    """Compiles what steps, prefill, training, kept blocks and caches of codes launch."""
+    replace_kernels(capability)
+    windows = HeadRules((128, 0), (16, 0), (0.0, 0.0), ("model", "model"))
+    kept = HeadRules((0, 0), (16, 0), (0.9, 0.0), ("model", "model"), block=64)
+    for request in (call(1, 512), call(1, 512, windows), call(256, 256), call(256, 256, kept)):
+        launch.attend(request)
+    trained = call(256, 256, windows, grad=True)
+    launch.attend(trained).out.sum().backward()
+    for stored in ("int8", "k8v4"):
+        launch.attend(over_codes(call(1, 512), stored))
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        main(int(argument))
