@@ -16,7 +16,12 @@ def interrupted(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command until a file appears, sends SIGINT, and returns how it ended."""
     process = subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # what a shell runs in the background ignores Ctrl-C, and so would its children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         end = time.monotonic() + 180
