@@ -65,7 +65,7 @@ class Ready(NamedTuple):
         facts: Result of `facts_of`.
         settings: These settings as the configuration holds them; None without.
         attend: A `FastCall`, or a function that takes module and structure before what a `FastCall` takes:
-            `BackendCall.attend`, with settings `planned_call.PlannedCall.attend`.
+            `ExactCall.attend`, with settings `planned_call.PlannedCall.attend`.
         bare: Whether it is a `FastCall`.
     """
 
@@ -77,13 +77,21 @@ class Ready(NamedTuple):
     bare: bool
 
 
-class BackendCall(NamedTuple):
-    """An exact call by a backend that has no fast call for it: what is saved is the way to the backend.
+class ExactCall(NamedTuple):
+    """An exact call by the backend that was chosen for it, by its fast call if it has one.
 
     The structure is passed in, for it is the structure that keeps the call: tensors in a circle would outlive the pass.
     """
 
     backend: Backend
+    fast: FastCall | None
+
+    @classmethod
+    def of(cls, request: AttentionRequest, forced: str | None) -> ExactCall:
+        """Chooses the backend for calls like this one."""
+        spec = spec_of(request, forced)
+        backend = choose(spec, forced)
+        return cls(backend, backend.fast_call(spec, request))
 
     def attend(
         self,
@@ -93,10 +101,13 @@ class BackendCall(NamedTuple):
         key: Tensor,
         value: Tensor,
         scaling: float,
-        stored: StoredKV | None = None,
+        *stored: StoredKV,
     ) -> Tensor:
         """Returns the output `[batch, q_len, heads, head_dim_v]`; which module calls changes nothing."""
-        request = AttentionRequest(query, key, value, structure.settled(), scaling, stored=stored)
+        if self.fast is not None:
+            return self.fast(query, key, value, scaling, *stored)
+        record = stored[0] if stored else None
+        request = AttentionRequest(query, key, value, structure.settled(), scaling, stored=record)
         return self.backend.attend(request).out
 
 
@@ -171,21 +182,15 @@ def attend_and_keep(
     query, key, value = request.query, request.key, request.value
     beside = () if request.stored is None else (request.stored,)
 
-    def find() -> FastCall | BackendCall:
-        spec = spec_of(request, forced)
-        chosen = choose(spec, forced)
-        return chosen.fast_call(spec, request) or BackendCall(chosen)
-
     facts = facts_of(backend, query, key, value, request.stored is not None)
     # kept apart from `structure.ready`: models with other configurations may share the structure
-    call = request.structure.cached(("call", forced, facts), find)
-    way: Callable[..., Tensor] = call.attend if isinstance(call, BackendCall) else call
-    before = (module, request.structure) if isinstance(call, BackendCall) else ()
-    same = not before or request.structure is structure.settled()
+    call = request.structure.cached(("call", forced, facts), lambda: ExactCall.of(request, forced))
+    bare = call.fast is not None
+    same = bare or request.structure is structure.settled()
     if same and undisturbed(module, kwargs) and not loses_borders(config):
         fields = {} if config is None else object.__getattribute__(config, "__dict__")
-        structure.ready = Ready(config, fields, facts, None, way, bare=not before)
-    return way(*before, query, key, value, request.scaling, *beside)
+        structure.ready = Ready(config, fields, facts, None, call.fast or call.attend, bare)
+    return call.attend(module, request.structure, query, key, value, request.scaling, *beside)
 
 
 def collects_weights() -> bool:

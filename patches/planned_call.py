@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import Backend, FastCall, spec_of
-from adaattn_hf.backends.select import choose, serving
+from adaattn_hf.backends.base import Backend, spec_of
+from adaattn_hf.backends.select import serving
 from adaattn_hf.config import AdaAttnConfig, raw_settings, settings_in
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.choices import PRECISE_ROWS
@@ -18,7 +18,7 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import program_of
 
 from .families import loses_borders
-from .fast_path import Ready, facts_of, undisturbed
+from .fast_path import ExactCall, Ready, facts_of, undisturbed
 
 
 class PlannedCall:
@@ -31,7 +31,7 @@ class PlannedCall:
         """From the settings of the model's configuration and the backend that its user named."""
         self._settings, self._forced = settings, forced
         self._backends: dict[tuple[bool, bool, int, str], Backend | None] = {}
-        self._exact: FastCall | None = None
+        self._exact: ExactCall | None = None
 
     def attend(
         self,
@@ -51,9 +51,10 @@ class PlannedCall:
             return None
         program, structure = program_of(module), structure.settled()
         if program is None or program.is_exact_for(structure.q_len):
-            if self._exact is not None:
-                return self._exact(query, key, value, scaling)
-            return self._attend_exactly(AttentionRequest(query, key, value, structure, scaling))
+            if self._exact is None:
+                request = AttentionRequest(query, key, value, structure, scaling)
+                self._exact = ExactCall.of(request, self._forced)
+            return self._exact.attend(module, structure, query, key, value, scaling)
         rules = _rules_of_all_heads(program, structure, key)
         if rules is not None:
             request = AttentionRequest(query, key, value, structure, scaling, per_head=rules)
@@ -63,17 +64,10 @@ class PlannedCall:
         request = AttentionRequest(query, key, value, structure, scaling)
         return execute.attend(program, request, self._forced).out
 
-    def _attend_exactly(self, request: AttentionRequest) -> Tensor:
-        """Computes a layer that the plan leaves exact, and keeps the backend's own fast call if it has one."""
-        spec = spec_of(request, self._forced)
-        backend = choose(spec, self._forced)
-        self._exact = backend.fast_call(spec, request)
-        return backend.attend(request).out
-
     def _backend_for(self, rules: HeadRules, request: AttentionRequest) -> Backend | None:
         """Returns the backend that computes heads with rules of this kind in one request; None if there is none."""
         # sinks, too: chunks, and documents with padding, need not hold the key that they count from
-        kind = rules.windowed, any(rules.sinks), rules.kept_block, rules.precision
+        kind = rules.windowed, rules.has_sinks, rules.kept_block, rules.precision
         if kind not in self._backends:
             self._backends[kind] = serving(spec_of(request, self._forced), self._forced)
         return self._backends[kind]

@@ -87,6 +87,11 @@ class HeadRules:
         return any(self.windows)
 
     @cached_property
+    def has_sinks(self) -> bool:
+        """Whether any head has sinks."""
+        return any(self.sinks)
+
+    @cached_property
     def kept_block(self) -> int:
         """Keys per block where any head keeps blocks, 0 where all keys are kept."""
         return self.block if any(self.masses) else 0

@@ -340,7 +340,7 @@ class CallSpec(NamedTuple):
         kind, compiling = structure.kind, torch.compiler.is_compiling()
         opaque = not compiling and not (type(q) is type(k) is type(v) is Tensor) and holds_no_memory(q, k, v)
         rules = request.per_head
-        if rules is not None and kind == "ragged" and any(rules.sinks) and not structure.sinks_at_runs:
+        if rules is not None and kind == "ragged" and rules.has_sinks and not structure.sinks_at_runs:
             kind = "irregular"
         holes, gapless = None, False
         if look and kind == "ragged" and not (compiling or opaque or device == "meta"):

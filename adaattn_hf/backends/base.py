@@ -82,11 +82,20 @@ class Backend(Protocol):
 def layer_call(backend: Backend, request: AttentionRequest) -> Callable[[], object]:
     """Returns an exact call as layers make it that follow the first one of a pass: the backend has been chosen.
 
+    Where a gradient is wanted it is both passes.
+
     Args:
         backend: The backend that was chosen.
         request: The call, without dropout, bias, softcap or learned sinks.
     """
-    bare = backend.fast_call(spec_of(request), request)
+    spec = spec_of(request)
+    if spec.needs_grad:
+        inputs, grad = (
+            (request.query, request.key, request.value),
+            torch.ones_like(backend.attend(request).out),
+        )
+        return lambda: torch.autograd.grad(backend.attend(request).out, inputs, grad)
+    bare = backend.fast_call(spec, request)
     if bare is None:
         return lambda: backend.attend(request)
     return lambda: bare(request.query, request.key, request.value, request.scaling)

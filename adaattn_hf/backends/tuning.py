@@ -56,19 +56,10 @@ def _calls(request: AttentionRequest) -> dict[str, Callable[[], Any]]:
         if name == "eager" or refusals_of(name, spec):
             continue
         try:
-            call = _call(name, request)
+            call = layer_call(BACKENDS[name], request)
             call()  # compiles what is compiled at the first call
         except FAILURES as error:
             warnings.warn(f"adaattn: {name} fails at {spec.words()}: {error}", stacklevel=2)
             continue
         calls[name] = call
     return calls
-
-
-def _call(name: str, request: AttentionRequest) -> Callable[[], Any]:
-    """One call as a layer makes it, with the backward pass where a gradient is wanted."""
-    backend, inputs = BACKENDS[name], (request.query, request.key, request.value)
-    if request.query.requires_grad:
-        grad = torch.ones_like(backend.attend(request).out)
-        return lambda: torch.autograd.grad(backend.attend(request).out, inputs, grad)
-    return layer_call(backend, request)

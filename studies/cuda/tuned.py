@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
-from adaattn_hf.backends.base import Backend, layer_call, spec_of
+from adaattn_hf.backends.base import layer_call, spec_of
 from adaattn_hf.backends.clocks import clock_of, quartiles
 from adaattn_hf.patches.tuned import forget
 
@@ -86,17 +85,11 @@ def _asked(structure: CallStructure, **shape: Any) -> Callable[[], AttentionRequ
 
 def ways(asked: AttentionRequest) -> dict[str, Call]:
     """The call through `auto`, through every backend that serves it, and through torch's kernels where they can."""
-    spec, inputs = spec_of(asked), (asked.query, asked.key, asked.value)
+    spec = spec_of(asked)
     names = [name for name in select.BACKENDS if name != "eager" and not select.refusals_of(name, spec)]
 
-    def passes(backend: Backend) -> Call:
-        if not spec.needs_grad:
-            return layer_call(backend, asked)
-        grad = torch.ones_like(backend.attend(asked).out)
-        return lambda: torch.autograd.grad(backend.attend(asked).out, inputs, grad)
-
-    found = {name: passes(select.BACKENDS[name]) for name in names}
-    found = {"auto": passes(select.choose(spec)), **found}
+    found = {"auto": layer_call(select.choose(spec), asked)}
+    found |= {name: layer_call(select.BACKENDS[name], asked) for name in names}
     plain = spec.kind == "causal" or (spec.kind == "suffix" and spec.decode)
     if ON_CUDA and plain and not spec.needs_grad:
         for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):

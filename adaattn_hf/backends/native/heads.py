@@ -87,7 +87,7 @@ def _find_launches(structure: CallStructure, rules: HeadRules) -> list[_Launch]:
     cut = structure.k_segments is not None and structure.key_padding is not None
     # segments do not know where the sequence began that a chunk's border or padding cut short: a mask does
     told = rules_of(structure)
-    dense = told.mask is not None or (any(rules.sinks) and (structure.chunk is not None or cut))
+    dense = told.mask is not None or (rules.has_sinks and (structure.chunk is not None or cut))
     groups: dict[tuple[object, ...], list[int]] = {}
     for head, name in enumerate(launch_names(rules)):
         groups.setdefault((name, rules.window_in(structure, head) if dense else None), []).append(head)
