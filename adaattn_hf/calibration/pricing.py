@@ -35,6 +35,8 @@ from ..policy.prices import Price, PriceTable, fit_price
 PHASES = ("prefill", "decode")
 ROUNDS = 3
 """Times that a CPU runs every launch, in turn with the others; the smallest time counts."""
+TELLABLE = 0.95
+"""Share of exact attention's time above which a decode step is not told to be faster: timings differ by as much."""
 STEPS = 20
 """Decode steps that a CPU runs at once: one takes microseconds, below the clock's resolution."""
 
@@ -215,9 +217,10 @@ def check_prices(
 def steps_stay_exact(
     table: PriceTable, choices: Sequence[Choice], lengths: Sequence[int], kv_heads: int
 ) -> bool:
-    """Returns whether exact attention is at least as fast as every choice in a decode step of every length.
+    """Returns whether no choice can be told to be faster than exact attention in a decode step of any length.
 
-    So it is for short rows on a GPU, where a step takes as long as its launch.
+    So it is for short rows on a GPU, where a step takes as long as its launch. What two launches of equal work differ
+    by would otherwise count once a token, and outweigh what a choice saves in prefill.
 
     Args:
         table: Measured prices, with decode.
@@ -231,7 +234,7 @@ def steps_stay_exact(
 
     exact = [choice for choice in choices if choice.is_exact]
     return all(
-        min(seconds(choice, length) for choice in exact)
+        TELLABLE * min(seconds(choice, length) for choice in exact)
         <= min((seconds(choice, length) for choice in choices if not choice.is_exact), default=0.0)
         for length in lengths
     )
@@ -276,12 +279,11 @@ def unit_prices(
         constants = np.array([[price.constant for price in row] for row in found])
         return share @ slopes, share @ constants
 
-    _, constants = summed(None)
+    _, constant = summed(None)
     by_kind = {own: summed(own)[0] for own in {None, *kinds.values()}}
     names = [table.launch(choice.label) for choice in choices]
     groups = list(dict.fromkeys(names))
     launch = np.array([groups.index(name) for name in names])
-    constant = np.array([float(np.median(constants[launch == group])) for group in range(len(groups))])
     prices = np.stack([by_kind[kinds.get(layer)] for layer, _ in units])
     for unit, (layer, _) in enumerate(units):
         own = windows.get(layer)

@@ -64,8 +64,10 @@ class SolverTable:
             prices, risks = _infinite(data["prices"]), _infinite(data["risks"])
             launch = np.array(data["launch"], dtype=np.int64)
             constant = np.array(data["constant"], dtype=float)
+            if len(constant) != len(launch):  # plans of 0.1 hold one number a launch
+                constant = constant[launch]
             kept = None if data.get("kept") is None else np.array(data["kept"], dtype=np.int64)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
                 f"table: not one that `adaattn calibrate` wrote ({error!r}); calibrate again"
             ) from error
@@ -125,7 +127,7 @@ def explorer(table: SolverTable, plan: Plan, about: Sequence[str], name: str | N
         start = next((at for at, other in enumerate(stops) if other["loss"] > stop["loss"]), len(stops))
         stops.insert(start, stop)
     heads = len(table.units) // len(set(table.launches.layer.tolist()))
-    each = table.prices + table.launches.constant[table.launches.launch] / heads
+    each = table.prices + table.launches.constant / heads
     risks = table.risks.max(axis=0)
     return {
         "title": f"What a loss budget buys: {name or plan.model_type}",

@@ -1,6 +1,6 @@
 """Solves the multiple-choice knapsack: the cheapest choice per unit whose summed risk fits every length bin's budget.
 
-    minimise    sum_u price[u, x_u] + sum over (layer, launch) in use of the launch constant
+    minimise    sum_u price[u, x_u] + sum over layers and launches of the largest constant among the units' choices
     subject to  sum_u risk[b, u, x_u] <= budget[b]   for every length bin b
 
 It is a mixed-integer linear program, solved by HiGHS (`scipy.optimize.milp`) to a proven optimality gap.
@@ -20,12 +20,12 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Launches:
-    """Fixed costs of launches: each is paid once per layer in which at least one unit uses it.
+    """Fixed costs of launches: a layer pays once per launch, for the choice of its units that makes it dearest.
 
     Attributes:
         layer: `[units]`, the layer of each unit.
         launch: `[choices]`, the launch group of each choice.
-        constant: `[groups]`, seconds of each launch group.
+        constant: `[choices]`, seconds of a launch that has such a unit, however many.
     """
 
     layer: NDArray[np.int64]
@@ -53,20 +53,17 @@ def evaluate(
 ) -> Allocation:
     """Returns the total price and risk of these picks."""
     units = np.arange(len(picks))
-    price = float(prices[units, picks].sum())
-    if launches is not None:
-        used = {(int(launches.layer[u]), int(launches.launch[c])) for u, c in zip(units, picks, strict=True)}
-        price += float(sum(launches.constant[group] for _, group in used))
-    return Allocation(picks, price, risks[:, units, picks].sum(axis=1))
+    shared = prices[units, picks] if launches is None else shared_prices(picks, prices, launches)
+    return Allocation(picks, float(shared.sum()), risks[:, units, picks].sum(axis=1))
 
 
 def shared_prices(picks: NDArray[np.int64], prices: Array, launches: Launches) -> Array:
     """Returns the price `[units]` of these picks; the units of a launch share its constant cost."""
     units = np.arange(len(picks))
-    groups = launches.launch[picks]
-    keys = np.stack([launches.layer, groups])
-    members = (keys[:, :, None] == keys[:, None, :]).all(axis=0).sum(axis=1)
-    return np.asarray(prices[units, picks] + launches.constant[groups] / members)
+    keys = np.stack([launches.layer, launches.launch[picks]])
+    together = (keys[:, :, None] == keys[:, None, :]).all(axis=0)
+    dearest = np.where(together, launches.constant[picks], 0.0).max(axis=1)
+    return np.asarray(prices[units, picks] + dearest / together.sum(axis=1))
 
 
 def worst_length(risks: Array, picks: NDArray[np.int64]) -> Array:
@@ -107,8 +104,8 @@ def allocate(
     if launches is not None and (launches.constant > 0).any():
         pairs = sorted({(int(layer), int(group)) for layer in launches.layer for group in launches.launch})
     scale = float(prices[allowed].max()) or 1.0
-    constants = [] if launches is None else [launches.constant[group] / scale for _, group in pairs]
-    cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, constants])
+    # behind the choices, what each layer pays for each launch
+    cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, np.ones(len(pairs))])
     # Risks are of the order 1e-6: in units of the budget they stay clear of the solver's tolerances.
     unit_of_risk = np.where(budget > 0, budget, 1.0)
     risk = np.where(allowed, risks, 0.0).reshape(len(budget), items) / unit_of_risk[:, None]
@@ -120,15 +117,16 @@ def allocate(
         members = each_unit[np.flatnonzero(launches.layer == layer)]
         this_launch = coo_array(([1.0], ([0], [place])), shape=(1, len(pairs)))
         paid = kron(-np.ones((members.shape[0], 1)), this_launch)
-        rows.append(hstack([kron(members, (launches.launch == group)[None].astype(float)), paid]))
+        constant = np.where(launches.launch == group, launches.constant, 0.0) / scale
+        rows.append(hstack([kron(members, constant[None]), paid]))
     matrix = vstack(rows).tocsr()
     low = np.full(matrix.shape[0], -np.inf)
     low[:units] = 1.0
     high = np.concatenate([np.ones(units), budget / unit_of_risk, np.zeros(len(low) - units - len(budget))])
-    upper = np.concatenate([allowed.ravel().astype(float), np.ones(len(pairs))])
+    upper = np.concatenate([allowed.ravel().astype(float), np.full(len(pairs), np.inf)])
     answer = milp(
         cost,
-        integrality=np.ones_like(cost),
+        integrality=np.concatenate([np.ones(items), np.zeros(len(pairs))]),
         bounds=Bounds(np.zeros_like(cost), upper),
         constraints=LinearConstraint(matrix, low, high),
         options={"mip_rel_gap": gap, "node_limit": 20000},

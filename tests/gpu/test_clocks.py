@@ -13,12 +13,12 @@ from adaattn_hf.backends.clocks import clock_of, quartiles
 pytestmark = pytest.mark.gpu
 
 
-def _medians(host: bool) -> dict[str, float]:
-    """Microseconds of a call that keeps the host for 300 of them, and of one that keeps the device much longer."""
+def _medians(host: bool, busy: float = 3e-4) -> dict[str, float]:
+    """Microseconds of a call that keeps the host so many seconds, and of one that keeps the device much longer."""
     small, large = torch.ones(16, device="cuda"), torch.randn(8192, 8192, device="cuda")
 
     def idle() -> Any:
-        end = time.perf_counter() + 3e-4
+        end = time.perf_counter() + busy
         while time.perf_counter() < end:
             pass
         return small.add_(1)
@@ -33,3 +33,8 @@ def test_the_hosts_time_counts_only_where_it_is_asked_for() -> None:
     assert alone["host"] < both["host"] / 2
     assert alone["device"] > alone["host"]
     assert 0.5 < alone["device"] / both["device"] < 2
+
+
+def test_a_host_that_takes_long_does_not_show_in_the_devices_time() -> None:
+    """Its kernel waits behind writes that take longer still."""
+    assert _medians(False, busy=2e-3)["host"] < 200

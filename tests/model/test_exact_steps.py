@@ -74,6 +74,7 @@ def test_one_choice_that_is_faster_in_decode_keeps_the_plan_there(text: list[Pat
     assert not pricing.steps_stay_exact(table, choices, [LENGTH], 2)
     assert pricing.steps_stay_exact(_dear_steps(), choices, [LENGTH], 2)
     assert not pricing.steps_stay_exact(table, [EXACT], [LENGTH], 2)
+    assert pricing.steps_stay_exact(_dear_steps(**{"w32+16": 0.96}), choices, [LENGTH], 2), "noise"
 
 
 def test_prices_are_measured_with_the_batch_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

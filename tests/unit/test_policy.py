@@ -33,7 +33,7 @@ def _problem(seed: int, bins: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, 
     risks = random.exponential(1e-4, (bins, 4, 3))
     risks[:, :, 0] = 0.0
     budget = random.uniform(0.5e-4, 5e-4, bins)
-    launches = Launches(np.array([0, 0, 1, 1]), np.array([0, 1, 1]), random.uniform(0.0, 0.4, 2))
+    launches = Launches(np.array([0, 0, 1, 1]), np.array([0, 1, 1]), random.uniform(0.0, 0.4, 3))
     return prices, risks, budget, launches
 
 
@@ -321,13 +321,26 @@ def test_units_of_a_launch_share_its_fixed_cost() -> None:
     """Shares add up to the price of the whole."""
     rng = np.random.default_rng(3)
     prices = rng.random((6, 3))
-    launches = Launches(np.array([0, 0, 0, 1, 1, 1]), np.array([0, 1, 1]), np.array([0.5, 0.25]))
+    launches = Launches(np.array([0, 0, 0, 1, 1, 1]), np.array([0, 1, 1]), np.array([0.5, 0.25, 0.125]))
     for _ in range(20):
         picks = rng.integers(0, 3, 6)
         shares = shared_prices(picks, prices, launches)
         assert shares.sum() == pytest.approx(evaluate(picks, prices, np.zeros((1, 6, 3)), launches).price)
     shares = shared_prices(np.array([0, 1, 2, 0, 0, 0]), np.zeros((6, 3)), launches)
     assert shares.tolist() == pytest.approx([0.5, 0.125, 0.125, *[0.5 / 3] * 3])
+
+
+def test_a_choice_is_not_cheap_because_its_launch_is_dear_only_once() -> None:
+    """What a launch costs with the choice counts, though others of the same launch cost little."""
+    prices = np.array([[1.0, 0.9, 0.0]] * 2)
+    risks = np.zeros((1, 2, 3))
+    launches = Launches(np.array([0, 0]), np.array([0, 0, 0]), np.array([0.1, 0.1, 5.0]))
+    found = allocate(prices, risks, np.ones(1), launches, gap=0.0)
+    assert found.picks.tolist() == [1, 1]
+    assert found.price == pytest.approx(1.9)
+    dear = evaluate(np.array([2, 2]), prices, risks, launches)
+    assert dear.price == pytest.approx(5.0), "the launch once"
+    assert evaluate(np.array([1, 2]), prices, risks, launches).price == pytest.approx(5.9), "its dearest"
 
 
 def test_decisive_pairs_are_the_largest_inside_and_the_best_outside() -> None:
