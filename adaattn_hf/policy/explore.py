@@ -64,7 +64,7 @@ class SolverTable:
             prices, risks = _infinite(data["prices"]), _infinite(data["risks"])
             launch = np.array(data["launch"], dtype=np.int64)
             constant = np.array(data["constant"], dtype=float)
-            if len(constant) != len(launch):  # plans of 0.1 hold one number a launch
+            if len(constant) != len(launch):  # older reports hold one number a launch
                 constant = constant[launch]
             kept = None if data.get("kept") is None else np.array(data["kept"], dtype=np.int64)
         except (KeyError, TypeError, ValueError, IndexError) as error:
