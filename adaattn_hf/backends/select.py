@@ -48,7 +48,7 @@ _HEAVY_PAIRS = 1 << 30
 _SMALL_HEAD = 64
 
 _MOST = 1024
-"""Kinds of calls whose backend is remembered."""
+"""Kinds of calls whose backend is remembered, and of those that nobody serves."""
 _chosen: dict[tuple[CallSpec, str | None], Backend] = {}
 _unserved: set[tuple[CallSpec, str | None]] = set()
 _said: set[tuple[str, str, str]] = set()
@@ -175,6 +175,8 @@ def serving(spec: CallSpec, forced: str | None = None) -> Backend | None:
         names = (forced,) if forced is not None else order(spec)
         if all(refusals_of(name, spec) for name in names):
             if not spec.compiling:
+                if len(_unserved) >= _MOST:
+                    _unserved.clear()
                 _unserved.add((spec, forced))
             return None
     return choose(spec, forced)

@@ -16,6 +16,7 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from ..backends.remembered import Remembered
 from . import execute as execute  # its operators are registered before a graph is traced
 from . import fit
 from .fit import CONFIG_KEY as CONFIG_KEY
@@ -33,15 +34,19 @@ MOST_BYTES = 1 << 24
 CARRIED = "tensors"
 """Key of the bases and means in a configuration's settings."""
 _NUMBERED = "_adaattn_numbered"
-_tensors: dict[str, dict[str, Tensor]] = {}
+_tensors = Remembered(64)
+"""Bases and means of plans, by their hash."""
 
 
 def remember_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Keeps bases and means in memory, and returns their hash; empty if there are none."""
+    """Keeps bases and means in memory, and returns their hash; empty if there are none.
+
+    Those of the plans that were used last are kept; a plan whose tensors are gone needs its file again.
+    """
     if not tensors:
         return ""
     name = hashlib.sha256(save(dict(tensors))).hexdigest()
-    _tensors[name] = dict(tensors)
+    _tensors.get(name, lambda: dict(tensors))
     return name
 
 
@@ -58,13 +63,16 @@ def read_tensors(plan: Plan, directory: str | Path | None) -> None:
     Raises:
         PlanError: If the file is absent or is another than the plan names.
     """
-    if plan.tensors and plan.tensors not in _tensors:
+    if plan.tensors:
         _found(plan, str(directory) if directory is not None else None)
 
 
 def _found(plan: Plan, source: str | None, raw: Any = None) -> dict[str, Tensor]:
-    if plan.tensors in _tensors:
-        return _tensors[plan.tensors]
+    return _tensors.get(plan.tensors, lambda: _read(plan, source, raw))
+
+
+def _read(plan: Plan, source: str | None, raw: Any) -> dict[str, Tensor]:
+    """Returns the tensors from the directory that a model came from, or from its settings."""
     carried = raw.get(CARRIED) if isinstance(raw, Mapping) else None
     path = _file(source)
     if path is None and isinstance(carried, str):
@@ -92,8 +100,7 @@ def _checked(plan: Plan, data: bytes, where: str) -> dict[str, Tensor]:
         raise PlanError(
             f"{where} has hash {found[:12]}…, the plan names {plan.tensors[:12]}…; calibrate again"
         )
-    _tensors[plan.tensors] = load(data)
-    return _tensors[plan.tensors]
+    return load(data)
 
 
 def _file(source: str | None) -> Path | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import adaattn_hf
+from adaattn_hf.backends.remembered import Remembered
 from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.plans.store import model_hash, remember_tensors
@@ -61,10 +64,10 @@ def test_saving_a_model_takes_the_tensors_of_its_plan_along(
     if configured == "after its first call":
         adaattn_hf.configure(ours, "fast")
     ours.save_pretrained(tmp_path / "copy")
-    monkeypatch.setattr(store, "_tensors", {})  # another process
+    monkeypatch.setattr(store, "_tensors", Remembered(1))  # another process
     again = type(ours).from_pretrained(tmp_path / "copy", attn_implementation="adaattn").eval()
     torch.testing.assert_close(again(input_ids=tokens()).logits, right)
-    monkeypatch.setattr(store, "_tensors", {})
+    monkeypatch.setattr(store, "_tensors", Remembered(1))
     again.config.adaattn["tensors"] = "AAAA" + again.config.adaattn["tensors"][4:]
     third = (
         type(ours)
@@ -73,6 +76,23 @@ def test_saving_a_model_takes_the_tensors_of_its_plan_along(
     )
     with pytest.raises(PlanError, match=r"has hash"):
         third(input_ids=tokens())
+
+
+def test_the_tensors_of_plans_do_not_pile_up() -> None:
+    _, model = fresh_pair("llama")
+    plan = plan_for(model, make_choice(precision="int8"))
+    first = torch.full((2, 4), -1.0)
+    gone, oldest = weakref.ref(first), replace(plan, tensors=remember_tensors({"layers.1.key_mean": first}))
+    del first
+    assert store.tensor_bytes(oldest) is not None
+    for number in range(100):
+        tensors = {"layers.1.key_mean": torch.full((2, 4), float(number))}
+        newest = replace(plan, tensors=remember_tensors(tensors))
+    gc.collect()
+    assert gone() is None
+    assert store.tensor_bytes(newest) is not None
+    with pytest.raises(PlanError, match="copy it beside the weights"):
+        store.tensor_bytes(oldest)
 
 
 def test_evaluation_without_no_grad_runs_under_int8() -> None:
