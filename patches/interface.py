@@ -79,7 +79,9 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 window was passed without a mask, which some stock implementations apply and others ignore.
         """
         compiling = torch.compiler.is_compiling()
-        if compiling and ((seated := hasattr(module, SEATED)) or getattr(key, "streams", None) is not None):
+        if compiling and (
+            (seated := getattr(module, SEATED, False)) or getattr(key, "streams", None) is not None
+        ):
             from . import uncompiled
 
             outside = (

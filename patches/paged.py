@@ -53,7 +53,7 @@ def paged_function(backend: str | None = None) -> Any:
                 "attn_implementation: 'paged|adaattn' serves steps of continuous batching without a block table; use "
                 "'adaattn' for everything else"
             )
-        if hasattr(module, SEATED):
+        if getattr(module, SEATED, False):
             raise PlanError(
                 "use_plan: generate_batch() serves its requests in a thread of its own, which no block of another "
                 "thread reaches; use generate() inside the block, or give the model the plan "

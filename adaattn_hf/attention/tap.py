@@ -38,8 +38,15 @@ class Seat:
     slots: dict[str, Any] = field(default_factory=dict)
 
 
+class Seated:
+    """The mark of a module; copies and pickles of it are `False`, as those of a module are run by nobody yet."""
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()
+
+
 SEATED = "_adaattn_seated"
-"""What a module has while some thread runs it by another plan: a graph that is traced or run then is traced anew."""
+"""Marks a module while some thread runs it by another plan: a graph that is traced or run then is traced anew."""
 
 
 @dataclass

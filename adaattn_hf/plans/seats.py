@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..attention.tap import SEATED, Seat, seating
+from ..attention.tap import SEATED, Seat, Seated, seating
 from . import store
 from .plan import Plan
 
@@ -74,7 +74,7 @@ def _marked(modules: Iterable[nn.Module]) -> Iterator[None]:
     with _lock:
         _open.update(marked)
         for module in marked:
-            module.__dict__[SEATED] = True
+            module.__dict__[SEATED] = Seated()
     try:
         yield
     finally:
