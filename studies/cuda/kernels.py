@@ -16,6 +16,10 @@ from adaattn_hf.attention.blocks import picked_blocks
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.choice.launch import chosen_bits, lists_of
+from adaattn_hf.backends.triton.blocks import lists_tile
+from adaattn_hf.backends.triton.sizes import padded
+from adaattn_hf.backends.triton.tables import work_of
 
 from .measure import (
     DEVICE,
@@ -278,6 +282,23 @@ def kept_request(n: int, block: int) -> tuple[AttentionRequest, float]:
     return r, float(kept.sum()) / sum(row // block + 1 for row in range(n))
 
 
+def walked_share(r: AttentionRequest) -> tuple[float, float]:
+    """What the Triton kernel reads where rows keep blocks: its share of the causal pairs, and of that the masked."""
+    assert r.per_head is not None
+    block, segments, q_len = r.per_head.block, r.structure.segments(), r.structure.q_len
+    assert segments is not None
+    tile = lists_tile(padded(r.query.shape[3]), block)
+    edges = tile.rows, tile.columns
+    work = work_of("queries", r.structure, segments, None, r.key.shape[1], edges, r.query.device, silent=True)
+    lists = lists_of(
+        chosen_bits(r, r.per_head, segments), work.segments, work.entries, None, causal=True, rows=tile.rows,
+        block=block, blocks=-(-r.key.shape[2] // block),
+    )  # fmt: skip
+    some, every = (float(count.sum()) for count in (lists.some_n, lists.every_n))
+    pairs = r.key.shape[1] * q_len * (q_len + 1) / 2
+    return (some + every) * tile.rows * block / pairs, some / (some + every)
+
+
 def blocks(section: Section) -> None:
     """Kept blocks of keys, their choice included, and what each of the four launches takes."""
     from .measure import profile
@@ -291,6 +312,11 @@ def blocks(section: Section) -> None:
                 row["FLOP"] = 2.0 * HEADS * n * n * DIM * density
                 timed(row, r, "fa4", "triton", "auto")
                 row["profile"] = profile(by("auto", r))
+                walked, listed = walked_share(r)
+                row["note"] = (
+                    f"tiles of rows walk {walked:.3f} of the causal pairs, for rows of a tile keep blocks of their "
+                    f"own; {listed:.2f} of these tiles need a mask"
+                )
 
             section.add(f"{thousand}k, blocks of {block}", cell)
 
