@@ -17,6 +17,9 @@ from scipy.sparse import coo_array, hstack, identity, kron, vstack
 
 Array = NDArray[np.float64]
 
+ROUNDING = 1e-9
+"""Share of a layer's price that rounding may differ by."""
+
 
 @dataclass(frozen=True)
 class Launches:
@@ -75,18 +78,17 @@ def worst_length(risks: Array, picks: NDArray[np.int64]) -> Array:
 def allocate(
     prices: Array, risks: Array, budget: Array, launches: Launches | None = None, gap: float = 1e-4
 ) -> Allocation:
-    """Returns the cheapest allocation inside the budget.
+    """Returns the cheapest allocation inside the budget; layers that it would not make cheaper are exact.
 
     Args:
-        prices: `[units, choices]`; infinite forbids a choice.
-        risks: `[bins, units, choices]`, nats/token; infinite forbids a choice. Some choice of every unit must
-            be without risk (the exact one).
+        prices: `[units, choices]`; infinite forbids a choice. The first choice is the exact one.
+        risks: `[bins, units, choices]`, nats/token; infinite forbids a choice. The exact one must be without risk.
         budget: `[bins]`, nats/token.
         launches: Fixed costs of launches.
         gap: Relative optimality gap at which the solver may stop.
 
     Raises:
-        ValueError: If shapes disagree, a budget is negative, or a unit has no riskless choice.
+        ValueError: If shapes disagree, a budget is negative, or a unit's exact choice has a risk or no price.
     """
     units, choices = prices.shape
     if risks.shape != (len(budget), units, choices):
@@ -94,16 +96,19 @@ def allocate(
     if (budget < 0).any():
         raise ValueError(f"budget is {budget.tolist()}, expected nothing negative")
     allowed = np.isfinite(prices) & np.isfinite(risks).all(axis=0)
-    riskless = allowed & (np.where(np.isfinite(risks), risks, 1.0) == 0.0).all(axis=0)
-    if not riskless.any(axis=1).all():
-        raise ValueError("a unit has no choice of zero risk; the exact choice must be among the choices")
+    if not (allowed[:, 0].all() and (risks[:, :, 0] == 0.0).all()):
+        raise ValueError(
+            "a unit's first choice has a risk or no price, expected the exact one, without risk and with a price"
+        )
     # what alone exceeds a budget is in no plan, and in units of a tiny budget its risk is beyond the solver's numbers
     allowed &= (np.where(np.isfinite(risks), risks, np.inf) <= budget[:, None, None]).all(axis=0)
     items = units * choices
     pairs: list[tuple[int, int]] = []
     if launches is not None and (launches.constant > 0).any():
         pairs = sorted({(int(layer), int(group)) for layer in launches.layer for group in launches.launch})
-    scale = float(prices[allowed].max()) or 1.0
+    # in units of the largest price that there is, of a head or of a launch, prices stay clear of them, too
+    constants = np.zeros(1) if launches is None else launches.constant
+    scale = max(float(prices[allowed].max()), float(constants.max())) or 1.0
     # behind the choices, what each layer pays for each launch
     cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, np.ones(len(pairs))])
     # Risks are of the order 1e-6: in units of the budget they stay clear of the solver's tolerances.
@@ -142,16 +147,27 @@ def repair(
 ) -> Allocation:
     """Returns the picks with the riskiest units made exact until no budget is exceeded by the solver's tolerance."""
     picks = picks.copy()
-    safe = np.where((np.where(np.isfinite(risks), risks, 1.0) == 0.0).all(axis=0), prices, np.inf).argmin(
-        axis=1
-    )
     units = np.arange(len(picks))
     while True:
         over = risks[:, units, picks].sum(axis=1) - budget
         if (over <= 0).all():
-            return evaluate(picks, prices, risks, launches)
+            return evaluate(saving(picks, prices, launches), prices, risks, launches)
         worst = int(np.argmax(over))
         chosen = risks[worst, units, picks]
         enough = np.flatnonzero(chosen >= over[worst])
         unit = int(enough[np.argmin(chosen[enough])]) if len(enough) else int(np.argmax(chosen))
-        picks[unit] = safe[unit]
+        picks[unit] = 0
+
+
+def saving(picks: NDArray[np.int64], prices: Array, launches: Launches | None = None) -> NDArray[np.int64]:
+    """Returns the picks with every layer exact that is not cheaper than exact, so that the whole is, or is exact.
+
+    The solver stops at a gap, takes either of two equal prices, and `repair` leaves launches that few units share.
+    """
+    units = np.arange(len(picks))
+    if launches is None:
+        return np.where(prices[units, picks] < prices[:, 0], picks, 0)
+    planned, exact = (shared_prices(one, prices, launches) for one in (picks, np.zeros_like(picks)))
+    layers, of_unit = np.unique(launches.layer, return_inverse=True)
+    mine, full = (np.bincount(of_unit, price, len(layers)) for price in (planned, exact))
+    return np.where((mine < full * (1.0 - ROUNDING))[of_unit], picks, 0)

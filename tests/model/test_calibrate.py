@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from adaattn_hf.cli.options import nats
 from adaattn_hf.plans import execute, monitor, sampled, store
 from adaattn_hf.plans.plan import EXACT, TENSORS_FILE, Choice, Plan, PlanError
 from adaattn_hf.plans.tensors import LayerTensors
+from adaattn_hf.policy import knapsack
 from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.stats.paired import TokenScores
 from studies.budget.held_out import HeldOutPasses
@@ -157,6 +159,21 @@ def test_no_saving_means_no_plan(model: LlamaForCausalLM, text: list[Path]) -> N
     found = calibrate(model, encode, text, SETTINGS, prices=dear)
     assert found.plan.is_exact
     assert "no choice saves time" in found.sentence
+
+
+@pytest.mark.parametrize("price", [1.0, 1.00005])
+def test_what_the_solver_answers_is_no_plan_if_it_saves_nothing(
+    price: float, model: LlamaForCausalLM, text: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take either of two equal choices, and one that is dearer by less than its gap."""
+    rounded = np.zeros((4, len(CHOICES)))
+    rounded[:, CHOICES.index("bf16")] = 1.0
+    monkeypatch.setattr(knapsack, "milp", lambda *_, **__: SimpleNamespace(x=rounded.ravel()))
+    same = _prices(**{**dict.fromkeys(CHOICES, price), "exact": 1.0})
+    found = calibrate(model, encode, text, SETTINGS, prices=same)
+    assert found.plan.is_exact
+    assert "no choice saves time" in found.sentence
+    assert found.report["price_plan_seconds"] == found.report["price_exact_seconds"]
 
 
 def test_a_window_no_narrower_than_the_models_own_is_no_plan(text: list[Path]) -> None:

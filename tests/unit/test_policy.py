@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaattn_hf.plans.choices import EXACT, precision_of
+from adaattn_hf.policy import knapsack
 from adaattn_hf.policy.acceptance import Gates, clustered, upper_bound
 from adaattn_hf.policy.aim import LossLaw, Observation
 from adaattn_hf.policy.backoff import Caution
@@ -79,7 +81,7 @@ def test_knapsack_forbids_infinite_risk_and_needs_a_riskless_choice() -> None:
     risks[:, :, 1:] = np.inf
     assert allocate(prices, risks, budget * 1e9).picks.tolist() == [0, 0, 0, 0]
     risks[:, 2, 0] = 1e-3
-    with pytest.raises(ValueError, match="zero risk"):
+    with pytest.raises(ValueError, match="first choice has a risk"):
         allocate(prices, risks, budget)
     with pytest.raises(ValueError, match="shape"):
         allocate(prices, risks[:, :3], budget)
@@ -341,6 +343,55 @@ def test_a_choice_is_not_cheap_because_its_launch_is_dear_only_once() -> None:
     dear = evaluate(np.array([2, 2]), prices, risks, launches)
     assert dear.price == pytest.approx(5.0), "the launch once"
     assert evaluate(np.array([1, 2]), prices, risks, launches).price == pytest.approx(5.9), "its dearest"
+
+
+@pytest.mark.parametrize("slope", [0.0, 1e-12])
+@pytest.mark.parametrize("seed", range(6))
+def test_launches_that_dwarf_the_prices_of_heads_are_no_trouble_for_the_solver(
+    seed: int, slope: float
+) -> None:
+    """So it is in decode: a step takes as long as its launch, which is a millionth of what the solver resolves."""
+    random = np.random.default_rng(seed)
+    prices = np.tile(3e-7 * slope * random.random(3), (4, 1))
+    risks = 1e-6 * random.random((4, 1)) * random.random(3)[None, None]
+    risks[:, :, 0] = 0.0
+    launches = Launches(np.array([0, 0, 1, 1]), random.integers(0, 2, 3), 3e-7 * random.random(3))
+    budget = np.array([2e-6])
+    found = allocate(prices, risks, budget, launches)
+    every = (evaluate(np.array(p), prices, risks, launches) for p in itertools.product(range(3), repeat=4))
+    assert found.price <= 1.0001 * min(a.price for a in every if (a.risk <= budget).all())
+
+
+@given(seed=st.integers(0, 10_000), noise=st.sampled_from([0.0, 1e-7, 1e-4, 1e-2]), fixed=st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_every_layer_of_an_allocation_is_cheaper_than_exact(seed: int, noise: float, fixed: bool) -> None:
+    """Also where prices differ by less than the gap at which the solver may stop, or not at all."""
+    random = np.random.default_rng(seed)
+    prices = np.tile(random.choice([0.0, 1e-4]) * (1.0 + noise * random.normal(size=4)), (6, 1))
+    risks = random.exponential(1e-5, (1, 6, 4))
+    risks[:, :, 0] = 0.0
+    constant = 3e-4 * (1.0 + noise * random.normal(size=4))
+    launches = Launches(np.repeat([0, 1], 3), random.integers(0, 2, 4), constant) if fixed else None
+    found = allocate(prices, risks, np.ones(1), launches)
+    exact = np.zeros(6, dtype=np.int64)
+    for layer in (slice(0, 3), slice(3, 6)):
+        own, full = (
+            prices[np.arange(6), picks][layer]
+            if launches is None
+            else shared_prices(picks, prices, launches)[layer]
+            for picks in (found.picks, exact)
+        )
+        assert not found.picks[layer].any() or own.sum() < full.sum()
+
+
+def test_a_solver_that_answers_with_a_dearer_plan_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    prices = np.array([[1.0, 1.5], [1.0, 0.5], [1.0, 0.5]])
+    launches = Launches(np.arange(3), np.array([0, 1]), np.array([1.0, 1.5]))
+    dear = SimpleNamespace(x=np.array([0, 1, 0, 1, 0, 1] + [0] * 6), message="")
+    monkeypatch.setattr(knapsack, "milp", lambda *_, **__: dear)
+    found = allocate(prices, np.zeros((1, 3, 2)), np.ones(1), launches)
+    assert found.picks.tolist() == [0, 0, 0], "dearer, and as dear as exact"
+    assert allocate(prices, np.zeros((1, 3, 2)), np.ones(1)).picks.tolist() == [0, 1, 1]
 
 
 def test_decisive_pairs_are_the_largest_inside_and_the_best_outside() -> None:
