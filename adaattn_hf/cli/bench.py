@@ -21,11 +21,12 @@ def bench(
     implementations: Annotated[
         str,
         typer.Option(
-            help="Names, comma-separated: stock ones, sdpa:flash|efficient|cudnn|math, installed peers (xformers, …). "
+            help="Names, comma-separated: stock ones, sdpa:KERNEL (flash, efficient, cudnn, math), "
+            "installed peers (xformers, say). "
             "By default all stock ones of the grid and all peers that are here."
         ),
     ] = "",
-    ours: Annotated[str, typer.Option(help="Our name: adaattn, adaattn_sdpa, …")] = "adaattn",
+    ours: Annotated[str, typer.Option(help="Our name: adaattn, adaattn_sdpa, say.")] = "adaattn",
     output: Annotated[
         Path | None,
         typer.Option(

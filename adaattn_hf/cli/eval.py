@@ -82,7 +82,7 @@ def evaluate(
         str | None, typer.Option(help="float32 (default), bfloat16, float16 or auto (the checkpoint's).")
     ] = None,
     windows: Annotated[
-        str, typer.Option(help="rolling (lm-evaluation-harness) or strided (Transformers' documentation).")
+        str, typer.Option(help="rolling (that of lm-eval) or strided (Transformers' documentation).")
     ] = "rolling",
     context: Annotated[
         int | None, typer.Option(help="Tokens of a window. Default: the model's maximum.")

@@ -18,6 +18,7 @@ import importlib.metadata
 import importlib.util
 import io
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -56,7 +57,10 @@ def load_command(name: str) -> Any:
         group.command(name, context_settings=settings)(getattr(module, function))
     command = typer.main.get_command(group)
     command.name = name
+    narrow = shutil.get_terminal_size().columns < 80
     for one in (command, *getattr(command, "commands", {}).values()):
+        if narrow and not hasattr(one, "commands"):  # a table would cut off the names of options
+            one.rich_markup_mode = None
         one.context_settings.setdefault("help_option_names", ["--help", "-h"])
         without_types(one.get_params(typer.Context(one, **one.context_settings)))
         # a paragraph is one line: it is the terminal that knows where it breaks

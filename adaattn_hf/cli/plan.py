@@ -18,7 +18,9 @@ from .interrupt import leave, of_file
 if TYPE_CHECKING:  # what loads torch is imported when a command runs, not when its help is asked for
     from ..plans.plan import Plan
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, no_args_is_help=True)
+app = typer.Typer(
+    add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, no_args_is_help=True
+)
 PlanPath = Annotated[Path, typer.Argument(help="A plan, or the directory of a model that carries one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a picture.")]
 

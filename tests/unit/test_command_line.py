@@ -319,6 +319,27 @@ def test_help_names_no_type_of_what_takes_no_value(words: list[str]) -> None:
     assert "bool" not in result.output.lower()
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("words", every_command(), ids=" ".join)
+def test_help_cuts_no_name_off(words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in half a window; `run` writes an ellipsis of its own."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    command = main.load_command(words[0])
+    for word in words[1:]:
+        command = command.commands[word]
+    page = CliRunner().invoke(main.app, [*words, "--help"]).output
+    assert "…" not in page.replace("…`", "")
+    named = {
+        option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    assert {option for option in named if option.startswith("--") and option not in page} == set()
+
+
+def test_a_group_completes_under_the_name_of_the_program_alone() -> None:
+    assert "--install-completion" not in CliRunner().invoke(main.app, ["plan", "--help"]).output
+    assert "--install-completion" in CliRunner().invoke(main.app, ["--help"]).output
+
+
 def test_doctor_draws_tables_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     result = CliRunner().invoke(main.app, ["doctor"])
