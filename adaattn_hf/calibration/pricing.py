@@ -29,7 +29,7 @@ from ..plans.choices import Choice
 from ..plans.plan import LayerPlan
 from ..plans.program import Program
 from ..plans.tensors import LayerTensors
-from ..policy.knapsack import Array, Launches
+from ..policy.knapsack import Array, Launches, of_units
 from ..policy.prices import Price, PriceTable, fit_price
 
 PHASES = ("prefill", "decode")
@@ -250,7 +250,7 @@ def unit_prices(
     windows: Mapping[int, int | None],
     kinds: Mapping[int, int | None],
 ) -> tuple[Array, Launches]:
-    """Returns prices `[units, choices]` in seconds and the launch constants, summed over the length bins.
+    """Returns prices `[units, choices]` in seconds, summed over calls, and the launch constants of every call.
 
     A request is one prefill of each length and `decode_tokens` decode steps behind it.
 
@@ -265,29 +265,13 @@ def unit_prices(
         kinds: By layer, the window that its prices are named by; see `launch_label`.
     """
     weights = {"prefill": 1.0, "decode": float(decode_tokens)}
-
-    def summed(own: int | None) -> tuple[Array, Array]:
-        """Slopes and constants `[choices]` of one kind of layer."""
-        found = [
-            [table.price(phase, length, launch_label(choice, own)) for choice in choices]
-            for length in lengths
-            for phase in weights
-            if weights[phase]
-        ]
-        share = np.array([weight for _ in lengths for weight in weights.values() if weight])
-        slopes = np.array([[price.slope for price in row] for row in found])
-        constants = np.array([[price.constant for price in row] for row in found])
-        return share @ slopes, share @ constants
-
-    _, constant = summed(None)
-    by_kind = {own: summed(own)[0] for own in {None, *kinds.values()}}
+    calls = {(phase, length): weights[phase] for length in lengths for phase in PHASES if weights[phase]}
+    labels = [[launch_label(choice, kinds.get(layer)) for choice in choices] for layer, _ in units]
     names = [table.launch(choice.label) for choice in choices]
-    groups = list(dict.fromkeys(names))
-    launch = np.array([groups.index(name) for name in names])
-    prices = np.stack([by_kind[kinds.get(layer)] for layer, _ in units])
+    prices, launches = of_units(table, calls, labels, names, [layer for layer, _ in units])
     for unit, (layer, _) in enumerate(units):
         own = windows.get(layer)
         for place, choice in enumerate(choices):
             if choice.beside_window(own) != choice:
                 prices[unit, place] = np.inf
-    return prices, Launches(np.array([layer for layer, _ in units]), launch, constant)
+    return prices, launches

@@ -41,13 +41,15 @@ class SolverTable:
 
     def to_dict(self) -> dict[str, Any]:
         """The table as JSON values; infinite numbers become null."""
+        constant, kind = np.unique(self.launches.constant, axis=1, return_inverse=True)
         return {
             "units": [list(unit) for unit in self.units],
             "choices": list(self.choices),
             "prices": _finite(self.prices),
             "risks": _finite(self.risks),
             "launch": self.launches.launch.tolist(),
-            "constant": self.launches.constant.tolist(),
+            "kind": kind.ravel().tolist(),
+            "constant": constant.tolist(),
             "kept": None if self.kept is None else self.kept.tolist(),
         }
 
@@ -64,8 +66,14 @@ class SolverTable:
             prices, risks = _infinite(data["prices"]), _infinite(data["risks"])
             launch = np.array(data["launch"], dtype=np.int64)
             constant = np.array(data["constant"], dtype=float)
-            if len(constant) != len(launch):  # older reports hold one number a launch
-                constant = constant[launch]
+            if (
+                constant.ndim == 1
+            ):  # older reports hold one number a choice or a launch, for all layers and calls
+                each = constant if len(constant) == len(launch) else constant[launch]
+                constant, kind = each[None, None], np.zeros(len(units), dtype=np.int64)
+            else:
+                kind = np.array(data["kind"], dtype=np.int64)
+            constant = constant[:, kind]
             kept = None if data.get("kept") is None else np.array(data["kept"], dtype=np.int64)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
@@ -76,11 +84,13 @@ class SolverTable:
             prices.shape != shape
             or risks.shape[1:] != shape
             or launch.shape != shape[1:]
+            or constant.shape[1:] != shape
+            or not (np.isfinite(constant) & (constant >= 0.0)).all()
             or not (kept is None or (kept.shape == shape and kept[:, 0].all()))
         ):
             raise ValueError(
                 f"table: {shape[0]} units and {shape[1]} choices, but prices {prices.shape}, risks {risks.shape}, "
-                f"kept tokens {None if kept is None else kept.shape}; calibrate again"
+                f"constants {constant.shape}, kept tokens {None if kept is None else kept.shape}; calibrate again"
             )
         layers = np.array([layer for layer, _ in units], dtype=np.int64)
         return cls(units, choices, prices, risks, Launches(layers, launch, constant), kept)
@@ -127,7 +137,7 @@ def explorer(table: SolverTable, plan: Plan, about: Sequence[str], name: str | N
         start = next((at for at, other in enumerate(stops) if other["loss"] > stop["loss"]), len(stops))
         stops.insert(start, stop)
     heads = len(table.units) // len(set(table.launches.layer.tolist()))
-    each = table.prices + table.launches.constant / heads
+    each = table.prices + table.launches.constant.sum(axis=0) / heads
     risks = table.risks.max(axis=0)
     return {
         "title": f"What a loss budget buys: {name or plan.model_type}",

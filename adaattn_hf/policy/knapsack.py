@@ -1,6 +1,6 @@
 """Solves the multiple-choice knapsack: the cheapest choice per unit whose summed risk fits every length bin's budget.
 
-    minimise    sum_u price[u, x_u] + sum over layers and launches of the largest constant among the units' choices
+    minimise    sum_u price[u, x_u] + sum over calls, layers, launches of the largest constant among the units' choices
     subject to  sum_u risk[b, u, x_u] <= budget[b]   for every length bin b
 
 It is a mixed-integer linear program, solved by HiGHS (`scipy.optimize.milp`) to a proven optimality gap.
@@ -8,12 +8,16 @@ It is a mixed-integer linear program, solved by HiGHS (`scipy.optimize.milp`) to
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, hstack, identity, kron, vstack
+
+from .prices import PriceTable
 
 Array = NDArray[np.float64]
 
@@ -23,17 +27,49 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Launches:
-    """Fixed costs of launches: a layer pays once per launch, for the choice of its units that makes it dearest.
+    """Fixed costs of launches: in a call a layer pays once per launch, for its choice that makes the launch dearest.
+
+    A call is a prefill of one length, or all decode steps behind it.
 
     Attributes:
         layer: `[units]`, the layer of each unit.
         launch: `[choices]`, the launch group of each choice.
-        constant: `[choices]`, seconds of a launch that has such a unit, however many.
+        constant: `[calls, units, choices]`, seconds of a launch that has a unit with this choice, however many.
     """
 
     layer: NDArray[np.int64]
     launch: NDArray[np.int64]
     constant: Array
+
+
+def of_units(
+    table: PriceTable,
+    calls: Mapping[tuple[str, int], float],
+    labels: Sequence[Sequence[str]],
+    names: Sequence[str],
+    layers: Sequence[int],
+) -> tuple[Array, Launches]:
+    """Returns the prices `[units, choices]` that measured lines add up to, and their launches.
+
+    Wherever a plan's time is told, it is this: a launch takes the largest constant among its heads' choices and the sum
+    of their slopes, at each length and phase by itself.
+
+    Args:
+        table: Measured prices.
+        calls: By phase and length, how many calls there are.
+        labels: `[units][choices]`, what prices are named by.
+        names: `[choices]`, names of launches.
+        layers: `[units]`, the layer of each unit.
+    """
+    kinds = list(dict.fromkeys(map(tuple, labels)))
+    of_unit = [kinds.index(tuple(own)) for own in labels]
+    lines = [[[table.price(*call, name) for name in kind] for kind in kinds] for call in calls]
+    weights = np.array(list(calls.values()))[:, None, None]
+    slopes = np.array([[[line.slope for line in kind] for kind in call] for call in lines]) * weights
+    constants = np.array([[[line.constant for line in kind] for kind in call] for call in lines]) * weights
+    groups = list(dict.fromkeys(names))
+    launch = np.array([groups.index(name) for name in names])
+    return slopes.sum(axis=0)[of_unit], Launches(np.array(layers), launch, constants[:, of_unit])
 
 
 @dataclass(frozen=True)
@@ -65,7 +101,7 @@ def shared_prices(picks: NDArray[np.int64], prices: Array, launches: Launches) -
     units = np.arange(len(picks))
     keys = np.stack([launches.layer, launches.launch[picks]])
     together = (keys[:, :, None] == keys[:, None, :]).all(axis=0)
-    dearest = np.where(together, launches.constant[picks], 0.0).max(axis=1)
+    dearest = np.where(together, launches.constant[:, units, picks][:, None], 0.0).max(axis=2).sum(axis=0)
     return np.asarray(prices[units, picks] + dearest / together.sum(axis=1))
 
 
@@ -103,35 +139,46 @@ def allocate(
     # what alone exceeds a budget is in no plan, and in units of a tiny budget its risk is beyond the solver's numbers
     allowed &= (np.where(np.isfinite(risks), risks, np.inf) <= budget[:, None, None]).all(axis=0)
     items = units * choices
-    pairs: list[tuple[int, int]] = []
-    if launches is not None and (launches.constant > 0).any():
-        pairs = sorted({(int(layer), int(group)) for layer in launches.layer for group in launches.launch})
+    # by call, layer and launch, whose largest constant is a variable of its own: the units, and their constants
+    paid: list[tuple[NDArray[np.int64], Array]] = []
+    if launches is not None:
+        groups = list(itertools.product(np.unique(launches.layer), np.unique(launches.launch)))
+        for call, (layer, group) in itertools.product(launches.constant, groups):
+            constants = np.where(launches.launch == group, call, 0.0)
+            members = np.flatnonzero((launches.layer == layer) & constants.any(axis=1))
+            if len(members):
+                paid.append((members, constants[members]))
     # in units of the largest price that there is, of a head or of a launch, prices stay clear of them, too
-    constants = np.zeros(1) if launches is None else launches.constant
-    scale = max(float(prices[allowed].max()), float(constants.max())) or 1.0
-    # behind the choices, what each layer pays for each launch
-    cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, np.ones(len(pairs))])
+    scale = max([float(prices[allowed].max()), *(float(constants.max()) for _, constants in paid)]) or 1.0
+    cost = np.concatenate([np.where(allowed, prices, 0.0).ravel() / scale, np.ones(len(paid))])
     # Risks are of the order 1e-6: in units of the budget they stay clear of the solver's tolerances.
     unit_of_risk = np.where(budget > 0, budget, 1.0)
     risk = np.where(allowed, risks, 0.0).reshape(len(budget), items) / unit_of_risk[:, None]
-    each_unit = identity(units, format="csr")
-    choose_one = kron(each_unit, np.ones((1, choices)))
-    rows = [hstack([vstack([choose_one, risk]), coo_array((units + len(budget), len(pairs)))])]
-    for place, (layer, group) in enumerate(pairs):
-        assert launches is not None
-        members = each_unit[np.flatnonzero(launches.layer == layer)]
-        this_launch = coo_array(([1.0], ([0], [place])), shape=(1, len(pairs)))
-        paid = kron(-np.ones((members.shape[0], 1)), this_launch)
-        constant = np.where(launches.launch == group, launches.constant, 0.0) / scale
-        rows.append(hstack([kron(members, constant[None]), paid]))
+    choose_one = kron(identity(units), np.ones((1, choices)))
+    rows = [hstack([vstack([choose_one, risk]), coo_array((units + len(budget), len(paid)))])]
+    for place, (members, constants) in enumerate(paid):
+        at = np.arange(len(members))
+        of_items = (members[:, None] * choices + np.arange(choices)).ravel()
+        charged = coo_array(
+            (
+                np.concatenate([(constants / scale).ravel(), -np.ones(len(members))]),
+                (
+                    np.concatenate([at.repeat(choices), at]),
+                    np.concatenate([of_items, np.full(len(members), items + place)]),
+                ),
+            ),
+            shape=(len(members), items + len(paid)),
+        )
+        charged.eliminate_zeros()
+        rows.append(charged)
     matrix = vstack(rows).tocsr()
     low = np.full(matrix.shape[0], -np.inf)
     low[:units] = 1.0
     high = np.concatenate([np.ones(units), budget / unit_of_risk, np.zeros(len(low) - units - len(budget))])
-    upper = np.concatenate([allowed.ravel().astype(float), np.full(len(pairs), np.inf)])
+    upper = np.concatenate([allowed.ravel().astype(float), np.full(len(paid), np.inf)])
     answer = milp(
         cost,
-        integrality=np.concatenate([np.ones(items), np.zeros(len(pairs))]),
+        integrality=np.concatenate([np.ones(items), np.zeros(len(paid))]),
         bounds=Bounds(np.zeros_like(cost), upper),
         constraints=LinearConstraint(matrix, low, high),
         options={"mip_rel_gap": gap, "node_limit": 20000},

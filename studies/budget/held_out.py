@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +11,7 @@ from adaattn_hf.calibration.measure import Measurement
 from adaattn_hf.calibration.search import JointPasses, Picks, programs
 from adaattn_hf.calibration.verify import Evidence
 from adaattn_hf.plans.choices import Choice
+from adaattn_hf.policy.knapsack import shared_prices
 
 from .study import remembering
 
@@ -25,22 +25,13 @@ def scores(evidence: Evidence) -> dict[str, float]:
 
 def ratio(measurement: Measurement, picks: Picks, length: int) -> float:
     """Returns how many times as fast as exact attention the prefill of an allocation is, by the price table."""
-    layers, table = measurement.layers, measurement.table
-    choices, kinds = layers.candidates.choices, layers.kinds
-
-    def seconds(layer: int, mine: Sequence[int]) -> float:
-        constants: dict[str, float] = {}
-        total = 0.0
-        for pick in mine:
-            price = table.price("prefill", length, pricing.launch_label(choices[pick], kinds[layer]))
-            name = table.launch(choices[pick].label)
-            constants[name] = max(constants.get(name, 0.0), price.constant)
-            total += price.slope
-        return total + sum(constants.values())
-
-    per_layer = list(zip(layers.indices, picks.reshape(-1, layers.kv_heads).tolist(), strict=True))
-    exact = sum(seconds(layer, [0] * layers.kv_heads) for layer, _ in per_layer)
-    return exact / sum(seconds(layer, mine) for layer, mine in per_layer)
+    layers, none = measurement.layers, np.zeros_like(picks)
+    prices, launches = pricing.unit_prices(
+        measurement.table, layers.candidates.choices, layers.units,
+        lengths=[length], decode_tokens=0, windows={}, kinds=layers.kinds,
+    )  # fmt: skip
+    exact, own = (float(shared_prices(one, prices, launches).sum()) for one in (none, picks))
+    return exact / own
 
 
 @dataclass(eq=False)

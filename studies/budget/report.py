@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from adaattn_hf.policy.knapsack import of_units, shared_prices
 from adaattn_hf.policy.prices import PriceTable
 
 from ..pages import loss, percent, table
@@ -88,16 +91,12 @@ def times_exact(picks: Sequence[str], heads: int, table: PriceTable, length: int
         length: Tokens of the prefill.
     """
 
-    def seconds(labels: Sequence[str]) -> float:
-        prices = {label: table.price("prefill", length, label) for label in labels}
-        launches: dict[str, float] = {}
-        for label, price in prices.items():
-            name = table.launch(label)
-            launches[name] = max(launches.get(name, 0.0), price.constant)
-        return sum(prices[label].slope for label in labels) + sum(launches.values())
-
-    layers = [picks[start : start + heads] for start in range(0, len(picks), heads)]
-    return len(layers) * seconds(["exact"] * heads) / sum(map(seconds, layers))
+    choices = list(dict.fromkeys(["exact", *picks]))
+    layers, names = [unit // heads for unit in range(len(picks))], [table.launch(name) for name in choices]
+    prices, launches = of_units(table, {("prefill", length): 1.0}, [choices] * len(picks), names, layers)
+    mine = np.array([choices.index(name) for name in picks])
+    exact, own = (float(shared_prices(one, prices, launches).sum()) for one in (np.zeros_like(mine), mine))
+    return exact / own
 
 
 def inside(record: dict[str, Any]) -> bool:

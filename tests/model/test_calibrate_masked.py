@@ -36,8 +36,9 @@ from typer.testing import CliRunner
 
 import adaattn_hf
 from adaattn_hf.attention.tap import tapping
-from adaattn_hf.calibration import fisher
+from adaattn_hf.calibration import fisher, pricing
 from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap
+from adaattn_hf.calibration.assemble import report
 from adaattn_hf.calibration.calibrate import (
     Calibration,
     CalibrationSettings,
@@ -52,6 +53,8 @@ from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pag
 from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS, candidates
+from adaattn_hf.policy.explore import SolverTable
+from adaattn_hf.policy.knapsack import evaluate
 from adaattn_hf.policy.prices import Price, PriceTable
 from studies.budget.held_out import ratio
 
@@ -291,6 +294,23 @@ def test_layers_with_a_window_of_their_own_have_prices_of_their_own(encode: Any,
     assert ratio(measured, picks, LENGTH) == pytest.approx(2.0)
     picks[[2, 3, 6, 7]] = exact
     assert ratio(measured, picks, LENGTH) == pytest.approx((8 + 8 + 1 + 1) / (4 + 4 + 1 + 1))
+    # the report tells the same, also of what a launch costs in layers of either kind
+    lines = {name: Price(price.seconds(1), price.slope / 2) for name, price in row.items()}
+    told = pricing.unit_prices(
+        PriceTable("a table", {}, {"prefill": {LENGTH: lines}}), measured.layers.candidates.choices,
+        measured.layers.units, lengths=[LENGTH], decode_tokens=0, windows=measured.layers.windows,
+        kinds=measured.layers.kinds,
+    )  # fmt: skip
+    both = replace(
+        measured, table=replace(table, prices={"prefill": {LENGTH: lines}}), prices=told[0], launches=told[1]
+    )
+    words = report(both, [], evaluate(picks, told[0], both.risks(), told[1]), np.ones(1), [])
+    assert words["price_exact_seconds"] == pytest.approx(2 * (8 + 8) + 2 * (1 + 1))
+    assert words["price_plan_seconds"] == pytest.approx(2 * (4 + 4) + 2 * (1 + 1))
+    assert ratio(both, picks, LENGTH) == pytest.approx(36 / 20)
+    again = SolverTable.from_dict(json.loads(json.dumps(words["table"])))
+    assert np.array_equal(again.launches.constant, told[1].constant)
+    assert evaluate(picks, again.prices, again.risks, again.launches).price == words["price_plan_seconds"]
     timed = measure(open_inputs(hybrid, encode, text, replace(settings, families=("bf16",)), scoring=scoring))
     assert set(timed.table.prices["prefill"][LENGTH]) == {"exact", "bf16", "exact in 17", "bf16 in 17"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from adaattn_hf.policy.aim import LossLaw, Observation
 from adaattn_hf.policy.backoff import Caution
 from adaattn_hf.policy.candidates import candidates
 from adaattn_hf.policy.decisive import decisive_pairs
-from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, shared_prices, worst_length
+from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, of_units, shared_prices, worst_length
 from adaattn_hf.policy.prices import Price, PriceTable, fit_price
 from adaattn_hf.policy.risk import RiskTable, corrected, rescale
 from adaattn_hf.policy.sequential import Attempts, hopeless, look_levels, look_sizes, spent
@@ -35,8 +35,15 @@ def _problem(seed: int, bins: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, 
     risks = random.exponential(1e-4, (bins, 4, 3))
     risks[:, :, 0] = 0.0
     budget = random.uniform(0.5e-4, 5e-4, bins)
-    launches = Launches(np.array([0, 0, 1, 1]), np.array([0, 1, 1]), random.uniform(0.0, 0.4, 3))
+    launches = Launches(np.array([0, 0, 1, 1]), np.array([0, 1, 1]), random.uniform(0.0, 0.4, (2, 4, 3)))
     return prices, risks, budget, launches
+
+
+def _launches(layer: Sequence[int], launch: Sequence[int], constant: Sequence[float]) -> Launches:
+    """Launches of one call, whose constants are those of every layer."""
+    return Launches(
+        np.array(layer), np.array(launch), np.tile(np.array(constant, dtype=float), (1, len(layer), 1))
+    )
 
 
 @given(seed=st.integers(0, 10_000), bins=st.sampled_from([1, 2]), fixed=st.booleans())
@@ -323,7 +330,7 @@ def test_units_of_a_launch_share_its_fixed_cost() -> None:
     """Shares add up to the price of the whole."""
     rng = np.random.default_rng(3)
     prices = rng.random((6, 3))
-    launches = Launches(np.array([0, 0, 0, 1, 1, 1]), np.array([0, 1, 1]), np.array([0.5, 0.25, 0.125]))
+    launches = _launches([0, 0, 0, 1, 1, 1], [0, 1, 1], [0.5, 0.25, 0.125])
     for _ in range(20):
         picks = rng.integers(0, 3, 6)
         shares = shared_prices(picks, prices, launches)
@@ -336,7 +343,7 @@ def test_a_choice_is_not_cheap_because_its_launch_is_dear_only_once() -> None:
     """What a launch costs with the choice counts, though others of the same launch cost little."""
     prices = np.array([[1.0, 0.9, 0.0]] * 2)
     risks = np.zeros((1, 2, 3))
-    launches = Launches(np.array([0, 0]), np.array([0, 0, 0]), np.array([0.1, 0.1, 5.0]))
+    launches = _launches([0, 0], [0, 0, 0], [0.1, 0.1, 5.0])
     found = allocate(prices, risks, np.ones(1), launches, gap=0.0)
     assert found.picks.tolist() == [1, 1]
     assert found.price == pytest.approx(1.9)
@@ -355,7 +362,7 @@ def test_launches_that_dwarf_the_prices_of_heads_are_no_trouble_for_the_solver(
     prices = np.tile(3e-7 * slope * random.random(3), (4, 1))
     risks = 1e-6 * random.random((4, 1)) * random.random(3)[None, None]
     risks[:, :, 0] = 0.0
-    launches = Launches(np.array([0, 0, 1, 1]), random.integers(0, 2, 3), 3e-7 * random.random(3))
+    launches = _launches([0, 0, 1, 1], random.integers(0, 2, 3), 3e-7 * random.random(3))
     budget = np.array([2e-6])
     found = allocate(prices, risks, budget, launches)
     every = (evaluate(np.array(p), prices, risks, launches) for p in itertools.product(range(3), repeat=4))
@@ -371,7 +378,7 @@ def test_every_layer_of_an_allocation_is_cheaper_than_exact(seed: int, noise: fl
     risks = random.exponential(1e-5, (1, 6, 4))
     risks[:, :, 0] = 0.0
     constant = 3e-4 * (1.0 + noise * random.normal(size=4))
-    launches = Launches(np.repeat([0, 1], 3), random.integers(0, 2, 4), constant) if fixed else None
+    launches = _launches([0, 0, 0, 1, 1, 1], random.integers(0, 2, 4), constant) if fixed else None
     found = allocate(prices, risks, np.ones(1), launches)
     exact = np.zeros(6, dtype=np.int64)
     for layer in (slice(0, 3), slice(3, 6)):
@@ -386,12 +393,39 @@ def test_every_layer_of_an_allocation_is_cheaper_than_exact(seed: int, noise: fl
 
 def test_a_solver_that_answers_with_a_dearer_plan_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     prices = np.array([[1.0, 1.5], [1.0, 0.5], [1.0, 0.5]])
-    launches = Launches(np.arange(3), np.array([0, 1]), np.array([1.0, 1.5]))
+    launches = _launches([0, 1, 2], [0, 1], [1.0, 1.5])
     dear = SimpleNamespace(x=np.array([0, 1, 0, 1, 0, 1] + [0] * 6), message="")
     monkeypatch.setattr(knapsack, "milp", lambda *_, **__: dear)
     found = allocate(prices, np.zeros((1, 3, 2)), np.ones(1), launches)
     assert found.picks.tolist() == [0, 0, 0], "dearer, and as dear as exact"
     assert allocate(prices, np.zeros((1, 3, 2)), np.ones(1)).picks.tolist() == [0, 1, 1]
+
+
+@given(seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=20)
+def test_the_price_of_a_plan_is_that_of_its_launches_one_by_one(seed: int) -> None:
+    """In every call, by the lines of the layer's own kind, each launch as dear as its dearest choice."""
+    random = np.random.default_rng(seed)
+    kinds, names, layers = ("", " in 64"), ["one", "two", "one"], [0, 0, 1, 1, 2, 2]
+    labels = [[f"{name}{kinds[layer % 2]}" for name in ("exact", "w8", "bf16")] for layer in layers]
+    lines = {
+        phase: {
+            length: {name: Price(*random.random(2)) for own in labels[1:3] for name in own}
+            for length in (32, 64)
+        }
+        for phase in ("prefill", "decode")
+    }
+    calls = {("prefill", 32): 1.0, ("prefill", 64): 1.0, ("decode", 32): 5.0}
+    prices, launches = of_units(PriceTable("a table", {}, lines), calls, labels, names, layers)
+    picks = random.integers(0, 3, 6)
+    seconds = 0.0
+    for (phase, length), count in calls.items():
+        for layer in range(3):
+            mine = [unit for unit in range(6) if layers[unit] == layer]
+            for name in {names[picks[unit]] for unit in mine}:
+                own = [lines[phase][length][labels[u][picks[u]]] for u in mine if names[picks[u]] == name]
+                seconds += count * (max(line.constant for line in own) + sum(line.slope for line in own))
+    assert evaluate(picks, prices, np.zeros((1, 6, 3)), launches).price == pytest.approx(seconds)
 
 
 def test_decisive_pairs_are_the_largest_inside_and_the_best_outside() -> None:
