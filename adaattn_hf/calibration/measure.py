@@ -120,7 +120,9 @@ def measure(
     exact_steps = (
         steps > 0
         and not settings.with_cache
-        and pricing.steps_stay_exact(table, choices, settings.lengths, layers.kv_heads)
+        and pricing.steps_stay_exact(
+            table, choices, settings.lengths, layers.kv_heads, layers.windows, layers.kinds
+        )
     )
     by_unit, launches = pricing.unit_prices(
         table,
@@ -256,7 +258,9 @@ def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None
         )
     table = inputs.team.tell(prices)
     assert table is not None  # the process that leads has measured it
-    pricing.check_prices(table, choices, list(dict.fromkeys(layers.kinds.values())), phases)
+    pricing.check_prices(
+        table, choices, list(dict.fromkeys(layers.kinds.values())), phases, inputs.settings.lengths
+    )
     inputs.progress("prices", 1, 1)
     return table
 

@@ -194,12 +194,16 @@ def measure_prices(
 
 
 def check_prices(
-    table: PriceTable, choices: Sequence[Choice], kinds: Sequence[int | None], phases: Sequence[str]
+    table: PriceTable,
+    choices: Sequence[Choice],
+    kinds: Sequence[int | None],
+    phases: Sequence[str],
+    lengths: Sequence[int],
 ) -> None:
     """Refuses a table that lacks prices of candidates.
 
     Raises:
-        ValueError: If a phase or a launch was not measured.
+        ValueError: If a phase or a launch was not measured, or a length is not between the measured ones.
     """
     for phase in phases:
         known = table.launches(phase) if phase in table.prices else set()
@@ -212,12 +216,24 @@ def check_prices(
                 "expected one of every choice; leave --prices out to measure them, or ask for the families that the "
                 "table was measured for"
             )
+        for length in lengths:
+            least, most = min(table.prices[phase]), max(table.prices[phase])
+            if not least <= length <= most:
+                raise ValueError(
+                    f"prices: the table was measured at {least} to {most} tokens, expected prices around {length}; "
+                    "leave --prices out to measure them, or ask for --lengths between those"
+                )
 
 
 def steps_stay_exact(
-    table: PriceTable, choices: Sequence[Choice], lengths: Sequence[int], kv_heads: int
+    table: PriceTable,
+    choices: Sequence[Choice],
+    lengths: Sequence[int],
+    kv_heads: int,
+    windows: Mapping[int, int | None],
+    kinds: Mapping[int, int | None],
 ) -> bool:
-    """Returns whether no choice can be told to be faster than exact attention in a decode step of any length.
+    """Returns whether no choice can be told to be faster than exact attention in a decode step of any length and layer.
 
     So it is for short rows on a GPU, where a step takes as long as its launch. What two launches of equal work differ
     by would otherwise count once a token, and outweigh what a choice saves in prefill.
@@ -227,15 +243,19 @@ def steps_stay_exact(
         choices: The choices.
         lengths: Length bins.
         kv_heads: Key/value heads of a layer.
+        windows: By layer, the model's own window; choices that change nothing beside it do not count.
+        kinds: By layer, the window that its prices are named by; see `launch_label`.
     """
 
-    def seconds(choice: Choice, length: int) -> float:
-        return table.price("decode", length, choice.label).seconds(kv_heads)
+    def seconds(choice: Choice, length: int, kind: int | None) -> float:
+        return table.price("decode", length, launch_label(choice, kind)).seconds(kv_heads)
 
     exact = [choice for choice in choices if choice.is_exact]
-    return all(
-        TELLABLE * min(seconds(choice, length) for choice in exact)
-        <= min((seconds(choice, length) for choice in choices if not choice.is_exact), default=0.0)
+    return len(exact) < len(choices) and not any(
+        seconds(choice, length, kind) < TELLABLE * min(seconds(one, length, kind) for one in exact)
+        for own, kind in {(windows[layer], kinds[layer]) for layer in windows}
+        for choice in choices
+        if not choice.is_exact and choice.beside_window(own) == choice
         for length in lengths
     )
 

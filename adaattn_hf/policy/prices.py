@@ -13,6 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_NO_TABLE = (
+    "the prices file is not a table of prices of this version ({}); expected the keys launch_of, machine and prices: "
+    "leave --prices out to measure them"
+)
+
 
 @dataclass(frozen=True)
 class Price:
@@ -21,10 +26,22 @@ class Price:
     Attributes:
         constant: Seconds of a launch that do not depend on the number of heads.
         slope: Seconds per key/value head.
+
+    Raises:
+        ValueError: If one is negative or no number, or both are 0.
     """
 
     constant: float
     slope: float
+
+    def __post_init__(self) -> None:
+        if not (
+            0.0 <= self.constant < math.inf and 0.0 <= self.slope < math.inf and self.constant + self.slope
+        ):
+            raise ValueError(
+                f"prices: got a constant of {self.constant} and a slope of {self.slope} seconds, expected numbers of "
+                "at least 0, one of them above; measure the prices again"
+            )
 
     def seconds(self, heads: int) -> float:
         """Returns the time of a launch of that many key/value heads, 0 for none."""
@@ -129,23 +146,21 @@ class PriceTable:
         """
         data: Any = json.loads(text)
         if not isinstance(data, dict) or set(data) != {"launch_of", "machine", "prices"}:
-            raise ValueError(
-                "the prices file is not a table of prices of this version; expected the keys launch_of, machine and "
-                "prices: leave --prices out to measure them"
-            )
-        return cls(
-            data["machine"],
-            dict(data["launch_of"]),
-            {
+            raise ValueError(_NO_TABLE.format("other keys"))
+        try:
+            prices = {
                 phase: {
-                    int(length): {
-                        launch: Price(float(pair[0]), float(pair[1])) for launch, pair in row.items()
-                    }
+                    int(length): {name: Price(*map(float, pair)) for name, pair in row.items()}
                     for length, row in table.items()
                 }
                 for phase, table in data["prices"].items()
-            },
-        )
+            }
+            launch_of = {str(label): str(name) for label, name in data["launch_of"].items()}
+        except (AttributeError, TypeError) as error:
+            raise ValueError(_NO_TABLE.format(error)) from error
+        if not all(table and min(table) > 0 and all(table.values()) for table in prices.values()):
+            raise ValueError(_NO_TABLE.format("a phase or a length without prices, or one below 1 token"))
+        return cls(str(data["machine"]), launch_of, prices)
 
 
 def _between(low: float, high: float, share: float) -> float:

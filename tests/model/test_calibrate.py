@@ -176,6 +176,16 @@ def test_what_the_solver_answers_is_no_plan_if_it_saves_nothing(
     assert found.report["price_plan_seconds"] == found.report["price_exact_seconds"]
 
 
+def test_prices_of_other_lengths_are_refused(model: LlamaForCausalLM, text: list[Path]) -> None:
+    """Those of one length would be taken for every length, where a window saves another share."""
+    table = _prices()
+    at = {phase: {2 * LENGTH: rows[LENGTH]} for phase, rows in table.prices.items()}
+    with pytest.raises(
+        ValueError, match=f"measured at {2 * LENGTH} to {2 * LENGTH} tokens, .* around {LENGTH}"
+    ):
+        calibrate(model, encode, text, SETTINGS, prices=replace(table, prices=at))
+
+
 def test_a_window_no_narrower_than_the_models_own_is_no_plan(text: list[Path]) -> None:
     """Such a plan changes nothing: it is exact, and never passes."""
     config = MistralConfig(

@@ -71,10 +71,11 @@ def test_one_choice_that_is_faster_in_decode_keeps_the_plan_there(text: list[Pat
     found = calibrate(_model(), encode, text, SETTINGS, prices=table)
     assert not found.plan.exact_steps
     choices = [EXACT, make_choice("window", 32, 16)]
-    assert not pricing.steps_stay_exact(table, choices, [LENGTH], 2)
-    assert pricing.steps_stay_exact(_dear_steps(), choices, [LENGTH], 2)
-    assert not pricing.steps_stay_exact(table, [EXACT], [LENGTH], 2)
-    assert pricing.steps_stay_exact(_dear_steps(**{"w32+16": 0.96}), choices, [LENGTH], 2), "noise"
+    one: tuple[dict[int, int | None], ...] = ({0: None}, {0: None})
+    assert not pricing.steps_stay_exact(table, choices, [LENGTH], 2, *one)
+    assert pricing.steps_stay_exact(_dear_steps(), choices, [LENGTH], 2, *one)
+    assert not pricing.steps_stay_exact(table, [EXACT], [LENGTH], 2, *one)
+    assert pricing.steps_stay_exact(_dear_steps(**{"w32+16": 0.96}), choices, [LENGTH], 2, *one), "noise"
 
 
 def test_prices_are_measured_with_the_batch_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +124,28 @@ def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(
 def test_heads_cost_nothing_where_more_of_them_take_no_longer() -> None:
     """A step that takes as long as its launch: three heads and one differ by noise, which 64 steps would multiply."""
     one, three = (79e-6, 80e-6, 83e-6), (81e-6, 82e-6, 84e-6)
-    assert pricing.line_through([1, 3], [one, three]) == Price(pytest.approx(81e-6), 0.0)
+    line = pricing.line_through([1, 3], [one, three])
+    assert line.constant == pytest.approx(81e-6)
+    assert line.slope == 0.0
     longer = (90e-6, 92e-6, 94e-6)
     told = pricing.line_through([1, 3], [one, longer])
     assert told.slope == pytest.approx(6e-6)
     assert told.seconds(3) == pytest.approx(92e-6)
-    assert pricing.line_through([2], [longer]) == Price(0.0, pytest.approx(46e-6))
+    line = pricing.line_through([2], [longer])
+    assert line.constant == 0.0
+    assert line.slope == pytest.approx(46e-6)
+
+
+def test_layers_of_every_kind_are_asked_whether_a_choice_is_faster_in_decode() -> None:
+    """A window that is no narrower than a layer's own is no choice there, however little it seems to take."""
+    choices = [EXACT, make_choice("window", 32, 16), make_choice("window", 64, 16)]
+
+    def stay(narrow: float, wide: float) -> bool:
+        row = dict.fromkeys(("exact", "w32+16", "w64+16", "exact in 48"), Price(0.0, 1.0))
+        row |= {"w32+16 in 48": Price(0.0, narrow), "w64+16 in 48": Price(0.0, wide)}
+        table = PriceTable("a table", {}, {"decode": {LENGTH: row}})
+        return pricing.steps_stay_exact(table, choices, [LENGTH], 2, {0: None, 1: 48}, {0: None, 1: 48})
+
+    assert stay(1.0, 1.0)
+    assert not stay(0.5, 1.0)
+    assert stay(1.0, 0.5)
