@@ -24,7 +24,7 @@ from ..plans import store
 from ..plans.choices import EXACT
 from ..plans.plan import LayerPlan
 from ..plans.program import Program
-from ..policy.knapsack import Array, Launches
+from ..policy.knapsack import Array, Launches, of_cache
 from ..policy.prices import PriceTable
 from ..policy.risk import corrected
 from . import direct, fisher, pricing
@@ -82,10 +82,7 @@ class Measurement:
         """What the search minimises, `[units, choices]`: seconds, or tokens in the cache under `optimize="memory"`."""
         if not self.inputs.settings.with_cache:
             return self.prices
-        kept = self.layers.kept_tokens(max(self.inputs.settings.lengths)).astype(np.float64)
-        saves = kept < kept[:, :1]
-        saves[:, 0] = True
-        return np.where(saves, kept, np.inf)
+        return of_cache(self.layers.kept_tokens(max(self.inputs.settings.lengths)))
 
     def direct_kl(self, length: int) -> tuple[Array, Array]:
         """Returns mean and standard error `[pairs]` of the KL measured directly at a length, nats/token."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..plans.page import proof, rounded
 from ..plans.plan import Plan
-from .knapsack import Allocation, Array, Launches, allocate, evaluate, shared_prices, worst_length
+from .knapsack import Allocation, Array, Launches, allocate, evaluate, of_cache, shared_prices, worst_length
 
 BUDGETS = tuple(math.log1p(lead * 10.0**power) for power in range(-5, 0) for lead in (1, 1.5, 2, 3, 5, 7))
 """Budgets on the page's slider, nats/token: perplexity increases of 0.001 % to 70 %."""
@@ -95,9 +95,16 @@ class SolverTable:
         layers = np.array([layer for layer, _ in units], dtype=np.int64)
         return cls(units, choices, prices, risks, Launches(layers, launch, constant), kept)
 
-    def solve(self, budget: float) -> Allocation:
-        """Returns the cheapest allocation whose predicted loss is within a budget in nats/token at every length."""
+    def solve(self, budget: float, smallest: bool = False) -> Allocation:
+        """Returns the allocation that a search takes whose predicted loss is within a budget at every length.
+
+        Args:
+            budget: Allowed loss, nats/token.
+            smallest: Whether it looks for the smallest cache and not for the least time.
+        """
         limit = np.full(len(self.risks), budget)
+        if smallest and self.kept is not None:
+            return allocate(of_cache(self.kept), self.risks, limit)
         return allocate(self.prices, self.risks, limit, self.launches)
 
 
@@ -124,8 +131,11 @@ def explorer(table: SolverTable, plan: Plan, about: Sequence[str], name: str | N
     exact = np.zeros(len(table.units), dtype=np.int64)
     base = evaluate(exact, table.prices, table.risks, table.launches)
     stops = [_stop("exact", table, base, base.price)]
+    settings = plan.protocol.get("settings", {})
+    smallest = settings.get("optimize") == "memory" or settings.get("kv_bytes") is not None
     for budget in BUDGETS:
-        solved = table.solve(budget)
+        picks = table.solve(budget, smallest).picks
+        solved = evaluate(picks, table.prices, table.risks, table.launches)
         stop = _stop(f"{100 * math.expm1(budget):.3g} %", table, solved, base.price)
         if stop["picks"] != stops[-1]["picks"]:
             stops.append({**stop, "budget": budget})

@@ -105,6 +105,13 @@ def shared_prices(picks: NDArray[np.int64], prices: Array, launches: Launches) -
     return np.asarray(prices[units, picks] + dearest / together.sum(axis=1))
 
 
+def of_cache(kept: NDArray[np.int64]) -> Array:
+    """Returns prices `[units, choices]` of a search for the smallest cache: the tokens kept, if fewer than by exact."""
+    saves = kept < kept[:, :1]
+    saves[:, 0] = True
+    return np.where(saves, kept.astype(np.float64), np.inf)
+
+
 def worst_length(risks: Array, picks: NDArray[np.int64]) -> Array:
     """Returns the risk `[units]` of given picks at the length where their sum is largest."""
     chosen = risks[:, np.arange(len(picks)), picks]

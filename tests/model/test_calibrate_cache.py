@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -25,6 +26,7 @@ from adaattn_hf.calibration.measure import Measurement, measure
 from adaattn_hf.calibration.over_codes import FIRST, stored_tap
 from adaattn_hf.calibration.proof import prove
 from adaattn_hf.calibration.scoring import MaskedTokens
+from adaattn_hf.calibration.search import solve
 from adaattn_hf.calibration.storage import choose_storage
 from adaattn_hf.patches.cache.stored import AdaAttnCache
 from adaattn_hf.plans import store
@@ -33,6 +35,7 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.render import facts
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.acceptance import Gates
+from adaattn_hf.policy.explore import SolverTable, explorer
 from adaattn_hf.policy.prices import Price, PriceTable
 
 from ..support.choices import make_choice
@@ -166,6 +169,21 @@ def test_the_search_makes_tokens_few_by_windows_alone(text: list[Path]) -> None:
     no_time = choose_and_verify(measurement)  # by the prices there is nothing to gain
     assert no_time.met
     assert no_time.plan.protocol["cache"]["streaming"]
+
+
+def test_the_page_of_budgets_shows_what_a_search_for_a_small_cache_takes(text: list[Path]) -> None:
+    """By prices nothing is gained, and the page would show exact attention beside the plan and nothing else."""
+    settings = replace(MEMORY, windows=(32, 96))
+    measurement = measure(open_inputs(_model(), encode, text, settings), prices=flat("w32+16", "w96+16"))
+    result = choose_and_verify(measurement)
+    alpha = np.array(result.report["alpha"])
+    data = explorer(SolverTable.from_dict(result.report["table"]), result.plan, [])
+    stops = [stop for stop in data["stops"] if "budget" in stop]
+    assert len(stops) >= 3
+    for stop in stops:
+        assert stop["picks"] == solve(measurement, np.array([stop["budget"]]) / alpha).picks.tolist()
+        assert stop["speed"] == 1.0
+    assert data["stops"][-1]["memory"] == pytest.approx(48 / 192)
 
 
 def flat(*labels: str) -> PriceTable:
