@@ -90,8 +90,8 @@ class UnitRecord:
         head: Key/value head.
         risk: Predicted loss of the choice in nats/token, re-scaled by the measured loss of whole plans, at the length
             bin where the whole plan's is largest.
-        price: Measured seconds of the choice for a prefill of every length with its decode steps; heads of a launch
-            share its fixed cost.
+        price: Measured seconds of the choice for a prefill of every length, with its decode steps unless they stay
+            exact; heads of a launch share its fixed cost.
         exact_price: The same for the exact choice.
         dropped_mass: Mean loss of a calibration row: the attention mass that the choice drops, plus the relative
             change of the output by rounded or projected operands.

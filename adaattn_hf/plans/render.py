@@ -67,7 +67,7 @@ def summary(plan: Plan) -> list[str]:
     if plan.units and price > 0.0:
         lines.append(
             f"predicted loss {plan.predicted_loss:.2e} nats/token; attention of the planned layers "
-            f"{exact / price:.2f} times as fast as exact, by the prices it was chosen by"
+            f"{exact / price:.2f} times as fast as exact, by the prices measured for it"
         )
     lines.append(
         plan.verified.sentence
