@@ -198,6 +198,33 @@ def test_a_step_is_one_launch_and_one_allocation(
 
 
 @interpreted
+@pytest.mark.parametrize("bits", [None, 8], ids=["numbers", "codes"])
+@pytest.mark.parametrize(
+    "name", ["full", "decode", "padded decode", "windowed decode", "static cache", "one row empty"]
+)
+def test_very_many_steps_take_several_launches(
+    name: str, bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from adaattn_hf.backends.triton import step
+
+    kernel, grids = "launch_step" if bits is None else "launch_step_over_codes", []
+    launched = getattr(step, kernel)
+
+    def noted(grid: tuple[int, int], *rest: Any) -> None:
+        grids.append(grid)
+        launched(grid, *rest)
+
+    monkeypatch.setattr(step, kernel, noted)
+    monkeypatch.setattr(step, "GRID", 1)
+    request = make(STRUCTURES[name].with_changes(q_len=1), 4, 2, 16, 32, torch.float32)
+    asked = request if bits is None else stored(request, bits)
+    result, truth = step.attend_step(asked), reference.attention(asked.widened())
+    torch.testing.assert_close(result.out.double(), truth.out, atol=2e-5, rtol=0)
+    torch.testing.assert_close(result.lse.double(), truth.lse, atol=2e-5, rtol=0)
+    assert [sequences for _, sequences in grids] == [1, 1]
+
+
+@interpreted
 @pytest.mark.parametrize("bits", [8, 4])
 def test_counters_are_left_as_they_were_found(bits: int) -> None:
     from adaattn_hf.backends.triton import step

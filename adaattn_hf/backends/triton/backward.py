@@ -18,13 +18,13 @@ def prepare(  # type: ignore[no-untyped-def]
     out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, shift_ptr, sums_ptr, o_b, o_n, o_h, o_d, g_b, g_n, g_h, g_d, q_len, factor,
     DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Per-query terms that both kernels below start their sums from; programs are (block of queries, head, batch row).
+    """Per-query terms that both kernels below start their sums from; programs are (batch row, head, block of queries).
 
     `shift`: minus the log-sum-exp, converted by `factor` to the unit of the products. `sums`: minus rowsum(dO * O), plus
     the gradient of the log-sum-exp.
     """
-    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head, row = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     dv = tl.arange(0, PAD_V)
     at = (row * tl.num_programs(1) + head) * q_len + i
     out = rows_of(out_ptr + row * o_b + head * o_h, i, dv, o_n, o_d, q_len, DIM_V, PAD_V, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
 from ...attention.structure import CallStructure
+from ..capability import GRID
 from ..windows import head_windows
 from .again import Launcher, aligned
 from .codes import decode_codes
@@ -19,6 +21,9 @@ from .tables import shares_of
 
 launch_step = Launcher(decode)
 launch_step_over_codes = Launcher(decode_codes)
+
+# Places of the sequences' rows and of the entries among the arguments of both kernels.
+_ROWS, _ENTRIES = 8, 11
 
 # Programs per multiprocessor that a step is shared out among, and the fewest keys that one of them reads. Over values
 # of 4 bits of many heads there are more: those take less of its shared memory. Of few heads the one program that puts
@@ -99,12 +104,12 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         "BLOCK_N": tile.columns, "HEADS": member_heads, "CHUNK": max(1, min(16, 8192 // (member_heads * pad_v))),
         "SINGLE": most == 1, "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
     }  # fmt: skip
-    grid = (entries.shape[0], sequences)
     # what comes from elsewhere and may begin at any address
     ordinary = sink is None and real is None and isinstance(offset, int) and query.is_cuda
     kind = query.dtype, key.dtype, value.dtype, query.stride(), key.stride(), value.stride(), kv_heads
     if stored is None:
-        launch_step(grid, common, fixed, kind if ordinary and aligned(query, key, value) else None)
+        kinds: Hashable = kind if ordinary and aligned(query, key, value) else None
+        _launched(launch_step, sequences, common, fixed, kinds)
         return AttentionResult(out, lse)
     mean, first, scales = stored.key_mean, stored.first_key, (stored.key_scale, stored.value_scale)
     strides = *scales[0].stride(), *scales[1].stride()
@@ -118,8 +123,21 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
     record = *scales, query if mean is None else mean, query if first is None else first
     ordinary = ordinary and aligned(query, key, value, *record)
     kinds = (*kind, *strides, *(tensor.dtype for tensor in record)) if ordinary else None
-    launch_step_over_codes(grid, (*common, *record, *strides), fixed, kinds)
+    _launched(launch_step_over_codes, sequences, (*common, *record, *strides), fixed, kinds)
     return AttentionResult(out, lse)
+
+
+def _launched(
+    launch: Launcher, sequences: int, arguments: tuple[Any, ...], fixed: dict[str, Any], kind: Hashable | None
+) -> None:
+    """One launch, or one for each part of the table of very many sequences."""
+    programs = len(arguments[_ENTRIES])
+    if sequences <= GRID:
+        launch((programs, sequences), arguments, fixed, kind)
+        return
+    before, rows, behind = arguments[:_ROWS], arguments[_ROWS], arguments[_ROWS + 1 :]
+    for part in rows.split(GRID):
+        launch((programs, len(part)), (*before, part, *behind), fixed, kind)
 
 
 def _adjoining(codes: Tensor) -> Tensor:
@@ -181,9 +199,12 @@ def _rows(structure: CallStructure, device: torch.device) -> tuple[Tensor | None
     if structure.kind == "irregular":
         raise ValueError("structure: a dense mask, expected runs; use the sdpa backend")
     if structure.one_run_a_row and (structure.window is None or structure.sinks_at_runs):
-        if structure.key_padding is None:
-            return None, None, True, structure.batch
         padding = structure.key_padding
+        if padding is None and structure.batch <= GRID:
+            return None, None, True, structure.batch
+        if padding is None:
+            rows = structure.cached(("triton rows", device), lambda: _whole_rows(structure, device))
+            return rows, None, True, structure.batch
         rows, real = structure.cached(
             ("triton rows", device), lambda: _rows_of_padding(structure, padding.to(device).contiguous())
         )
@@ -202,6 +223,13 @@ def _rows(structure: CallStructure, device: torch.device) -> tuple[Tensor | None
         ),
     )
     return rows, None, len(segments) == structure.batch, len(segments)
+
+
+def _whole_rows(structure: CallStructure, device: torch.device) -> Tensor:
+    """The same of batch rows without padding."""
+    row = torch.arange(structure.batch, device=device)
+    count = torch.full_like(row, structure.kv_len)
+    return torch.stack([row, row * 0, count, row * 0 + structure.q_offset], dim=1)
 
 
 def _rows_of_padding(structure: CallStructure, real: Tensor) -> tuple[Tensor, Tensor]:

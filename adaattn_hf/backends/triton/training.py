@@ -102,7 +102,7 @@ def _gradients(
     pad, value_pad = padded(dim), padded(value_dim)
     capped = softcap is not None
     shift, sums = torch.empty((2, batch, heads, q_len), dtype=torch.float32, device=query.device)
-    prepare[(-(-q_len // 64), heads, batch)](
+    prepare[(batch, heads, -(-q_len // 64))](
         out, grad, lse, grad_lse.contiguous() if grad_lse is not None else lse, shift, sums,
         *out.stride(), *grad.stride(), q_len, 1.4426950408889634 if capped else 1.0 / scaling,
         DIM_V=value_dim, PAD_V=value_pad, HAS_GRAD_LSE=grad_lse is not None, BLOCK=64, num_warps=4,
