@@ -106,10 +106,8 @@ def test_nothing_to_see_has_no_gradient() -> None:
 
 
 @interpreted
-def test_a_scaling_of_nothing_is_an_error() -> None:
-    from adaattn_hf.backends.triton.launch import attend
-
-    request = replace(make(STRUCTURES["causal"], 4, 2, 16, 16), scaling=0.0)
-    request.query.requires_grad_()
-    with pytest.raises(ValueError, match="more than 0 with gradients"):
-        attend(request)
+@pytest.mark.parametrize("scaling", [0.0, -0.3])
+@pytest.mark.parametrize("extra", [{}, {"softcap": 1.5}], ids=["plain", "softcap"])
+def test_gradients_of_a_scaling_that_is_not_positive(scaling: float, extra: dict[str, Any]) -> None:
+    request = make(STRUCTURES["causal"], 4, 2, 16, 16, **extra)
+    check(replace(request, scaling=scaling), with_lse=True)

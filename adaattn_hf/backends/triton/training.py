@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,15 +36,11 @@ def queries_tile(pad: int) -> Tile:
 def attend_with_gradients(
     request: AttentionRequest, segments: Sequence[Segment], windows: HeadWindows | None
 ) -> AttentionResult:
-    """Attention whose output, and log-sum-exp if it is asked for, can be differentiated.
-
-    Raises:
-        ValueError: The scaling is not positive.
-    """
+    """Attention whose output, and log-sum-exp if it is asked for, can be differentiated."""
     if request.scaling <= 0:
-        raise ValueError(
-            f"scaling: got {request.scaling}, expected more than 0 with gradients; use the sdpa backend"
-        )
+        # the kernels divide by it, and take the largest score by the largest product
+        query = -request.query if request.scaling else request.query * 0
+        request = replace(request, query=query, scaling=-request.scaling or 1.0)
     out, lse = _Attention.apply(  # type: ignore[no-untyped-call]
         request.query, request.key, request.value, request.sink_logits, request, segments, windows
     )
