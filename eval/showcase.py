@@ -40,6 +40,9 @@ def _only_with_a_model(text: Text, settings: Settings, loading: Loading, limits:
     return {
         "data": list(text.specs),
         "document_separator": text.separator,
+        "split": text.split if text.split != Text.split else None,
+        "objective": loading.objective if loading.objective != Loading.objective else None,
+        "trust_remote_code": loading.trust_remote_code,
         "tokenizer": loading.tokenizer,
         "revision": loading.revision,
         "gguf_file": loading.gguf_file,

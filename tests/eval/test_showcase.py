@@ -77,8 +77,17 @@ def test_a_missed_bar_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "demo gpt2 float32 on pages: relative change of perplexity" in result.output
 
 
-@pytest.mark.parametrize("option", [("--data", "x.txt"), ("--tokenizer", "x"), ("--max-delta-nll", "1")])
-def test_arguments_that_need_a_model(option: tuple[str, str], tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["eval", *option, "--output", str(tmp_path)], terminal_width=200)
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--data x.txt", "--tokenizer x", "--max-delta-nll 1", "--objective masked", "--split validation",
+        "--trust-remote-code",
+    ],
+)  # fmt: skip
+def test_arguments_that_need_a_model(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(showcase, "MODELS", ())
+    arguments = ["eval", *option.split(), "--quiet", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments, terminal_width=200)
     assert result.exit_code == 2
+    assert f"{option.split()[0].removeprefix('--').replace('-', '_')}: got" in result.output
     assert "without MODEL" in result.output
