@@ -1,10 +1,13 @@
-"""Files that are whole or absent."""
+"""Files that are whole or absent, and JSON that every reader can read."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
@@ -29,3 +32,21 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     except BaseException:
         os.unlink(fresh)
         raise
+
+
+def json_text(value: Any, **layout: Any) -> str:
+    """Returns a value as JSON, null for what is no finite number: the format has neither infinity nor NaN.
+
+    Args:
+        value: Dictionaries, lists, tuples, strings and numbers.
+        layout: Keywords of `json.dumps`.
+    """
+    return json.dumps(_finite(value), allow_nan=False, **layout)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from adaattn_hf._files import write_atomically
+from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.calibration import team
 from adaattn_hf.errors import ModelUnavailable, UsageError
@@ -321,13 +320,4 @@ def write_json(path: Path, value: Any) -> None:
 
     JSON has no infinity: what is too large for a float (an untrained model's word perplexity) is written as null.
     """
-    write_atomically(path, json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
-
-
-def finite(value: Any) -> Any:
-    """Returns JSON values with null for what is no finite number."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    write_atomically(path, json_text(value, indent=2, ensure_ascii=False) + "\n")

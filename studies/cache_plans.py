@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adaattn_hf._files import write_atomically
+from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.errors import UsageError
 from adaattn_hf.plans import store
 
@@ -79,9 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for entry in named:
         name, _, directory = entry.partition("=")
         records.append(record(name, Path(directory)))
-    write_atomically(
-        Path(target) / "cache_plans.json", (json.dumps(records, indent=1, sort_keys=True) + "\n").encode()
-    )
+    write_atomically(Path(target) / "cache_plans.json", json_text(records, indent=1, sort_keys=True) + "\n")
     write_atomically(Path(target) / "cache_plans.md", page(records).encode())
 
 

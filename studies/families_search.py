@@ -6,7 +6,6 @@ and what it proved is written down beside the seconds that it took: `families.js
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import torch
 import typer
 from transformers import AutoConfig
 
-from adaattn_hf._files import write_atomically
+from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.eval.provenance import provenance
 
 from .second_model import budget as proved
@@ -97,7 +96,7 @@ def main(
         "provenance": provenance(torch.device("cpu")),
     }
     if write is not None:
-        write_atomically(write / "families.json", (json.dumps(report, indent=1) + "\n").encode())
+        write_atomically(write / "families.json", json_text(report, indent=1) + "\n")
         write_atomically(write / "families.md", page(report).encode())
     typer.echo(page(report))
 

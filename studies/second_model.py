@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from adaattn_hf._files import write_atomically
+from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.eval.bench.measure import measure
 from adaattn_hf.eval.demo import calibration_pages
 from adaattn_hf.eval.provenance import provenance
@@ -194,7 +194,7 @@ def main() -> None:
         "provenance": provenance(torch.device("cpu")),
     }
     if asked.write is not None:
-        write_atomically(asked.write / "second_model.json", (json.dumps(report, indent=1) + "\n").encode())
+        write_atomically(asked.write / "second_model.json", json_text(report, indent=1) + "\n")
         write_atomically(asked.write / "second_model.md", page(report).encode())
     print(page(report))
 

@@ -21,7 +21,7 @@ from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import peak_bytes, spread
 from adaattn_hf.patches.checkpoint import known_implementations
 
-from .._files import write_atomically
+from .._files import json_text, write_atomically
 from ..errors import UsageError, unknown
 
 OURS = "adaattn"
@@ -126,7 +126,7 @@ def run(
         gc.collect()
         if output is not None:
             # after every cell: an interrupted run keeps what it measured
-            write_atomically(output, (json.dumps(report, indent=1) + "\n").encode())
+            write_atomically(output, json_text(report, indent=1) + "\n")
             write_atomically(page_of(output, table), markdown(report, output.name).encode())
     if gate:
         for line in failed:

@@ -16,7 +16,7 @@ from adaattn_hf.eval.demo import demo_model_path, pages_path
 from adaattn_hf.patches.checkpoint import resolve_device
 
 from .. import load_preset
-from .._files import write_atomically
+from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
 from ..calibration.settings import CalibrationSettings
@@ -162,7 +162,7 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> in
         return code
     write_atomically(job.target / "adaattn_prices.json", result.report.pop("prices"))
     write_atomically(
-        job.target / "adaattn_report.json", json.dumps(result.report, indent=1, sort_keys=True) + "\n"
+        job.target / "adaattn_report.json", json_text(result.report, indent=1, sort_keys=True) + "\n"
     )
     calibration.save_plan(model, result, job.target)  # last: it ends what --resume goes on with
     console.print(heat_map(result.plan))

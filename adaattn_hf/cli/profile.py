@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .._files import write_atomically
+from .._files import json_text, write_atomically
 from ..errors import DataUnavailable, EvalError, UsageError
 from .interrupt import leave, of_file
 from .json_output import AsJson
@@ -192,7 +191,7 @@ def _run(
         seen.figure().savefig(figure)
         console.print(f"figure: {figure}", markup=False, soft_wrap=True)
     if as_json:
-        print(json.dumps(runner.finite(recorded), indent=1, allow_nan=False))
+        print(json_text(recorded, indent=1))
 
 
 def _labels(tokenizer: Any, ids: list[int], bins: int) -> list[str]:

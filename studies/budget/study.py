@@ -120,9 +120,9 @@ def shares(text: str) -> tuple[float, ...]:
 
 def write(path: Path, record: dict[str, Any]) -> None:
     """Writes a record of the study, whole or not at all."""
-    from adaattn_hf._files import write_atomically
+    from adaattn_hf._files import json_text, write_atomically
 
-    write_atomically(path, (json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
+    write_atomically(path, json_text(record, indent=1, sort_keys=True) + "\n")
 
 
 def done(path: Path, settings: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import shlex
 import shutil
 import signal
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 import adaattn_hf
+from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import FILE, CalibrationState
@@ -202,6 +204,24 @@ def test_a_budget_that_cannot_be_met_has_a_code_and_a_sentence(
     assert "the budget of 1e-09 nats/token cannot be met" in done.output
     assert "the plan is exact" in done.output
     assert json.loads((model / "adaattn_plan.json").read_text())["layers"] == []
+
+
+def test_a_report_is_json_where_a_number_is_not_finite(
+    model: Path, material: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that does not grow with the KL affords any KL, and a single cluster has no bound."""
+    made = calibration.calibrate
+
+    def calibrated(*arguments: Any, **options: Any) -> Any:
+        result = made(*arguments, **options)
+        result.report["history"].append({"afforded": [math.inf], "verified": {"upper": math.nan, "tries": 1}})
+        return result
+
+    monkeypatch.setattr(calibration, "calibrate", calibrated)
+    run(model, material, "--budget", "1e-9")
+    text = (model / "adaattn_report.json").read_text()
+    report = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert report["history"][-1] == {"afforded": [None], "verified": {"upper": None, "tries": 1}}
 
 
 def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
