@@ -44,11 +44,6 @@ def tracing() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
-def may_share() -> bool:
-    """Whether structures may be kept for later passes: not in a traced graph (lengths are symbols) or dispatch mode."""
-    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
-
-
 def remember(key: Hashable, structure: CallStructure) -> None:
     """Keeps a structure under a key that holds everything it was made from."""
     if len(_structures) >= MOST:

@@ -20,6 +20,7 @@ from adaattn_hf.attention.tap import (
     SEATED,
     listening,
     transform_at_work,
+    transient,
 )
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.eager import attention_weights
@@ -341,7 +342,7 @@ def _read_mask(
         return structure, None
     if attention_mask is None:
         call = fast_path.maskless(module, q_shape, k_shape, is_causal)
-        if not fast_path.may_share():
+        if transient():
             return CallStructure(*call), None
         shared = fast_path.recall(call)
         if shared is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.tap import transient
 from adaattn_hf.config import raw_settings
 
 from . import fast_path
@@ -52,7 +53,7 @@ def adaattn_mask(
     bare = causal is not None and type(q_offset) is int and not use_vmap
     bare = bare and (attention_mask is None or _hides_nothing(attention_mask, kv_length + kv_offset))
     key = None
-    if bare and fast_path.may_share():
+    if bare and not transient():
         key = (type(config), causal, batch_size, q_length, kv_length, q_offset, kv_offset)
         shared = fast_path.recall(key)
         if shared is not None:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .tap import transient
+
 FORMATS = ("int8", "k8v4")
 """Stored formats by name: keys and values in int8; int8 keys with values of four bits."""
 
@@ -90,17 +92,24 @@ class StoredKV:
         return numbers.to(dtype)
 
 
-@functools.lru_cache(maxsize=32)
 def hadamard(n: int, device: torch.device | str = "cpu") -> Tensor:
     """The orthogonal, symmetric `[n, n]` Hadamard matrix in fp32: its own inverse.
 
     Where `n` is no power of two it is made of blocks as large as the largest power of two that divides `n`.
     """
+    return (_matrix if transient() else _kept_matrix)(n, device)
+
+
+def _matrix(n: int, device: torch.device | str) -> Tensor:
     block = torch.ones(1, 1, device="cpu")
     while block.shape[0] < n & -n:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
     matrix: Tensor = torch.block_diag(*[block / block.shape[0] ** 0.5] * (n // block.shape[0]))
     return matrix.to(device)
+
+
+# a matrix made in inference mode would be of no use to a gradient later
+_kept_matrix = functools.lru_cache(maxsize=32)(torch.inference_mode(False)(_matrix))
 
 
 def encode_scale(scale: Tensor) -> Tensor:

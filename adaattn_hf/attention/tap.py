@@ -115,6 +115,14 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_dispatch_stack
 
 
+def transient() -> bool:
+    """Whether tensors that are made now are of no use later: in a traced graph, or in a mode such as FakeTensorMode.
+
+    Nor are tensors that were made before of use there.
+    """
+    return torch.compiler.is_compiling() or bool(_modes())
+
+
 def transform_at_work() -> str | None:
     """Name of the transform that is to see every operation of this thread, None where none is.
 

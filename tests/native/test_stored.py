@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import (
     StoredKV,
+    _matrix,
     decode_scale,
     dequantise,
     direction_of,
@@ -24,6 +29,8 @@ from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.library import LEVELS, level_names
 from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.backends.native.storing import store
+from adaattn_hf.backends.sdpa import tiles
+from adaattn_hf.backends.sdpa.tiles import additive
 
 from ..support.statistics import sqnr
 
@@ -187,3 +194,32 @@ def test_scales_are_not_below_what_they_stand_for_and_close_to_it() -> None:
 def test_the_hadamard_matrix_is_its_own_inverse(n: int) -> None:
     matrix = hadamard(n)
     torch.testing.assert_close(matrix @ matrix, torch.eye(n))
+
+
+@pytest.mark.parametrize("fake_first", [True, False])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda: quantise(torch.randn(1, 2, 8, 48))[0],
+        lambda: additive(torch.ones(2, 2, dtype=torch.bool), torch.float64),
+    ],
+    ids=["rotated", "masked"],
+)
+def test_tensors_that_are_kept_are_not_those_of_a_mode(
+    compute: Callable[[], Tensor], fake_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adaattn_hf.attention.stored._kept_matrix", functools.cache(_matrix))
+    monkeypatch.setattr(tiles, "_kept_number", functools.cache(tiles._number))
+    for fake in (fake_first, not fake_first):
+        with FakeTensorMode() if fake else contextlib.nullcontext():
+            assert isinstance(compute(), FakeTensor) == fake
+
+
+def test_a_matrix_kept_in_inference_mode_serves_gradients() -> None:
+    n = 1 << 9  # of no other test: it is kept here
+    with torch.inference_mode():
+        hadamard(n)
+    x = torch.ones(1, n, requires_grad=True)
+    (x @ hadamard(n)).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, hadamard(n).sum(1)[None])

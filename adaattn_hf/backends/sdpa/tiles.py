@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...attention.structure import CallStructure
+from ...attention.tap import transient
 from . import limits
 
 EMPTY = -1e30
@@ -288,10 +289,16 @@ def dense_program(
     return Program(tuple(parts), covered, merges=False, dense=not keep)
 
 
-@functools.cache
 def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A number as a tensor that is made once."""
+    return (_number if transient() else _kept_number)(value, dtype, device)
+
+
+def _number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
+
+
+_kept_number = functools.cache(_number)
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
