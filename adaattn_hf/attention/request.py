@@ -71,6 +71,11 @@ class AttentionRequest:
                 f"query, key, value: got tensors on {self.query.device}, {self.key.device} and {self.value.device}, "
                 "expected one device; move them to the query's, key.to(query.device)"
             )
+        if self.stored is None and not self.query.dtype == self.key.dtype == self.value.dtype:
+            raise ValueError(
+                f"query, key, value: got {self.query.dtype}, {self.key.dtype} and {self.value.dtype}, expected one "
+                "dtype; cast them to the query's, key.to(query.dtype)"
+            )
         batch, heads, q_len, dim = self.query.shape
         _, kv_heads, kv_len, key_dim = self.key.shape
         if not kv_heads or heads % kv_heads:

@@ -229,6 +229,14 @@ CASES = (
         ("query", "torch.int64", "expected a floating-point dtype", ".float()"),
     ),
     Case(
+        "makes a request of several dtypes",
+        lambda: AttentionRequest(
+            torch.zeros(1, 2, 6, 4), *[torch.zeros(1, 2, 6, 4).bfloat16()] * 2, CallStructure(1, 6, 6), 1.0
+        ),
+        ValueError,
+        ("query, key, value", "torch.bfloat16", "expected one dtype", "key.to(query.dtype)"),
+    ),
+    Case(
         "gives learned sinks of other heads",
         lambda: attend(s_aux=torch.zeros(3)),
         ValueError,
