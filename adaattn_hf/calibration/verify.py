@@ -39,7 +39,7 @@ class Evidence:
         found: Needles that stock attention finds.
         planned: Needles that the plan finds.
         needles: Needles.
-        apart: Whether every source must keep the budget by itself.
+        apart: Whether the loss of every source must keep the budget by itself; all else is counted over all of them.
     """
 
     names: list[str] = field(default_factory=list)
