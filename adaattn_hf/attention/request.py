@@ -251,7 +251,7 @@ class CallSpec(NamedTuple):
 
     `kind` is that of the structure, or `irregular` if the padding has holes, so that rows are not contiguous runs.
     `holes` says whether it has, None if the padding was not read; `gapless`: every query and key lies in a run, as in a
-    packed row.
+    packed row; `aligned`: the queries of every run end with its last key, or were not looked at.
     `head_windows`, `head_blocks` and `head_precision` say what `HeadRules` ask for: any window, the keys per kept block
     (0 where all are kept), and the precision of the products, `mixed` where heads differ.
     `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
@@ -295,6 +295,7 @@ class CallSpec(NamedTuple):
     pairs: int = 0
     length: int = 0
     gapless: bool = False
+    aligned: bool = True
 
     def words(self) -> str:
         """The facts in words, those that are false left out."""
@@ -347,9 +348,9 @@ class CallSpec(NamedTuple):
         rules = request.per_head
         if rules is not None and kind == "ragged" and rules.has_sinks and not structure.sinks_at_runs:
             kind = "irregular"
-        holes, gapless = None, False
+        holes, gapless, aligned = None, False, True
         if look and kind == "ragged" and not (compiling or opaque or device == "meta"):
-            holes, gapless = structure.segments() is None, structure.gapless
+            holes, gapless, aligned = structure.segments() is None, structure.gapless, structure.aligned
             # kernels that walk runs are no better off than with a dense mask
             kind = "irregular" if holes else kind
         _, heads, q_len, head_dim = q.shape
@@ -390,4 +391,5 @@ class CallSpec(NamedTuple):
             pairs,
             length,
             gapless,
+            aligned,
         )

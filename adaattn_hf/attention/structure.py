@@ -315,6 +315,16 @@ class CallStructure:
 
         return self.cached("gapless", find)
 
+    @property
+    def aligned(self) -> bool:
+        """The last query of every one of the `segments` stands at its last key, or it does not matter where."""
+
+        def find() -> bool:
+            runs = self.segments() if self.causal or self.window is not None else None
+            return runs is None or all(run.offset + run.q_len == run.k_len for run in runs)
+
+        return self.cached("aligned", find)
+
     def offset(self) -> int:
         """`q_offset` as an integer (reads it from the device once)."""
         if isinstance(self.q_offset, int):

@@ -116,6 +116,21 @@ def head_refusals(spec: CallSpec, kernels: str) -> list[str]:
     return [f"{kernels} have no {name} per head" for name, wanted in asked.items() if wanted]
 
 
+def run_refusals(spec: CallSpec, kernels: str) -> list[str]:
+    """The refusals of packed kernels, which count causality and windows from the last key of a run.
+
+    Args:
+        spec: Facts of the call.
+        kernels: As in `head_refusals`.
+    """
+    if spec.kind != "ragged" or spec.compiling:
+        return []
+    reasons = [] if spec.aligned else [f"{kernels} let the queries of a run end with its last key"]
+    if spec.decode and spec.holes is None:
+        reasons.append(f"{kernels} take no padding with holes, and nobody has looked whether it has any")
+    return reasons
+
+
 def nothing_seen(request: AttentionRequest) -> AttentionResult:
     """The answer to a call in which no query sees any key: zeros, through which a gradient of zeros flows."""
     batch, heads, q_len, _ = request.query.shape

@@ -18,7 +18,10 @@ from torch import Tensor
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, FlashBackend, FlashVariant
+from adaattn_hf.backends.base import Backend, spec_of
+from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend, FlashVariant
+from adaattn_hf.backends.select import BACKENDS, order
+from adaattn_hf.backends.triton import TritonBackend
 
 
 def dense(
@@ -211,6 +214,36 @@ def test_says_what_is_not_installed() -> None:
     assert FlashBackend(
         FlashVariant("fa9", 3, "no_such_module_anywhere", "flash-attn 9", (9, 0), (10, 0))
     ).missing() == ("flash-attn 9 is not installed (no module no_such_module_anywhere)",)
+
+
+@pytest.mark.parametrize(
+    "flash", [FlashBackend(FA2), FlashBackend(FA3), Flash4Backend()], ids=lambda flash: flash.name
+)
+def test_runs_that_packed_kernels_cannot_say_are_refused(
+    flash: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reasons(structure: CallStructure, *, look: bool = True) -> str:
+        asked = CallSpec.of(make(structure), look=look)._replace(device="cuda", dtype=torch.bfloat16)
+        return " ".join(flash.refusals(asked))
+
+    short = torch.tensor([[True, True, False, False]])
+    rows = CallStructure(1, 4, 4, causal=True, key_padding=short)
+    assert "end with its last key" in reasons(rows)
+    assert "end with its last key" not in reasons(rows.with_changes(pads_queries=True))
+    assert "end with its last key" not in reasons(rows.with_changes(causal=False))
+    step = CallStructure(1, 1, 4, causal=True, q_offset=3, key_padding=short.flip(1))
+    assert "nobody has looked" in reasons(step, look=False)
+    assert "nobody has looked" not in reasons(step)
+
+
+def test_a_step_with_gradients_over_padding_that_nobody_looked_at_is_left_to_torch() -> None:
+    holes = torch.tensor([[True, False, True, True]])
+    request = make(CallStructure(1, 1, 4, causal=True, q_offset=3, key_padding=holes))
+    asked = spec_of(request)._replace(device="cuda", dtype=torch.bfloat16, needs_grad=True)
+    backends = [BACKENDS[name] for name in order(asked)]
+    serving = [backend.name for backend in backends if not backend.refusals(asked)]
+    assert serving == ["sdpa", "eager"]
+    assert not TritonBackend().refusals(asked._replace(needs_grad=False))
 
 
 def test_holes_in_the_padding_are_an_error(backend: FlashBackend) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, head_refusals, nothing_seen
+from ..base import Backend, head_refusals, nothing_seen, run_refusals
 
 _MODULES = ("flash_attn", "flash_attn.cute", "cutlass", "quack")
 """Modules to look for: its own, parents first, and its compiler's, which an interrupted installation may lack."""
@@ -75,6 +75,7 @@ class Flash4Backend(Backend):
             reasons.append("flash-attn 4 has no gradient through a softcap")
         if spec.need_lse and (spec.kind == "ragged" or spec.needs_grad):
             reasons.append("flash-attn 4's log-sum-exp is not put back in place, and not differentiated")
+        reasons += run_refusals(spec, "flash-attn 4's packed kernels")
         if spec.compiling:
             reasons.append("flash-attn 4 is compiled as it is called, which a traced graph cannot hold")
         return tuple(reasons)

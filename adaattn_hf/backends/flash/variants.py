@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ...attention.structure import CallStructure, Segment
-from ..base import Backend, head_refusals, nothing_seen
+from ..base import Backend, head_refusals, nothing_seen, run_refusals
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ class FlashBackend(Backend):
             reasons.append(f"{self.variant.package} was built without float16")
         if spec.need_lse and spec.kind == "ragged":
             reasons.append("the log-sum-exp of packed segments is not put back in place")
+        reasons += run_refusals(spec, "flash-attn's packed kernels")
         if spec.compiling and spec.kind == "ragged":
             reasons.append("the segments of a padded batch cannot be read while a graph is traced")
         return tuple(reasons)

@@ -75,6 +75,10 @@ class TritonBackend(Backend):
             reasons.append("the Triton kernels take no additive bias")
         if spec.kind == "irregular":
             reasons.append("the Triton kernels take no dense mask")
+        if spec.kind == "ragged" and spec.needs_grad and spec.decode and spec.holes is None:
+            reasons.append(
+                "the Triton kernels have no gradient over padding with holes, and nobody has looked whether it has any"
+            )
         if spec.compiling:
             reasons.append("the segments of a call cannot be read while a graph is traced")
         return tuple(reasons)
