@@ -70,10 +70,9 @@ def build(target: Path, extra: Sequence[str] = ()) -> dict[str, object]:
     """
     target.mkdir(parents=True, exist_ok=True)
     report: dict[str, object] = {"built": False, "reason": "", "compiler": "", "levels": []}
-    command = compiler()
     if sys.platform not in ("linux", "darwin"):
         report["reason"] = f"no build for the platform {sys.platform!r}; Linux and macOS have one"
-    elif command is None:
+    elif (command := compiler()) is None:  # a system that has no build is not asked for one
         asked = os.environ.get("CXX")
         where = f"CXX={asked!r} names none" if asked else "none of c++, g++ and clang++ was found"
         report["reason"] = (
