@@ -165,11 +165,13 @@ def _run(
             _generate(network, ids[:1].to(checkpoint.device), decode, longest)
         if padded:
             _padded(network, ids, checkpoint.pad_token(), keywords)
-    lacking = [f"{layer}.{head}" for (layer, head), image in seen.maps.items() if image is None]
-    if lacking:
-        raise UsageError(f"map: got {', '.join(lacking)}, expected layer.head of this model, see the table")
     console = Console(stderr=as_json)
     console.print(str(seen), markup=False, highlight=False, soft_wrap=True)
+    lacking = [f"{layer}.{head}" for (layer, head), image in seen.maps.items() if image is None]
+    if lacking:
+        raise UsageError(
+            f"map: got {', '.join(lacking)}, expected layer.head of this model, see the table above"
+        )
     recorded = {
         "model": checkpoint.name,
         "text": name,

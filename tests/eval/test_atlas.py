@@ -130,3 +130,14 @@ def test_wrong_words_are_refused(
     result = profile(llama, "--data", texts / "plain.txt", *words)
     assert result.exit_code == code, result.output
     assert says in result.output
+
+
+def test_a_head_that_is_not_there_is_refused_below_the_table_of_those_that_are(
+    llama: Path, texts: Path
+) -> None:
+    """The measurement is not thrown away with it, and the error may point to it."""
+    result = profile(llama, "--data", texts / "plain.txt", "--map", "9.0", "--decode", 0)
+    assert result.exit_code == 2, result.output
+    table, _, error = result.output.partition("error: map: got 9.0")
+    assert "entropy" in table
+    assert "see the table above" in error
