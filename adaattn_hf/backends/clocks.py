@@ -73,20 +73,28 @@ def _on_device(calls: Calls, host: bool) -> dict[str, list[float]]:
     writes = dict.fromkeys(calls, _WRITES)
     for names in _rounds(calls):
         for name in names:
-            if host:  # a layer follows another one of its kind, whose code is in the host's caches
-                calls[name]()
+            busy = _host(calls[name]) if host else 0.0
             while True:
-                device, busy, share = _one(calls[name], cold, writes[name])
+                device, share = _device(calls[name], cold, writes[name])
                 if share <= 1 or writes[name] == _MOST_WRITES:
                     break
                 # the device waited for the host: this was not the kernels' time alone
                 writes[name] = min(math.ceil(2 * share * writes[name]), _MOST_WRITES)
-            runs[name].append(max(device, busy if host else 0.0))
+            runs[name].append(max(device, busy))
     return runs
 
 
-def _one(call: Callable[[], Any], cold: torch.Tensor, writes: int) -> tuple[float, float, float]:
-    """Microseconds of a call on the device and on the host, and the host's time per that of the writes."""
+def _host(call: Callable[[], Any]) -> float:
+    """Microseconds that the host is busy with a call, as in a layer behind another one of its kind."""
+    call()  # whose code is in the host's caches then
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    return (time.perf_counter() - started) * 1e6
+
+
+def _device(call: Callable[[], Any], cold: torch.Tensor, writes: int) -> tuple[float, float]:
+    """Microseconds of a call on the device, and the time until the host is done per that of the writes."""
     begin, first, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -94,13 +102,11 @@ def _one(call: Callable[[], Any], cold: torch.Tensor, writes: int) -> tuple[floa
     for _ in range(writes):
         cold.zero_()
     first.record()
-    started = time.perf_counter()
     call()
     ended = time.perf_counter()
     last.record()
     last.synchronize()
-    lead = begin.elapsed_time(first) * 1e-3
-    return first.elapsed_time(last) * 1e3, (ended - started) * 1e6, (ended - began) / lead
+    return first.elapsed_time(last) * 1e3, (ended - began) / (begin.elapsed_time(first) * 1e-3)
 
 
 def quartiles(runs: list[float]) -> tuple[float, float, float]:

@@ -38,3 +38,9 @@ def test_the_hosts_time_counts_only_where_it_is_asked_for() -> None:
 def test_a_host_that_takes_long_does_not_show_in_the_devices_time() -> None:
     """Its kernel waits behind writes that take longer still."""
     assert _medians(False, busy=2e-3)["host"] < 200
+
+
+def test_a_call_that_waits_for_the_device_is_not_charged_the_writes_before_it() -> None:
+    small = torch.ones(16, device="cuda")
+    runs = clock_of("cuda", True)({"waits": lambda: small.sum().item(), "runs ahead": lambda: small.sum()})
+    assert quartiles(runs["waits"])[1] < 1000
