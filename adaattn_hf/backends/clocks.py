@@ -2,7 +2,7 @@
 
 On CUDA the time of a call is the device's, with nothing of it in the L2 cache, or the host's where that is longer.
 The device is kept busy while the host prepares a call, so that neither time holds the other; a run in which the host
-needed longer than that is not counted, unless it always does.
+needed longer than that is made again behind more work, unless no work is enough.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LEAST = 5e-4
 """Seconds of a run, below which a processor repeats the call: clocks are coarse."""
 _COLD_BYTES = 1 << 28
 _WRITES, _MOST_WRITES = 8, 256
-"""Times that so many bytes are written before a call: half a millisecond on the fastest devices, and at the most, for a
-call that waits for the device is never ahead of it."""
+"""Least and most times that so many bytes are written before a call: half a millisecond on the fastest devices is
+enough for most hosts, and a call that waits for the device is never ahead of it."""
 
 
 def clock_of(device: str, host: bool = True) -> Clock:

@@ -66,9 +66,8 @@ class SolverTable:
             prices, risks = _infinite(data["prices"]), _infinite(data["risks"])
             launch = np.array(data["launch"], dtype=np.int64)
             constant = np.array(data["constant"], dtype=float)
-            if (
-                constant.ndim == 1
-            ):  # older reports hold one number a choice or a launch, for all layers and calls
+            if constant.ndim == 1:
+                # older reports hold one number a choice or a launch, for all layers and calls
                 each = constant if len(constant) == len(launch) else constant[launch]
                 constant, kind = each[None, None], np.zeros(len(units), dtype=np.int64)
             else:
