@@ -110,8 +110,11 @@ def measure(
         resume: Continue from the state saved there.
     """
     layers = observe_layers(inputs)
+    # a table that was given may be refused: before the risks, which take long, are measured
+    table = None if prices is None else price_table(inputs, layers, prices)
     state = measure_risks(inputs, layers, directory, resume)
-    table = price_table(inputs, layers, prices)
+    if table is None:
+        table = price_table(inputs, layers)
     settings, choices = inputs.settings, layers.candidates.choices
     steps = settings.decode_tokens if inputs.scoring.generates else 0
     exact_steps = (

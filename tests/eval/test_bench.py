@@ -192,8 +192,8 @@ def test_a_full_disk_is_a_sentence_and_keeps_the_finished_cells(
     )
     output = tmp_path / "out.json"
 
-    def full(path: Path, content: bytes) -> None:
-        if b"causal 30" in content:
+    def full(path: Path, content: bytes | str) -> None:
+        if "causal 30" in str(content):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write_atomically(path, content)
 

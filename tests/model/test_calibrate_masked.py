@@ -614,10 +614,16 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
     plan = adaattn_hf.load_plan(load(AutoModelForMaskedLM, directory))
     assert plan.protocol["scoring"]["maskings"] == 3
     assert plan.protocol["scoring"]["mask_share"] == 0.2
-    # without lengths: the model's positions, for which this table has no prices of its own
-    whole = run_command(
-        str(directory), "--data", str(text[0]), "--families", "bf16", "--prices", str(table), *small
-    )
+    # without lengths: the model's positions, for which this table has no prices
+    again = [str(directory), "--data", str(text[0]), "--families", "bf16", "--prices", str(table), *small]
+    without = run_command(*again)
+    assert without.exit_code == 2, without.output
+    assert "measured at 256 to 256 tokens, expected prices around 512" in without.output
+    assert not list(directory.glob("*.partial*")), "refused before anything is measured"
+    measured = prices()
+    row = measured.prices["prefill"][LENGTH]
+    table.write_text(replace(measured, prices={"prefill": {LENGTH: row, 512: row}}).to_json())
+    whole = run_command(*again)
     assert whole.exit_code in (0, 4), whole.output
     assert json.loads((directory / "adaattn_plan.json").read_text())["lengths"] == [512]
 
