@@ -16,10 +16,7 @@ from adaattn_hf.attention.blocks import picked_blocks
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.choice.launch import chosen_bits, lists_of
-from adaattn_hf.backends.triton.blocks import lists_tile
-from adaattn_hf.backends.triton.sizes import padded
-from adaattn_hf.backends.triton.tables import work_of
+from adaattn_hf.backends.triton.blocks import walk_of
 
 from .measure import (
     DEVICE,
@@ -284,19 +281,13 @@ def kept_request(n: int, block: int) -> tuple[AttentionRequest, float]:
 
 def walked_share(r: AttentionRequest) -> tuple[float, float]:
     """What the Triton kernel reads where rows keep blocks: its share of the causal pairs, and of that the masked."""
-    assert r.per_head is not None
-    block, segments, q_len = r.per_head.block, r.structure.segments(), r.structure.q_len
+    rules, segments, q_len = r.per_head, r.structure.segments(), r.structure.q_len
+    assert rules is not None
     assert segments is not None
-    tile = lists_tile(padded(r.query.shape[3]), block)
-    edges = tile.rows, tile.columns
-    work = work_of("queries", r.structure, segments, None, r.key.shape[1], edges, r.query.device, silent=True)
-    lists = lists_of(
-        chosen_bits(r, r.per_head, segments), work.segments, work.entries, None, causal=True, rows=tile.rows,
-        block=block, blocks=-(-r.key.shape[2] // block),
-    )  # fmt: skip
-    some, every = (float(count.sum()) for count in (lists.some_n, lists.every_n))
+    walk = walk_of(r, rules, segments, None)
+    some, every = (float(count.sum()) for count in (walk.lists.some_n, walk.lists.every_n))
     pairs = r.key.shape[1] * q_len * (q_len + 1) / 2
-    return (some + every) * tile.rows * block / pairs, some / (some + every)
+    return (some + every) * walk.tile.rows * rules.block / pairs, some / (some + every)
 
 
 def blocks(section: Section) -> None:

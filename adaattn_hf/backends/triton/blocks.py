@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...attention.heads import HeadRules
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import Segment
-from ..choice.launch import chosen_bits, lists_of, windows_beside
+from ..choice.launch import Lists, chosen_bits, lists_of, windows_beside
 from ..windows import HeadWindows
 from .kept import over_lists
 from .prefill import blank, bulk_of
 from .sizes import Tile, padded, scale_of
-from .tables import MOST_ENTRIES, work_of
+from .tables import MOST_ENTRIES, Work, work_of
 
 _BULK_EDGES = True
 """As in `prefill`."""
@@ -29,7 +31,8 @@ def attend_blocks(
         ValueError: More blocks than a row's weights can be held for.
     """
     query, key, value, structure = request.query, request.key, request.value, request.structure
-    bits = chosen_bits(request, rules, segments)
+    shown = windows_beside(rules, windows)
+    bits, tile, work, lists, blocks = walk_of(request, rules, segments, shown)
     if request.scaling < 0:
         query = -query
     heads, dim, kv_heads, value_dim, block = (
@@ -41,16 +44,6 @@ def attend_blocks(
     )
     pad, value_pad, causal = padded(dim), padded(value_dim), structure.causal
     out, lse = blank(request, request.need_lse)
-    tile = lists_tile(max(pad, value_pad), block)
-    shown = windows_beside(rules, windows)
-    work = work_of(
-        "queries", structure, segments, shown, kv_heads, (tile.rows, tile.columns), query.device, silent=True
-    )
-    blocks = -(-key.shape[2] // block)
-    lists = lists_of(
-        bits, work.segments, work.entries, work.rules if shown else None,
-        causal=causal, rows=tile.rows, block=block, blocks=blocks,
-    )  # fmt: skip
     k_bulk, v_bulk = bulk_of(key, tile.columns), bulk_of(value, tile.columns)
     bulk = k_bulk is not None and v_bulk is not None
     ends = all(s.k_len % block == 0 or s.k_start + s.k_len == key.shape[2] for s in segments)
@@ -69,6 +62,41 @@ def attend_blocks(
             BLOCK_N=tile.columns, PIECES=block // tile.columns, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return AttentionResult(out, lse)
+
+
+class Walk(NamedTuple):
+    """What each tile of rows reads: the bitmap of rows, sizes of a tile, work table, lists, most blocks of a list."""
+
+    bits: Tensor
+    tile: Tile
+    work: Work
+    lists: Lists
+    blocks: int
+
+
+def walk_of(
+    request: AttentionRequest, rules: HeadRules, segments: Sequence[Segment], windows: HeadWindows | None
+) -> Walk:
+    """Chooses the blocks of every row and lists them by tile; `windows` are those of `windows_beside`."""
+    key, structure, block = request.key, request.structure, rules.block
+    bits = chosen_bits(request, rules, segments)
+    tile = lists_tile(max(padded(request.query.shape[3]), padded(request.value.shape[3])), block)
+    work = work_of(
+        "queries",
+        structure,
+        segments,
+        windows,
+        key.shape[1],
+        (tile.rows, tile.columns),
+        key.device,
+        silent=True,
+    )
+    blocks = -(-key.shape[2] // block)
+    lists = lists_of(
+        bits, work.segments, work.entries, work.rules if windows else None,
+        causal=structure.causal, rows=tile.rows, block=block, blocks=blocks,
+    )  # fmt: skip
+    return Walk(bits, tile, work, lists, blocks)
 
 
 def lists_tile(pad: int, block: int) -> Tile:

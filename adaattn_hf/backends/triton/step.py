@@ -22,8 +22,8 @@ from .tables import shares_of
 launch_step = Launcher(decode)
 launch_step_over_codes = Launcher(decode_codes)
 
-# Places of the sequences' rows and of the entries among the arguments of both kernels.
-_ROWS, _ENTRIES = 8, 11
+# Place of the sequences' rows among the arguments of both kernels.
+_ROWS = 8
 
 # Programs per multiprocessor that a step is shared out among, and the fewest keys that one of them reads. Over values
 # of 4 bits of many heads there are more: those take less of its shared memory. Of few heads the one program that puts
@@ -104,12 +104,13 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
         "BLOCK_N": tile.columns, "HEADS": member_heads, "CHUNK": max(1, min(16, 8192 // (member_heads * pad_v))),
         "SINGLE": most == 1, "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
     }  # fmt: skip
+    grid = (entries.shape[0], sequences)
     # what comes from elsewhere and may begin at any address
     ordinary = sink is None and real is None and isinstance(offset, int) and query.is_cuda
     kind = query.dtype, key.dtype, value.dtype, query.stride(), key.stride(), value.stride(), kv_heads
     if stored is None:
         kinds: Hashable = kind if ordinary and aligned(query, key, value) else None
-        _launched(launch_step, sequences, common, fixed, kinds)
+        _launched(launch_step, grid, common, fixed, kinds)
         return AttentionResult(out, lse)
     mean, first, scales = stored.key_mean, stored.first_key, (stored.key_scale, stored.value_scale)
     strides = *scales[0].stride(), *scales[1].stride()
@@ -123,17 +124,21 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
     record = *scales, query if mean is None else mean, query if first is None else first
     ordinary = ordinary and aligned(query, key, value, *record)
     kinds = (*kind, *strides, *(tensor.dtype for tensor in record)) if ordinary else None
-    _launched(launch_step_over_codes, sequences, (*common, *record, *strides), fixed, kinds)
+    _launched(launch_step_over_codes, grid, (*common, *record, *strides), fixed, kinds)
     return AttentionResult(out, lse)
 
 
 def _launched(
-    launch: Launcher, sequences: int, arguments: tuple[Any, ...], fixed: dict[str, Any], kind: Hashable | None
+    launch: Launcher,
+    grid: tuple[int, int],
+    arguments: tuple[Any, ...],
+    fixed: dict[str, Any],
+    kind: Hashable | None,
 ) -> None:
     """One launch, or one for each part of the table of very many sequences."""
-    programs = len(arguments[_ENTRIES])
+    programs, sequences = grid
     if sequences <= GRID:
-        launch((programs, sequences), arguments, fixed, kind)
+        launch(grid, arguments, fixed, kind)
         return
     before, rows, behind = arguments[:_ROWS], arguments[_ROWS], arguments[_ROWS + 1 :]
     for part in rows.split(GRID):
