@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 from collections.abc import Callable
@@ -69,6 +70,13 @@ def seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def bulk_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton kernels have the copy engine bring the tiles of calls of any size."""
+    if importlib.util.find_spec("triton") is not None:
+        monkeypatch.setattr("adaattn_hf.backends.triton.prefill._LEAST_PRODUCTS", 0)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adaattn_hf.backends.triton.prefill import bulk_of
+from adaattn_hf.backends.triton.bulk import bulk_of
 from adaattn_hf.backends.triton.steps import columns_of, rows_of, step_of_all, visible
 
 from .measure import DEVICE, DIM, DTYPE, HEADS, KV_HEADS, ON_CUDA, Cell, Section, draw, length, microseconds

@@ -56,25 +56,35 @@ FORWARD = [
 
 
 @contextmanager
-def _instead(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value of a module's name inside the block."""
+def _instead(module: Any, name: str, value: Any, structure: CallStructure | None = None) -> Iterator[None]:
+    """Another value of a module's name inside the block; what `structure` remembers of another value is dropped."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:
+        if structure is not None:
+            structure._memo.clear()
         yield
     finally:
         setattr(module, name, before)
+        if structure is not None:
+            structure._memo.clear()
 
 
 def _each(
-    row: Cell, module: Any, name: str, choices: list[Any], call: Callable[[], Any], as_is: bool = False
+    row: Cell,
+    module: Any,
+    name: str,
+    choices: list[Any],
+    call: Callable[[], Any],
+    as_is: bool = False,
+    structure: CallStructure | None = None,
 ) -> None:
     """Times of a call under each choice; one that the device cannot hold is noted."""
     row["as it is"] = microseconds(call, 30)
     for choice in choices[:TRIED]:
         shown = "/".join(map(str, choice)) if isinstance(choice, tuple) else str(choice)
         try:
-            with _instead(module, name, choice if as_is else lambda *_, c=choice: c):
+            with _instead(module, name, choice if as_is else lambda *_, c=choice: c, structure):
                 row[shown] = microseconds(call, 30)
         except FAILURES as error:
             row.setdefault("refused", {})[shown] = said(error)
@@ -113,9 +123,9 @@ def variants(section: Section) -> None:
             r = request(s, rules, heads=heads, kv_heads=heads if heads == 16 and HEADS != 16 else 8, dim=dim)
             if s.plain and rules is None:
                 row["FLOP"] = 2.0 * s.batch * heads * s.q_len * s.q_len * dim
-            _each(row, prefill, "forward_tile", FORWARD, by("triton", r))
+            _each(row, prefill, "forward_tile", FORWARD, by("triton", r), structure=s)
             if not s.plain or rules is not None:
-                with _instead(prefill, "_BULK_EDGES", False):
+                with _instead(prefill, "_BULK_EDGES", False, s):
                     row["edges without the copy engine"] = microseconds(by("triton", r), 30)
 
         section.add(name, cell)

@@ -26,7 +26,7 @@ from adaattn_hf.cli.classes import grid
 
 from ..support.operators import NamedOperators
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("bulk_always")]
 
 LENGTH = 193
 

@@ -21,7 +21,7 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.choice import launch as choice
-from adaattn_hf.backends.triton import blocks, launch, prefill, step, training
+from adaattn_hf.backends.triton import blocks, bulk, launch, prefill, step, training
 from adaattn_hf.calibration.over_codes import over_codes
 
 NAMES = {
@@ -79,7 +79,8 @@ def replace_kernels(capability: int) -> None:
         for name, one in list(vars(module).items()):
             if isinstance(one, triton.runtime.JITFunction) or hasattr(one, "_kernel"):
                 setattr(module, name, Compiled(one, capability))
-    vars(prefill)["_copies_tiles"] = lambda device: capability >= 90
+    vars(prefill)["_LEAST_PRODUCTS"] = 0
+    vars(bulk)["_copies_tiles"] = lambda device: capability >= 90
 
 
 def call(queries: int, keys: int, rules: HeadRules | None = None, grad: bool = False) -> AttentionRequest:

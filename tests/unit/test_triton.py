@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -24,6 +25,8 @@ interpreted = pytest.mark.skipif(
     OLD or torch.cuda.is_available(),
     reason="needs triton 3.7, whose interpreter knows NumPy 2, and no CUDA device: there the kernels are compiled",
 )
+
+pytestmark = pytest.mark.usefixtures("bulk_always")
 
 N = 70
 LEFT = torch.ones(2, N, dtype=torch.bool)
@@ -142,6 +145,52 @@ def test_many_shares_are_merged(launch: Any) -> None:
     )
     out = launch(request).out
     torch.testing.assert_close(out.double(), reference.attention(request).out, atol=4e-6, rtol=0)
+
+
+@interpreted
+def test_calls_over_one_structure_may_differ(launch: Any) -> None:
+    """What is remembered with a structure belongs to the sizes, strides and numbers of the call that made it."""
+    structure = CallStructure(2, N, N, causal=True)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    calls = [
+        make(structure, 4, 2, 32, 32),
+        make(structure, 4, 4, 32, 64),
+        make(structure, 4, 2, 32, 32, softcap=1.5),
+        make(structure, 4, 2, 32, 32, sink_logits=sinks),
+        replace(make(structure, 4, 2, 32, 32), scaling=0.7),
+        replace(make(structure, 4, 2, 32, 32), scaling=-0.7),
+        make(structure, 4, 2, 32, 32, need_lse=False),
+    ]
+    for one in (*calls, *calls):
+        result, truth = launch(one), reference.attention(one)
+        torch.testing.assert_close(result.out.double(), truth.out, atol=4e-3, rtol=0)
+        assert (result.lse is not None) == one.need_lse
+
+
+@interpreted
+@pytest.mark.parametrize("least", [0, 10**7])
+def test_small_calls_are_not_described_to_the_copy_engine(
+    launch: Any, monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    """The host takes longer to describe keys and values than small calls gain."""
+    from adaattn_hf.backends.triton import prefill
+
+    seen: list[tuple[bool, bool]] = []
+    real = prefill.launch_forward
+
+    def noted(grid: tuple[int, int], arguments: tuple[Any, ...], constants: Any, kind: Any) -> None:
+        seen.append((constants["BULK"], isinstance(arguments[3], Tensor)))
+        real(grid, arguments, constants, kind)
+
+    monkeypatch.setattr(prefill, "launch_forward", noted)
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
+    for length in (70, 500):
+        call = make(CallStructure(1, length, length, causal=True), 4, 2, 32, 32)
+        torch.testing.assert_close(
+            launch(call).out.double(), reference.attention(call).out, atol=4e-3, rtol=0
+        )
+    # 4 heads, 500 queries of 250 keys in the middle and 64 channels are 3e7 products, 70 queries 6e5
+    assert seen == [(not least, bool(least)), (True, False)]
 
 
 @interpreted

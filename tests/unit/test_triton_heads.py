@@ -14,6 +14,8 @@ from adaattn_hf.attention.structure import CallStructure
 from ..support.head_rules import rules
 from .test_triton import STRUCTURES, interpreted, make
 
+pytestmark = pytest.mark.usefixtures("bulk_always")
+
 LONG = CallStructure(1, 3000, 3000, causal=True)
 STEP = CallStructure(3, 1, 3000, causal=True, q_offset=2999)
 RULES = {

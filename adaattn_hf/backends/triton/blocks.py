@@ -13,8 +13,9 @@ from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import Segment
 from ..choice.launch import Lists, chosen_bits, lists_of, windows_beside
 from ..windows import HeadWindows
+from .bulk import bulk_of
 from .kept import over_lists
-from .prefill import blank, bulk_of
+from .prefill import blank
 from .sizes import Tile, padded, scale_of
 from .tables import MOST_ENTRIES, Work, work_of
 

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import Segment
-from ..capability import capability
 from ..windows import HeadWindows
 from .again import Launcher, aligned
+from .bulk import bulk_form, described
 from .forward import forward
 from .sizes import Tile, padded, scale_of
-from .tables import work_of
+from .tables import Work, work_of
 
 launch_forward = Launcher(forward)
 
 # Whether the copy engine brings tiles at the edges of what queries see, where it can.
 _BULK_EDGES = True
+# Products of numbers from which on a call has the copy engine bring its tiles. Smaller calls gain less by it (at most
+# 5 us on an H200, at 4e9 to 1e10) than the host takes to describe keys and values (some 15 us).
+_LEAST_PRODUCTS = 1 << 33
 
 
 def blank(request: AttentionRequest, need_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -46,45 +47,66 @@ def forward_tile(pad: int, windows: bool) -> Tile:
     return Tile(64, 32, 4, 2)
 
 
-@functools.cache
-def _descriptors() -> Any:
-    """Triton's tensor descriptors, None in versions that have none."""
-    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
-        return None
-    from triton.tools.tensor_descriptor import TensorDescriptor
+class Form(NamedTuple):
+    """What calls of one shape over one structure share: all of a launch but addresses.
 
-    return TensorDescriptor
-
-
-@functools.cache
-def _copies_tiles(device: torch.device) -> bool:
-    """Whether the device has an engine that copies tiles (Hopper and later)."""
-    facts = capability(device) if device.type == "cuda" else None
-    return device.type != "cuda" or (facts is not None and facts.tiles)
-
-
-def bulk_of(tensor: Tensor, rows: int, columns: int | None = None) -> Any:
-    """A descriptor of tiles `[1, 1, rows, columns]` of a tensor, None where the copy engine cannot take them.
-
-    Args:
-        tensor: `[batch, heads, length, width]`.
-        rows: Of a tile.
-        columns: Of a tile; all of them when absent.
+    Attributes:
+        work: Work tables.
+        rest: The kernel's arguments behind its work table: strides and numbers.
+        constants: Its constants and the compiler's options, without the copy engine and with it.
+        kind: What its compiled variant depends on beside them.
+        bulk: Of `bulk_form` for keys and values, None where the copy engine cannot bring them, or need not.
     """
-    width = tensor.shape[3]
-    size = tensor.element_size()
-    if (
-        size != 2
-        or width != padded(width)
-        or width < 32
-        or _descriptors() is None
-        or not _copies_tiles(tensor.device)
-    ):
-        return None
-    strides = tensor.stride()
-    if strides[3] != 1 or any(s * size % 16 or not s for s in strides[:3]) or tensor.data_ptr() % 16:
-        return None
-    return _descriptors()(tensor, list(tensor.shape), list(strides), [1, 1, rows, columns or width])
+
+    work: Work
+    rest: tuple[Any, ...]
+    constants: tuple[dict[str, Any], dict[str, Any]]
+    kind: Hashable
+    bulk: tuple[Any, Any] | None
+
+
+def _form_of(
+    request: AttentionRequest,
+    query: Tensor,
+    segments: Sequence[Segment],
+    windows: HeadWindows | None,
+    made: tuple[Tensor, Tensor | None],
+) -> Form:
+    """The form of a call: one for each kind of shapes, strides and numbers with which a structure is met."""
+    key, value, structure, (out, lse) = request.key, request.value, request.structure, made
+    sink, cap = request.sink_logits is not None, request.softcap
+    strides = query.stride(), key.stride(), value.stride()
+    known = (
+        "prefill", windows, query.shape, value.shape, strides, query.dtype, query.device, lse is None, sink, cap,
+        request.scaling,
+    )  # fmt: skip
+
+    def make() -> Form:
+        heads, dim, kv_heads, value_dim = query.shape[1], query.shape[3], key.shape[1], value.shape[3]
+        tile = forward_tile(max(padded(dim), padded(value_dim)), windows is not None)
+        blocks, groups = (tile.rows, tile.columns), heads // kv_heads
+        work = work_of("queries", structure, segments, windows, kv_heads, blocks, query.device, silent=True)
+        rest = (
+            work.rules, *query.stride(), *key.stride(), *value.stride(), *out.stride(),
+            *(lse.stride()[:2] if lse is not None else (0, 0)), abs(scale_of(request.scaling, cap)), float(cap or 0.0),
+        )  # fmt: skip
+        facts: dict[str, Any] = {
+            "GROUPS": groups, "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim),
+            "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": cap is not None, "HAS_SINK": sink,
+            "HAS_LSE": lse is not None, "BULK": False, "EDGES": False, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
+            "num_warps": tile.warps, "num_stages": tile.stages,
+        }  # fmt: skip
+        constants = facts, {**facts, "BULK": True, "EDGES": work.ends and _BULK_EDGES}
+        kind = (
+            query.dtype, *strides, out.stride(), None if lse is None else lse.stride(), aligned(work.entries),
+            aligned(work.rules),
+        )  # fmt: skip
+        products = work.read * tile.rows * groups * (dim + value_dim)
+        forms = bulk_form(key, tile.columns), bulk_form(value, tile.columns)
+        bulk = None if None in forms or products < _LEAST_PRODUCTS else forms
+        return Form(work, rest, constants, kind, bulk)
+
+    return structure.cached(known, make)
 
 
 def attend_forward(
@@ -94,48 +116,20 @@ def attend_forward(
     keep_lse: bool = False,
 ) -> AttentionResult:
     """One launch over all segments and heads; `keep_lse` makes the log-sum-exp for the backward pass."""
-    query, key, value, structure = request.query, request.key, request.value, request.structure
+    query, key, value, sink = request.query, request.key, request.value, request.sink_logits
     if request.scaling < 0:
         query = -query  # the kernels take the largest score by the largest product
-    heads, dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
     out, lse = blank(request, request.need_lse or keep_lse)
-    tile = forward_tile(max(padded(dim), padded(value_dim)), windows is not None)
-    kv_heads = key.shape[1]
-    work = work_of(
-        "queries",
-        structure,
-        segments,
-        windows,
-        kv_heads,
-        (tile.rows, tile.columns),
-        query.device,
-        silent=True,
-    )
-    sink = request.sink_logits
-    k_bulk, v_bulk = bulk_of(key, tile.columns), bulk_of(value, tile.columns)
-    bulk = k_bulk is not None and v_bulk is not None
+    form = _form_of(request, query, segments, windows, (out, lse))
+    even, k_bulk, v_bulk = aligned(query, key, value), key, value
+    if bulk := even and form.bulk is not None:
+        k_bulk, v_bulk = described(form.bulk[0], key), described(form.bulk[1], value)
     tensors = (
-        query, key, value, k_bulk if bulk else key, v_bulk if bulk else value, out, lse if lse is not None else out,
-        sink if sink is not None else out, work.segments,
+        query, key, value, k_bulk, v_bulk, out, lse if lse is not None else out, sink if sink is not None else out,
+        form.work.segments,
     )  # fmt: skip
-    rest = (
-        work.rules, *query.stride(), *key.stride(), *value.stride(), *out.stride(),
-        *(lse.stride()[:2] if lse is not None else (0, 0)),
-        abs(scale_of(request.scaling, request.softcap)), float(request.softcap or 0.0),
-    )  # fmt: skip
-    constants = {
-        "GROUPS": heads // kv_heads, "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim),
-        "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": request.softcap is not None,
-        "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "BULK": bulk,
-        "EDGES": bulk and work.ends and _BULK_EDGES, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
-        "num_warps": tile.warps, "num_stages": tile.stages,
-    }  # fmt: skip
-    kind = None
-    if query.is_cuda and sink is None and aligned(query, key, value):
-        kind = (
-            query.dtype, key.dtype, value.dtype, query.stride(), key.stride(), value.stride(), out.stride(),
-            None if lse is None else lse.stride(), aligned(work.entries), aligned(work.rules),
-        )  # fmt: skip
-    for entries in work.launches():
-        launch_forward((heads // kv_heads, entries.shape[0]), (*tensors, entries, *rest), constants, kind)
+    kind = form.kind if even and sink is None and query.is_cuda else None
+    heads = query.shape[1] // key.shape[1]
+    for entries in form.work.launches():
+        launch_forward((heads, len(entries)), (*tensors, entries, *form.rest), form.constants[bulk], kind)
     return AttentionResult(out, lse)

@@ -32,12 +32,14 @@ class Work(NamedTuple):
         entries: int32 `[entries, 3]`: segment, first row, key/value head; those with most to do come first.
         rules: int32 `[kv_heads, 2]`, window and sinks; the entries where no head has a window.
         ends: Whether every segment's keys end with one of their tiles or with the tensor.
+        read: What all entries read, in keys for blocks of queries and in queries for blocks of keys.
     """
 
     segments: Tensor
     entries: Tensor
     rules: Tensor
     ends: bool
+    read: int
 
     def launches(self) -> tuple[Tensor, ...]:
         """The entries of each launch: of more than one for very many documents alone."""
@@ -74,7 +76,7 @@ def work_of(
             (key, structure.causal, structure.kv_len, runs),
             lambda: _placed(
                 np.array(runs, dtype=np.int32).reshape(-1, 6),
-                _entries(of == "queries", structure.causal, runs, windows, kv_heads, blocks),
+                *_entries(of == "queries", structure.causal, runs, windows, kv_heads, blocks),
                 windows,
                 all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == structure.kv_len for s in runs),
                 device,
@@ -100,6 +102,7 @@ def _silent(structure: CallStructure, segments: Sequence[Segment]) -> list[Segme
 def _placed(
     segments: NDArray[np.int32],
     entries: NDArray[np.int32],
+    read: int,
     windows: HeadWindows | None,
     ends: bool,
     device: torch.device,
@@ -109,7 +112,7 @@ def _placed(
     parts = [segments.ravel(), entries.ravel(), rules]
     table = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
     a, b, c = table.split([len(part) for part in parts])
-    return Work(a.view(-1, 6), b.view(-1, 3), c.view(-1, 2) if windows else b, ends)
+    return Work(a.view(-1, 6), b.view(-1, 3), c.view(-1, 2) if windows else b, ends, read)
 
 
 def _tiles(lengths: NDArray[np.int64], block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -127,8 +130,8 @@ def _entries(
     windows: HeadWindows | None,
     kv_heads: int,
     blocks: tuple[int, int],
-) -> NDArray[np.int32]:
-    """The entries of blocks of queries or of keys, each with what it costs its head."""
+) -> tuple[NDArray[np.int32], int]:
+    """The entries of blocks of queries or of keys, and what all of them read."""
     table = np.array(segments, dtype=np.int64).reshape(-1, 6)
     block = blocks[0] if queries else blocks[1]
     segment, first = _tiles(table[:, 2 if queries else 4], block)
@@ -144,7 +147,7 @@ def _entries(
             start = np.maximum(first - offset - (0 if causal else window - 1), 0)
             stop = np.where(first < sinks, q_len, np.minimum(q_len, last + window - offset))
             costs.append(np.maximum(stop - start, 0))
-    return _longest_first(segment, first, costs)
+    return _longest_first(segment, first, costs), int(sum(cost.sum() for cost in costs))
 
 
 _RANKS = 16

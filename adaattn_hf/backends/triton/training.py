@@ -14,7 +14,8 @@ from ...attention.structure import CallStructure, Segment
 from ..first_order import first_order
 from ..windows import HeadWindows
 from .backward import of_keys, of_queries, prepare
-from .prefill import attend_forward, bulk_of
+from .bulk import bulk_of
+from .prefill import attend_forward
 from .sizes import Tile, padded, scale_of
 from .tables import work_of
 

@@ -1,0 +1,64 @@
+"""Descriptors of tiles, by which the copy engine of Hopper and later devices brings keys and values."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..capability import capability
+from .sizes import padded
+
+
+@functools.cache
+def _descriptors() -> Any:
+    """Triton's tensor descriptors, None in versions that have none."""
+    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor
+
+
+@functools.cache
+def _copies_tiles(device: torch.device) -> bool:
+    """Whether the device has an engine that copies tiles (Hopper and later)."""
+    facts = capability(device) if device.type == "cuda" else None
+    return device.type != "cuda" or (facts is not None and facts.tiles)
+
+
+def bulk_of(tensor: Tensor, rows: int, columns: int | None = None) -> Any:
+    """A descriptor of tiles `[1, 1, rows, columns]` of a tensor, None where the copy engine cannot take them.
+
+    Args:
+        tensor: `[batch, heads, length, width]`.
+        rows: Of a tile.
+        columns: Of a tile; all of them when absent.
+    """
+    form = bulk_form(tensor, rows, columns)
+    return None if form is None or tensor.data_ptr() % 16 else described(form, tensor)
+
+
+def bulk_form(tensor: Tensor, rows: int, columns: int | None = None) -> dict[str, Any] | None:
+    """What a descriptor says of all tensors of a shape, strides and dtype; None where the engine cannot take them."""
+    width, size, strides = tensor.shape[3], tensor.element_size(), tensor.stride()
+    if size != 2 or width != padded(width) or width < 32:
+        return None
+    if _descriptors() is None or not _copies_tiles(tensor.device):
+        return None
+    if strides[3] != 1 or any(s * size % 16 or not s for s in strides[:3]):
+        return None
+    # of a tensor of no bytes that begins at 0: the checks of Triton ask for addresses that are multiples of 16
+    place = torch.empty(0, dtype=tensor.dtype)
+    made = _descriptors()(place, list(tensor.shape), list(strides), [1, 1, rows, columns or width])
+    return {name: value for name, value in vars(made).items() if name != "base"}
+
+
+def described(form: dict[str, Any], tensor: Tensor) -> Any:
+    """A descriptor of a tensor of `bulk_form`, which begins at a multiple of 16 bytes: Triton's checks are slow."""
+    made = object.__new__(_descriptors())
+    made.__dict__.update(form, base=tensor)
+    return made
