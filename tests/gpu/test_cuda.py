@@ -496,5 +496,10 @@ def test_every_class_of_calls_can_be_measured(kind: str, gradient: bool) -> None
     cell = cell._replace(gradient=gradient)
     assert {cell_of(spec_of(asked)) for asked in probes("cuda", cell, blank=True)} == {cell}
     times = measure("cuda", cell)
+    if gradient and kind == "padded step":
+        assert not times, (
+            "nobody looks whether the padding of a step has holes: one backend serves it, none competes"
+        )
+        return
     assert {"sdpa", "triton"} <= set(times)
     assert all(0 < low <= middle <= high for spreads in times.values() for low, middle, high in spreads)

@@ -52,7 +52,7 @@ def bulk_form(tensor: Tensor, rows: int, columns: int | None = None) -> dict[str
     if strides[3] != 1 or any(s * size % 16 or not s for s in strides[:3]):
         return None
     # of a tensor of no bytes that begins at 0: the checks of Triton ask for addresses that are multiples of 16
-    place = torch.empty(0, dtype=tensor.dtype)
+    place = torch.empty(0, dtype=tensor.dtype, device="cpu")
     made = _descriptors()(place, list(tensor.shape), list(strides), [1, 1, rows, columns or width])
     return {name: value for name, value in vars(made).items() if name != "base"}
 
