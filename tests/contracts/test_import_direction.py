@@ -40,6 +40,7 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
         "choice",
         "clocks",
         "first_order",
+        "launcher",
         "probes",
         "remembered",
         "sinks",

@@ -54,6 +54,9 @@ class Compiled:
         for name, value in constants.items():
             if name in names:
                 signature[name], fixed[(names.index(name),)] = "constexpr", value
+        behind = set(names[len(arguments) :])
+        if not behind <= set(constants):  # a launch without Triton passes them by their place
+            raise TypeError(f"{self.kernel.__name__}: {sorted(behind - set(constants))} are no constants")
         options = {name: constants[name] for name in OPTIONS if constants.get(name) is not None}
         source = ASTSource(self.kernel, signature, fixed, facts)
         made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)

@@ -13,8 +13,11 @@ from ...attention.heads import HeadRules
 from ...attention.request import AttentionRequest
 from ...attention.segments import Segment
 from ..capability import GRID
+from ..launcher import Launcher, kind_of
 from ..windows import ALL, HeadWindows
 from .kernels import choose, listing, pool
+
+launch_pool, launch_choose, launch_listing = Launcher(pool), Launcher(choose), Launcher(listing)
 
 _STEPS = 14
 """Halvings of the range in which the logarithm of a row's least kept weight lies."""
@@ -59,19 +62,23 @@ def chosen_bits(request: AttentionRequest, rules: HeadRules, segments: Sequence[
     masses, longest = _masses(rules, device), max(s.q_len for s in segments)
     for runs in all_runs.split(GRID):
         pooled = key.new_empty((2, len(runs), kv_heads, blocks, pad))
-        pool[(blocks, kv_heads, len(runs))](
-            key, pooled, runs, *key.stride(), blocks, DIM=dim, PAD=pad, BLOCK=block, num_warps=4
-        )
+        asked = key, pooled, runs, *key.stride(), blocks
+        facts = {"DIM": dim, "PAD": pad, "BLOCK": block, "num_warps": 4}
+        launch_pool((blocks, kv_heads, len(runs)), asked, facts, kind_of(asked))
         width, least = min(widest, _NARROWEST) if structure.causal else widest, -1
         while width <= widest:
             rows, warps, stages = choice_tile(width)
             part = pad if pad * width <= _STAYING else max(16, _PART // width)
-            choose[(-(-longest // rows), kv_heads, len(runs))](
+            of_rows = (
                 query, pooled, bits, runs, masses, *query.stride(), blocks, batch, q_len, widest // 32,
-                abs(request.scaling), request.softcap or 0.0, GROUPS=heads // kv_heads, DIM=dim, PAD=pad,
-                PART=min(pad, part), CAUSAL=structure.causal, HAS_CAP=request.softcap is not None, ROWS=rows,
-                LEAST=least, WIDTH=width, BLOCK=block, STEPS=_STEPS, num_warps=warps, num_stages=stages,
+                abs(request.scaling), request.softcap or 0.0,
             )  # fmt: skip
+            facts = {
+                "GROUPS": heads // kv_heads, "DIM": dim, "PAD": pad, "PART": min(pad, part), "CAUSAL": structure.causal,
+                "HAS_CAP": request.softcap is not None, "ROWS": rows, "LEAST": least, "WIDTH": width, "BLOCK": block,
+                "STEPS": _STEPS, "num_warps": warps, "num_stages": stages,
+            }  # fmt: skip
+            launch_choose((-(-longest // rows), kv_heads, len(runs)), of_rows, facts, kind_of(of_rows))
             least, width = width, 2 * width
     return bits
 
@@ -132,11 +139,12 @@ def lists_of(
     entries = work.shape[0]
     shape = (entries * copies,)
     made = Lists(*(bits.new_empty(s) for s in ((*shape, blocks), shape) * 2))
-    listing[(entries,)](
-        bits, *made, runs, work, work if windows is None else windows, batch, q_len, words, blocks, tiles,
-        CAUSAL=causal, WINDOW=windows is not None, COPIES=copies, BLOCK_M=rows, WIDTH=32 * words, BLOCK=block,
-        num_warps=4,
-    )  # fmt: skip
+    asked = bits, *made, runs, work, work if windows is None else windows, batch, q_len, words, blocks, tiles
+    facts = {
+        "CAUSAL": causal, "WINDOW": windows is not None, "COPIES": copies, "BLOCK_M": rows, "WIDTH": 32 * words,
+        "BLOCK": block, "num_warps": 4,
+    }  # fmt: skip
+    launch_listing((entries,), asked, facts, kind_of(asked))
     return made
 
 

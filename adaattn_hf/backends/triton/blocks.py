@@ -12,12 +12,15 @@ from ...attention.heads import HeadRules
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import Segment
 from ..choice.launch import Lists, chosen_bits, lists_of, windows_beside
+from ..launcher import Launcher, kind_of
 from ..windows import HeadWindows
 from .bulk import bulk_of
 from .kept import over_lists
 from .prefill import blank
 from .sizes import Tile, padded, scale_of
 from .tables import MOST_ENTRIES, Work, work_of
+
+launch_over_lists = Launcher(over_lists)
 
 _BULK_EDGES = True
 """As in `prefill`."""
@@ -49,19 +52,22 @@ def attend_blocks(
     bulk = k_bulk is not None and v_bulk is not None
     ends = all(s.k_len % block == 0 or s.k_start + s.k_len == key.shape[2] for s in segments)
     sink = request.sink_logits
+    facts = {
+        "GROUPS": heads // kv_heads, "DIM": dim, "DIM_V": value_dim, "PAD": pad, "PAD_V": value_pad, "CAUSAL": causal,
+        "WINDOW": shown is not None, "HAS_CAP": request.softcap is not None, "HAS_SINK": sink is not None,
+        "HAS_LSE": lse is not None, "BULK": bulk, "EDGES": bulk and ends and _BULK_EDGES, "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns, "PIECES": block // tile.columns, "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
     for entries, *its_lists in zip(work.launches(), *(t.split(MOST_ENTRIES) for t in lists), strict=True):
-        over_lists[(heads // kv_heads, entries.shape[0])](
+        asked = (
             query, key, value, k_bulk if bulk else key, v_bulk if bulk else value, out,
             lse if lse is not None else out, sink if sink is not None else out, bits.view(torch.int8), *its_lists,
             work.segments, entries, work.rules,
             *query.stride(), *key.stride(), *value.stride(), *out.stride(),
             *(lse.stride()[:2] if lse is not None else (0, 0)), *bits.shape[1:], blocks,
             abs(scale_of(request.scaling, request.softcap)), request.softcap or 0.0,
-            GROUPS=heads // kv_heads, DIM=dim, DIM_V=value_dim, PAD=pad, PAD_V=value_pad, CAUSAL=causal,
-            WINDOW=shown is not None, HAS_CAP=request.softcap is not None, HAS_SINK=sink is not None,
-            HAS_LSE=lse is not None, BULK=bulk, EDGES=bulk and ends and _BULK_EDGES, BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns, PIECES=block // tile.columns, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+        launch_over_lists((heads // kv_heads, len(entries)), asked, facts, kind_of(asked))
     return AttentionResult(out, lse)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import Segment
+from ..launcher import Launcher, aligned
 from ..windows import HeadWindows
-from .again import Launcher, aligned
 from .bulk import bulk_form, described
 from .forward import forward
 from .sizes import Tile, padded, scale_of

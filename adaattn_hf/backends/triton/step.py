@@ -12,8 +12,8 @@ from torch import Tensor
 from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
 from ...attention.structure import CallStructure
 from ..capability import GRID
+from ..launcher import Launcher, aligned
 from ..windows import head_windows
-from .again import Launcher, aligned
 from .codes import decode_codes
 from .decode import decode
 from .sizes import Tile, padded, scale_of

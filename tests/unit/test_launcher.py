@@ -9,7 +9,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from adaattn_hf.backends.triton import again  # noqa: E402  (imports triton)
+from adaattn_hf.backends import launcher  # noqa: E402  (imports triton)
 
 
 class Compiled:
@@ -44,7 +44,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def test_the_second_launch_of_a_kind_passes_triton_by(kernel: Kernel) -> None:
-    launch = again.Launcher(kernel)
+    launch = launcher.Launcher(kernel)
     constants = {"num_warps": 4, "CAUSAL": True, "BLOCK": 64}
     launch((2, 3), ("x", 5), constants, "kind")
     launch((7, 1), ("y", 6), constants, "kind")
@@ -62,7 +62,7 @@ def test_the_second_launch_of_a_kind_passes_triton_by(kernel: Kernel) -> None:
 def test_another_kind_is_looked_at(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
-    launch = again.Launcher(kernel)
+    launch = launcher.Launcher(kernel)
     constants = {"num_warps": 4, "CAUSAL": True, "BLOCK": 64}
     launch((2, 3), ("x", 5), constants, "kind")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: other.get("device", 0))
@@ -73,27 +73,73 @@ def test_another_kind_is_looked_at(
 def test_unusual_calls_old_versions_and_other_vendors_are_always_looked_at(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = again.Launcher(kernel)
+    launch = launcher.Launcher(kernel)
     for _ in range(2):
         launch((1, 1), ("x", 5), {"BLOCK": 64, "CAUSAL": True}, None)
     with monkeypatch.context() as patched:
         patched.setattr(triton, "__version__", "3.2.0")
-        old = again.Launcher(kernel)
+        old = launcher.Launcher(kernel)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    for launch in (old, again.Launcher(kernel)):
+    for launch in (old, launcher.Launcher(kernel)):
         for _ in range(2):
             launch((1, 1), ("x", 5), {"BLOCK": 64, "CAUSAL": True}, "kind")
     assert [entry[0] for entry in kernel.log] == ["looked"] * 6
 
 
 def test_no_more_variants_are_kept_than_are_asked_for(kernel: Kernel) -> None:
-    launch = again.Launcher(kernel)
-    for kind in range(3 * again._MOST):
+    launch = launcher.Launcher(kernel)
+    for kind in range(3 * launcher._MOST):
         launch((1, 1), ("x", 5), {"BLOCK": 64, "CAUSAL": True}, kind)
-    assert len(launch._known) <= again._MOST
+    assert len(launch._known) <= launcher._MOST
 
 
 def test_addresses_that_vectors_cannot_be_read_from_are_seen() -> None:
     numbers = torch.zeros(64, dtype=torch.float16)
-    assert again.aligned(numbers, None, numbers[8:])
-    assert not again.aligned(numbers, numbers[1:])
+    assert launcher.aligned(numbers, None, numbers[8:])
+    assert not launcher.aligned(numbers, numbers[1:])
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it lies on a CUDA device."""
+
+    is_cuda = True
+
+
+def on_device(dtype: torch.dtype = torch.float16, first: int = 0) -> torch.Tensor:
+    return torch.zeros(64, dtype=dtype)[first:].as_subclass(OnDevice)
+
+
+class Described:
+    """As Triton's descriptors of tiles are made."""
+
+    def __init__(self, shape: int, block: int = 64) -> None:
+        self.base, self.shape, self.strides, self.block_shape = on_device(), [shape], [1], [block]
+
+
+def test_a_kind_is_what_variants_are_compiled_for() -> None:
+    """Dtypes, addresses and whole numbers; not the value of a float, nor what a tensor holds."""
+    asked = on_device(), 3, 0.5, Described(128)
+    known = launcher.kind_of(asked)
+    assert known is not None
+    assert launcher.kind_of((on_device() + 1, 3, 0.7, Described(128))) == known
+    others: list[tuple[object, ...]] = [
+        (on_device(torch.float32), *asked[1:]),
+        (on_device(first=1), *asked[1:]),
+        (asked[0], 1, *asked[2:]),
+        (*asked[:2], 1, asked[3]),
+        (*asked[:3], Described(256)),
+        (*asked[:3], Described(128, 32)),
+    ]
+    assert all(launcher.kind_of(other) != known for other in others)
+
+
+def test_without_a_device_there_is_no_kind() -> None:
+    assert launcher.kind_of((torch.zeros(4), 3)) is None
+
+
+def test_a_grid_has_up_to_three_extents(kernel: Kernel) -> None:
+    launch, constants = launcher.Launcher(kernel), {"BLOCK": 64, "CAUSAL": True}
+    for grid in ((5,), (5, 6), (5, 6, 7)):
+        for _ in range(2):
+            launch(grid, ("x", 5), constants, grid)
+    assert [entry[1] for entry in kernel.log if entry[0] == "again"] == [(5, 1, 1), (5, 6, 1), (5, 6, 7)]

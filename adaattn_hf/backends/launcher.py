@@ -26,6 +26,26 @@ def aligned(*tensors: Tensor | None) -> bool:
     return together % _BYTES == 0
 
 
+def kind_of(arguments: Sequence[Any]) -> Hashable | None:
+    """What the compiled variant depends on, read off a kernel's arguments; None where it cannot be told, as on a CPU.
+
+    Triton compiles some whole numbers in (1, multiples of 16): here each of them makes a kind of its own.
+    """
+    found: list[Hashable] = []
+    for one in arguments:
+        if isinstance(one, Tensor):
+            if not one.is_cuda:
+                return None
+            found.append((one.dtype, one.data_ptr() % _BYTES == 0))
+        elif isinstance(one, int):
+            found.append(one)
+        elif isinstance(one, float):
+            found.append(float)
+        else:  # a descriptor of tiles
+            found.append((one.base.dtype, *one.shape, *one.strides, *one.block_shape))
+    return tuple(found)
+
+
 class Launcher:
     """A Triton kernel that remembers its compiled variants."""
 
@@ -39,7 +59,7 @@ class Launcher:
 
     def __call__(
         self,
-        grid: tuple[int, int],
+        grid: tuple[int, ...],
         arguments: Sequence[Any],
         constants: Mapping[str, Any],
         kind: Hashable | None,
@@ -47,7 +67,7 @@ class Launcher:
         """Launches the kernel on the current stream.
 
         Args:
-            grid: Programs.
+            grid: Programs, in up to three extents.
             arguments: The kernel's, in its order, up to its constants.
             constants: These by name, and the compiler's options.
             kind: What the compiled variant depends on beside them and the device: dtypes and strides of tensors, and
@@ -61,7 +81,7 @@ class Launcher:
         known = self._known.get(key)
         if known is not None:
             compiled, rest = known
-            programs = (*grid, 1)
+            programs = (*grid, 1, 1)[:3]
             compiled[programs](*arguments, *rest)
             return
         compiled = self._kernel[grid](*arguments, **constants)
