@@ -21,8 +21,8 @@ launch_forward = Launcher(forward)
 
 # Whether the copy engine brings tiles at the edges of what queries see, where it can.
 _BULK_EDGES = True
-# Products of numbers from which on a call has the copy engine bring its tiles. Smaller calls gain less by it (at most
-# 5 us on an H200, at 4e9 to 1e10) than the host takes to describe keys and values (some 15 us).
+# Products of numbers from which on a call has the copy engine bring its tiles. Smaller calls gain less by it (4 to 6 us
+# on an H200 at 5e9) than the host takes to describe keys and values (some 15 us).
 _LEAST_PRODUCTS = 1 << 33
 
 
