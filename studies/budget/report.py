@@ -29,7 +29,7 @@ from .masked_report import verdicts_of
 PARTS = ("prices", "curve", "speed", "replay", "peers")
 KEPT = ("curve", "speed", "peers")
 """Parts that are kept from an earlier study where this one has none."""
-BEFORE = "a pass of 32 tokens"
+WARM_UP = "a pass of 32 tokens"
 """What came before each timed pass in records that do not say so."""
 WITHIN = 1.5
 """Factor that a prediction is meant to keep."""
@@ -291,7 +291,7 @@ def _speed(speed: dict[str, Any]) -> list[str]:
         "## Measured speed",
         "",
         f"{_clock(speed['provenance'])}; stock is Transformers' sdpa with the same weights. Before each timed pass "
-        f"comes {speed['settings'].get('before', BEFORE)} of the same arm. At commit {_commit(speed['provenance'])}.",
+        f"comes {speed['settings'].get('warm_up', WARM_UP)} of the same arm. At commit {_commit(speed['provenance'])}.",
         "",
     ]
     for level, title in (("attention", "attention of all layers"), ("model", "the whole model, one prefill")):

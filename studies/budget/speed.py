@@ -313,7 +313,7 @@ def speed(
         "dtype": dtype,
         "data": [path.name for path in data],
         "rounds": rounds,
-        "before": "a pass of the same length",
+        "warm_up": "a pass of the same length",
     }
     kept: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
     if kept.get("settings", words) != words:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..capability import capability
+from ..launcher import aligned
 from .sizes import padded
 
 
@@ -39,7 +40,7 @@ def bulk_of(tensor: Tensor, rows: int, columns: int | None = None) -> Any:
         columns: Of a tile; all of them when absent.
     """
     form = bulk_form(tensor, rows, columns)
-    return None if form is None or tensor.data_ptr() % 16 else described(form, tensor)
+    return described(form, tensor) if form is not None and aligned(tensor) else None
 
 
 def bulk_form(tensor: Tensor, rows: int, columns: int | None = None) -> dict[str, Any] | None:

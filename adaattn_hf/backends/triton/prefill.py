@@ -102,8 +102,10 @@ def _form_of(
             aligned(work.rules),
         )  # fmt: skip
         products = work.read * tile.rows * groups * (dim + value_dim)
-        forms = bulk_form(key, tile.columns), bulk_form(value, tile.columns)
-        bulk = None if None in forms or products < _LEAST_PRODUCTS else forms
+        bulk = None
+        if products >= _LEAST_PRODUCTS:
+            forms = bulk_form(key, tile.columns), bulk_form(value, tile.columns)
+            bulk = None if None in forms else forms
         return Form(work, rest, constants, kind, bulk)
 
     return structure.cached(known, make)
