@@ -123,7 +123,8 @@ class Folding:
                         if rows is not None:
                             rows.copy_((basis.T.to(rows.device) @ rows.double()).to(rows.dtype))
         own = module.__dict__[store.PROGRAM_SLOT]
-        folded = (own[0], replace(program, tensors=replace(program.tensors, folded=True)), Weights.of(module))
+        changed = replace(program, tensors=replace(program.tensors, folded=True))
+        folded = own._replace(program=changed, weights=Weights.of(module))
         module.__dict__[store.PROGRAM_SLOT] = folded
         self._programs.append((module, own, folded))
 

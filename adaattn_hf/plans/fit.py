@@ -11,7 +11,8 @@ import hashlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from .tensors import LayerTensors
 CONFIG_KEY = "plan"
 """Key of the plan in a configuration's settings."""
 PROGRAM_SLOT = "_adaattn_program"
-"""Attribute in which an attention module keeps `(settings, program, weights)` after resolving its plan."""
+"""Attribute in which an attention module keeps a `Resolved` after resolving its plan."""
 OWN_NUMBERS = "layers_by_weights"
 """Key in the protocol of plans for models without layer indices; such plans hold all layers, exact ones too."""
 UNVERIFIED = "unverified"
@@ -106,6 +107,10 @@ def _sampled(parameter: torch.Tensor) -> bytes:
     return f"{tuple(parameter.shape)} {parameter.dtype}".encode() + entries
 
 
+_version, _pointer = attrgetter("_version"), torch.Tensor.data_ptr
+_values: Any = dict.values
+
+
 class Weights(NamedTuple):
     """A snapshot of a module's weights, compared in every call to notice changes after the check.
 
@@ -113,36 +118,74 @@ class Weights(NamedTuple):
         parameters: Its parameters.
         versions: Version counter of each, which counts changes in place.
         pointers: Memory address of each.
-        holders: The dictionaries of parameters and children of all submodules, with their values.
+        holders: The dictionaries of parameters and children of all submodules.
+        lengths: Values of each dictionary.
+        held: All these values, one dictionary after the other.
     """
 
     parameters: tuple[torch.Tensor, ...]
     versions: list[int]
     pointers: list[int]
-    holders: tuple[tuple[Mapping[str, Any], list[Any]], ...]
+    holders: tuple[dict[str, Any], ...]
+    lengths: list[int]
+    held: tuple[Any, ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> Weights:
         """Takes a snapshot of a module's weights."""
         parameters = tuple(module.parameters())
-        dictionaries = [
+        holders = tuple(
             held for part in module.modules() for held in (part._parameters, part._modules) if held
-        ]
-        versions, pointers = [p._version for p in parameters], [p.data_ptr() for p in parameters]
+        )
         return cls(
-            parameters, versions, pointers, tuple((held, list(held.values())) for held in dictionaries)
+            parameters,
+            [*map(_version, parameters)],
+            [*map(_pointer, parameters)],
+            holders,
+            [*map(len, holders)],
+            tuple(chain.from_iterable(map(_values, holders))),
         )
 
     def same(self) -> bool:
-        """Whether nothing has changed: no weight was modified in place, replaced, cast or wrapped."""
+        """Whether nothing has changed: no weight was modified in place, replaced, cast or wrapped.
+
+        Every planned layer of every pass asks: it is all done by iterators, without a step of the interpreter for each
+        weight.
+        """
         return (
-            [p._version for p in self.parameters] == self.versions
-            and [p.data_ptr() for p in self.parameters] == self.pointers
-            and all(
-                len(held) == len(before) and all(map(is_, held.values(), before))
-                for held, before in self.holders
-            )
+            [*map(_version, self.parameters)] == self.versions
+            and [*map(_pointer, self.parameters)] == self.pointers
+            and [*map(len, self.holders)] == self.lengths
+            and all(map(is_, chain.from_iterable(map(_values, self.holders)), self.held))
         )
+
+
+class Resolved(NamedTuple):
+    """What became of a module's part of a plan.
+
+    Attributes:
+        raw: The settings that held the plan.
+        program: The module's part, None if the module is exact.
+        weights: The module's weights when they were checked.
+    """
+
+    raw: Any
+    program: Program | None
+    weights: Weights
+
+
+def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Resolved | None:
+    """Returns what became of a module's part of a plan, None if settings or weights have changed since.
+
+    Args:
+        slots: Where the module keeps it: its own dictionary, or a seat's.
+        raw: The settings at work.
+        compiling: Whether a graph is being traced: weights are not looked at then.
+    """
+    known: Resolved | None = slots.get(PROGRAM_SLOT)
+    if known is None or known.raw is not raw:
+        return None
+    return known if compiling or known.program is None or known.weights.same() else None
 
 
 def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -> Program | None:
@@ -168,10 +211,9 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
             "model.eval(), or train with the plan that adaattn_hf.load_plan(model, directory) gives it"
         )
     slots = module.__dict__ if seat is None else seat.slots
-    known = slots.get(PROGRAM_SLOT)
-    if known is not None and known[0] is raw and (compiling or known[1] is None or known[2].same()):
-        program: Program | None = known[1]
-        return program
+    known = resolved(slots, raw, compiling)
+    if known is not None:
+        return known.program
     if compiling:
         raise PlanError(
             "the plan was not read before compiling; call the model once, or adaattn_hf.load_plan(model), "
@@ -179,7 +221,7 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
         )
     program = resolve(module, raw, tensors)
     check_model(module, raw)
-    slots[PROGRAM_SLOT] = (raw, program, Weights.of(module))
+    slots[PROGRAM_SLOT] = Resolved(raw, program, Weights.of(module))
     return program
 
 
