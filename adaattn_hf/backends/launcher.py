@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-_BYTES = 16
+BYTES = 16
 """Triton compiles a variant for tensors whose addresses are multiples of this, as it reads whole vectors then."""
 _TRIED = (3, 6)
 """The first version whose compiled kernels were launched by all their arguments here; old ones left constants out."""
@@ -23,7 +23,7 @@ def aligned(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is not None:
             together |= tensor.data_ptr()
-    return together % _BYTES == 0
+    return together % BYTES == 0
 
 
 def kind_of(arguments: Sequence[Any]) -> Hashable | None:
@@ -36,7 +36,7 @@ def kind_of(arguments: Sequence[Any]) -> Hashable | None:
         if isinstance(one, Tensor):
             if not one.is_cuda:
                 return None
-            found.append((one.dtype, one.data_ptr() % _BYTES == 0))
+            found.append((one.dtype, one.data_ptr() % BYTES == 0))
         elif isinstance(one, int):
             found.append(one)
         elif isinstance(one, float):
@@ -77,8 +77,7 @@ class Launcher:
         if kind is None or not self._remembers:
             self._kernel[grid](*arguments, **constants)
             return
-        key = kind, torch.cuda.current_device(), *constants.values()
-        known = self._known.get(key)
+        known = self.variant(constants, kind)
         if known is not None:
             compiled, rest = known
             programs = (*grid, 1, 1)[:3]
@@ -88,4 +87,18 @@ class Launcher:
         if len(self._known) >= _MOST:
             self._known.clear()
         names = self._kernel.arg_names[len(arguments) :]
-        self._known[key] = compiled, tuple(constants[name] for name in names)
+        self._known[_key(constants, kind)] = compiled, tuple(constants[name] for name in names)
+
+    def variant(self, constants: Mapping[str, Any], kind: Hashable) -> tuple[Any, tuple[Any, ...]] | None:
+        """The compiled variant that the current device was launched with, and its constants in order; None if none.
+
+        Args:
+            constants: As in a launch.
+            kind: As in a launch.
+        """
+        return self._known.get(_key(constants, kind))
+
+
+def _key(constants: Mapping[str, Any], kind: Hashable) -> Hashable:
+    """What a compiled variant is remembered by."""
+    return kind, torch._C._cuda_getDevice(), *constants.values()

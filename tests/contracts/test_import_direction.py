@@ -42,6 +42,7 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
         "first_order",
         "launcher",
         "probes",
+        "relaunch",
         "remembered",
         "sinks",
         "table",

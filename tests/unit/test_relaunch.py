@@ -1,0 +1,95 @@
+"""A launch of which tensors alone change is handed addresses, once its variant is known on the device at work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from adaattn_hf.backends.launcher import Launcher  # noqa: E402  (imports triton)
+from adaattn_hf.backends.relaunch import Relaunch  # noqa: E402
+
+TABLE = torch.zeros(4, dtype=torch.int32)
+CONSTANTS = {"num_warps": 4, "CAUSAL": True, "BLOCK": 64}
+
+
+class Compiled:
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.log.append(("prepared", grid))
+        return lambda *arguments, stream: self.log.append(("again", arguments, stream))
+
+
+class Kernel:
+    """As `triton.jit` makes one."""
+
+    arg_names = ("x", "table", "n", "BLOCK", "CAUSAL")
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> Compiled:
+            self.log.append(("looked", grid, arguments, constants))
+            return Compiled(self.log)
+
+        return launch
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The device at work; its stream has a hundred times its number."""
+    at_work = [1]
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: at_work[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 * device, raising=False)
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    return at_work
+
+
+def relaunch(kernel: Kernel, launcher: Launcher | None = None) -> Relaunch:
+    return Relaunch(launcher or Launcher(kernel), (2, 3), (TABLE,), (5,), CONSTANTS, "kind")
+
+
+def test_the_first_launch_is_looked_at_and_the_others_are_given_addresses(device: list[int]) -> None:
+    kernel, x = Kernel(), torch.zeros(4)
+    again = relaunch(kernel)
+    for _ in range(3):
+        again((x,), (x.data_ptr(),))
+    launched = ("again", (x.data_ptr(), TABLE.data_ptr(), 5, 64, True), 100)
+    assert kernel.log == [
+        ("looked", (2, 3), (x, TABLE, 5), CONSTANTS), ("prepared", (2, 3, 1)), launched, launched,
+    ]  # fmt: skip
+
+
+def test_a_variant_that_another_launch_has_found_is_known(device: list[int]) -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    launcher((9,), ("y", TABLE, 7), CONSTANTS, "kind")
+    relaunch(kernel, launcher)(("x",), ("at x",))
+    assert [entry[0] for entry in kernel.log] == ["looked", "prepared", "again"]
+
+
+def test_each_device_has_a_variant_and_a_stream_of_its_own(device: list[int]) -> None:
+    kernel = Kernel()
+    again = relaunch(kernel)
+    for device[0] in (1, 2, 1, 2):
+        again(("x",), ("at x",))
+    seen = [entry[0] for entry in kernel.log]
+    assert seen == ["looked", "looked", "prepared", "again", "prepared", "again"]
+    assert [entry[2] for entry in kernel.log if entry[0] == "again"] == [100, 200]
+
+
+def test_a_version_of_triton_that_is_not_passed_by_looks_every_time(
+    device: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.2.0")
+    kernel = Kernel()
+    again = relaunch(kernel)
+    for _ in range(3):
+        again(("x",), ("at x",))
+    assert [entry[0] for entry in kernel.log] == ["looked"] * 3
