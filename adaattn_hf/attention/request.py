@@ -67,10 +67,7 @@ class AttentionRequest:
                 f"query: got {self.query.dtype}, expected a floating-point dtype; cast it with .float()"
             )
         if not self.query.device == self.key.device == self.value.device:
-            raise ValueError(
-                f"query, key, value: got tensors on {self.query.device}, {self.key.device} and {self.value.device}, "
-                "expected one device; move them to the query's, key.to(query.device)"
-            )
+            raise other_devices(self.query, self.key, self.value)
         if self.stored is None and not self.query.dtype == self.key.dtype == self.value.dtype:
             raise ValueError(
                 f"query, key, value: got {self.query.dtype}, {self.key.dtype} and {self.value.dtype}, expected one "
@@ -195,6 +192,14 @@ def check_dimensions(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(
                 f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]"
             )
+
+
+def other_devices(query: Tensor, key: Tensor, value: Tensor) -> ValueError:
+    """The error of a call whose tensors do not lie on one device."""
+    return ValueError(
+        f"query, key, value: got tensors on {query.device}, {key.device} and {value.device}, "
+        "expected one device; move them to the query's, key.to(query.device)"
+    )
 
 
 def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -67,10 +67,10 @@ class Backend(Protocol):
     def fast_call(self, spec: CallSpec, request: AttentionRequest) -> FastCall | None:
         """`attend` without a request around it, None if the backend has nothing quicker.
 
-        Asked once for calls like this request: of its structure, shapes, dtypes and device, outside of traced graphs,
-        without dropout, bias, softcap or learned sinks, whose factor is positive, and whose log-sum-exp nobody needs.
-        Whoever keeps the answer compares all these; nothing else does before the kernels read memory. Keeps no tensor
-        of the request.
+        Asked once for calls like this request: of its structure, rules per head, shapes, dtypes and device, outside of
+        traced graphs, without dropout, bias, softcap or learned sinks, whose factor is positive, and whose log-sum-exp
+        nobody needs. Whoever keeps the answer compares all these, the device by the query; nothing else does before the
+        kernels read memory. Keeps no tensor of the request.
         """
         return None
 

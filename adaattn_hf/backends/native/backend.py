@@ -101,8 +101,8 @@ class NativeBackend(Backend):
         return launch_names(rules)
 
     def fast_call(self, spec: CallSpec, request: AttentionRequest) -> FastCall | None:
-        """One call of the library, with the rules and extents of the request at hand."""
-        if spec.needs_grad:
+        """One call of the library, with the rules and extents of the request; of heads with rules it takes several."""
+        if spec.needs_grad or spec.per_head:
             return None
         from .call import forward_like
         from .rules import rules_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, head_refusals
+from ..base import Backend, FastCall, head_refusals
 
 _DTYPES = (torch.float16, torch.bfloat16)
 
@@ -85,7 +85,16 @@ class TritonBackend(Backend):
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """One launch over all segments; few queries share the keys among many programs."""
+        result: AttentionResult = self._launches().attend(request)
+        return result
+
+    def fast_call(self, spec: CallSpec, request: AttentionRequest) -> FastCall | None:
+        """Of many queries without gradients, whose launch differs in its tensors alone."""
+        found: FastCall | None = self._launches().fast_call(spec, request)
+        return found
+
+    def _launches(self) -> Any:
+        """The module that launches, imported with the first call."""
         if self._launch is None:
             self._launch = importlib.import_module(f"{__package__}.launch")
-        result: AttentionResult = self._launch.attend(request)
-        return result
+        return self._launch

@@ -52,9 +52,16 @@ def bulk_form(tensor: Tensor, rows: int, columns: int | None = None) -> dict[str
         return None
     if strides[3] != 1 or any(s * size % 16 or not s for s in strides[:3]):
         return None
+    return _facts(tensor.dtype, tensor.shape, strides, (1, 1, rows, columns or width))
+
+
+@functools.lru_cache(maxsize=256)
+def _facts(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+) -> dict[str, Any]:
+    """The same, checked by Triton once; layers of a model and passes of a length share it."""
     # of a tensor of no bytes that begins at 0: the checks of Triton ask for addresses that are multiples of 16
-    place = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    made = _descriptors()(place, list(tensor.shape), list(strides), [1, 1, rows, columns or width])
+    made = _descriptors()(torch.empty(0, dtype=dtype, device="cpu"), list(shape), list(strides), list(block))
     return {name: value for name, value in vars(made).items() if name != "base"}
 
 

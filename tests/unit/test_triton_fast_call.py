@@ -1,0 +1,210 @@
+"""The fast call of the Triton kernels: what it computes, what it is left for, and what it keeps."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.relaunch import Relaunch
+from adaattn_hf.backends.select import BACKENDS
+from adaattn_hf.backends.triton import prefill
+from adaattn_hf.backends.triton.launch import attend
+from adaattn_hf.backends.triton.prefill import Prefill
+
+OLD = Version(metadata.version("triton")) < Version("3.7")
+interpreted = pytest.mark.skipif(
+    OLD or torch.cuda.is_available(),
+    reason="needs triton 3.7, whose interpreter knows NumPy 2, and no CUDA device: there the kernels are compiled",
+)
+N = 70
+LEFT = torch.ones(2, N, dtype=torch.bool)
+LEFT[0, :33] = False
+DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([10, 40, 20]))[None].expand(2, -1)
+WINDOWS = HeadRules((9, 0), (3, 0), (0.0, 0.0), ("model", "model"))
+
+
+def structure(name: str) -> CallStructure:
+    rules: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "both ways": {},
+        "left padding": {"causal": True, "key_padding": LEFT, "pads_queries": True},
+        "documents": {"causal": True, "q_segments": DOCUMENTS, "k_segments": DOCUMENTS},
+    }
+    return CallStructure(2, N, N, **rules[name])
+
+
+def make(asked: CallStructure, rules: HeadRules | None = WINDOWS, dim: int = 32) -> AttentionRequest:
+    q, k, v = (
+        torch.randn(2, asked.q_len if heads == 4 else asked.kv_len, heads, dim).half().transpose(1, 2)
+        for heads in (4, 2, 2)
+    )
+    return AttentionRequest(q, k, v, asked, 0.3, per_head=rules)
+
+
+def fast_call(request: AttentionRequest) -> Any:
+    return BACKENDS["triton"].fast_call(CallSpec.of(request), request)
+
+
+def call(fast: Any, request: AttentionRequest) -> Tensor:
+    out: Tensor = fast(request.query, request.key, request.value, request.scaling)
+    return out
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """The same numbers with the same strides, one element behind an aligned address."""
+    return tensor.new_empty(tensor.numel() + 1).as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+
+
+@interpreted
+@pytest.mark.parametrize("least", [0, 1 << 40], ids=["by the copy engine", "without it"])
+@pytest.mark.parametrize("rules", [WINDOWS, None], ids=["windows", "exact"])
+@pytest.mark.parametrize("name", ["causal", "both ways", "left padding", "documents"])
+def test_equals_the_definition(
+    monkeypatch: pytest.MonkeyPatch, name: str, rules: HeadRules | None, least: int
+) -> None:
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
+    fast = fast_call(first := make(structure(name), rules))
+    assert torch.equal(call(fast, first), attend(first).out)
+    for other in (make(first.structure, rules), replace(make(first.structure, rules), scaling=0.1)):
+        truth = reference.attention(other).out
+        torch.testing.assert_close(call(fast, other).double(), truth, atol=4e-3, rtol=0)
+
+
+@interpreted
+@pytest.mark.usefixtures("bulk_always")
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+def test_layers_may_lie_otherwise_in_memory(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Each kind of strides has a form; tensors of other alignment are not brought by the copy engine."""
+    launched: list[bool] = []
+    real = prefill.launch_forward
+
+    def noted(grid: Any, arguments: Any, constants: Any, kind: Any) -> None:
+        launched.append(constants["BULK"])
+        real(grid, arguments, constants, kind)
+
+    monkeypatch.setattr(prefill, "launch_forward", noted)
+    request = make(structure("causal"))
+    fast, truth = fast_call(request), reference.attention(request).out
+    tensor = getattr(request, what)
+    ways = [request, *(replace(request, **{what: one}) for one in (tensor.contiguous(), shifted(tensor)))]
+    for one in ways + ways:
+        torch.testing.assert_close(call(fast, one).double(), truth, atol=4e-3, rtol=0)
+    assert launched == [True, True, False] * 2
+    assert len(fast._forms) == 2
+
+
+@pytest.mark.parametrize("left", ["a step", "gradients", "kept blocks", "no keys", "padding with holes"])
+def test_left_to_requests(left: str) -> None:
+    holes = LEFT.clone()
+    holes[1, 20] = False
+    asked = {
+        "a step": CallStructure(2, 1, N, causal=True, q_offset=N - 1),
+        "no keys": CallStructure(2, N, 0),
+        "padding with holes": CallStructure(2, N, N, causal=True, key_padding=holes, pads_queries=True),
+    }
+    blocks = HeadRules((0, 0), (0, 0), (0.5, 0.0), ("model", "model"), block=64)
+    request = make(asked.get(left, structure("causal")), blocks if left == "kept blocks" else None)
+    if left == "gradients":
+        request.query.requires_grad_()
+    assert fast_call(request) is None
+
+
+def test_a_structure_with_a_window_of_its_own_has_no_kept_blocks() -> None:
+    blocks = HeadRules((0, 0), (0, 0), (0.5, 0.0), ("model", "model"), block=64)
+    assert fast_call(make(CallStructure(2, N, N, causal=True, window=9), blocks)) is not None
+
+
+class Elsewhere(Tensor):
+    """A tensor that says that it lies on a device."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("what", [0, 1, 2], ids=["query", "key", "value"])
+def test_tensors_of_other_devices_are_refused(what: int) -> None:
+    """Their addresses would be read."""
+    request = make(structure("causal"))
+    tensors = [request.query, request.key, request.value]
+    tensors[what] = tensors[what].as_subclass(Elsewhere)
+    with pytest.raises(ValueError, match="expected one device"):
+        fast_call(request)(*tensors, 0.3)
+
+
+def test_keeps_neither_tensors_nor_the_structure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "launch_forward", lambda *_: None)
+    request = make(structure("left padding"))
+    fast = fast_call(request)
+    assert isinstance(fast, Prefill)
+    call(fast, request)
+    kept = [weakref.ref(one) for one in (request.query, request.key, request.value, request.structure)]
+    gc.disable()
+    try:
+        del request
+        assert [one() for one in kept] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_kernels_for_all_heads_alike_have_none_for_rules_per_head() -> None:
+    """The native kernels' fast call is of one launch; heads with windows take several."""
+    if BACKENDS["native"].missing():
+        pytest.skip("the native kernels are not built")
+    rules = HeadRules((9, 0), (3, 0), (0.0, 0.0), ("model", "model"))
+    request = make(structure("causal"), rules)
+    request = request.with_tensors(request.query.float(), request.key.float(), request.value.float())
+    native = BACKENDS["native"]
+    assert native.fast_call(CallSpec.of(request), request) is None
+    exact = replace(request, per_head=None)
+    assert native.fast_call(CallSpec.of(exact), exact) is not None
+
+
+class OnCuda(Tensor):
+    """A tensor that says that it lies on a CUDA device."""
+
+    is_cuda = True
+
+
+@interpreted
+@pytest.mark.parametrize("least", [0, 1 << 40], ids=["by the copy engine", "without it"])
+def test_on_a_device_addresses_stand_in_the_place_of_tensors(
+    monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    """Each argument stands where the kernel looks for it; odd addresses and learned sinks need Triton's look."""
+    launched: list[bool] = []
+
+    class Noted(Relaunch):
+        """Launches what it is given with Triton's look, under the interpreter."""
+
+        def __call__(self, tensors: Any, addresses: Any) -> None:
+            for one, at in zip(tensors, addresses, strict=True):
+                assert at == one.data_ptr() if isinstance(one, Tensor) else at is one
+            launched.append(self._constants["BULK"])
+            self._launcher(self._grid, (*tensors, *self._tables, *self._numbers), self._constants, None)
+
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
+    monkeypatch.setattr(prefill, "Relaunch", Noted)
+    request = make(structure("left padding"))
+    query = request.query.as_subclass(OnCuda)
+    fast, truth = fast_call(replace(request, query=query)), reference.attention(request).out
+    for key in (request.key, shifted(request.key)):
+        out = fast(query, key, request.value, 0.3)
+        torch.testing.assert_close(out.as_subclass(Tensor).double(), truth, atol=4e-3, rtol=0)
+    with_lse = attend(replace(request, query=query, need_lse=True))
+    torch.testing.assert_close(with_lse.out.as_subclass(Tensor).double(), truth, atol=4e-3, rtol=0)
+    attend(replace(request, query=query, sink_logits=torch.zeros(4)))
+    assert launched == [not least, not least]
