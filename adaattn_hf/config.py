@@ -141,10 +141,15 @@ def settings_in(config: Any) -> AdaAttnConfig:
     if len(_parsed) >= _PARSED_LIMIT:
         _parsed.clear()
     # a copy of the top level: whoever sets `config.adaattn["shadow"]` in place is heard
-    _parsed[id(raw)] = (raw, raw if isinstance(raw, AdaAttnConfig) else dict(raw), settings)
+    _parsed[id(raw)] = (raw, copied(raw), settings)
     if settings.budget > 0 and settings.plan is None:
         warnings.warn(_without_plan(settings), UserWarning, stacklevel=2)
     return settings
+
+
+def copied(raw: Any) -> Any:
+    """Settings as they are now, which differ from what lies in `config.adaattn` once one of its values is set."""
+    return raw if isinstance(raw, AdaAttnConfig) else dict(raw)
 
 
 def _without_plan(settings: AdaAttnConfig) -> str:

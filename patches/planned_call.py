@@ -7,31 +7,38 @@ from typing import Any
 from torch import Tensor, nn
 
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import Backend, spec_of
+from adaattn_hf.backends.base import Backend, FastCall, spec_of
 from adaattn_hf.backends.select import serving
-from adaattn_hf.config import AdaAttnConfig, raw_settings, settings_in
+from adaattn_hf.config import copied, raw_settings, settings_in
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.choices import PRECISE_ROWS
+from adaattn_hf.plans.fit import resolved
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import program_of
 
 from .families import loses_borders
 from .fast_path import ExactCall, Ready, facts_of, undisturbed
 
+_MOST = 1024
+"""Most fast calls that are remembered; a layer whose weights are moved in every pass has a new one in each."""
+
 
 class PlannedCall:
     """Attention by the plan of whichever layer calls; all calls share structure, shapes, dtypes and settings.
 
-    Whoever keeps one compares all these. The layers' rules differ: the backend is remembered for each kind of rules.
+    Whoever keeps one compares all these. The layers' rules differ: the backend is remembered for each kind of rules,
+    its fast call for each layer.
     """
 
-    def __init__(self, settings: AdaAttnConfig, forced: str | None) -> None:
-        """From the settings of the model's configuration and the backend that its user named."""
-        self._settings, self._forced = settings, forced
-        self._backends: dict[tuple[bool, bool, int, str], Backend | None] = {}
+    def __init__(self, raw: Any, forced: str | None) -> None:
+        """From what lies in the model's configuration and the backend that its user named."""
+        self._raw, self._settings, self._forced = raw, copied(raw), forced
+        self._backends: dict[tuple[bool, bool, int, str], tuple[Backend | None, CallSpec]] = {}
         self._exact: ExactCall | None = None
+        # by the handle of a layer's program, whose tensors are not to live as long as the structure that keeps this
+        self._fast: dict[int, FastCall | None] = {}
 
     def attend(
         self,
@@ -47,29 +54,39 @@ class PlannedCall:
         Raises:
             PlanError: The plan does not belong to the module.
         """
-        if settings_in(module.config) is not self._settings:
+        if self._raw != self._settings:  # a value was set in place
             return None
-        program, structure = program_of(module), structure.settled()
+        known = resolved(module.__dict__, self._raw)
+        program = program_of(module) if known is None else known.program
         if program is None or program.is_exact_for(structure.q_len):
             if self._exact is None:
-                request = AttentionRequest(query, key, value, structure, scaling)
+                request = AttentionRequest(query, key, value, structure.settled(), scaling)
                 self._exact = ExactCall.of(request, self._forced)
             return self._exact.attend(module, structure, query, key, value, scaling)
+        fast = self._fast.get(program.handle)
+        if fast is not None:
+            return fast(query, key, value, scaling)
+        structure = structure.settled()
         rules = _rules_of_all_heads(program, structure, key)
         if rules is not None:
             request = AttentionRequest(query, key, value, structure, scaling, per_head=rules)
-            backend = self._backend_for(rules, request)
+            backend, spec = self._backend_for(rules, request)
             if backend is not None:
-                return backend.attend(request).out
+                if program.handle not in self._fast:
+                    if len(self._fast) >= _MOST:
+                        self._fast.clear()
+                    fast = self._fast[program.handle] = backend.fast_call(spec, request)
+                return backend.attend(request).out if fast is None else fast(query, key, value, scaling)
         request = AttentionRequest(query, key, value, structure, scaling)
         return execute.attend(program, request, self._forced).out
 
-    def _backend_for(self, rules: HeadRules, request: AttentionRequest) -> Backend | None:
-        """Returns the backend that computes heads with rules of this kind in one request; None if there is none."""
+    def _backend_for(self, rules: HeadRules, request: AttentionRequest) -> tuple[Backend | None, CallSpec]:
+        """Returns the backend that computes heads with rules of this kind in one request, if any, and its spec."""
         # sinks, too: chunks, and documents with padding, need not hold the key that they count from
         kind = rules.windowed, rules.has_sinks, rules.kept_block, rules.precision
         if kind not in self._backends:
-            self._backends[kind] = serving(spec_of(request, self._forced), self._forced)
+            spec = spec_of(request, self._forced)
+            self._backends[kind] = serving(spec, self._forced), spec
         return self._backends[kind]
 
 
@@ -98,5 +115,5 @@ def keep(
         return
     if undisturbed(module, kwargs) and request.structure is structure.settled():
         fields = object.__getattribute__(config, "__dict__")
-        call = PlannedCall(settings, forced)
-        structure.ready = Ready(config, fields, facts, raw_settings(config), call.attend, bare=False)
+        raw = raw_settings(config)
+        structure.ready = Ready(config, fields, facts, raw, PlannedCall(raw, forced).attend, bare=False)

@@ -1,0 +1,243 @@
+"""Under a plan each layer has a fast call of its own, which costs little more than that of an exact layer."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import causal_mask_function
+
+triton = pytest.importorskip("triton")
+
+from adaattn_hf.attention import reference  # noqa: E402  (the others import triton)
+from adaattn_hf.attention.heads import HeadRules  # noqa: E402
+from adaattn_hf.attention.request import AttentionRequest  # noqa: E402
+from adaattn_hf.attention.structure import CallStructure  # noqa: E402
+from adaattn_hf.backends.launcher import Launcher  # noqa: E402
+from adaattn_hf.backends.select import BACKENDS  # noqa: E402
+from adaattn_hf.backends.triton import prefill  # noqa: E402
+from adaattn_hf.patches import fast_path  # noqa: E402
+from adaattn_hf.patches.interface import attention_function  # noqa: E402
+from adaattn_hf.patches.masks import adaattn_mask  # noqa: E402
+from adaattn_hf.plans.plan import LayerPlan, PlanError  # noqa: E402
+
+from ..support.choices import make_choice  # noqa: E402
+from ..support.plans import plan_for  # noqa: E402
+from .test_triton_fast_call import interpreted  # noqa: E402
+
+LAYERS, N = 3, 40
+WINDOWS = (8, 16, 12)
+
+
+@pytest.fixture(autouse=True)
+def served_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The Triton kernels refuse nothing because of where tensors lie."""
+    backend = BACKENDS["triton"]
+    real = backend.refusals
+    monkeypatch.setattr(
+        backend,
+        "refusals",
+        lambda spec: tuple(r for r in real(spec) if "run on CUDA" not in r),
+        raising=False,
+    )
+    fast_path._structures.clear()
+    yield
+    fast_path._structures.clear()
+
+
+def planned(windows: tuple[int, ...] = WINDOWS) -> Any:
+    """A model in float16 whose layers have windows of their own."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=128, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="adaattn_triton", pad_token_id=0,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).half().eval()
+    plan = plan_for(model, make_choice("window", 8, 2), layers=tuple(range(LAYERS)), lengths=(256,))
+    layers = tuple(
+        LayerPlan(layer.layer, layer.weights, (make_choice("window", window, 2),) * 2)
+        for layer, window in zip(plan.layers, windows, strict=True)
+    )
+    model.config.adaattn = {
+        "plan": replace(plan, dtype="float16", layers=layers).to_dict(),
+        "unverified": True,
+    }
+    return model
+
+
+def modules(model: Any) -> list[Any]:
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def draw() -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(1, N, heads, 32).half().transpose(1, 2) for heads in (4, 2, 2))
+    return q, k, v
+
+
+def mask_for(model: Any) -> Any:
+    return adaattn_mask(1, N, N, mask_function=causal_mask_function, config=model.config)
+
+
+def attended(model: Any, mask: Any, *tensors: Tensor) -> list[Tensor]:
+    """What each layer makes of the same tensors."""
+    attend = attention_function("triton")
+    with torch.no_grad():
+        return [attend(module, *tensors, mask, scaling=0.2)[0] for module in modules(model)]
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The objects whose fast calls were called."""
+    called: list[Any] = []
+    real = prefill.Prefill.__call__
+
+    def noted(self: Any, *tensors: Any) -> Tensor:
+        called.append(self)
+        return real(self, *tensors)
+
+    monkeypatch.setattr(prefill.Prefill, "__call__", noted)
+    return called
+
+
+@interpreted
+def test_each_layer_has_its_own_windows(used: list[Any]) -> None:
+    model = planned()
+    mask = mask_for(model)
+    for _ in range(2):
+        q, k, v = draw()
+        for out, window in zip(attended(model, mask, q, k, v), WINDOWS, strict=True):
+            rules = HeadRules((window,) * 2, (2, 2), (0.0, 0.0), ("model",) * 2)
+            asked = AttentionRequest(q, k, v, CallStructure(1, N, N, causal=True), 0.2, per_head=rules)
+            truth = reference.attention(asked).out
+            torch.testing.assert_close(out.double(), truth, atol=4e-3, rtol=0)
+    # the first layer of the first pass is decided anew
+    assert len(used) == 2 * LAYERS - 1
+    assert len(set(used)) == LAYERS
+
+
+@interpreted
+def test_another_plan_is_heard_at_once(used: list[Any]) -> None:
+    model = planned()
+    mask, tensors = mask_for(model), draw()
+    before = attended(model, mask, *tensors)
+    model.config.adaattn = planned((4, 16, 12)).config.adaattn
+    after = attended(model, mask, *tensors)
+    assert [torch.equal(*two) for two in zip(before, after, strict=True)] == [False, True, True]
+
+
+@interpreted
+def test_settings_that_are_changed_in_place_are_heard_at_once(used: list[Any]) -> None:
+    model = planned()
+    mask, tensors = mask_for(model), draw()
+    attended(model, mask, *tensors)
+    assert used
+    model.config.adaattn["monitor"] = True
+    del used[:]
+    attended(model, mask, *tensors)
+    assert not used, "whoever watches sees every layer"
+
+
+@interpreted
+def test_changed_weights_are_refused_by_the_layer_that_has_them(used: list[Any]) -> None:
+    model = planned()
+    mask, tensors = mask_for(model), draw()
+    attended(model, mask, *tensors)
+    with torch.no_grad():
+        modules(model)[2].q_proj.weight.mul_(1.5)
+    with pytest.raises(PlanError, match="the weights of layer 2"):
+        attended(model, mask, *tensors)
+
+
+@interpreted
+def test_weights_that_were_only_moved_are_checked_and_served(used: list[Any]) -> None:
+    model = planned()
+    mask, tensors = mask_for(model), draw()
+    before = attended(model, mask, *tensors)
+    moved = modules(model)[1].q_proj.weight
+    moved.data = moved.data.clone()
+    assert all(map(torch.equal, attended(model, mask, *tensors), before))
+
+
+@interpreted
+def test_no_more_layers_are_remembered_than_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose weights are moved in every pass has a new program in each."""
+    monkeypatch.setattr("adaattn_hf.patches.planned_call._MOST", 2)
+    model = planned()
+    mask, tensors = mask_for(model), draw()
+    before = attended(model, mask, *tensors)
+    for _ in range(3):
+        assert all(map(torch.equal, attended(model, mask, *tensors), before))
+    assert len(mask.structure.ready.attend.__self__._fast) <= 2
+
+
+def test_a_structure_that_is_kept_keeps_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors would live as long as the lengths that a process has met."""
+    monkeypatch.setattr(prefill, "launch_forward", lambda *_: None)
+    model = planned()
+    mask = mask_for(model)
+    attended(model, mask, *draw())
+    slots = [module.__dict__.pop("_adaattn_program") for module in modules(model)]
+    programs = [weakref.ref(slot.program) for slot in slots]
+    assert mask.structure.ready is not None
+    gc.collect()
+    del slots
+    gc.collect()
+    assert [program() for program in programs] == [None] * LAYERS
+
+
+def counted(call: Callable[[], object]) -> int:
+    """How many functions a call calls, those in C included."""
+    calls = [0]
+
+    def note(_frame: Any, event: str, _what: Any) -> None:
+        calls[0] += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return calls[0]
+
+
+class Kernel:
+    """As `triton.jit` makes one; its compiled variants launch nothing."""
+
+    arg_names = ("GROUPS",) * 100
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **more: None if "stream" in more else Kernel()
+
+
+def test_a_planned_layer_calls_few_functions_more_than_an_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in Python and C, with a launch that does nothing: the host must not take longer than the device saves."""
+    model = planned()
+    module, tensors = modules(model)[1], draw()
+    exact = planned()
+    exact.config.adaattn = None
+    counts = {}
+    for name, one in (("sdpa", exact), ("triton", model)):
+        if name == "triton":  # as on a device
+            monkeypatch.setattr(triton, "__version__", "3.6.0")
+            monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+            monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+            monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+            monkeypatch.setattr(prefill, "launch_forward", Launcher(Kernel()))
+        attend, mask, module = attention_function(name), mask_for(one), modules(one)[1]
+
+        def layer(attend: Any = attend, module: Any = module, mask: Any = mask) -> object:
+            return attend(module, *tensors, mask, scaling=0.2)
+
+        with torch.no_grad():
+            for _ in range(4):
+                layer()
+            counts[name] = counted(layer)
+    assert counts["triton"] <= counts["sdpa"] + 30
