@@ -21,7 +21,7 @@ class Relaunch:
         tables: Sequence[Tensor],
         numbers: Sequence[float],
         constants: Mapping[str, Any],
-        kind: Hashable,
+        kind: Hashable | None,
     ) -> None:
         """From what a `Launcher` is called with.
 
@@ -31,7 +31,7 @@ class Relaunch:
             tables: The kernel's arguments behind those that change; they are kept, and must not be moved.
             numbers: Its arguments behind these.
             constants: Its constants by name, and the compiler's options.
-            kind: What the compiled variant depends on beside them and the device.
+            kind: What the compiled variant depends on beside them and the device; None: Triton looks each time.
         """
         self._launcher, self._grid, self._tables, self._numbers = launcher, grid, tables, numbers
         self._constants, self._kind = constants, kind
@@ -45,6 +45,9 @@ class Relaunch:
             addresses: The same, of each tensor its address. Triton would ask each tensor for it, and the driver whether
                 a device can read there.
         """
+        if self._kind is None:
+            self._launcher(self._grid, (*tensors, *self._tables, *self._numbers), self._constants, None)
+            return
         device = torch._C._cuda_getDevice()
         known = self._known.get(device)
         if known is None:

@@ -5,6 +5,7 @@ One line per kernel: its name, and the bytes of shared memory that it takes.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -15,13 +16,15 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.choice import launch as choice
-from adaattn_hf.backends.triton import blocks, bulk, launch, prefill, step, training
+from adaattn_hf.backends.triton import blocks, bulk, hopper, launch, prefill, step, training
 from adaattn_hf.calibration.over_codes import over_codes
 
 NAMES = {
@@ -58,7 +61,8 @@ class Compiled:
         if not behind <= set(constants):  # a launch without Triton passes them by their place
             raise TypeError(f"{self.kernel.__name__}: {sorted(behind - set(constants))} are no constants")
         options = {name: constants[name] for name in OPTIONS if constants.get(name) is not None}
-        source = ASTSource(self.kernel, signature, fixed, facts)
+        source_of = GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource
+        source = source_of(self.kernel, signature, fixed, facts)
         made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
         sys.stdout.write(f"{self.kernel.__name__} {made.metadata.shared}\n")
 
@@ -70,8 +74,9 @@ class Compiled:
 def _type(argument: Any) -> str:
     if isinstance(argument, Tensor):
         return f"*{NAMES[argument.dtype]}"
-    if isinstance(argument, TensorDescriptor):
-        return f"tensordesc<{NAMES[argument.base.dtype]}{list(argument.block_shape)}>"
+    if isinstance(argument, (TensorDescriptor, GluonDescriptor)):
+        layout = f",{argument.layout!r}" if isinstance(argument, GluonDescriptor) else ""
+        return f"tensordesc<{NAMES[argument.base.dtype]}{list(argument.block_shape)}{layout}>"
     return "fp32" if isinstance(argument, float) else "i32"
 
 
@@ -84,12 +89,18 @@ def replace_kernels(capability: int) -> None:
                 setattr(module, name, Compiled(one, capability))
     vars(prefill)["_LEAST_PRODUCTS"] = 0
     vars(bulk)["_copies_tiles"] = lambda device: capability >= 90
+    vars(hopper)["usable"] = lambda device: capability == 90
+    vars(hopper)["multiprocessors"] = lambda device: 132
+    for name in ("launch_specialised", "launch_specialised_kept"):
+        vars(hopper)[name] = functools.partial(Compiled, vars(hopper)[name]()._kernel, capability)
 
 
-def call(queries: int, keys: int, rules: HeadRules | None = None, grad: bool = False) -> AttentionRequest:
-    """A call of 8 heads over 2 key/value heads of 64 channels in bfloat16."""
+def call(
+    queries: int, keys: int, rules: HeadRules | None = None, grad: bool = False, dim: int = 64
+) -> AttentionRequest:
+    """A call of 8 heads over 2 key/value heads in bfloat16."""
     query, key, value = (
-        torch.randn(1, count, heads, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_(grad)
+        torch.randn(1, count, heads, dim, dtype=torch.bfloat16).transpose(1, 2).requires_grad_(grad)
         for count, heads in ((queries, 8), (keys, 2), (keys, 2))
     )
     structure = CallStructure(1, queries, keys, causal=True, q_offset=keys - queries)
@@ -103,6 +114,8 @@ def main(capability: int) -> None:
     kept = HeadRules((0, 0), (16, 0), (0.9, 0.0), ("model", "model"), block=64)
     for request in (call(1, 512), call(1, 512, windows), call(256, 256), call(256, 256, kept)):
         launch.attend(request)
+    for rules in (None, windows, kept):
+        launch.attend(call(256, 256, rules, dim=128))
     trained = call(256, 256, windows, grad=True)
     launch.attend(trained).out.sum().backward()
     for stored in ("int8", "k8v4"):

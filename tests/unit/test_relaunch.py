@@ -93,3 +93,12 @@ def test_a_version_of_triton_that_is_not_passed_by_looks_every_time(
     for _ in range(3):
         again(("x",), ("at x",))
     assert [entry[0] for entry in kernel.log] == ["looked"] * 3
+
+
+def test_without_a_kind_triton_looks_each_time() -> None:
+    """Where an address may lie anywhere, what an earlier launch was compiled for need not hold."""
+    kernel = Kernel()
+    again = Relaunch(Launcher(kernel), (2, 3), (TABLE,), (5,), CONSTANTS, None)
+    for _ in range(3):
+        again(("x",), ("at x",))
+    assert [entry[0] for entry in kernel.log] == ["looked"] * 3

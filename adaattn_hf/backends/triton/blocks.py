@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ...attention.structure import Segment
 from ..choice.launch import Lists, chosen_bits, lists_of, windows_beside
 from ..launcher import Launcher, kind_of
 from ..windows import HeadWindows
+from . import hopper
 from .bulk import bulk_of
 from .kept import over_lists
 from .prefill import blank
@@ -46,28 +47,42 @@ def attend_blocks(
         value.shape[3],
         rules.block,
     )
-    pad, value_pad, causal = padded(dim), padded(value_dim), structure.causal
+    groups, cap, sink = heads // kv_heads, request.softcap, request.sink_logits
     out, lse = blank(request, request.need_lse)
-    k_bulk, v_bulk = bulk_of(key, tile.columns), bulk_of(value, tile.columns)
-    bulk = k_bulk is not None and v_bulk is not None
+    lse_at, sink_at = out if lse is None else lse, out if sink is None else sink
+    bitmap, scale = bits.view(torch.int8), abs(scale_of(request.scaling, cap))
     ends = all(s.k_len % block == 0 or s.k_start + s.k_len == key.shape[2] for s in segments)
-    sink = request.sink_logits
-    facts = {
-        "GROUPS": heads // kv_heads, "DIM": dim, "DIM_V": value_dim, "PAD": pad, "PAD_V": value_pad, "CAUSAL": causal,
-        "WINDOW": shown is not None, "HAS_CAP": request.softcap is not None, "HAS_SINK": sink is not None,
-        "HAS_LSE": lse is not None, "BULK": bulk, "EDGES": bulk and ends and _BULK_EDGES, "BLOCK_M": tile.rows,
-        "BLOCK_N": tile.columns, "PIECES": block // tile.columns, "num_warps": tile.warps, "num_stages": tile.stages,
+    facts: dict[str, Any] = {
+        "GROUPS": groups, "CAUSAL": structure.causal, "WINDOW": shown is not None, "HAS_SINK": sink is not None,
+        "HAS_LSE": lse is not None,
     }  # fmt: skip
+    warps = None
+    if hopper.usable(key.device) and dim == value_dim and ends and cap is None and query.stride(3) == 1:
+        warps = hopper.warps_of_kept(dim, groups, block)
+    columns, form = (tile.columns, None) if warps is None else (warps.columns, hopper.layout())
+    k_bulk, v_bulk = bulk_of(key, columns, layout=form), bulk_of(value, columns, layout=form)
+    bulk = k_bulk is not None and v_bulk is not None
+    if warps is not None and bulk:
+        facts |= {"HEAD": dim, "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4}
+    else:
+        warps = None
+        facts |= {
+            "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim), "HAS_CAP": cap is not None,
+            "BULK": bulk, "EDGES": bulk and ends and _BULK_EDGES, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
+            "PIECES": block // tile.columns, "num_warps": tile.warps, "num_stages": tile.stages,
+        }  # fmt: skip
     for entries, *its_lists in zip(work.launches(), *(t.split(MOST_ENTRIES) for t in lists), strict=True):
         asked = (
-            query, key, value, k_bulk if bulk else key, v_bulk if bulk else value, out,
-            lse if lse is not None else out, sink if sink is not None else out, bits.view(torch.int8), *its_lists,
-            work.segments, entries, work.rules,
-            *query.stride(), *key.stride(), *value.stride(), *out.stride(),
-            *(lse.stride()[:2] if lse is not None else (0, 0)), *bits.shape[1:], blocks,
-            abs(scale_of(request.scaling, request.softcap)), request.softcap or 0.0,
+            query, key, value, k_bulk if bulk else key, v_bulk if bulk else value, out, lse_at, sink_at, bitmap,
+            *its_lists, work.segments, entries, work.rules, *query.stride(), *key.stride(), *value.stride(),
+            *out.stride(), *(lse.stride()[:2] if lse is not None else (0, 0)), *bits.shape[1:], blocks, scale,
+            cap or 0.0,
         )  # fmt: skip
-        launch_over_lists((heads // kv_heads, len(entries)), asked, facts, kind_of(asked))
+        if warps is None:
+            launch_over_lists((groups, len(entries)), asked, facts, kind_of(asked))
+        else:
+            programs = len(entries) * (groups // warps.together)
+            hopper.launch_specialised_kept()((programs,), asked, facts, kind_of(asked))
     return AttentionResult(out, lse)
 
 

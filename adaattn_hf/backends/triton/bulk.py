@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..capability import capability
 from ..launcher import aligned
+from . import hopper
 from .sizes import padded
 
 
@@ -31,19 +32,27 @@ def _copies_tiles(device: torch.device) -> bool:
     return device.type != "cuda" or (facts is not None and facts.tiles)
 
 
-def bulk_of(tensor: Tensor, rows: int, columns: int | None = None) -> Any:
+class BulkForm(NamedTuple):
+    """What descriptors of all tensors of a shape, strides and dtype share: their class, and all but the tensor."""
+
+    kind: type
+    facts: dict[str, Any]
+
+
+def bulk_of(tensor: Tensor, rows: int, columns: int | None = None, layout: Any = None) -> Any:
     """A descriptor of tiles `[1, 1, rows, columns]` of a tensor, None where the copy engine cannot take them.
 
     Args:
         tensor: `[batch, heads, length, width]`.
         rows: Of a tile.
         columns: Of a tile; all of them when absent.
+        layout: How a tile lies in shared memory, for kernels in Gluon.
     """
-    form = bulk_form(tensor, rows, columns)
+    form = bulk_form(tensor, rows, columns, layout)
     return described(form, tensor) if form is not None and aligned(tensor) else None
 
 
-def bulk_form(tensor: Tensor, rows: int, columns: int | None = None) -> dict[str, Any] | None:
+def bulk_form(tensor: Tensor, rows: int, columns: int | None = None, layout: Any = None) -> BulkForm | None:
     """What a descriptor says of all tensors of a shape, strides and dtype; None where the engine cannot take them."""
     width, size, strides = tensor.shape[3], tensor.element_size(), tensor.stride()
     if size != 2 or width != padded(width) or width < 32:
@@ -52,21 +61,23 @@ def bulk_form(tensor: Tensor, rows: int, columns: int | None = None) -> dict[str
         return None
     if strides[3] != 1 or any(s * size % 16 or not s for s in strides[:3]):
         return None
-    return _facts(tensor.dtype, tensor.shape, strides, (1, 1, rows, columns or width))
+    return _form(tensor.dtype, tensor.shape, strides, (1, 1, rows, columns or width), layout)
 
 
 @functools.lru_cache(maxsize=256)
-def _facts(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
-) -> dict[str, Any]:
+def _form(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any
+) -> BulkForm:
     """The same, checked by Triton once; layers of a model and passes of a length share it."""
     # of a tensor of no bytes that begins at 0: the checks of Triton ask for addresses that are multiples of 16
-    made = _descriptors()(torch.empty(0, dtype=dtype, device="cpu"), list(shape), list(strides), list(block))
-    return {name: value for name, value in vars(made).items() if name != "base"}
+    place = torch.empty(0, dtype=dtype, device="cpu")
+    kind = _descriptors() if layout is None else hopper.descriptors()
+    made = kind(place, list(shape), list(strides), list(block), *(() if layout is None else (layout,)))
+    return BulkForm(kind, {name: value for name, value in vars(made).items() if name != "base"})
 
 
-def described(form: dict[str, Any], tensor: Tensor) -> Any:
+def described(form: BulkForm, tensor: Tensor) -> Any:
     """A descriptor of a tensor of `bulk_form`, which begins at a multiple of 16 bytes: Triton's checks are slow."""
-    made = object.__new__(_descriptors())
-    made.__dict__.update(form, base=tensor)
+    made: Any = object.__new__(form.kind)
+    made.__dict__.update(form.facts, base=tensor)
     return made

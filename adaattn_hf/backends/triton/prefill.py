@@ -14,10 +14,11 @@ from ...attention.structure import Segment
 from ..launcher import BYTES, Launcher, aligned
 from ..relaunch import Relaunch
 from ..windows import HeadWindows
-from .bulk import bulk_form, described
+from . import hopper
+from .bulk import BulkForm, bulk_form, described
 from .forward import forward
 from .sizes import Tile, padded, scale_of
-from .tables import work_of
+from .tables import Work, work_of
 
 launch_forward = Launcher(forward)
 
@@ -49,20 +50,36 @@ def forward_tile(pad: int, windows: bool) -> Tile:
     return Tile(64, 32, 4, 2)
 
 
+class Way(NamedTuple):
+    """A kernel for calls of one shape over one structure.
+
+    Attributes:
+        launcher: Of the kernel.
+        work: Its work tables.
+        launches: Grid, work entries, and last arguments of each launch: of more than one for very many documents alone.
+        constants: Its constants and the compiler's options, without the copy engine.
+        columns: Keys of a tile.
+        specialised: Whether its warps have tasks of their own: then the copy engine must bring all tiles.
+    """
+
+    launcher: Launcher
+    work: Work
+    launches: tuple[tuple[tuple[int, ...], Tensor, tuple[int, ...]], ...]
+    constants: dict[str, Any]
+    columns: int
+    specialised: bool
+
+
 class Form(NamedTuple):
     """What calls share whose tensors lie alike in memory, too: all of a launch but addresses.
 
     Attributes:
-        numbers: The kernel's arguments behind its tables: strides, factor and softcap.
-        constants: Its constants and the compiler's options, by the copy engine where there is `bulk`.
         bulk: Of `bulk_form` for keys and values, None where the copy engine cannot bring them, or need not.
-        again: The launches of CUDA tensors that begin at multiples of 16 bytes, with these constants.
+        runs: The launches, by the copy engine where there is `bulk`.
     """
 
-    numbers: tuple[float, ...]
-    constants: dict[str, Any]
-    bulk: tuple[Any, Any] | None
-    again: tuple[Relaunch, ...]
+    bulk: tuple[BulkForm, BulkForm] | None
+    runs: tuple[Relaunch, ...]
 
 
 class Prefill:
@@ -80,22 +97,38 @@ class Prefill:
         need_lse: bool,
     ) -> None:
         """From one of the calls, the runs of its structure and the windows of its heads."""
-        (batch, heads, q_len, dim), value_dim = request.query.shape, request.value.shape[3]
+        query, (batch, heads, q_len, dim), value_dim = (
+            request.query,
+            request.query.shape,
+            request.value.shape[3],
+        )
         structure, kv_heads, self._cap = request.structure, request.key.shape[1], request.softcap
-        tile = forward_tile(max(padded(dim), padded(value_dim)), windows is not None)
-        self._groups, self._columns = heads // kv_heads, tile.columns
-        self._shape = batch, q_len, heads, value_dim
-        self._work = work = work_of(
-            "queries", structure, segments, windows, kv_heads, (tile.rows, tile.columns), request.query.device,
-            silent=True,
-        )  # fmt: skip
-        self._heavy = work.read * tile.rows * self._groups * (dim + value_dim) >= _LEAST_PRODUCTS
-        self._constants: dict[str, Any] = {
-            "GROUPS": self._groups, "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim),
-            "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": self._cap is not None,
-            "HAS_SINK": request.sink_logits is not None, "HAS_LSE": need_lse, "BULK": False, "EDGES": False,
-            "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "num_warps": tile.warps, "num_stages": tile.stages,
+        groups, self._shape = heads // kv_heads, (batch, q_len, heads, value_dim)
+        facts: dict[str, Any] = {
+            "GROUPS": groups, "CAUSAL": structure.causal, "WINDOW": windows is not None,
+            "HAS_SINK": request.sink_logits is not None, "HAS_LSE": need_lse,
         }  # fmt: skip
+
+        def work(rows: int, columns: int) -> Work:
+            return work_of(
+                "queries", structure, segments, windows, kv_heads, (rows, columns), query.device, silent=True
+            )
+
+        tile = forward_tile(max(padded(dim), padded(value_dim)), windows is not None)
+        table = work(tile.rows, tile.columns)
+        constants = facts | {
+            "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim),
+            "HAS_CAP": self._cap is not None, "BULK": False, "EDGES": False, "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.columns, "num_warps": tile.warps, "num_stages": tile.stages,
+        }  # fmt: skip
+        launches = tuple(((groups, len(entries)), entries, ()) for entries in table.launches())
+        self._plain = Way(launch_forward, table, launches, constants, tile.columns, False)
+        self._heavy = table.read * tile.rows * groups * (dim + value_dim) >= _LEAST_PRODUCTS
+        self._special: Way | None = None
+        if self._heavy and dim == value_dim and self._cap is None and hopper.usable(query.device):
+            warps = hopper.warps_of(dim, groups, windows is not None)
+            if warps is not None and (table := work(warps.rows, warps.columns)).ends:
+                self._special = _special(warps, table, facts | {"HEAD": dim}, groups, query.device)
         self._forms: dict[Hashable, Form] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -121,60 +154,91 @@ class Prefill:
         sink: Tensor | None = None,
     ) -> None:
         """Writes output and log-sum-exp: one launch over all segments and heads, several for very many documents."""
-        strides = query.stride(), key.stride(), value.stride()
-        form = self._forms.get((strides, scaling))
-        if form is None:
-            form = self._forms[strides, scaling] = self._form(query, key, value, scaling, out, lse)
         q_at, k_at, v_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
         even = not (q_at | k_at | v_at) % BYTES
+        known = query.stride(), key.stride(), value.stride(), scaling, even
+        form = self._forms.get(known)
+        if form is None:
+            form = self._forms[known] = self._form(query, key, value, scaling, out, lse, even)
         k_bulk, v_bulk, k_bulk_at, v_bulk_at = key, value, k_at, v_at
-        if bulk := even and form.bulk is not None:
+        if form.bulk is not None:
             k_bulk = k_bulk_at = described(form.bulk[0], key)
             v_bulk = v_bulk_at = described(form.bulk[1], value)
         tensors = (
-            query, key, value, k_bulk, v_bulk, out, out if lse is None else lse, out if sink is None else sink,
-        )  # fmt: skip
-        if even and form.again:
-            out_at = out.data_ptr()
-            lse_at = out_at if lse is None else lse.data_ptr()
-            for again in form.again:
-                again(tensors, (q_at, k_at, v_at, k_bulk_at, v_bulk_at, out_at, lse_at, out_at))
-            return
-        constants = form.constants if bulk else self._constants
-        for entries in self._work.launches():
-            arguments = *tensors, self._work.segments, entries, self._work.rules, *form.numbers
-            launch_forward((self._groups, len(entries)), arguments, constants, None)
+            query,
+            key,
+            value,
+            k_bulk,
+            v_bulk,
+            out,
+            out if lse is None else lse,
+            out if sink is None else sink,
+        )
+        out_at = out.data_ptr()
+        lse_at = out_at if lse is None else lse.data_ptr()
+        for run in form.runs:
+            run(tensors, (q_at, k_at, v_at, k_bulk_at, v_bulk_at, out_at, lse_at, out_at))
 
     def _form(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, out: Tensor, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        out: Tensor,
+        lse: Tensor | None,
+        even: bool,
     ) -> Form:
-        """The form of a call: one for each kind of strides and factor."""
-        work, constants, cap = self._work, self._constants, self._cap
+        """The form of a call: one for each kind of strides, alignment and factor."""
         strides = query.stride(), key.stride(), value.stride(), out.stride()
+        way, bulk = self._plain, None
+        if even and self._special is not None and query.stride(3) == 1:
+            bulk = _forms_of(key, value, self._special.columns, hopper.layout())
+            way = self._plain if bulk is None else self._special
+        if even and self._heavy and bulk is None:
+            bulk = _forms_of(key, value, way.columns, None)
+        constants = way.constants
+        if bulk is not None and not way.specialised:
+            constants = {**constants, "BULK": True, "EDGES": way.work.ends and _BULK_EDGES}
         numbers = (
-            *itertools.chain(*strides), *((0, 0) if lse is None else lse.stride()[:2]), abs(scale_of(scaling, cap)),
-            float(cap or 0.0),
+            *itertools.chain(*strides), *((0, 0) if lse is None else lse.stride()[:2]),
+            abs(scale_of(scaling, self._cap)), float(self._cap or 0.0),
         )  # fmt: skip
-        bulk = None
-        if self._heavy:
-            forms = bulk_form(key, self._columns), bulk_form(value, self._columns)
-            bulk = None if None in forms else forms
-        if bulk is not None:
-            constants = {**constants, "BULK": True, "EDGES": work.ends and _BULK_EDGES}
-        # sinks come from elsewhere and may begin at any address
-        if not query.is_cuda or constants["HAS_SINK"]:
-            return Form(numbers, constants, bulk, ())
-        kind = (
-            query.dtype, *strides, None if lse is None else lse.stride(), aligned(work.entries), aligned(work.rules),
-        )  # fmt: skip
-        again = tuple(
-            Relaunch(
-                launch_forward, (self._groups, len(entries)), (work.segments, entries, work.rules), numbers, constants,
-                kind,
-            )
-            for entries in work.launches()
-        )  # fmt: skip
-        return Form(numbers, constants, bulk, again)
+        segments, rules = way.work.segments, way.work.rules
+        kind: Hashable | None = None
+        if (
+            even and query.is_cuda and not constants["HAS_SINK"]
+        ):  # these come from elsewhere, and begin at any address
+            tables = aligned(way.work.entries), aligned(rules)
+            kind = query.dtype, *strides, None if lse is None else lse.stride(), *tables
+        return Form(
+            bulk,
+            tuple(
+                Relaunch(way.launcher, grid, (segments, entries, rules), (*numbers, *last), constants, kind)
+                for grid, entries, last in way.launches
+            ),
+        )
+
+
+def _special(
+    warps: hopper.Warps, work: Work, facts: dict[str, Any], groups: int, device: torch.device
+) -> Way:
+    """The kernel for Hopper: as many programs as multiprocessors, which share the items of the work table out."""
+    constants = facts | {
+        "TOGETHER": warps.together, "GROUPS_OF_WARPS": warps.groups, "ALTERNATE": warps.alternate,
+        "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
+    }  # fmt: skip
+    most, parts = hopper.multiprocessors(device), groups // warps.together
+    launches = tuple(
+        ((min(most, len(entries) * parts),), entries, (len(entries) * parts,)) for entries in work.launches()
+    )
+    return Way(hopper.launch_specialised(), work, launches, constants, warps.columns, True)
+
+
+def _forms_of(key: Tensor, value: Tensor, columns: int, layout: Any) -> tuple[BulkForm, BulkForm] | None:
+    """What descriptors of keys and values say, None where the copy engine cannot take either."""
+    of_key, of_value = bulk_form(key, columns, layout=layout), bulk_form(value, columns, layout=layout)
+    return None if of_key is None or of_value is None else (of_key, of_value)
 
 
 def prefill_of(

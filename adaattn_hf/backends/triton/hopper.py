@@ -1,0 +1,118 @@
+"""Which calls the kernels for Hopper serve, and what they are launched with."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ..capability import capability
+from ..launcher import Launcher
+
+_TRIED = (3, 6)
+"""The first version of Triton whose Gluon these kernels were compiled with."""
+_SM = (9, 0)
+"""Devices with both a copy engine and the products of four warps that the kernels are made of."""
+
+# Whether calls take them where they can; heavy calls gain 1.1 to 1.25 over the kernels of one task.
+_USED = True
+
+
+class Warps(NamedTuple):
+    """How a kernel's warps share its work out.
+
+    Attributes:
+        groups: Of four warps, with 64 queries each.
+        together: Heads of a group of query heads that a program computes: one for each group of warps, or one.
+        columns: Keys of a tile.
+        stages: Tiles in a ring.
+        alternate: Whether the groups begin their products one after the other.
+    """
+
+    groups: int
+    together: int
+    columns: int
+    stages: int
+    alternate: bool
+
+    @property
+    def rows(self) -> int:
+        """Queries of a work entry."""
+        return 64 * self.groups // self.together
+
+
+def warps_of(dim: int, groups: int, windows: bool) -> Warps | None:
+    """How the warps of a dense call or one with windows share it out, as measured on an H200; None where they lose.
+
+    Args:
+        dim: Channels of a head, of keys and values alike.
+        groups: Query heads per key/value head.
+        windows: Whether some head has a window: with 64 channels three groups of warps lack the registers to mask.
+    """
+    if dim == 128:
+        return Warps(2, 1, 128, 2, False)
+    if dim == 64 and not windows:
+        return Warps(3, 3 if groups % 3 == 0 else 1, 128, 2, True)
+    return None
+
+
+def warps_of_kept(dim: int, groups: int, block: int) -> Warps | None:
+    """The same over kept blocks, which are its tiles: two heads at a time share their lists."""
+    if dim == 128 and groups % 2 == 0 and block in (64, 128):
+        return Warps(2, 2, block, 3 if block == 64 else 2, False)
+    return None
+
+
+@functools.cache
+def layout() -> Any:
+    """How the copy engine lays a tile `[1, 1, keys, channels]` of 16 bits down in shared memory."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+
+@functools.cache
+def descriptors() -> Any:
+    """Gluon's tensor descriptors."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor
+
+
+def usable(device: torch.device) -> bool:
+    """Whether the kernels run on a device with the Triton that is installed."""
+    return _USED and _installed() and _fits(device)
+
+
+@functools.cache
+def _installed() -> bool:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return version >= _TRIED and importlib.util.find_spec("triton.experimental.gluon") is not None
+
+
+@functools.cache
+def _fits(device: torch.device) -> bool:
+    facts = capability(device) if device.type == "cuda" else None
+    return facts is not None and facts.sm == _SM
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """As many programs as a launch has at most."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def launch_specialised() -> Launcher:
+    """Of the kernel for dense calls and windows, which is imported with the first call."""
+    return Launcher(importlib.import_module(f"{__package__}.specialised").specialised)
+
+
+@functools.cache
+def launch_specialised_kept() -> Launcher:
+    """Of the kernel over kept blocks."""
+    return Launcher(importlib.import_module(f"{__package__}.specialised_kept").specialised_kept)

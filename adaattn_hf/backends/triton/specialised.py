@@ -1,0 +1,240 @@
+"""Attention of a block of queries on Hopper, by warps with tasks of their own; rules, tables and results of `forward`."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from .warps import ROWS, add_tile, bounds_of, fetch, first_tile, last_values, ring
+
+
+@gluon.jit
+def _item(  # type: ignore[no-untyped-def]
+    tables, turn, GROUPS: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """What a program computes in a turn: (row, runs of queries and keys, heads), (its rules), (its tiles).
+
+    Every other turn deals the entries out backwards: they are sorted by their work, and each program gets as much. Where
+    there is none left the item has no queries and no tiles.
+    """
+    segments_ptr, work_ptr, rules_ptr, items = tables
+    step = gl.num_programs(0)
+    index = turn * step + gl.where(turn % 2 == 0, gl.program_id(0), step - 1 - gl.program_id(0))
+    there = index < items
+    index = gl.minimum(index, items - 1)
+    parts: gl.constexpr = GROUPS // TOGETHER
+    entry = work_ptr + 3 * (index // parts)
+    segment = segments_ptr + 6 * gl.load(entry)
+    first = gl.load(entry + 1)
+    kv_head = gl.load(entry + 2)
+    head = kv_head * GROUPS + index % parts * TOGETHER
+    row = gl.load(segment)
+    q_start = gl.load(segment + 1)
+    q_len = gl.where(there, gl.load(segment + 2), 0)
+    k_start = gl.load(segment + 3)
+    k_len = gl.where(there, gl.load(segment + 4), 0)
+    offset = gl.load(segment + 5)
+    window, sinks = 0, 0
+    if WINDOW:
+        window = gl.load(rules_ptr + 2 * kv_head)
+        sinks = gl.load(rules_ptr + 2 * kv_head + 1)
+    # as in `forward`: keys that some query of the block sees, and keys that all of them see
+    low_p = first + offset
+    high_p = gl.minimum(first + BLOCK_M, q_len) - 1 + offset
+    start, stop = 0, k_len
+    all_start, all_stop = 0, k_len
+    if CAUSAL:
+        stop = gl.minimum(k_len, high_p + 1)
+        all_stop = gl.minimum(k_len, low_p + 1)
+    if WINDOW:
+        start = gl.maximum(0, low_p - window + 1) // BLOCK_N * BLOCK_N
+        all_start = gl.maximum(0, high_p - window + 1)
+        if not CAUSAL:
+            stop = gl.minimum(k_len, gl.maximum(high_p + window, sinks))
+            all_stop = gl.minimum(k_len, low_p + window)
+    all_start = gl.maximum(start, gl.cdiv(all_start, BLOCK_N) * BLOCK_N)
+    all_stop = gl.maximum(all_start, gl.maximum(all_stop, 0) // BLOCK_N * BLOCK_N)
+    # tiles by the rule: those of the sinks before the window's first tile, then both edges of the window
+    of_sinks, of_left = 0, 0
+    if WINDOW:
+        of_sinks = gl.cdiv(gl.minimum(sinks, start), BLOCK_N)
+        of_left = gl.cdiv(gl.maximum(gl.minimum(all_start, stop) - start, 0), BLOCK_N)
+    left = of_sinks + of_left
+    edges = left + gl.cdiv(gl.maximum(stop - all_stop, 0), BLOCK_N)
+    total = gl.where(there, edges + (all_stop - all_start) // BLOCK_N, 0)
+    place = row, q_start, q_len, k_start, kv_head, head, first
+    return place, (k_len, offset, window, sinks), (of_sinks, left, edges, total, start, all_start, all_stop)
+
+
+@gluon.jit
+def _first_key(t, tiles, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Of tile `t` of an item: those at the edges come first."""
+    of_sinks, left, edges, _total, start, all_start, all_stop = tiles
+    n = all_stop + (t - left) * BLOCK_N
+    if WINDOW:
+        n = gl.where(t < left, start + (t - of_sinks) * BLOCK_N, n)
+        n = gl.where(t < of_sinks, t * BLOCK_N, n)
+    return gl.where(t < edges, n, all_start + (t - edges) * BLOCK_N)
+
+
+@gluon.jit
+def _produce(  # type: ignore[no-untyped-def]
+    k_bulk, v_bulk, tables, k_ring, v_ring, GROUPS: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fetches the tiles of all items into the rings."""
+    count = 0
+    for turn in range(0, gl.cdiv(tables[3], gl.num_programs(0))):
+        place, _rules, tiles = _item(tables, turn, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+        row, _q_start, _q_len, k_start, kv_head, _head, _first = place
+        for t in range(0, tiles[3]):
+            n = k_start + _first_key(t, tiles, WINDOW, BLOCK_N)
+            fetch(k_bulk, k_ring, count, row, kv_head, n, STAGES)
+            fetch(v_bulk, v_ring, count, row, kv_head, n, STAGES)
+            count += 1
+
+
+@gluon.jit
+def _consume(  # type: ignore[no-untyped-def]
+    WHICH: gl.constexpr, tensors, tables, strides, scale, q_tiles, rings, GROUPS: gl.constexpr, TOGETHER: gl.constexpr,
+    HEAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: 64 queries of every item of the program, of a head of their own with TOGETHER."""
+    q_ptr, out_ptr, lse_ptr, sink_ptr = tensors
+    q_b, q_h, q_n, o_b, o_n, o_h, l_b, l_h = strides
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    # lines of 16 bytes a thread, as memory is read and written
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    line = gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
+    d = gl.arange(0, HEAD, gl.SliceLayout(0, LINES))
+    q = q_tiles.index(WHICH)
+    count = 0
+    for turn in range(0, gl.cdiv(tables[3], gl.num_programs(0))):
+        place, rules, tiles = _item(tables, turn, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+        row, q_start, q_len, _k_start, _kv_head, head, first = place
+        k_len, offset, window, sinks = rules
+        of_sinks, left, edges, total, start, _all_start, all_stop = tiles
+        if TOGETHER > 1:
+            head += WHICH
+        else:
+            first += WHICH * ROWS
+        row, head = row.to(gl.int64), head.to(gl.int64)
+        i = first + line
+        q_rows = q_ptr + row * q_b + head * q_h + (q_start + i).to(gl.int64)[:, None] * q_n
+        q.store(gl.load(q_rows + d[None, :], mask=(i < q_len)[:, None], other=0.0))
+        fence_async_shared()
+        own = first + gl.arange(0, ROWS, OF_ROWS)
+        p = own + offset
+        m = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
+        l = gl.zeros([ROWS], gl.float32, OF_ROWS)
+        if HAS_SINK:
+            m = (
+                gl.zeros([ROWS], gl.float32, OF_ROWS)
+                + gl.load(sink_ptr + head).to(gl.float32) * 1.4426950408889634
+            )
+            l += 1.0
+        acc = gl.zeros([ROWS, HEAD], gl.float32, O_LAYOUT)
+        if total > 0:
+            n = _first_key(0, tiles, WINDOW, BLOCK_N)
+            limit = gl.where(of_sinks > 0, gl.minimum(sinks, start), k_len)
+            bounds = bounds_of(p, n, limit, window, sinks, CAUSAL, WINDOW)
+            m, l, pairs = first_tile(
+                m, l, q, rings, count, scale, bounds, WINDOW, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES,
+                S_LAYOUT, dtype,
+            )  # fmt: skip
+            count += 1
+            done = 1
+            if WINDOW:
+                for t in range(done, left):
+                    n = _first_key(t, tiles, WINDOW, BLOCK_N)
+                    limit = gl.where(t < of_sinks, gl.minimum(sinks, start), k_len)
+                    bounds = bounds_of(p, n, limit, window, sinks, CAUSAL, WINDOW)
+                    acc, m, l, pairs = add_tile(
+                        (acc, m, l, pairs), q, rings, count, scale, bounds, True, True, WHICH, GROUPS_OF_WARPS, ALTERNATE,
+                        HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
+                    )  # fmt: skip
+                    count += 1
+                done = gl.maximum(left, 1)
+            for t in range(done, edges):
+                bounds = bounds_of(p, all_stop + (t - left) * BLOCK_N, k_len, window, sinks, CAUSAL, WINDOW)
+                acc, m, l, pairs = add_tile(
+                    (acc, m, l, pairs), q, rings, count, scale, bounds, True, False, WHICH, GROUPS_OF_WARPS, ALTERNATE,
+                    HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
+                )  # fmt: skip
+                count += 1
+            for _t in range(gl.maximum(edges, 1), total):
+                acc, m, l, pairs = add_tile(
+                    (acc, m, l, pairs), q, rings, count, scale, None, False, False, WHICH, GROUPS_OF_WARPS, ALTERNATE,
+                    HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
+                )  # fmt: skip
+                count += 1
+            acc = last_values(acc, pairs, rings[1], count - 1, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
+        sums = gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT))
+        acc = acc / gl.where(sums == 0, 1.0, sums)[:, None]
+        o_rows = out_ptr + row * o_b + head * o_h + (q_start + i).to(gl.int64)[:, None] * o_n
+        gl.store(o_rows + d[None, :], gl.convert_layout(acc.to(dtype), LINES), mask=(i < q_len)[:, None])
+        if HAS_LSE:
+            lse = (m + gl.log2(gl.where(l == 0, 1.0, l))) * 0.6931471805599453
+            gl.store(lse_ptr + row * l_b + head * l_h + q_start + own, lse, mask=own < q_len)
+
+
+@gluon.jit(do_not_specialize=["items"])
+def specialised(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, k_bulk, v_bulk, out_ptr, lse_ptr, sink_ptr, segments_ptr, work_ptr, rules_ptr,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_n, o_h, o_d, l_b, l_h, scale, softcap, items,
+    GROUPS: gl.constexpr, TOGETHER: gl.constexpr, HEAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Items of the work table, dealt out to as many programs as there are multiprocessors; arguments as of `forward`.
+
+    Heads have HEAD channels, which lie side by side; keys and values are read by their descriptors alone, and scores have
+    no softcap.
+    An item is (entry, part of the entry's group of heads): 64 queries of TOGETHER heads, one for each group of warps, or
+    as many times 64 of one head. With ALTERNATE the groups begin their products one after the other.
+    """
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    BLOCK_M: gl.constexpr = 64 * GROUPS_OF_WARPS // TOGETHER
+    q_tiles = gl.allocate_shared_memory(
+        dtype,
+        [GROUPS_OF_WARPS, 64, HEAD],
+        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
+    )
+    k_ring = ring(k_bulk, STAGES, GROUPS_OF_WARPS)
+    v_ring = ring(v_bulk, STAGES, GROUPS_OF_WARPS)
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS_OF_WARPS, 1], mbarrier.MBarrierLayout())
+    for which in gl.static_range(GROUPS_OF_WARPS):
+        mbarrier.init(turns.index(which), count=1)
+    tables = segments_ptr, work_ptr, rules_ptr, items
+    strides = q_b, q_h, q_n, o_b, o_n, o_h, l_b, l_h
+    rings = k_ring, v_ring, turns
+    tensors = q_ptr, out_ptr, lse_ptr, sink_ptr
+    # registers of a thread: the 65,536 of a multiprocessor less those of the copying warp, for the groups alike
+    if GROUPS_OF_WARPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (1, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, BLOCK_M, BLOCK_N, STAGES)),
+                (_produce, (k_bulk, v_bulk, tables, k_ring, v_ring, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (1, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (2, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, BLOCK_M, BLOCK_N, STAGES)),
+                (_produce, (k_bulk, v_bulk, tables, k_ring, v_ring, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N, STAGES)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )  # fmt: skip

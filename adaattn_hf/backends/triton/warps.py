@@ -1,0 +1,185 @@
+"""Parts of kernels for Hopper whose warps have tasks of their own: rings of tiles, and one tile of online softmax.
+
+One warp brings tiles of keys and values by the copy engine into rings in shared memory. Groups of four warps, 64 queries
+each, multiply: the scores of a tile are begun before the values of the one before are added, so that the matrix unit works
+while exponentials are taken (FlashAttention-3's forward; Shah et al. 2024, sections 3.1 and 3.2).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # up to Triton 3.7
+ROWS = gl.constexpr(64)  # queries of a group of four warps
+
+
+@gluon.jit
+def ring(like, STAGES: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Shared memory for STAGES tiles of a descriptor, and two barriers a tile: it has come, all groups are done with it."""
+    tiles = gl.allocate_shared_memory(
+        like.dtype, [STAGES, 1, 1, like.block_type.shape[2], like.block_type.shape[3]], like.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS_OF_WARPS)
+    return tiles, full, empty
+
+
+@gluon.jit
+def fetch(bulk, tiles_ring, count, row, kv_head, n, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Brings the tile from key `n` on as the `count`-th of a ring, once its place is free."""
+    tiles, full, empty = tiles_ring
+    stage = count % STAGES
+    mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), bulk.block_type.nbytes)
+    _fetch(bulk, [row, kv_head, n, 0], full.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def begin_scores(  # type: ignore[no-untyped-def]
+    q, k_ring, turns, count, WHICH: gl.constexpr, ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Begins the products of queries with the `count`-th tile of a ring; waits for it, and for this group's turn."""
+    tiles, full, _empty = k_ring
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    if ALTERNATE:
+        # a fresh barrier counts as passed: the first group need not wait for its first turn
+        mbarrier.wait(turns.index(WHICH), (count & 1) ^ (1 if WHICH == 0 else 0))
+    keys = tiles.index(stage).reshape([BLOCK_N, HEAD]).permute([1, 0])
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
+    return warpgroup_mma(q, keys, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def bounds_of(p, n, limit, window, sinks, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The bounds of `seen`, for queries that stand at `p` and the tile from key `n` on, of which those below `limit` are there."""
+    last = gl.zeros_like(p) + (limit - 1 - n)
+    if CAUSAL:
+        last = gl.minimum(p - n, last)
+    elif WINDOW:
+        last = gl.minimum(gl.maximum(p - n + window, sinks - n) - 1, last)
+    return last, p - n - window, sinks - n
+
+
+@gluon.jit
+def seen(bounds, LEFT: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Boolean `[rows, keys of a tile]`, by places in the tile: each row's last key, the one before its window, the sinks.
+
+    Without LEFT all keys lie behind where the windows begin.
+    """
+    last, before, sinks = bounds
+    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    keep = j[None, :] <= last[:, None]
+    if LEFT:
+        keep = keep & ((j[None, :] > before[:, None]) | (j < sinks)[None, :])
+    return keep
+
+
+@gluon.jit
+def weights_of(s, m, l, scale, SOME: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights of a tile of scores by the new maximum, that maximum, the new sum, and the factor of what came before.
+
+    SOME: scores may be -inf.
+    """
+    top = gl.maximum(m, gl.max(s, 1) * scale)
+    base = top
+    if SOME:
+        base = gl.where(top == float("-inf"), 0.0, top)
+    w = gl.exp2(s * scale - base[:, None])
+    decay = gl.exp2(m - base)
+    return w, top, l * decay + gl.sum(w, 1), decay
+
+
+@gluon.jit
+def paired(w, BLOCK_N: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights in 16 bits, two in an int32: numbers of 16 bits would be taken apart and joined in every turn of a loop."""
+    low, high = gl.split(w.reshape([ROWS, BLOCK_N // 2, 2]))
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _single(pairs, BLOCK_N: gl.constexpr, dtype: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The weights of `paired` as the left side of a product."""
+    both = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).reshape([ROWS, BLOCK_N])
+    return gl.convert_layout(both.to(dtype, bitcast=True), LAYOUT)
+
+
+@gluon.jit
+def _begin_values(acc, pairs, v_ring, count, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
+    """Begins to add the values of the `count`-th tile by their weights; waits for the tile."""
+    tiles, full, _empty = v_ring
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    weights = _single(pairs, BLOCK_N, dtype, gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
+    return warpgroup_mma(weights, tiles.index(stage).reshape([BLOCK_N, HEAD]), acc, is_async=True), weights
+
+
+@gluon.jit
+def add_tile(  # type: ignore[no-untyped-def]
+    state, q, rings, count, scale, bounds, MASKED: gl.constexpr, LEFT: gl.constexpr, WHICH: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Takes the weights of the `count`-th tile while the values of the one before are added.
+
+    `state` is output, maximum, sum and the weights that wait for their values.
+    """
+    acc, m, l, pairs = state
+    k_ring, v_ring, turns = rings
+    s = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
+    added, weights = _begin_values(acc, pairs, v_ring, count - 1, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
+    if ALTERNATE:
+        mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
+    s = warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(k_ring[2].index(count % STAGES))
+    if MASKED:
+        s = gl.where(seen(bounds, LEFT, BLOCK_N, S_LAYOUT), s, float("-inf"))
+    w, m, l, decay = weights_of(s, m, l, scale, MASKED)
+    acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
+    mbarrier.arrive(v_ring[2].index((count - 1) % STAGES))
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    return acc, m, l, paired(w, BLOCK_N, dtype)
+
+
+@gluon.jit
+def first_tile(  # type: ignore[no-untyped-def]
+    m, l, q, rings, count, scale, bounds, LEFT: gl.constexpr, WHICH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
+    ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """The weights of an item's first tile: maximum, sum and weights, behind which no values wait."""
+    k_ring, _v_ring, turns = rings
+    s = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
+    if ALTERNATE:
+        mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_ring[2].index(count % STAGES))
+    s = gl.where(seen(bounds, LEFT, BLOCK_N, S_LAYOUT), s, float("-inf"))
+    w, m, l, _decay = weights_of(s, m, l, scale, True)
+    return m, l, paired(w, BLOCK_N, dtype)
+
+
+@gluon.jit
+def last_values(acc, pairs, v_ring, count, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, O_LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
+    """Adds the values of an item's last tile, which is the `count`-th."""
+    added, weights = _begin_values(acc, pairs, v_ring, count, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
+    acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
+    mbarrier.arrive(v_ring[2].index(count % STAGES))
+    return acc

@@ -1,0 +1,164 @@
+"""The kernels for Hopper, whose warps have tasks of their own, against the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.launcher import Launcher
+from adaattn_hf.backends.select import BACKENDS
+
+hopper = pytest.importorskip("adaattn_hf.backends.triton.hopper")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("bulk_always"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not hopper.usable(torch.device("cuda", 0)),
+        reason="needs a Hopper device and a Triton with Gluon",
+    ),
+]
+
+STRUCTURES: dict[str, Callable[[int], CallStructure]] = {
+    "causal": lambda n: CallStructure(2, n, n, causal=True),
+    "full": lambda n: CallStructure(2, n, n),
+    "suffix": lambda n: CallStructure(2, 300, n, causal=True, q_offset=n - 300),
+    "static cache": lambda n: CallStructure(2, 140, n, causal=True, q_offset=372),
+    "cross": lambda n: CallStructure(2, 70, n),
+    "window": lambda n: CallStructure(2, n, n, causal=True, window=300),
+    "window both ways": lambda n: CallStructure(2, n, n, window=150),
+    "window and sinks": lambda n: CallStructure(2, n, n, causal=True, window=200, sinks=130),
+    "left padding": lambda n: CallStructure(2, n, n, causal=True, key_padding=_left(n), pads_queries=True),
+    "whole documents": lambda n: CallStructure(2, n, n, causal=True, **_documents(n, 256)),
+}
+WINDOWS = {
+    "narrow": ((40, 0), (5, 0)),
+    "wide": ((300, 700), (16, 140)),
+    "sinks of many tiles": ((130, 0), (400, 0)),
+}
+
+
+def _left(n: int) -> torch.Tensor:
+    real = torch.ones(2, n, dtype=torch.bool, device="cuda")
+    real[0, :300] = False
+    return real
+
+
+def _documents(n: int, length: int) -> dict[str, torch.Tensor]:
+    numbers = (torch.arange(n, device="cuda")[None] // length).expand(2, -1)
+    return {"q_segments": numbers, "k_segments": numbers}
+
+
+def drawn(
+    structure: CallStructure, dim: int, heads: int, dtype: torch.dtype, **extra: Any
+) -> AttentionRequest:
+    def draw(length: int, count: int) -> torch.Tensor:
+        return torch.randn(structure.batch, length, count, dim, device="cuda").to(dtype).transpose(1, 2)
+
+    lengths = structure.q_len, structure.kv_len
+    return AttentionRequest(
+        draw(lengths[0], heads), draw(lengths[1], 2), draw(lengths[1], 2), structure, dim**-0.5, **extra
+    )
+
+
+def served(request: AttentionRequest, kernel: str) -> Any:
+    """The result, which must have come from a kernel."""
+    launched = []
+
+    def launch(self: Launcher, *arguments: Any) -> None:
+        launched.append(self._kernel.__name__)
+        ordinary(self, *arguments)
+
+    ordinary = Launcher.__call__
+    with mock.patch.object(Launcher, "__call__", launch):
+        result = BACKENDS["triton"].attend(request)
+    assert kernel in launched
+    return result
+
+
+def check(request: AttentionRequest, kernel: str = "specialised") -> None:
+    truth, result = reference.attention(request), served(request, kernel)
+    bound = 4 * torch.finfo(request.query.dtype).eps * truth.out.abs().max()
+    assert (result.out.double() - truth.out).abs().max() <= bound
+    if request.need_lse:
+        there = truth.lse > float("-inf")
+        assert torch.equal(there, result.lse > float("-inf"))
+        torch.testing.assert_close(result.lse.double()[there], truth.lse[there], atol=1e-3, rtol=1e-4)
+    again = BACKENDS["triton"].attend(request)  # by what the first launch left behind
+    assert torch.equal(again.out, result.out)
+
+
+@pytest.mark.parametrize("n", [1024, 1200])
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_heads_of_128_channels(name: str, heads: int, n: int) -> None:
+    check(drawn(STRUCTURES[name](n), 128, heads, torch.bfloat16, need_lse=True))
+
+
+@pytest.mark.parametrize("n", [1024, 1200])
+@pytest.mark.parametrize("heads", [2, 6, 8])
+@pytest.mark.parametrize("name", ["causal", "full", "suffix", "static cache", "cross", "left padding"])
+def test_heads_of_64_channels(name: str, heads: int, n: int) -> None:
+    """Three groups of warps: with six heads those of a group together, else rows of one head."""
+    check(drawn(STRUCTURES[name](n), 64, heads, torch.float16, need_lse=True))
+
+
+@pytest.mark.parametrize("rules", WINDOWS)
+@pytest.mark.parametrize("name", ["causal", "full", "suffix"])
+def test_windows_per_head(name: str, rules: str) -> None:
+    windows, sinks = WINDOWS[rules]
+    rule = HeadRules(windows, sinks, (0.0, 0.0), ("model",) * 2)
+    check(drawn(STRUCTURES[name](1500), 128, 8, torch.bfloat16, per_head=rule, need_lse=True))
+
+
+def test_learned_sinks() -> None:
+    logits = torch.randn(8, device="cuda", dtype=torch.bfloat16)
+    check(drawn(STRUCTURES["causal"](700), 128, 8, torch.bfloat16, sink_logits=logits, need_lse=True))
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("name", ["causal", "full", "suffix"])
+def test_kept_blocks(name: str, block: int) -> None:
+    """A head that keeps 0.6 of the mass, and a windowed one; a row may keep a block more than it must, which few do."""
+    rule = HeadRules((0, 300), (0, 5), (0.6, 0.0), ("model",) * 2, block)
+    request = drawn(STRUCTURES[name](1500), 128, 8, torch.bfloat16, per_head=rule, need_lse=True)
+    truth, result = reference.attention(request), served(request, "specialised_kept")
+    off = result.lse.double() - truth.lse
+    assert off.min() > -1e-2
+    near = off < 1e-2
+    assert near.double().mean() > 0.99
+    error = (result.out.double() - truth.out).abs()[near.transpose(1, 2)]
+    assert error.max() <= 4 * torch.finfo(torch.bfloat16).eps * truth.out.abs().max()
+
+
+def test_a_capture_replays_what_the_tensors_hold_then() -> None:
+    request = drawn(STRUCTURES["causal"](1024), 128, 8, torch.bfloat16)
+    BACKENDS["triton"].attend(request)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = BACKENDS["triton"].attend(request).out
+    request.query.copy_(torch.randn_like(request.query))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, BACKENDS["triton"].attend(request).out)
+
+
+def test_other_calls_go_to_the_kernels_of_one_task() -> None:
+    """A softcap, runs that end within a tile, other head sizes, windows of small heads: by `forward`, and as exact."""
+    n = 700
+    others = [
+        drawn(STRUCTURES["causal"](n), 128, 8, torch.bfloat16, softcap=20.0),
+        drawn(CallStructure(2, n, n, causal=True, **_documents(n, 230)), 128, 8, torch.bfloat16),
+        drawn(STRUCTURES["causal"](n), 96, 8, torch.bfloat16),
+        drawn(STRUCTURES["window"](n), 64, 8, torch.bfloat16),
+    ]
+    for request in others:
+        check(request, "forward")
