@@ -22,6 +22,7 @@ from .triton import TritonBackend
 
 logger = logging.getLogger("adaattn_hf")
 
+_TRITON = TritonBackend()
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
@@ -29,7 +30,7 @@ BACKENDS: dict[str, Backend] = {
         FlashBackend(FA3),
         FlashBackend(FA3_FWD),
         FlashBackend(FA2),
-        TritonBackend(),
+        _TRITON,
         NativeBackend(),
         SdpaBackend(),
         EagerBackend(),
@@ -70,7 +71,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     of it by more than their longer way to a launch (3, built for inference, ahead of 4). What torch can only say with a
     mask goes to kernels that walk segments: to our own where flash-attn would have to gather tokens first or the call
     is light, else to flash-attn. What heads are asked apart is served in one launch or not at all: by our own if the
-    call is light, since their way to a launch is the shorter one, or if heads are small, of which they are the faster.
+    call is light, since their way to a launch is the shorter one, or where they are the faster: of small heads, and on
+    Hopper. There they also go before torch's kernels in heavy causal calls.
     """
     if spec.opaque or (spec.compiling and torch.onnx.is_in_onnx_export()):
         return ("sdpa", "eager")  # torch's own operations, which ONNX has, too
@@ -93,11 +95,15 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     if spec.per_head:
         light = spec.decode or spec.head_blocks or spec.pairs < _HEAVY_PAIRS
         small = max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
-        return ("triton", "fa4") if light or small else ("fa4", "triton")
+        own = light or small or (not spec.needs_grad and _TRITON.specialised(spec))
+        return ("triton", "fa4") if own else ("fa4", "triton")
     if not special and spec.keys >= _SHARED_KEYS and spec.dtype == torch.float32:
         return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):
-        return ("fa3_fwd", "fa4", "fa3", "sdpa", "eager") if spec.pairs >= _HEAVY_PAIRS else ("sdpa", "eager")
+        if spec.pairs < _HEAVY_PAIRS:
+            return ("sdpa", "eager")
+        own = spec.kind == "causal" and not spec.needs_grad and _TRITON.specialised(spec)
+        return ("fa3_fwd", "fa4", "fa3", *(("triton",) if own else ()), "sdpa", "eager")
     if spec.kind == "ragged" or spec.decode:
         if spec.needs_grad:
             return ("fa4", "triton", "fa3", "fa2", "sdpa", "eager")

@@ -13,17 +13,20 @@ from adaattn_hf.patches import tuned
 from ..backends.base import spec_of
 from ..backends.probes import HEADS, SHORTEST, probes
 from ..backends.select import order
-from ..backends.table import LONGEST, Cell, clearly_faster
+from ..backends.table import Cell, clearly_faster, longest_of
 
 
 def grid(
     device: str, dtypes: Iterable[str], head_dims: Iterable[int], kinds: Iterable[str], threads: int
 ) -> Iterator[Cell]:
     """Yields the classes of calls to measure: every length, with and without grouped heads, one example and eight."""
-    lengths = [1 << n for n in range(LONGEST[device].bit_length())]
-    for dtype, dim, kind, length in itertools.product(dtypes, head_dims, kinds, lengths):
-        if length < SHORTEST.get(kind, 1):
-            continue
+    classes = [
+        (kind, 1 << n)
+        for kind in kinds
+        for n in range(longest_of(device, kind).bit_length())
+        if 1 << n >= SHORTEST.get(kind, 1)
+    ]
+    for dtype, dim, (kind, length) in itertools.product(dtypes, head_dims, classes):
         rows = 1 if "step" in kind else max(2, min(512, length // 4)) if kind == "suffix" else length
         for grouped, examples in itertools.product((False, True), (1, 8)):
             cell = Cell(kind, dtype, dim, grouped, False, length, 0, threads)

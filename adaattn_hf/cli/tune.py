@@ -92,7 +92,7 @@ def _tune(
     number = torch.get_num_threads() if where == "cpu" else 0
     cells = [
         cell for cell in dict.fromkeys(grid(where, dtypes, dims, asked, number))
-        if cell.length <= (longest or LONGEST[where])
+        if longest is None or cell.length <= longest
     ]  # fmt: skip
     _measure(where, cells, quiet)
     return report(where, cells)

@@ -1,7 +1,7 @@
 """Triton kernels: mean keys of blocks, the blocks that each row keeps, and their lists per tile of rows.
 
 A row keeps the fewest blocks that hold a share of its pooled attention (`attention.blocks.keep_blocks`). The threshold is
-found by bisection instead of a sort: where two weights differ by less than a thousandth a row may keep one block more than
+found by bisection instead of a sort: where two weights differ by less than a hundredth a row may keep a block more than
 needed, never one less.
 """
 

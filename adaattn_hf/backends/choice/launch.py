@@ -19,8 +19,8 @@ from .kernels import choose, listing, pool
 
 launch_pool, launch_choose, launch_listing = Launcher(pool), Launcher(choose), Launcher(listing)
 
-_STEPS = 14
-"""Halvings of the range in which the logarithm of a row's least kept weight lies."""
+_STEPS = 10
+"""Halvings of the range in which the logarithm of a row's least kept weight lies: some 15 at most, in powers of two."""
 _NARROWEST = 64
 """Smallest number of blocks that a launch reserves registers for; early rows of a causal call see no more."""
 _STAYING = 1 << 15

@@ -83,6 +83,22 @@ class TritonBackend(Backend):
             reasons.append("the segments of a call cannot be read while a graph is traced")
         return tuple(reasons)
 
+    def specialised(self, spec: CallSpec) -> bool:
+        """Whether heavy calls of this kind run on the kernels for Hopper, if their tensors lie as models make them."""
+        from ..capability import capability
+
+        facts = capability()
+        if facts is None or not facts.tiles or self.missing():
+            return False
+        from . import hopper
+
+        plain = spec.head_dim == spec.head_dim_v and spec.dtype in _DTYPES and not spec.softcap
+        windows = spec.head_windows or spec.windowed
+        here = torch.device("cuda", torch.cuda.current_device())
+        return (
+            plain and hopper.warps_of(spec.head_dim, spec.groups, windows) is not None and hopper.usable(here)
+        )
+
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """One launch over all segments; few queries share the keys among many programs."""
         result: AttentionResult = self._launches().attend(request)

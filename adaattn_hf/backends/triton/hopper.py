@@ -18,9 +18,6 @@ _TRIED = (3, 6)
 _SM = (9, 0)
 """Devices with both a copy engine and the products of four warps that the kernels are made of."""
 
-# Whether calls take them where they can; heavy calls gain 1.1 to 1.25 over the kernels of one task.
-_USED = True
-
 
 class Warps(NamedTuple):
     """How a kernel's warps share its work out.
@@ -31,6 +28,8 @@ class Warps(NamedTuple):
         columns: Keys of a tile.
         stages: Tiles in a ring.
         alternate: Whether the groups begin their products one after the other.
+        resident: Whether as many programs as multiprocessors compute all entries in turn, which hides how each begins
+            and ends, or each entry has a program, which the device deals out more evenly.
     """
 
     groups: int
@@ -38,6 +37,7 @@ class Warps(NamedTuple):
     columns: int
     stages: int
     alternate: bool
+    resident: bool
 
     @property
     def rows(self) -> int:
@@ -54,16 +54,16 @@ def warps_of(dim: int, groups: int, windows: bool) -> Warps | None:
         windows: Whether some head has a window: with 64 channels three groups of warps lack the registers to mask.
     """
     if dim == 128:
-        return Warps(2, 1, 128, 2, False)
+        return Warps(2, 1, 128, 2, False, windows)
     if dim == 64 and not windows:
-        return Warps(3, 3 if groups % 3 == 0 else 1, 128, 2, True)
+        return Warps(3, 3 if groups % 3 == 0 else 1, 128, 2, True, True)
     return None
 
 
 def warps_of_kept(dim: int, groups: int, block: int) -> Warps | None:
     """The same over kept blocks, which are its tiles: two heads at a time share their lists."""
     if dim == 128 and groups % 2 == 0 and block in (64, 128):
-        return Warps(2, 2, block, 3 if block == 64 else 2, False)
+        return Warps(2, 2, block, 3 if block == 64 else 2, False, False)
     return None
 
 
@@ -85,7 +85,7 @@ def descriptors() -> Any:
 
 def usable(device: torch.device) -> bool:
     """Whether the kernels run on a device with the Triton that is installed."""
-    return _USED and _installed() and _fits(device)
+    return _installed() and _fits(device)
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def _fits(device: torch.device) -> bool:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """As many programs as a launch has at most."""
+    """As many programs as are resident at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

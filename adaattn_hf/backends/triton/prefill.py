@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, other_devices
 from ...attention.structure import Segment
+from ..capability import GRID
 from ..launcher import BYTES, Launcher, aligned
 from ..relaunch import Relaunch
 from ..windows import HeadWindows
@@ -223,15 +224,14 @@ class Prefill:
 def _special(
     warps: hopper.Warps, work: Work, facts: dict[str, Any], groups: int, device: torch.device
 ) -> Way:
-    """The kernel for Hopper: as many programs as multiprocessors, which share the items of the work table out."""
+    """The kernel for Hopper; an item is a work entry for some heads of its group."""
     constants = facts | {
         "TOGETHER": warps.together, "GROUPS_OF_WARPS": warps.groups, "ALTERNATE": warps.alternate,
         "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
     }  # fmt: skip
-    most, parts = hopper.multiprocessors(device), groups // warps.together
-    launches = tuple(
-        ((min(most, len(entries) * parts),), entries, (len(entries) * parts,)) for entries in work.launches()
-    )
+    most = hopper.multiprocessors(device) if warps.resident else GRID
+    counts = [(len(entries) * (groups // warps.together), entries) for entries in work.launches()]
+    launches = tuple(((min(most, items),), entries, (items,)) for items, entries in counts)
     return Way(hopper.launch_specialised(), work, launches, constants, warps.columns, True)
 
 

@@ -1,0 +1,199 @@
+"""Which calls the kernels for Hopper get, and what they are launched with; the kernels themselves need the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (the modules below import triton)
+from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E402
+from adaattn_hf.attention.structure import CallStructure  # noqa: E402
+from adaattn_hf.backends import capability, select  # noqa: E402
+from adaattn_hf.backends.choice import launch as choice  # noqa: E402
+from adaattn_hf.backends.triton import blocks, hopper, launch, prefill  # noqa: E402
+
+PROGRAMS = 4
+N = 512
+Launched = list[tuple[str, tuple[int, ...], dict[str, Any], tuple[Any, ...]]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, bulk_always: None) -> Launched:
+    """What is launched on a device for which the kernels were made: name, grid, constants, arguments."""
+    found: Launched = []
+
+    def named(name: str) -> Any:
+        def run(grid: tuple[int, ...], arguments: Any, constants: Any, kind: Any) -> None:
+            found.append((name, grid, dict(constants), tuple(arguments)))
+
+        return run
+
+    monkeypatch.setattr(hopper, "usable", lambda device: True)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: PROGRAMS)
+    monkeypatch.setattr(hopper, "launch_specialised", lambda: named("specialised"))
+    monkeypatch.setattr(hopper, "launch_specialised_kept", lambda: named("specialised_kept"))
+    monkeypatch.setattr(prefill, "launch_forward", named("forward"))
+    monkeypatch.setattr(blocks, "launch_over_lists", named("over_lists"))
+    for name in ("launch_pool", "launch_choose", "launch_listing"):
+        monkeypatch.setattr(choice, name, lambda *_: None)
+    return found
+
+
+def drawn(structure: CallStructure, dim: int = 128, heads: int = 4, **extra: Any) -> AttentionRequest:
+    def draw(length: int, count: int) -> Tensor:
+        return torch.zeros(structure.batch, length, count, dim, dtype=torch.bfloat16).transpose(1, 2)
+
+    lengths = structure.q_len, structure.kv_len
+    return AttentionRequest(
+        draw(lengths[0], heads), draw(lengths[1], 2), draw(lengths[1], 2), structure, dim**-0.5, **extra
+    )
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """The same numbers at an address that is no multiple of 16 bytes."""
+    moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].as_strided(tensor.shape, tensor.stride())
+    return moved.copy_(tensor)
+
+
+def causal(n: int = N) -> CallStructure:
+    return CallStructure(1, n, n, causal=True)
+
+
+WINDOWS = HeadRules((100, 0), (4, 0), (0.0, 0.0), ("model",) * 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "rules", "grid", "together"),
+    [
+        (4, 128, None, 16, 1),
+        (4, 128, WINDOWS, PROGRAMS, 1),
+        (4, 64, None, PROGRAMS, 1),
+        (6, 64, None, PROGRAMS, 3),
+    ],
+)
+def test_heavy_calls_are_dealt_out(
+    launched: Launched, heads: int, dim: int, rules: HeadRules | None, grid: int, together: int
+) -> None:
+    """A program for each entry, or as many as multiprocessors; entries of all heads are told as items."""
+    launch.attend(drawn(causal(), dim, heads, per_head=rules))
+    ((name, programs, constants, arguments),) = launched
+    assert (name, programs, constants["TOGETHER"]) == ("specialised", (grid,), together)
+    rows = 64 * constants["GROUPS_OF_WARPS"] // together
+    assert arguments[-1] == -(-N // rows) * heads // together
+    assert arguments[3].block_shape == [1, 1, constants["BLOCK_N"], dim]
+
+
+def test_others_go_to_the_kernel_of_one_task(launched: Launched) -> None:
+    numbers = (torch.arange(N)[None] // 200).expand(1, -1)
+    whole = drawn(causal())
+    odd = replace(whole, key=shifted(whole.key))
+    spread = replace(whole, query=torch.zeros(1, 4, N, 256, dtype=torch.bfloat16)[..., ::2])
+    others = [
+        drawn(causal(), softcap=10.0),
+        drawn(causal(), 96),
+        drawn(causal(), 64, per_head=WINDOWS),
+        drawn(CallStructure(1, N, N, causal=True, q_segments=numbers, k_segments=numbers)),
+        odd,
+        spread,
+    ]
+    for request in others:
+        launch.attend(request)
+    assert [name for name, *_ in launched] == ["forward"] * len(others)
+
+
+def test_light_calls_go_without(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", 1 << 40)
+    launch.attend(drawn(causal()))
+    assert [name for name, *_ in launched] == ["forward"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "block", "extra", "kernel"),
+    [
+        (4, 128, 64, {}, "specialised_kept"),
+        (4, 128, 128, {}, "specialised_kept"),
+        (2, 128, 64, {}, "over_lists"),
+        (4, 64, 64, {}, "over_lists"),
+        (4, 128, 64, {"softcap": 9.0}, "over_lists"),
+    ],
+)
+def test_kept_blocks_of_large_heads(
+    launched: Launched, heads: int, dim: int, block: int, extra: dict[str, Any], kernel: str
+) -> None:
+    rules = HeadRules((0, 0), (0, 0), (0.5, 0.0), ("model",) * 2, block)
+    launch.attend(drawn(causal(), dim, heads, per_head=rules, **extra))
+    ((name, _, constants, arguments),) = launched
+    assert name == kernel
+    if kernel == "specialised_kept":
+        assert constants["BLOCK_N"] == block == arguments[3].block_shape[2]
+
+
+def test_kept_blocks_that_end_elsewhere_than_the_keys(launched: Launched) -> None:
+    """A document's last block would hold keys of the next one."""
+    numbers = (torch.arange(N)[None] // 200).expand(1, -1)
+    rules = HeadRules((0, 0), (0, 0), (0.5, 0.0), ("model",) * 2, 64)
+    structure = CallStructure(1, N, N, causal=True, q_segments=numbers, k_segments=numbers)
+    launch.attend(drawn(structure, per_head=rules))
+    assert [name for name, *_ in launched] == ["over_lists"]
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything says that the current device is a Hopper one."""
+    hopper._fits.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm((9, 0)))
+    monkeypatch.setattr(hopper, "_installed", lambda: True)
+    yield
+    hopper._fits.cache_clear()
+
+
+def heavy(**changes: Any) -> CallSpec:
+    spec = CallSpec.of(drawn(causal()))
+    return spec._replace(device="cuda", pairs=1 << 31, keys=N, **changes)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_causal_calls_on_hopper_prefer_our_kernels_to_torchs() -> None:
+    ours = ("fa3_fwd", "fa4", "fa3", "triton", "sdpa", "eager")
+    assert select.order(heavy()) == select.order(heavy(head_dim=64, head_dim_v=64)) == ours
+    for other in (
+        {"needs_grad": True},
+        {"head_dim": 96, "head_dim_v": 96},
+        {"head_dim": 64},
+        {"kind": "full"},
+    ):
+        assert select.order(heavy(**other)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
+    assert select.order(heavy()._replace(pairs=1 << 20)) == ("sdpa", "eager")
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_windows_per_head_on_hopper_prefer_our_kernels_to_flash_attn() -> None:
+    assert select.order(heavy(head_windows=True)) == ("triton", "fa4")
+    assert select.order(heavy(head_windows=True, needs_grad=True)) == ("fa4", "triton")
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("lacks", ["another device", "an older Triton", "Triton"])
+def test_elsewhere_the_order_stays(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    if lacks == "another device":
+        monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm((10, 0)))
+    elif lacks == "an older Triton":
+        monkeypatch.setattr(hopper, "_installed", lambda: False)
+    else:
+        monkeypatch.setattr(select._TRITON, "missing", lambda: ("triton is not installed",))
+    assert "triton" not in select.order(heavy())
+    assert select.order(heavy(head_windows=True)) == ("fa4", "triton")
+
+
+@pytest.mark.parametrize(("version", "is_there"), [("3.5.1", False), ("3.6.0", True), ("3.10.0", True)])
+def test_the_version_of_triton(monkeypatch: pytest.MonkeyPatch, version: str, is_there: bool) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    assert hopper._installed.__wrapped__() is is_there
