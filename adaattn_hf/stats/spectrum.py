@@ -73,9 +73,7 @@ def _root(matrix: Tensor, inverse: bool = False) -> Tensor:
     values, vectors = torch.linalg.eigh(matrix)
     floor = values.amax(-1, keepdim=True) * torch.finfo(matrix.dtype).eps * matrix.shape[-1]
     kept = values > floor
-    powers = torch.where(
-        kept, values.clamp(min=1e-300).pow(-0.5 if inverse else 0.5), torch.zeros_like(values)
-    )
+    powers = torch.where(kept, values.clamp(min=1e-300).pow(-0.5 if inverse else 0.5), 0.0)
     root: Tensor = (vectors * powers[..., None, :]) @ vectors.mT
     return root
 

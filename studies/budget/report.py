@@ -292,6 +292,11 @@ def _speed(speed: dict[str, Any]) -> list[str]:
         "",
         f"{_clock(speed['provenance'])}; stock is Transformers' sdpa with the same weights. Before each timed pass "
         f"comes {speed['settings'].get('warm_up', WARM_UP)} of the same arm. At commit {_commit(speed['provenance'])}.",
+        *(
+            f"Timed later: {cell}, behind {one['settings'].get('warm_up', WARM_UP)}, on {one['provenance']['device']} "
+            f"at commit {_commit(one['provenance'])}."
+            for cell, one in speed.get("renewed", {}).items()
+        ),
         "",
     ]
     for level, title in (("attention", "attention of all layers"), ("model", "the whole model, one prefill")):

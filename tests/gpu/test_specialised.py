@@ -13,10 +13,13 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.launcher import Launcher
 from adaattn_hf.backends.select import BACKENDS
 
-hopper = pytest.importorskip("adaattn_hf.backends.triton.hopper")
+pytest.importorskip("triton")
+
+from adaattn_hf.backends.launcher import Launcher
+from adaattn_hf.backends.relaunch import Relaunch
+from adaattn_hf.backends.triton import hopper
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,15 +73,20 @@ def drawn(
 
 
 def served(request: AttentionRequest, kernel: str) -> Any:
-    """The result, which must have come from a kernel."""
+    """The result, which must have come from a kernel: launched for the first time, or once more by addresses."""
     launched = []
 
-    def launch(self: Launcher, *arguments: Any) -> None:
-        launched.append(self._kernel.__name__)
-        ordinary(self, *arguments)
+    def note(call: Callable[..., None], launcher_of: Callable[[Any], Launcher]) -> Callable[..., None]:
+        def noted(self: Any, *arguments: Any) -> None:
+            launched.append(launcher_of(self)._kernel.__name__)
+            call(self, *arguments)
 
-    ordinary = Launcher.__call__
-    with mock.patch.object(Launcher, "__call__", launch):
+        return noted
+
+    with (
+        mock.patch.object(Launcher, "__call__", note(Launcher.__call__, lambda launcher: launcher)),
+        mock.patch.object(Relaunch, "__call__", note(Relaunch.__call__, lambda again: again._launcher)),
+    ):
         result = BACKENDS["triton"].attend(request)
     assert kernel in launched
     return result

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from adaattn_hf.errors import UsageError
 from adaattn_hf.policy.prices import Price, PriceTable
-from studies.budget import texts
+from studies.budget import renewed, texts
 from studies.budget.report import inside, main, times_exact, write_page
 
 TABLE = PriceTable(
@@ -122,3 +123,38 @@ def test_the_committed_report_is_the_one_of_its_json(tmp_path: Path, checkout: P
     strict = [seed for seed in study["seeds"] if seed["budget"] < 2e-3]
     assert len({seed["seed"] for seed in strict}) == len(strict) >= 20
     assert sum(seed["met"] for seed in strict) >= 19
+
+
+def test_speeds_that_were_timed_later_replace_their_cells(tmp_path: Path, checkout: Path) -> None:
+    """Each says when it was timed; those of another model, another text or another plan are refused."""
+    target = tmp_path / "budget_cuda.json"
+    study = json.loads((checkout / "docs" / "results" / "budget_cuda.json").read_text(encoding="utf-8"))
+    del study["speed"]["renewed"]
+    target.write_text(json.dumps(study), encoding="utf-8")
+    speed = study["speed"]
+    shape = next(iter(speed["model"]))
+    arms = {name: {**arm, "seconds": 2 * arm["seconds"]} for name, arm in speed["model"][shape].items()}
+    where = {"device": "a device", "commit": "0123456789"}
+    later = {
+        "settings": {**speed["settings"], "warm_up": "a walk"},
+        "provenance": where,
+        "model": {shape: arms},
+    }
+    source = tmp_path / "later.json"
+    source.write_text(json.dumps(later), encoding="utf-8")
+    renewed.main(target, source)
+    found = json.loads(target.read_text(encoding="utf-8"))["speed"]
+    assert found["model"][shape] == arms
+    assert found["attention"] == speed["attention"]
+    page = target.with_suffix(".md").read_text(encoding="utf-8")
+    assert f"Timed later: model, {shape}, behind a walk, on a device at commit" in page
+    (plan,) = [name for name in speed["model"]["8192"] if name.startswith("plan-1%")]
+    other = {**speed["model"]["8192"], plan: {**speed["model"]["8192"][plan], "kl": 1.0}}
+    missing = {name: arm for name, arm in speed["model"]["8192"].items() if name != plan}
+    for wrong, message in (
+        ({**later, "model": {"8192": other}}, "expected the study's plan"),
+        ({**later, "model": {"8192": missing}}, "expected the study's plan"),
+        ({**later, "settings": {**later["settings"], "model": "another"}}, "model: got another"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            renewed.renewed(study, wrong)
