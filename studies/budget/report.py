@@ -25,6 +25,7 @@ from adaattn_hf.policy.prices import PriceTable
 from ..pages import loss, percent, table
 from .curve_report import curve_sections
 from .masked_report import verdicts_of
+from .pairs import lines_of
 
 PARTS = ("prices", "curve", "speed", "replay", "peers")
 KEPT = ("curve", "speed", "peers")
@@ -133,6 +134,7 @@ def _short(study: dict[str, Any]) -> list[str]:
                 f" nats/token; predicted over measured KL {min(gaps):.2f} to {max(gaps):.2f}, median"
                 f" {statistics.median(gaps):.2f}."
             )
+            lines += lines_of(met, percent(budget))
         unmet = Counter(record["sentence"] for record in mine if not record["met"])
         lines += [
             f"* {percent(budget)}: {count} of {len(mine)} seeds: {words}" for words, count in unmet.items()
