@@ -15,6 +15,8 @@ _TRIED = (3, 6)
 """The first version whose compiled kernels were launched by all their arguments here; old ones left constants out."""
 _MOST = 256
 """Most variants of a kernel that are remembered."""
+OPTIONS = {"enable_fp_fusion": True}
+"""Of the compiler, for every kernel: a product and a sum in one instruction; from Triton 3.10 on it must be asked."""
 
 
 def aligned(*tensors: Tensor | None) -> bool:
@@ -75,7 +77,7 @@ class Launcher:
                 unusual: then Triton looks for itself.
         """
         if kind is None or not self._remembers:
-            self._kernel[grid](*arguments, **constants)
+            self._kernel[grid](*arguments, **constants, **OPTIONS)
             return
         known = self.variant(constants, kind)
         if known is not None:
@@ -83,7 +85,7 @@ class Launcher:
             programs = (*grid, 1, 1)[:3]
             compiled[programs](*arguments, *rest)
             return
-        compiled = self._kernel[grid](*arguments, **constants)
+        compiled = self._kernel[grid](*arguments, **constants, **OPTIONS)
         if len(self._known) >= _MOST:
             self._known.clear()
         names = self._kernel.arg_names[len(arguments) :]

@@ -24,6 +24,7 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.choice import launch as choice
+from adaattn_hf.backends.launcher import OPTIONS as FUSED
 from adaattn_hf.backends.triton import blocks, bulk, hopper, launch, prefill, step, training
 from adaattn_hf.calibration.over_codes import over_codes
 
@@ -60,7 +61,7 @@ class Compiled:
         behind = set(names[len(arguments) :])
         if not behind <= set(constants):  # a launch without Triton passes them by their place
             raise TypeError(f"{self.kernel.__name__}: {sorted(behind - set(constants))} are no constants")
-        options = {name: constants[name] for name in OPTIONS if constants.get(name) is not None}
+        options = {name: constants[name] for name in OPTIONS if constants.get(name) is not None} | FUSED
         source_of = GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource
         source = source_of(self.kernel, signature, fixed, facts)
         made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)

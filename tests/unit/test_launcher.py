@@ -49,7 +49,7 @@ def test_the_second_launch_of_a_kind_passes_triton_by(kernel: Kernel) -> None:
     launch((2, 3), ("x", 5), constants, "kind")
     launch((7, 1), ("y", 6), constants, "kind")
     assert kernel.log == [
-        ("looked", (2, 3), ("x", 5), constants),
+        ("looked", (2, 3), ("x", 5), constants | launcher.OPTIONS),
         ("again", (7, 1, 1), ("y", 6, 64, True)),
     ]
 

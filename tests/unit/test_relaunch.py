@@ -9,7 +9,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from adaattn_hf.backends.launcher import Launcher  # noqa: E402  (imports triton)
+from adaattn_hf.backends.launcher import OPTIONS, Launcher  # noqa: E402  (imports triton)
 from adaattn_hf.backends.relaunch import Relaunch  # noqa: E402
 
 TABLE = torch.zeros(4, dtype=torch.int32)
@@ -62,7 +62,7 @@ def test_the_first_launch_is_looked_at_and_the_others_are_given_addresses(device
         again((x,), (x.data_ptr(),))
     launched = ("again", (x.data_ptr(), TABLE.data_ptr(), 5, 64, True), 100)
     assert kernel.log == [
-        ("looked", (2, 3), (x, TABLE, 5), CONSTANTS), ("prepared", (2, 3, 1)), launched, launched,
+        ("looked", (2, 3), (x, TABLE, 5), CONSTANTS | OPTIONS), ("prepared", (2, 3, 1)), launched, launched,
     ]  # fmt: skip
 
 

@@ -193,12 +193,11 @@ def specialised(  # type: ignore[no-untyped-def]
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Items of the work table, dealt out to as many programs as there are multiprocessors; arguments as of `forward`.
+    """Items of the work table, dealt out to the programs; arguments as of `forward`.
 
-    Heads have HEAD channels, which lie side by side; keys and values are read by their descriptors alone, and scores have
-    no softcap.
     An item is (entry, part of the entry's group of heads): 64 queries of TOGETHER heads, one for each group of warps, or
-    as many times 64 of one head. With ALTERNATE the groups begin their products one after the other.
+    as many times 64 of one head. With ALTERNATE the groups begin their products one after the other. Heads have HEAD
+    channels, which lie side by side; keys and values are read by their descriptors alone, and scores have no softcap.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 64 * GROUPS_OF_WARPS // TOGETHER

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure, Segment
 from ..first_order import first_order
+from ..launcher import OPTIONS
 from ..windows import HeadWindows
 from .backward import of_keys, of_queries, prepare
 from .bulk import bulk_of
@@ -103,7 +104,7 @@ def _gradients(
     prepare[(batch, heads, -(-q_len // 64))](
         out, grad, lse, grad_lse.contiguous() if grad_lse is not None else lse, shift, sums,
         *out.stride(), *grad.stride(), q_len, 1.4426950408889634 if capped else 1.0 / scaling,
-        DIM_V=value_dim, PAD_V=value_pad, HAS_GRAD_LSE=grad_lse is not None, BLOCK=64, num_warps=4,
+        DIM_V=value_dim, PAD_V=value_pad, HAS_GRAD_LSE=grad_lse is not None, BLOCK=64, num_warps=4, **OPTIONS,
     )  # fmt: skip
     rows = sum(s.q_len for s in segments) == batch * q_len
     columns = sum(s.k_len for s in segments) == batch * kv_len
@@ -117,7 +118,7 @@ def _gradients(
     if segments:
         facts: dict[str, Any] = {
             "GROUPS": heads // kv_heads, "DIM": dim, "DIM_V": value_dim, "PAD": pad, "PAD_V": value_pad,
-            "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": capped,
+            "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": capped, **OPTIONS,
         }  # fmt: skip
         by_head = grad.transpose(1, 2)
         strides = (*query.stride(), *key.stride(), *value.stride(), *grad.stride())
