@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .warps import ROWS, add_tile, bounds_of, fetch, first_tile, last_values, ring
+from .warps import ROWS, add_tile, begin_rows, bounds_of, fetch, first_tile, last_values, ring, write_rows
 
 
 @gluon.jit
@@ -101,14 +101,7 @@ def _consume(  # type: ignore[no-untyped-def]
     own = first + gl.arange(0, ROWS, OF_ROWS)
     p = own + offset
     bits = bits_ptr + ((kv_head.to(gl.int64) * batch + row) * q_rows + q_start + own) * (4 * words)
-    m = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
-    l = gl.zeros([ROWS], gl.float32, OF_ROWS)
-    if HAS_SINK:
-        m = (
-            gl.zeros([ROWS], gl.float32, OF_ROWS)
-            + gl.load(sink_ptr + head).to(gl.float32) * 1.4426950408889634
-        )
-        l += 1.0
+    m, l = begin_rows(sink_ptr, head, HAS_SINK, OF_ROWS)
     acc = gl.zeros([ROWS, HEAD], gl.float32, O_LAYOUT)
     if total > 0:
         # the first block is masked whatever list it is of: rows keep all that `every` holds
@@ -134,13 +127,9 @@ def _consume(  # type: ignore[no-untyped-def]
                 S_LAYOUT, O_LAYOUT, dtype,
             )  # fmt: skip
         acc = last_values(acc, pairs, rings[1], total - 1, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
-    sums = gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT))
-    acc = acc / gl.where(sums == 0, 1.0, sums)[:, None]
-    o_rows = out_ptr + row * o_b + head * o_h + lines * o_n
-    gl.store(o_rows + d[None, :], gl.convert_layout(acc.to(dtype), LINES), mask=(i < q_len)[:, None])
-    if HAS_LSE:
-        lse = (m + gl.log2(gl.where(l == 0, 1.0, l))) * 0.6931471805599453
-        gl.store(lse_ptr + row * l_b + head * l_h + q_start + own, lse, mask=own < q_len)
+    out = out_ptr + row * o_b + head * o_h + lines * o_n + d[None, :]
+    lse = lse_ptr + row * l_b + head * l_h + q_start + own
+    write_rows(acc, m, l, out, (i < q_len)[:, None], lse, own < q_len, HAS_LSE, LINES, O_LAYOUT, dtype)
 
 
 @gluon.jit(do_not_specialize=["q_rows", "blocks"])

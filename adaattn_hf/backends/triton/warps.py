@@ -183,3 +183,30 @@ def last_values(acc, pairs, v_ring, count, HEAD: gl.constexpr, BLOCK_N: gl.const
     acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
     mbarrier.arrive(v_ring[2].index(count % STAGES))
     return acc
+
+
+@gluon.jit
+def begin_rows(sink_ptr, head, HAS_SINK: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Maximum and sum of rows that have seen nothing but their head's learned sink."""
+    m = gl.full([ROWS], float("-inf"), gl.float32, LAYOUT)
+    l = gl.zeros([ROWS], gl.float32, LAYOUT)
+    if HAS_SINK:
+        m = (
+            gl.zeros([ROWS], gl.float32, LAYOUT)
+            + gl.load(sink_ptr + head).to(gl.float32) * 1.4426950408889634
+        )
+        l += 1.0
+    return m, l
+
+
+@gluon.jit
+def write_rows(  # type: ignore[no-untyped-def]
+    acc, m, l, out, there, lse, own_there, HAS_LSE: gl.constexpr, LINES: gl.constexpr, O_LAYOUT: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """Writes output and log-sum-exp of rows to where `out` `[rows, channels]` and `lse` `[rows]` point."""
+    sums = gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT))
+    acc = acc / gl.where(sums == 0, 1.0, sums)[:, None]
+    gl.store(out, gl.convert_layout(acc.to(dtype), LINES), mask=there)
+    if HAS_LSE:
+        gl.store(lse, (m + gl.log2(gl.where(l == 0, 1.0, l))) * 0.6931471805599453, mask=own_there)
