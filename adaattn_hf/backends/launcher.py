@@ -15,7 +15,7 @@ _TRIED = (3, 6)
 """The first version whose compiled kernels were launched by all their arguments here; old ones left constants out."""
 _MOST = 256
 """Most variants of a kernel that are remembered."""
-OPTIONS = {"enable_fp_fusion": True}
+_OPTIONS = {"enable_fp_fusion": True}
 """Of the compiler, for every kernel: a product and a sum in one instruction; from Triton 3.10 on it must be asked."""
 
 
@@ -77,7 +77,7 @@ class Launcher:
                 unusual: then Triton looks for itself.
         """
         if kind is None or not self._remembers:
-            self._kernel[grid](*arguments, **constants, **OPTIONS)
+            self._kernel[grid](*arguments, **constants, **_OPTIONS)
             return
         known = self.variant(constants, kind)
         if known is not None:
@@ -85,7 +85,7 @@ class Launcher:
             programs = (*grid, 1, 1)[:3]
             compiled[programs](*arguments, *rest)
             return
-        compiled = self._kernel[grid](*arguments, **constants, **OPTIONS)
+        compiled = self._kernel[grid](*arguments, **constants, **_OPTIONS)
         if len(self._known) >= _MOST:
             self._known.clear()
         names = self._kernel.arg_names[len(arguments) :]
@@ -104,3 +104,10 @@ class Launcher:
 def _key(constants: Mapping[str, Any], kind: Hashable) -> Hashable:
     """What a compiled variant is remembered by."""
     return kind, torch._C._cuda_getDevice(), *constants.values()
+
+
+def launch(
+    launcher: Launcher, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any]
+) -> None:
+    """Launches a kernel by the variant that its arguments ask for; as `Launcher`, whose kind is read off them."""
+    launcher(grid, arguments, constants, kind_of(arguments))

@@ -24,6 +24,7 @@ from adaattn_hf.backends.table import cell_of
 from adaattn_hf.backends.tuning import measure
 from adaattn_hf.cli.classes import grid
 
+from ..support.on_device import shifted
 from ..support.operators import NamedOperators
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("bulk_always")]
@@ -391,11 +392,6 @@ def test_a_step_reads_the_codes_of_a_cache(
     atol = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
     for _ in range(2):  # the second finds the counters as the first left them
         torch.testing.assert_close(backend.attend(asked).out.double(), truth, atol=atol, rtol=0)
-
-
-def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers with the same strides, one element behind an aligned address."""
-    return tensor.new_empty(tensor.numel() + 1).as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
 
 @pytest.mark.parametrize("q_len", [1, 300])

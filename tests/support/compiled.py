@@ -24,7 +24,7 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.choice import launch as choice
-from adaattn_hf.backends.launcher import OPTIONS as FUSED
+from adaattn_hf.backends.launcher import _OPTIONS as FUSED
 from adaattn_hf.backends.triton import blocks, bulk, hopper, launch, prefill, step, training
 from adaattn_hf.calibration.over_codes import over_codes
 
@@ -66,10 +66,6 @@ class Compiled:
         source = source_of(self.kernel, signature, fixed, facts)
         made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
         sys.stdout.write(f"{self.kernel.__name__} {made.metadata.shared}\n")
-
-    def __getitem__(self, grid: Any) -> Any:
-        """As a kernel of Triton is called."""
-        return lambda *arguments, **constants: self(grid, arguments, constants, None)
 
 
 def _type(argument: Any) -> str:

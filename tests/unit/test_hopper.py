@@ -18,6 +18,8 @@ from adaattn_hf.backends import capability, select  # noqa: E402
 from adaattn_hf.backends.choice import launch as choice  # noqa: E402
 from adaattn_hf.backends.triton import blocks, hopper, launch, prefill  # noqa: E402
 
+from ..support.on_device import shifted  # noqa: E402
+
 PROGRAMS = 4
 N = 512
 Launched = list[tuple[str, tuple[int, ...], dict[str, Any], tuple[Any, ...]]]
@@ -53,12 +55,6 @@ def drawn(structure: CallStructure, dim: int = 128, heads: int = 4, **extra: Any
     return AttentionRequest(
         draw(lengths[0], heads), draw(lengths[1], 2), draw(lengths[1], 2), structure, dim**-0.5, **extra
     )
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    """The same numbers at an address that is no multiple of 16 bytes."""
-    moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].as_strided(tensor.shape, tensor.stride())
-    return moved.copy_(tensor)
 
 
 def causal(n: int = N) -> CallStructure:

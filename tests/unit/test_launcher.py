@@ -11,6 +11,8 @@ triton = pytest.importorskip("triton")
 
 from adaattn_hf.backends import launcher  # noqa: E402  (imports triton)
 
+from ..support.on_device import Kernel, OnCuda  # noqa: E402
+
 
 class Compiled:
     def __init__(self, log: list[Any]) -> None:
@@ -20,27 +22,11 @@ class Compiled:
         return lambda *arguments: self.log.append(("again", grid, arguments))
 
 
-class Kernel:
-    """As `triton.jit` makes one: compiles with the first launch, and takes options that are no arguments."""
-
-    arg_names = ("x", "n", "BLOCK", "CAUSAL")
-
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> Compiled:
-            self.log.append(("looked", grid, arguments, constants))
-            return Compiled(self.log)
-
-        return launch
-
-
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    return Kernel()
+    return Kernel(("x", "n", "BLOCK", "CAUSAL"), Compiled)
 
 
 def test_the_second_launch_of_a_kind_passes_triton_by(kernel: Kernel) -> None:
@@ -49,7 +35,7 @@ def test_the_second_launch_of_a_kind_passes_triton_by(kernel: Kernel) -> None:
     launch((2, 3), ("x", 5), constants, "kind")
     launch((7, 1), ("y", 6), constants, "kind")
     assert kernel.log == [
-        ("looked", (2, 3), ("x", 5), constants | launcher.OPTIONS),
+        ("looked", (2, 3), ("x", 5), constants | launcher._OPTIONS),
         ("again", (7, 1, 1), ("y", 6, 64, True)),
     ]
 
@@ -99,14 +85,8 @@ def test_addresses_that_vectors_cannot_be_read_from_are_seen() -> None:
     assert not launcher.aligned(numbers, numbers[1:])
 
 
-class OnDevice(torch.Tensor):
-    """A tensor that says that it lies on a CUDA device."""
-
-    is_cuda = True
-
-
 def on_device(dtype: torch.dtype = torch.float16, first: int = 0) -> torch.Tensor:
-    return torch.zeros(64, dtype=dtype)[first:].as_subclass(OnDevice)
+    return torch.zeros(64, dtype=dtype)[first:].as_subclass(OnCuda)
 
 
 class Described:

@@ -9,8 +9,10 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from adaattn_hf.backends.launcher import OPTIONS, Launcher  # noqa: E402  (imports triton)
+from adaattn_hf.backends.launcher import _OPTIONS, Launcher  # noqa: E402  (imports triton)
 from adaattn_hf.backends.relaunch import Relaunch  # noqa: E402
+
+from ..support.on_device import Kernel  # noqa: E402
 
 TABLE = torch.zeros(4, dtype=torch.int32)
 CONSTANTS = {"num_warps": 4, "CAUSAL": True, "BLOCK": 64}
@@ -25,20 +27,8 @@ class Compiled:
         return lambda *arguments, stream: self.log.append(("again", arguments, stream))
 
 
-class Kernel:
-    """As `triton.jit` makes one."""
-
-    arg_names = ("x", "table", "n", "BLOCK", "CAUSAL")
-
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> Compiled:
-            self.log.append(("looked", grid, arguments, constants))
-            return Compiled(self.log)
-
-        return launch
+def made() -> Kernel:
+    return Kernel(("x", "table", "n", "BLOCK", "CAUSAL"), Compiled)
 
 
 @pytest.fixture
@@ -56,18 +46,18 @@ def relaunch(kernel: Kernel, launcher: Launcher | None = None) -> Relaunch:
 
 
 def test_the_first_launch_is_looked_at_and_the_others_are_given_addresses(device: list[int]) -> None:
-    kernel, x = Kernel(), torch.zeros(4)
+    kernel, x = made(), torch.zeros(4)
     again = relaunch(kernel)
     for _ in range(3):
         again((x,), (x.data_ptr(),))
     launched = ("again", (x.data_ptr(), TABLE.data_ptr(), 5, 64, True), 100)
     assert kernel.log == [
-        ("looked", (2, 3), (x, TABLE, 5), CONSTANTS | OPTIONS), ("prepared", (2, 3, 1)), launched, launched,
+        ("looked", (2, 3), (x, TABLE, 5), CONSTANTS | _OPTIONS), ("prepared", (2, 3, 1)), launched, launched,
     ]  # fmt: skip
 
 
 def test_a_variant_that_another_launch_has_found_is_known(device: list[int]) -> None:
-    kernel = Kernel()
+    kernel = made()
     launcher = Launcher(kernel)
     launcher((9,), ("y", TABLE, 7), CONSTANTS, "kind")
     relaunch(kernel, launcher)(("x",), ("at x",))
@@ -75,7 +65,7 @@ def test_a_variant_that_another_launch_has_found_is_known(device: list[int]) -> 
 
 
 def test_each_device_has_a_variant_and_a_stream_of_its_own(device: list[int]) -> None:
-    kernel = Kernel()
+    kernel = made()
     again = relaunch(kernel)
     for device[0] in (1, 2, 1, 2):
         again(("x",), ("at x",))
@@ -88,7 +78,7 @@ def test_a_version_of_triton_that_is_not_passed_by_looks_every_time(
     device: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "__version__", "3.2.0")
-    kernel = Kernel()
+    kernel = made()
     again = relaunch(kernel)
     for _ in range(3):
         again(("x",), ("at x",))
@@ -97,7 +87,7 @@ def test_a_version_of_triton_that_is_not_passed_by_looks_every_time(
 
 def test_without_a_kind_triton_looks_each_time() -> None:
     """Where an address may lie anywhere, what an earlier launch was compiled for need not hold."""
-    kernel = Kernel()
+    kernel = made()
     again = Relaunch(Launcher(kernel), (2, 3), (TABLE,), (5,), CONSTANTS, None)
     for _ in range(3):
         again(("x",), ("at x",))

@@ -25,6 +25,8 @@ from adaattn_hf.backends.triton import prefill
 from adaattn_hf.backends.triton.launch import attend
 from adaattn_hf.backends.triton.prefill import Prefill
 
+from ..support.on_device import OnCuda, shifted
+
 OLD = Version(metadata.version("triton")) < Version("3.7")
 interpreted = pytest.mark.skipif(
     OLD or torch.cuda.is_available(),
@@ -62,11 +64,6 @@ def fast_call(request: AttentionRequest) -> Any:
 def call(fast: Any, request: AttentionRequest) -> Tensor:
     out: Tensor = fast(request.query, request.key, request.value, request.scaling)
     return out
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    """The same numbers with the same strides, one element behind an aligned address."""
-    return tensor.new_empty(tensor.numel() + 1).as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
 
 @interpreted
@@ -171,12 +168,6 @@ def test_kernels_for_all_heads_alike_have_none_for_rules_per_head() -> None:
     assert native.fast_call(CallSpec.of(request), request) is None
     exact = replace(request, per_head=None)
     assert native.fast_call(CallSpec.of(exact), exact) is not None
-
-
-class OnCuda(Tensor):
-    """A tensor that says that it lies on a CUDA device."""
-
-    is_cuda = True
 
 
 @interpreted

@@ -13,7 +13,7 @@ from ...attention.heads import HeadRules
 from ...attention.request import AttentionRequest
 from ...attention.segments import Segment
 from ..capability import GRID
-from ..launcher import Launcher, kind_of
+from ..launcher import Launcher, launch
 from ..windows import ALL, HeadWindows
 from .kernels import choose, listing, pool
 
@@ -64,7 +64,7 @@ def chosen_bits(request: AttentionRequest, rules: HeadRules, segments: Sequence[
         pooled = key.new_empty((2, len(runs), kv_heads, blocks, pad))
         asked = key, pooled, runs, *key.stride(), blocks
         facts = {"DIM": dim, "PAD": pad, "BLOCK": block, "num_warps": 4}
-        launch_pool((blocks, kv_heads, len(runs)), asked, facts, kind_of(asked))
+        launch(launch_pool, (blocks, kv_heads, len(runs)), asked, facts)
         width, least = min(widest, _NARROWEST) if structure.causal else widest, -1
         while width <= widest:
             rows, warps, stages = choice_tile(width)
@@ -78,7 +78,7 @@ def chosen_bits(request: AttentionRequest, rules: HeadRules, segments: Sequence[
                 "HAS_CAP": request.softcap is not None, "ROWS": rows, "LEAST": least, "WIDTH": width, "BLOCK": block,
                 "STEPS": _STEPS, "num_warps": warps, "num_stages": stages,
             }  # fmt: skip
-            launch_choose((-(-longest // rows), kv_heads, len(runs)), of_rows, facts, kind_of(of_rows))
+            launch(launch_choose, (-(-longest // rows), kv_heads, len(runs)), of_rows, facts)
             least, width = width, 2 * width
     return bits
 
@@ -144,7 +144,7 @@ def lists_of(
         "CAUSAL": causal, "WINDOW": windows is not None, "COPIES": copies, "BLOCK_M": rows, "WIDTH": 32 * words,
         "BLOCK": block, "num_warps": 4,
     }  # fmt: skip
-    launch_listing((entries,), asked, facts, kind_of(asked))
+    launch(launch_listing, (entries,), asked, facts)
     return made
 
 

@@ -12,7 +12,7 @@ from ...attention.heads import HeadRules
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import Segment
 from ..choice.launch import Lists, chosen_bits, lists_of, windows_beside
-from ..launcher import Launcher, kind_of
+from ..launcher import Launcher, launch
 from ..windows import HeadWindows
 from . import hopper
 from .bulk import bulk_of
@@ -40,14 +40,8 @@ def attend_blocks(
     bits, tile, work, lists, blocks = walk_of(request, rules, segments, shown)
     if request.scaling < 0:
         query = -query
-    heads, dim, kv_heads, value_dim, block = (
-        query.shape[1],
-        query.shape[3],
-        key.shape[1],
-        value.shape[3],
-        rules.block,
-    )
-    groups, cap, sink = heads // kv_heads, request.softcap, request.sink_logits
+    dim, value_dim, block = query.shape[3], value.shape[3], rules.block
+    groups, cap, sink = query.shape[1] // key.shape[1], request.softcap, request.sink_logits
     out, lse = blank(request, request.need_lse)
     lse_at, sink_at = out if lse is None else lse, out if sink is None else sink
     bitmap, scale = bits.view(torch.int8), abs(scale_of(request.scaling, cap))
@@ -68,8 +62,7 @@ def attend_blocks(
         warps = None
         facts |= {
             "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim), "HAS_CAP": cap is not None,
-            "BULK": bulk, "EDGES": bulk and ends and _BULK_EDGES, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
-            "PIECES": block // tile.columns, "num_warps": tile.warps, "num_stages": tile.stages,
+            "BULK": bulk, "EDGES": bulk and ends and _BULK_EDGES, "PIECES": block // tile.columns, **tile.constants(),
         }  # fmt: skip
     for entries, *its_lists in zip(work.launches(), *(t.split(MOST_ENTRIES) for t in lists), strict=True):
         asked = (
@@ -79,10 +72,10 @@ def attend_blocks(
             cap or 0.0,
         )  # fmt: skip
         if warps is None:
-            launch_over_lists((groups, len(entries)), asked, facts, kind_of(asked))
+            launch(launch_over_lists, (groups, len(entries)), asked, facts)
         else:
             programs = len(entries) * (groups // warps.together)
-            hopper.launch_specialised_kept()((programs,), asked, facts, kind_of(asked))
+            launch(hopper.launch_specialised_kept(), (programs,), asked, facts)
     return AttentionResult(out, lse)
 
 

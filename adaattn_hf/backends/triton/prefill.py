@@ -98,11 +98,8 @@ class Prefill:
         need_lse: bool,
     ) -> None:
         """From one of the calls, the runs of its structure and the windows of its heads."""
-        query, (batch, heads, q_len, dim), value_dim = (
-            request.query,
-            request.query.shape,
-            request.value.shape[3],
-        )
+        query, value_dim = request.query, request.value.shape[3]
+        batch, heads, q_len, dim = query.shape
         structure, kv_heads, self._cap = request.structure, request.key.shape[1], request.softcap
         groups, self._shape = heads // kv_heads, (batch, q_len, heads, value_dim)
         facts: dict[str, Any] = {
@@ -119,8 +116,7 @@ class Prefill:
         table = work(tile.rows, tile.columns)
         constants = facts | {
             "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim),
-            "HAS_CAP": self._cap is not None, "BULK": False, "EDGES": False, "BLOCK_M": tile.rows,
-            "BLOCK_N": tile.columns, "num_warps": tile.warps, "num_stages": tile.stages,
+            "HAS_CAP": self._cap is not None, "BULK": False, "EDGES": False, **tile.constants(),
         }  # fmt: skip
         launches = tuple(((groups, len(entries)), entries, ()) for entries in table.launches())
         self._plain = Way(launch_forward, table, launches, constants, tile.columns, False)
@@ -166,15 +162,8 @@ class Prefill:
             k_bulk = k_bulk_at = described(form.bulk[0], key)
             v_bulk = v_bulk_at = described(form.bulk[1], value)
         tensors = (
-            query,
-            key,
-            value,
-            k_bulk,
-            v_bulk,
-            out,
-            out if lse is None else lse,
-            out if sink is None else sink,
-        )
+            query, key, value, k_bulk, v_bulk, out, out if lse is None else lse, out if sink is None else sink,
+        )  # fmt: skip
         out_at = out.data_ptr()
         lse_at = out_at if lse is None else lse.data_ptr()
         for run in form.runs:
@@ -207,9 +196,8 @@ class Prefill:
         )  # fmt: skip
         segments, rules = way.work.segments, way.work.rules
         kind: Hashable | None = None
-        if (
-            even and query.is_cuda and not constants["HAS_SINK"]
-        ):  # these come from elsewhere, and begin at any address
+        # learned sinks come from elsewhere, and begin at any address
+        if even and query.is_cuda and not constants["HAS_SINK"]:
             tables = aligned(way.work.entries), aligned(rules)
             kind = query.dtype, *strides, None if lse is None else lse.stride(), *tables
         return Form(

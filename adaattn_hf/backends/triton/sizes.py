@@ -14,6 +14,12 @@ class Tile(NamedTuple):
     stages: int
     registers: int | None = None
 
+    def constants(self) -> dict[str, int]:
+        """As the kernels and Triton's compiler name them, but the registers."""
+        return {
+            "BLOCK_M": self.rows, "BLOCK_N": self.columns, "num_warps": self.warps, "num_stages": self.stages
+        }  # fmt: skip
+
 
 def padded(dim: int) -> int:
     """Tile width for a head size: a power of two, at least 16."""

@@ -12,13 +12,15 @@ from torch import Tensor
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure, Segment
 from ..first_order import first_order
-from ..launcher import OPTIONS
+from ..launcher import Launcher
 from ..windows import HeadWindows
 from .backward import of_keys, of_queries, prepare
 from .bulk import bulk_of
 from .prefill import attend_forward
 from .sizes import Tile, padded, scale_of
 from .tables import work_of
+
+launch_prepare, launch_of_keys, launch_of_queries = Launcher(prepare), Launcher(of_keys), Launcher(of_queries)
 
 
 def keys_tile(pad: int, windowed: bool) -> Tile:
@@ -101,11 +103,14 @@ def _gradients(
     pad, value_pad = padded(dim), padded(value_dim)
     capped = softcap is not None
     shift, sums = torch.empty((2, batch, heads, q_len), dtype=torch.float32, device=query.device)
-    prepare[(batch, heads, -(-q_len // 64))](
+    asked: tuple[Any, ...] = (
         out, grad, lse, grad_lse.contiguous() if grad_lse is not None else lse, shift, sums,
         *out.stride(), *grad.stride(), q_len, 1.4426950408889634 if capped else 1.0 / scaling,
-        DIM_V=value_dim, PAD_V=value_pad, HAS_GRAD_LSE=grad_lse is not None, BLOCK=64, num_warps=4, **OPTIONS,
     )  # fmt: skip
+    facts: dict[str, Any] = {
+        "DIM_V": value_dim, "PAD_V": value_pad, "HAS_GRAD_LSE": grad_lse is not None, "BLOCK": 64, "num_warps": 4,
+    }  # fmt: skip
+    launch_prepare((batch, heads, -(-q_len // 64)), asked, facts, None)
     rows = sum(s.q_len for s in segments) == batch * q_len
     columns = sum(s.k_len for s in segments) == batch * kv_len
     dq = (torch.empty if rows else torch.zeros)(
@@ -116,9 +121,9 @@ def _gradients(
     dv = make((batch, kv_len, kv_heads, value_dim), dtype=value.dtype, device=value.device)
     dq, dk, dv = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
     if segments:
-        facts: dict[str, Any] = {
+        facts = {
             "GROUPS": heads // kv_heads, "DIM": dim, "DIM_V": value_dim, "PAD": pad, "PAD_V": value_pad,
-            "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": capped, **OPTIONS,
+            "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": capped,
         }  # fmt: skip
         by_head = grad.transpose(1, 2)
         strides = (*query.stride(), *key.stride(), *value.stride(), *grad.stride())
@@ -129,21 +134,22 @@ def _gradients(
         )
         q_bulk, g_bulk = bulk_of(query, tile.rows), bulk_of(by_head, tile.rows)
         bulk = q_bulk is not None and g_bulk is not None
-        of_keys[(work.entries.shape[0],)](
+        asked = (
             query, key, value, grad, q_bulk if bulk else query, g_bulk if bulk else grad, shift, sums, dk, dv,
             work.segments, work.entries, work.rules, *strides, *dk.stride()[:3], *dv.stride()[:3], *numbers,
-            **facts, BULK=bulk, BLOCK_M=tile.rows, BLOCK_N=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+        launch_of_keys((work.entries.shape[0],), asked, {**facts, "BULK": bulk, **tile.constants()}, None)
         tile = queries_tile(max(pad, value_pad))
         work = work_of(
             "queries", structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device
         )
         for entries in work.launches():
-            of_queries[(heads // kv_heads, entries.shape[0])](
+            asked = (
                 query, key, value, grad, shift, sums, dq, work.segments, entries, work.rules, *strides,
                 *dq.stride()[:3], *numbers,
-                **facts, BLOCK_M=tile.rows, BLOCK_N=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
+            grid = heads // kv_heads, entries.shape[0]
+            launch_of_queries(grid, asked, {**facts, **tile.constants()}, None)
     d_sink = None
     if sink is not None:
         # d(sink) = sum of p_sink * -rowsum(dO * O), which `sums` holds
