@@ -45,6 +45,10 @@ _SHARED_KEYS = 384
 # Pairs of queries and keys of all heads from which a CUDA device computes for longer than any package needs to launch.
 _HEAVY_PAIRS = 1 << 30
 
+# Pairs of all heads, and keys, from which our kernels for Hopper are ahead of torch's in causal calls (1.1 to 1.3 times
+# on an H200): with fewer keys torch's are, whose programs begin and end faster.
+_OURS_PAIRS, _OURS_KEYS = 1 << 27, 2048
+
 # Channels of a head up to which our own kernels are faster than flash-attn 4's over lists of blocks.
 _SMALL_HEAD = 64
 
@@ -68,11 +72,12 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     """Names of the backends that `auto` tries for a call, best first, as measured (docs/results/gpu_plans.md).
 
     On CUDA plain calls go to torch, but for heavy ones: from some hundred microseconds on flash-attn 3 and 4 are ahead
-    of it by more than their longer way to a launch (3, built for inference, ahead of 4). What torch can only say with a
+    of it by more than their longer way to a launch (3, built for inference, ahead of 4), and on Hopper our own kernels
+    from some fifty on, where calls are causal. What torch can only say with a
     mask goes to kernels that walk segments: to our own where flash-attn would have to gather tokens first or the call
     is light, else to flash-attn. What heads are asked apart is served in one launch or not at all: by our own if the
     call is light, since their way to a launch is the shorter one, or where they are the faster: of small heads, and on
-    Hopper. There they also go before torch's kernels in heavy causal calls.
+    Hopper.
     """
     if spec.opaque or (spec.compiling and torch.onnx.is_in_onnx_export()):
         return ("sdpa", "eager")  # torch's own operations, which ONNX has, too
@@ -100,10 +105,10 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     if not special and spec.keys >= _SHARED_KEYS and spec.dtype == torch.float32:
         return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):
-        if spec.pairs < _HEAVY_PAIRS:
-            return ("sdpa", "eager")
-        own = spec.kind == "causal" and not spec.needs_grad and _TRITON.specialised(spec)
-        return ("fa3_fwd", "fa4", "fa3", *(("triton",) if own else ()), "sdpa", "eager")
+        own = spec.kind == "causal" and not spec.needs_grad
+        own = own and spec.pairs >= _OURS_PAIRS and spec.keys >= _OURS_KEYS and _TRITON.specialised(spec)
+        flash = ("fa3_fwd", "fa4", "fa3") if spec.pairs >= _HEAVY_PAIRS else ()
+        return (*flash, *(("triton",) if own else ()), "sdpa", "eager")
     if spec.kind == "ragged" or spec.decode:
         if spec.needs_grad:
             return ("fa4", "triton", "fa3", "fa2", "sdpa", "eager")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -92,6 +93,12 @@ def served(request: AttentionRequest, kernel: str) -> Any:
     return result
 
 
+@pytest.fixture
+def any_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of heads of 64 channels are served however narrow they are."""
+    monkeypatch.setattr(hopper, "_LEAST_OF_WINDOWS", 0)
+
+
 def check(request: AttentionRequest, kernel: str = "specialised") -> None:
     truth, result = reference.attention(request), served(request, kernel)
     bound = 4 * torch.finfo(request.query.dtype).eps * truth.out.abs().max()
@@ -121,10 +128,29 @@ def test_heads_of_64_channels(name: str, heads: int, n: int) -> None:
 
 @pytest.mark.parametrize("rules", WINDOWS)
 @pytest.mark.parametrize("name", ["causal", "full", "suffix"])
-def test_windows_per_head(name: str, rules: str) -> None:
+@pytest.mark.parametrize(("dim", "heads"), [(128, 8), (64, 6), (64, 8)])
+def test_windows_per_head(name: str, rules: str, dim: int, heads: int, any_window: None) -> None:
     windows, sinks = WINDOWS[rules]
     rule = HeadRules(windows, sinks, (0.0, 0.0), ("model",) * 2)
-    check(drawn(STRUCTURES[name](1500), 128, 8, torch.bfloat16, per_head=rule, need_lse=True))
+    check(drawn(STRUCTURES[name](1500), dim, heads, torch.bfloat16, per_head=rule, need_lse=True))
+
+
+@pytest.mark.parametrize("name", ["window", "window both ways", "window and sinks"])
+def test_windows_of_64_channels(name: str, any_window: None) -> None:
+    check(drawn(STRUCTURES[name](1200), 64, 6, torch.float16, need_lse=True))
+
+
+def test_more_items_than_programs(any_window: None) -> None:
+    """Two turns and many, dealt out in both ways."""
+    for n, heads in ((5000, 6), (30_000, 8)):
+        rule = HeadRules((0, 700), (0, 16), (0.0, 0.0), ("model",) * 2)
+        request = drawn(CallStructure(1, n, n, causal=True), 64, heads, torch.bfloat16, per_head=rule)
+        out = served(request, "specialised").out
+        with mock.patch.object(hopper, "usable", return_value=False):
+            other = drawn(CallStructure(1, n, n, causal=True), 64, heads, torch.bfloat16, per_head=rule)
+            tensors = {name: getattr(request, name) for name in ("query", "key", "value")}
+            expected = served(replace(other, **tensors), "forward").out
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
 def test_learned_sinks() -> None:

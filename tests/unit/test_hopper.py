@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
@@ -16,7 +19,7 @@ from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E40
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
 from adaattn_hf.backends.choice import launch as choice  # noqa: E402
-from adaattn_hf.backends.triton import blocks, hopper, launch, prefill  # noqa: E402
+from adaattn_hf.backends.triton import blocks, hopper, launch, prefill, tables  # noqa: E402
 
 from ..support.on_device import shifted  # noqa: E402
 
@@ -81,8 +84,63 @@ def test_heavy_calls_are_dealt_out(
     ((name, programs, constants, arguments),) = launched
     assert (name, programs, constants["TOGETHER"]) == ("specialised", (grid,), together)
     rows = 64 * constants["GROUPS_OF_WARPS"] // together
-    assert arguments[-1] == -(-N // rows) * heads // together
+    items = arguments[9].tolist()
+    assert arguments[-1] == len(items)
+    told = sorted(item for item in items if item[2] >= 0)
+    assert told == [[0, row, part] for row in range(0, N, rows) for part in range(heads // together)]
     assert arguments[3].block_shape == [1, 1, constants["BLOCK_N"], dim]
+
+
+def shapes(least: int = 1, most: int = 400) -> Any:
+    return st.tuples(st.integers(least, most), st.integers(1, 4), st.integers(0, 9), st.integers(0, 2**32 - 1))
+
+
+@given(shapes())
+def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int]) -> None:
+    count, parts, programs, seed = shape
+    costs = np.sort(np.random.default_rng(seed).integers(1, 1000, count))[::-1]
+    entries = np.stack([np.arange(count), 64 * np.arange(count), np.arange(count) % 3], axis=1).astype(np.int32)
+    items = tables.dealt(entries, costs, parts, programs)
+    assert items.dtype == np.int32
+    expected = {(i, 64 * i, i % 3 * parts + part) for i in range(count) for part in range(parts)}
+    found = [tuple(item) for item in items.tolist() if item[2] >= 0]
+    assert len(found) == len(expected)
+    assert set(found) == expected
+    if programs and len(found) > programs:
+        assert len(items) % programs == 0
+
+
+@given(shapes(least=100))
+def test_columns_come_to_about_the_same(shape: tuple[int, int, int, int]) -> None:
+    """No column has more than an average one and its longest item; few long items leave short ones to others."""
+    count, parts, _, seed = shape
+    random = np.random.default_rng(seed)
+    costs = np.sort(random.choice([8, 60, 64], count) * random.integers(1, 9, count))[::-1]
+    entries = np.stack([np.arange(count)] * 3, axis=1).astype(np.int32)
+    programs = 24
+    items = tables.dealt(entries, costs, parts, programs)
+    of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, programs).sum(0)
+    assert of.max() <= costs.sum() * parts / programs + costs.max()
+
+
+def test_uneven_heads_are_dealt_out_evenly() -> None:
+    """Three heads of 8,192 queries, of which two have windows: rows turned round alone leave columns a third more."""
+    blocks = np.arange(1, 129)
+    costs = np.sort(np.concatenate([blocks, np.minimum(blocks, 65), np.minimum(blocks, 33)]))[::-1]
+    entries = np.stack([np.arange(len(costs))] * 3, axis=1).astype(np.int32)
+    items = tables.dealt(entries, costs, 1, 132)
+    of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, 132).sum(0)
+    assert of.max() <= 1.05 * costs.sum() / 132
+
+
+@pytest.mark.parametrize(("windows", "kernel"), [((100, 0), "forward"), ((0, 200), "specialised")])
+def test_windows_of_64_channels_must_leave_enough_keys(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, windows: tuple[int, int], kernel: str
+) -> None:
+    monkeypatch.setattr(hopper, "_LEAST_OF_WINDOWS", 250)  # without windows blocks read 288 on average
+    rules = HeadRules(windows, (0, 0), (0.0, 0.0), ("model",) * 2)
+    launch.attend(drawn(causal(), 64, per_head=rules))
+    assert [name for name, *_ in launched] == [kernel]
 
 
 def test_others_go_to_the_kernel_of_one_task(launched: Launched) -> None:
@@ -153,7 +211,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def heavy(**changes: Any) -> CallSpec:
     spec = CallSpec.of(drawn(causal()))
-    return spec._replace(device="cuda", pairs=1 << 31, keys=N, **changes)
+    return spec._replace(device="cuda", pairs=1 << 31, keys=4096, **changes)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -167,7 +225,10 @@ def test_causal_calls_on_hopper_prefer_our_kernels_to_torchs() -> None:
         {"kind": "full"},
     ):
         assert select.order(heavy(**other)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
-    assert select.order(heavy()._replace(pairs=1 << 20)) == ("sdpa", "eager")
+    assert select.order(heavy()._replace(keys=1024)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
+    assert select.order(heavy()._replace(pairs=1 << 28)) == ("triton", "sdpa", "eager")
+    for light in ({"pairs": 1 << 20}, {"pairs": 1 << 28, "keys": 1024}, {"pairs": 1 << 28, "kind": "full"}):
+        assert select.order(heavy()._replace(**light)) == ("sdpa", "eager")
 
 
 @pytest.mark.usefixtures("on_hopper")

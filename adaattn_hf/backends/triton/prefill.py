@@ -107,10 +107,11 @@ class Prefill:
             "HAS_SINK": request.sink_logits is not None, "HAS_LSE": need_lse,
         }  # fmt: skip
 
-        def work(rows: int, columns: int) -> Work:
+        def work(rows: int, columns: int, parts: int = 0, programs: int = 0) -> Work:
             return work_of(
-                "queries", structure, segments, windows, kv_heads, (rows, columns), query.device, silent=True
-            )
+                "queries", structure, segments, windows, kv_heads, (rows, columns), query.device, True, parts,
+                programs,
+            )  # fmt: skip
 
         tile = forward_tile(max(padded(dim), padded(value_dim)), windows is not None)
         table = work(tile.rows, tile.columns)
@@ -124,8 +125,11 @@ class Prefill:
         self._special: Way | None = None
         if self._heavy and dim == value_dim and self._cap is None and hopper.usable(query.device):
             warps = hopper.warps_of(dim, groups, windows is not None)
-            if warps is not None and (table := work(warps.rows, warps.columns)).ends:
-                self._special = _special(warps, table, facts | {"HEAD": dim}, groups, query.device)
+            if warps is not None and warps.pays(table.read, len(table.entries)):
+                programs = hopper.multiprocessors(query.device) if warps.resident else 0
+                table = work(warps.rows, warps.columns, groups // warps.together, programs)
+                if table.ends:
+                    self._special = _special(warps, table, facts | {"HEAD": dim}, programs)
         self._forms: dict[Hashable, Form] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -209,17 +213,14 @@ class Prefill:
         )
 
 
-def _special(
-    warps: hopper.Warps, work: Work, facts: dict[str, Any], groups: int, device: torch.device
-) -> Way:
-    """The kernel for Hopper; an item is a work entry for some heads of its group."""
+def _special(warps: hopper.Warps, work: Work, facts: dict[str, Any], programs: int) -> Way:
+    """The kernel for Hopper: so many programs compute its items in turn, or one each."""
     constants = facts | {
         "TOGETHER": warps.together, "GROUPS_OF_WARPS": warps.groups, "ALTERNATE": warps.alternate,
         "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
     }  # fmt: skip
-    most = hopper.multiprocessors(device) if warps.resident else GRID
-    counts = [(len(entries) * (groups // warps.together), entries) for entries in work.launches()]
-    launches = tuple(((min(most, items),), entries, (items,)) for items, entries in counts)
+    most = programs or GRID
+    launches = tuple(((min(most, len(items)),), items, (len(items),)) for items in work.launches())
     return Way(hopper.launch_specialised(), work, launches, constants, warps.columns, True)
 
 

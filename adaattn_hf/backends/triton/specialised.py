@@ -16,20 +16,19 @@ def _item(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """What a program computes in a turn: (row, runs of queries and keys, heads), (its rules), (its tiles).
 
-    Every other turn deals the entries out backwards: they are sorted by their work, and each program gets as much. Where
-    there is none left the item has no queries and no tiles.
+    Where there is nothing for it the item has no queries and no tiles.
     """
     segments_ptr, work_ptr, rules_ptr, items = tables
-    step = gl.num_programs(0)
-    index = turn * step + gl.where(turn % 2 == 0, gl.program_id(0), step - 1 - gl.program_id(0))
-    there = index < items
-    index = gl.minimum(index, items - 1)
-    parts: gl.constexpr = GROUPS // TOGETHER
-    entry = work_ptr + 3 * (index // parts)
+    index = turn * gl.num_programs(0) + gl.program_id(0)
+    entry = work_ptr + 3 * gl.minimum(index, items - 1)
     segment = segments_ptr + 6 * gl.load(entry)
     first = gl.load(entry + 1)
-    kv_head = gl.load(entry + 2)
-    head = kv_head * GROUPS + index % parts * TOGETHER
+    heads = gl.load(entry + 2)
+    there = (index < items) & (heads >= 0)
+    heads = gl.maximum(heads, 0)
+    parts: gl.constexpr = GROUPS // TOGETHER
+    kv_head = heads // parts
+    head = heads * TOGETHER
     row = gl.load(segment)
     q_start = gl.load(segment + 1)
     q_len = gl.where(there, gl.load(segment + 2), 0)
@@ -56,16 +55,17 @@ def _item(  # type: ignore[no-untyped-def]
             all_stop = gl.minimum(k_len, low_p + window)
     all_start = gl.maximum(start, gl.cdiv(all_start, BLOCK_N) * BLOCK_N)
     all_stop = gl.maximum(all_start, gl.maximum(all_stop, 0) // BLOCK_N * BLOCK_N)
-    # tiles by the rule: those of the sinks before the window's first tile, then both edges of the window
-    of_sinks, of_left = 0, 0
+    # tiles by the rule: those of the sinks before what all rows see, then both edges of the window
+    of_sinks, of_left, apart = 0, 0, 0
     if WINDOW:
-        of_sinks = gl.cdiv(gl.minimum(sinks, start), BLOCK_N)
+        apart = gl.minimum(gl.minimum(sinks, all_start), k_len)
+        of_sinks = gl.cdiv(apart, BLOCK_N)
         of_left = gl.cdiv(gl.maximum(gl.minimum(all_start, stop) - start, 0), BLOCK_N)
     left = of_sinks + of_left
     edges = left + gl.cdiv(gl.maximum(stop - all_stop, 0), BLOCK_N)
     total = gl.where(there, edges + (all_stop - all_start) // BLOCK_N, 0)
     place = row, q_start, q_len, k_start, kv_head, head, first
-    return place, (k_len, offset, window, sinks), (of_sinks, left, edges, total, start, all_start, all_stop)
+    return place, (k_len, offset, window, sinks, apart), (of_sinks, left, edges, total, start, all_start, all_stop)
 
 
 @gluon.jit
@@ -77,6 +77,17 @@ def _first_key(t, tiles, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):  # type: 
         n = gl.where(t < left, start + (t - of_sinks) * BLOCK_N, n)
         n = gl.where(t < of_sinks, t * BLOCK_N, n)
     return gl.where(t < edges, n, all_start + (t - edges) * BLOCK_N)
+
+
+@gluon.jit
+def _left_bounds(p, n, t, of_sinks, rules, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The bounds of an item's tile `t`, from key `n` on, before the keys that all rows see: of sinks, or behind them."""
+    k_len, _offset, window, sinks, apart = rules
+    limit = gl.where(t < of_sinks, apart, k_len)
+    last, before, _sinks = bounds_of(p, n, limit, window, sinks, CAUSAL, WINDOW)
+    if WINDOW:
+        before = gl.where(t < of_sinks, -1, gl.maximum(before, apart - 1 - n))
+    return last, before
 
 
 @gluon.jit
@@ -119,8 +130,8 @@ def _consume(  # type: ignore[no-untyped-def]
     for turn in range(0, gl.cdiv(tables[3], gl.num_programs(0))):
         place, rules, tiles = _item(tables, turn, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         row, q_start, q_len, _k_start, _kv_head, head, first = place
-        k_len, offset, window, sinks = rules
-        of_sinks, left, edges, total, start, _all_start, all_stop = tiles
+        k_len, offset, window, sinks, _apart = rules
+        of_sinks, left, edges, total, _start, _all_start, all_stop = tiles
         if TOGETHER > 1:
             head += WHICH
         else:
@@ -136,10 +147,9 @@ def _consume(  # type: ignore[no-untyped-def]
         acc = gl.zeros([ROWS, HEAD], gl.float32, O_LAYOUT)
         if total > 0:
             n = _first_key(0, tiles, WINDOW, BLOCK_N)
-            limit = gl.where(of_sinks > 0, gl.minimum(sinks, start), k_len)
-            bounds = bounds_of(p, n, limit, window, sinks, CAUSAL, WINDOW)
+            last, before = _left_bounds(p, n, 0, of_sinks, rules, CAUSAL, WINDOW)
             m, l, pairs = first_tile(
-                m, l, q, rings, count, scale, bounds, WINDOW, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES,
+                m, l, q, rings, count, scale, (last, before, None), WINDOW, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES,
                 S_LAYOUT, dtype,
             )  # fmt: skip
             count += 1
@@ -147,10 +157,9 @@ def _consume(  # type: ignore[no-untyped-def]
             if WINDOW:
                 for t in range(done, left):
                     n = _first_key(t, tiles, WINDOW, BLOCK_N)
-                    limit = gl.where(t < of_sinks, gl.minimum(sinks, start), k_len)
-                    bounds = bounds_of(p, n, limit, window, sinks, CAUSAL, WINDOW)
+                    last, before = _left_bounds(p, n, t, of_sinks, rules, CAUSAL, WINDOW)
                     acc, m, l, pairs = add_tile(
-                        (acc, m, l, pairs), q, rings, count, scale, bounds, True, True, WHICH, GROUPS_OF_WARPS, ALTERNATE,
+                        (acc, m, l, pairs), q, rings, count, scale, (last, before, None), True, True, WHICH, GROUPS_OF_WARPS, ALTERNATE,
                         HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
                     )  # fmt: skip
                     count += 1
@@ -184,8 +193,9 @@ def specialised(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Items of the work table, dealt out to the programs; arguments as of `forward`.
 
-    An item is (entry, part of the entry's group of heads): 64 queries of TOGETHER heads, one for each group of warps, or
-    as many times 64 of one head. With ALTERNATE the groups begin their products one after the other. Heads have HEAD
+    An item is (segment, first row, number of its TOGETHER heads): 64 queries of these heads, one for each group of warps,
+    or as many times 64 of one head; of a number below 0 it is none. A program computes every item of its column, where
+    rows of the table have as many as there are programs. With ALTERNATE the groups begin their products one after the other. Heads have HEAD
     channels, which lie side by side; keys and values are read by their descriptors alone, and scores have no softcap.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty

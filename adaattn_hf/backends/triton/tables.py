@@ -55,6 +55,8 @@ def work_of(
     blocks: tuple[int, int],
     device: torch.device,
     silent: bool = False,
+    parts: int = 0,
+    programs: int = 0,
 ) -> Work:
     """Blocks of queries, by the number of keys that they read, or of keys, by the number of queries that read them.
 
@@ -67,21 +69,24 @@ def work_of(
         blocks: Queries and keys per tile.
         device: Where the tables go.
         silent: Blocks of queries outside of all segments come last, as segments without keys.
+        parts: Items that an entry is told as, by `dealt`; 0 for none.
+        programs: That compute the items in turn; 0 for one each.
     """
-    key = ("triton", of, windows, kv_heads, blocks, device, silent)
+    key = ("triton", of, windows, kv_heads, blocks, device, silent, parts, programs)
 
     def find() -> Work:
         runs = (*segments, *(_silent(structure, segments) if silent else ()))
-        return _made.get(
-            (key, structure.causal, structure.kv_len, runs),
-            lambda: _placed(
-                np.array(runs, dtype=np.int32).reshape(-1, 6),
-                *_entries(of == "queries", structure.causal, runs, windows, kv_heads, blocks),
-                windows,
-                all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == structure.kv_len for s in runs),
-                device,
-            ),
-        )
+
+        def make() -> Work:
+            entries, costs = _entries(of == "queries", structure.causal, runs, windows, kv_heads, blocks)
+            read = int(costs.sum())
+            if parts:
+                entries = dealt(entries, costs + _BESIDE_TILES * blocks[1], parts, programs)
+            ends = all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == structure.kv_len for s in runs)
+            table = np.array(runs, dtype=np.int32).reshape(-1, 6)
+            return _placed(table, entries, read, windows, ends, device)
+
+        return _made.get((key, structure.causal, structure.kv_len, runs), make)
 
     return structure.cached(key, find)
 
@@ -130,8 +135,8 @@ def _entries(
     windows: HeadWindows | None,
     kv_heads: int,
     blocks: tuple[int, int],
-) -> tuple[NDArray[np.int32], int]:
-    """The entries of blocks of queries or of keys, and what all of them read."""
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """The entries of blocks of queries or of keys, and what each of them reads."""
     table = np.array(segments, dtype=np.int64).reshape(-1, 6)
     block = blocks[0] if queries else blocks[1]
     segment, first = _tiles(table[:, 2 if queries else 4], block)
@@ -147,7 +152,7 @@ def _entries(
             start = np.maximum(first - offset - (0 if causal else window - 1), 0)
             stop = np.where(first < sinks, q_len, np.minimum(q_len, last + window - offset))
             costs.append(np.maximum(stop - start, 0))
-    return _longest_first(segment, first, costs), int(sum(cost.sum() for cost in costs))
+    return _longest_first(segment, first, costs)
 
 
 _RANKS = 16
@@ -156,8 +161,8 @@ _RANKS = 16
 
 def _longest_first(
     segment: NDArray[np.int64], first: NDArray[np.int64], costs: list[NDArray[np.int64]]
-) -> NDArray[np.int32]:
-    """Entries of all heads, those of most keys first.
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Entries of all heads and their costs, those of most keys first.
 
     Entries of about the same cost are ordered by head: programs that run at the same time then read the same keys.
     """
@@ -166,7 +171,55 @@ def _longest_first(
     rank = -(cost.ravel() * _RANKS // max(int(cost.max(initial=0)), 1))
     order = np.lexsort((-cost.ravel(), heads, rank))
     tile = order % max(len(segment), 1)
-    return np.stack([segment[tile], first[tile], heads[order]], axis=1).astype(np.int32)
+    entries = np.stack([segment[tile], first[tile], heads[order]], axis=1).astype(np.int32)
+    return entries, cost.ravel()[order]
+
+
+_BESIDE_TILES = 4
+"""Tiles that could be computed in the time in which an item begins and ends, about, on an H200."""
+_FEW_TURNS = 8
+"""Items of a program, on average, up to which it matters who computes which one."""
+
+
+def dealt(
+    entries: NDArray[np.int32], costs: NDArray[np.int64], parts: int, programs: int
+) -> NDArray[np.int32]:
+    """The items of all entries, in rows of as many as there are programs: each computes a column.
+
+    Args:
+        entries: `[entries, 3]`: segment, first row, key/value head.
+        costs: `[entries]`, those of most cost first.
+        parts: Items of an entry, numbered on from those of the head before.
+        programs: Columns; 0 for a single row.
+
+    Returns:
+        `[items, 3]`: segment, first row, number of the part, -1 where a column has no further item.
+    """
+    items = entries.repeat(parts, axis=0)
+    items[:, 2] = items[:, 2] * parts + np.tile(np.arange(parts, dtype=np.int32), len(entries))
+    if not programs or len(items) <= programs:
+        return items
+    none = np.array([0, 0, -1], dtype=np.int32)
+    if len(items) > _FEW_TURNS * programs:
+        # every other row is turned round, so that columns come to about the same
+        missing = -len(items) % programs
+        rows = np.concatenate([items, np.tile(none, (missing, 1))]).reshape(-1, programs, 3)
+        rows[1::2] = rows[1::2, ::-1].copy()
+        return rows.reshape(-1, 3)
+    # half a row at a time, the longest item to the column that has least to do
+    cost, step = costs.repeat(parts), max(programs // 2, 1)
+    loads, column = np.zeros(programs, dtype=np.int64), np.empty(len(items), dtype=np.int64)
+    for begin in range(0, len(items), step):
+        some = cost[begin : begin + step]
+        least = np.argsort(loads, kind="stable")[: len(some)]
+        loads[least] += some
+        column[begin : begin + step] = least
+    counts = np.bincount(column, minlength=programs)
+    order = np.argsort(column, kind="stable")
+    place = np.arange(len(items)) - np.repeat(counts.cumsum() - counts, counts)
+    rows = np.tile(none, (int(counts.max()), programs, 1))
+    rows[place, column[order]] = items[order]
+    return rows.reshape(-1, 3)
 
 
 def shares_of(

@@ -76,13 +76,18 @@ def bounds_of(p, n, limit, window, sinks, CAUSAL: gl.constexpr, WINDOW: gl.const
 def seen(bounds, LEFT: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Boolean `[rows, keys of a tile]`, by places in the tile: each row's last key, the one before its window, the sinks.
 
-    Without LEFT all keys lie behind where the windows begin.
+    Without LEFT all keys lie behind where the windows begin; sinks are None where others of the tile's keys are not seen.
     """
     last, before, sinks = bounds
     j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    keep = j[None, :] <= last[:, None]
-    if LEFT:
-        keep = keep & ((j[None, :] > before[:, None]) | (j < sinks)[None, :])
+    # a thread holds every eighth pair of a row: what is its own goes to the bounds, and places become constants
+    own = (j & 6)[None, :]
+    at = (j & -7)[None, :]
+    keep = at <= last[:, None] - own
+    if LEFT and sinks is None:
+        keep = keep & (at > before[:, None] - own)
+    elif LEFT:
+        keep = keep & ((at > before[:, None] - own) | (at < sinks - own))
     return keep
 
 
