@@ -92,14 +92,18 @@ def test_heavy_calls_are_dealt_out(
 
 
 def shapes(least: int = 1, most: int = 400) -> Any:
-    return st.tuples(st.integers(least, most), st.integers(1, 4), st.integers(0, 9), st.integers(0, 2**32 - 1))
+    return st.tuples(
+        st.integers(least, most), st.integers(1, 4), st.integers(0, 9), st.integers(0, 2**32 - 1)
+    )
 
 
 @given(shapes())
 def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int]) -> None:
     count, parts, programs, seed = shape
     costs = np.sort(np.random.default_rng(seed).integers(1, 1000, count))[::-1]
-    entries = np.stack([np.arange(count), 64 * np.arange(count), np.arange(count) % 3], axis=1).astype(np.int32)
+    entries = np.stack([np.arange(count), 64 * np.arange(count), np.arange(count) % 3], axis=1).astype(
+        np.int32
+    )
     items = tables.dealt(entries, costs, parts, programs)
     assert items.dtype == np.int32
     expected = {(i, 64 * i, i % 3 * parts + part) for i in range(count) for part in range(parts)}

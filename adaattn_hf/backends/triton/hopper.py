@@ -20,8 +20,8 @@ _SM = (9, 0)
 
 
 _LEAST_OF_WINDOWS = 2048
-"""Keys that blocks of queries of 64 channels read on average, from which on these kernels are the faster with windows: with
-windows of 1,024 everywhere they take 1.25 times as long as the kernel whose tiles have 64 keys."""
+"""Keys that blocks of queries of 64 channels read on average, from which on windows gain by these kernels: with windows
+of 1,024 everywhere they take 1.25 times as long as the kernel whose tiles have 64 keys."""
 
 
 class Warps(NamedTuple):

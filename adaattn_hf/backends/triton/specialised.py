@@ -65,7 +65,8 @@ def _item(  # type: ignore[no-untyped-def]
     edges = left + gl.cdiv(gl.maximum(stop - all_stop, 0), BLOCK_N)
     total = gl.where(there, edges + (all_stop - all_start) // BLOCK_N, 0)
     place = row, q_start, q_len, k_start, kv_head, head, first
-    return place, (k_len, offset, window, sinks, apart), (of_sinks, left, edges, total, start, all_start, all_stop)
+    tiles = of_sinks, left, edges, total, start, all_start, all_stop
+    return place, (k_len, offset, window, sinks, apart), tiles
 
 
 @gluon.jit
