@@ -97,7 +97,8 @@ class Launcher:
         if len(self._known) >= _MOST:
             self._known.clear()
         names = self._kernel.arg_names[len(arguments) :]
-        self._known[(kind, device, *constants.values())] = compiled, tuple(constants[name] for name in names)
+        key = kind, device, *constants.values()
+        self._known[key] = compiled, tuple(constants[name] for name in names)
 
     def variant(
         self, constants: Mapping[str, Any], kind: Hashable, device: int
