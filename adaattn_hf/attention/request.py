@@ -264,7 +264,8 @@ class CallSpec(NamedTuple):
     of two; for one query on CUDA `keys`, down to a multiple of 128, elsewhere the bytes of keys and values, up to a
     power of two; on CUDA the pairs of queries and keys of all heads, down to a power of two.
     `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): operations of torch alone can
-    compute with them.
+    compute with them. `device_index` says which of several GPUs holds the tensors, which need not be the current one;
+    None stands for the current one.
     """
 
     device: str
@@ -301,6 +302,7 @@ class CallSpec(NamedTuple):
     length: int = 0
     gapless: bool = False
     aligned: bool = True
+    device_index: int | None = None
 
     def words(self) -> str:
         """The facts in words, those that are false left out."""
@@ -347,7 +349,7 @@ class CallSpec(NamedTuple):
             or (bias is not None and bias.requires_grad)
             or (sink_logits is not None and sink_logits.requires_grad)
         )
-        device = "cpu" if q.is_cpu else q.device.type
+        device, index = ("cpu", None) if q.is_cpu else (q.device.type, q.device.index)
         kind, compiling = structure.kind, torch.compiler.is_compiling()
         opaque = not compiling and not (type(q) is type(k) is type(v) is Tensor) and holds_no_memory(q, k, v)
         rules = request.per_head
@@ -371,30 +373,9 @@ class CallSpec(NamedTuple):
             (False, 0, "model") if rules is None else (rules.windowed, rules.kept_block, rules.precision)
         )
         return cls(
-            device,
-            q.dtype,
-            head_dim,
-            head_dim_of(v),
-            heads // k.shape[1],
-            kind,
-            structure.window is not None and structure.windowed,
-            structure.sinks > 0,
-            q_len == 1,
-            grad,
-            request.dropout > 0,
-            request.softcap is not None,
-            sink_logits is not None,
-            bias is not None,
-            request.need_lse,
-            compiling,
-            *per_head,
-            None if request.stored is None else format_of(v),
-            opaque,
-            holes,
-            keys,
-            kv_bytes,
-            pairs,
-            length,
-            gapless,
-            aligned,
-        )
+            device, q.dtype, head_dim, head_dim_of(v), heads // k.shape[1], kind,
+            structure.window is not None and structure.windowed, structure.sinks > 0, q_len == 1, grad,
+            request.dropout > 0, request.softcap is not None, sink_logits is not None, bias is not None,
+            request.need_lse, compiling, *per_head, None if request.stored is None else format_of(v), opaque,
+            holes, keys, kv_bytes, pairs, length, gapless, aligned, index,
+        )  # fmt: skip

@@ -79,11 +79,11 @@ def _of_device(index: int) -> Capability:
     return of_sm(torch.cuda.get_device_capability(index))
 
 
-def capability(device: torch.device | None = None) -> Capability | None:
+def capability(device: torch.device | int | None = None) -> Capability | None:
     """The record of a CUDA device, by default the current one; None where there is none, or one of another vendor."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
-    index = None if device is None else device.index
+    index = device.index if isinstance(device, torch.device) else device
     return _of_device(torch.cuda.current_device() if index is None else index)
 
 

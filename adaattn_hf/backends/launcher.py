@@ -66,20 +66,28 @@ class Launcher:
         constants: Mapping[str, Any],
         kind: Hashable | None,
     ) -> None:
-        """Launches the kernel on the current stream.
+        """Launches the kernel on the current stream of the device that its first tensor lies on.
+
+        Triton and the driver launch on the current device, which need not be that one: `device_map="auto"` moves a
+        layer's inputs and leaves the current device as it is. Whoever calls the layer finds it as it was.
 
         Args:
             grid: Programs, in up to three extents.
-            arguments: The kernel's, in its order, up to its constants.
+            arguments: The kernel's, in its order, up to its constants; the first is a tensor, and all lie there.
             constants: These by name, and the compiler's options.
             kind: What the compiled variant depends on beside them and the device: dtypes and strides of tensors, and
                 numbers that Triton may compile in. None where an address is not `aligned` or anything else is
                 unusual: then Triton looks for itself.
         """
+        device = arguments[0].get_device()
+        if device >= 0 and device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                self(grid, arguments, constants, kind)
+            return
         if kind is None or not self._remembers:
             self._kernel[grid](*arguments, **constants, **_OPTIONS)
             return
-        known = self.variant(constants, kind)
+        known = self.variant(constants, kind, device)
         if known is not None:
             compiled, rest = known
             programs = (*grid, 1, 1)[:3]
@@ -89,21 +97,20 @@ class Launcher:
         if len(self._known) >= _MOST:
             self._known.clear()
         names = self._kernel.arg_names[len(arguments) :]
-        self._known[_key(constants, kind)] = compiled, tuple(constants[name] for name in names)
+        key = kind, device, *constants.values()
+        self._known[key] = compiled, tuple(constants[name] for name in names)
 
-    def variant(self, constants: Mapping[str, Any], kind: Hashable) -> tuple[Any, tuple[Any, ...]] | None:
-        """The compiled variant that the current device was launched with, and its constants in order; None if none.
+    def variant(
+        self, constants: Mapping[str, Any], kind: Hashable, device: int
+    ) -> tuple[Any, tuple[Any, ...]] | None:
+        """The compiled variant that a device was launched with, and its constants in order; None if none.
 
         Args:
             constants: As in a launch.
             kind: As in a launch.
+            device: Index of the device.
         """
-        return self._known.get(_key(constants, kind))
-
-
-def _key(constants: Mapping[str, Any], kind: Hashable) -> Hashable:
-    """What a compiled variant is remembered by."""
-    return kind, torch._C._cuda_getDevice(), *constants.values()
+        return self._known.get((kind, device, *constants.values()))
 
 
 def launch(

@@ -28,36 +28,43 @@ class Relaunch:
         Args:
             launcher: Of the kernel.
             grid: Programs, in up to three extents.
-            tables: The kernel's arguments behind those that change; they are kept, and must not be moved.
+            tables: The kernel's arguments behind those that change; they are kept, and must not be moved. They lie on
+                the device of all launches.
             numbers: Its arguments behind these.
             constants: Its constants by name, and the compiler's options.
             kind: What the compiled variant depends on beside them and the device; None: Triton looks each time.
         """
         self._launcher, self._grid, self._tables, self._numbers = launcher, grid, tables, numbers
         self._constants, self._kind = constants, kind
-        self._known: dict[int, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self._device = tables[0].get_device()
+        self._known: tuple[Callable[..., None], tuple[Any, ...]] | None = None
 
     def __call__(self, tensors: Sequence[Any], addresses: Sequence[Any]) -> None:
-        """Launches the kernel on the current stream; by its launcher until that knows the variant on this device.
+        """Launches the kernel on its device's current stream; by its launcher until that knows the variant.
 
         Args:
-            tensors: The first arguments; tensors are of the current device, and begin where the kind says.
+            tensors: The first arguments; tensors lie on the device of the tables, and begin where the kind says.
             addresses: The same, of each tensor its address. Triton would ask each tensor for it, and the driver whether
                 a device can read there.
         """
         if self._kind is None:
             self._launcher(self._grid, (*tensors, *self._tables, *self._numbers), self._constants, None)
             return
-        device = torch._C._cuda_getDevice()
-        known = self._known.get(device)
+        device = self._device
+        if device != torch._C._cuda_getDevice():
+            # rarely: asking here costs less than a context manager around every launch
+            with torch.cuda.device(device):
+                self(tensors, addresses)
+            return
+        known = self._known
         if known is None:
-            found = self._launcher.variant(self._constants, self._kind)
+            found = self._launcher.variant(self._constants, self._kind, device)
             if found is None:
                 arguments = *tensors, *self._tables, *self._numbers
                 self._launcher(self._grid, arguments, self._constants, self._kind)
                 return
             compiled, constants = found
             rest = *(table.data_ptr() for table in self._tables), *self._numbers, *constants
-            known = self._known[device] = compiled[(*self._grid, 1, 1)[:3]], rest
+            known = self._known = compiled[(*self._grid, 1, 1)[:3]], rest
         launch, rest = known
         launch(*addresses, *rest, stream=torch._C._cuda_getCurrentRawStream(device))

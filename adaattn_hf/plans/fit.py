@@ -35,7 +35,7 @@ _SAMPLES = 65536
 _WHOLE = "model:"
 """Prefix of hashes over all weights of a model, not just those of attention."""
 _CHECKED = "_adaattn_checked"
-"""Attribute in which a model keeps the settings whose plan its weights were checked against."""
+"""Attribute in which a model keeps the plan that its weights were checked against."""
 
 TensorsOf = Callable[[Plan, int, "str | None", Any], LayerTensors]
 """Maps a plan, the index of a layer, where the model came from and its settings to the layer's calibrated tensors."""
@@ -167,11 +167,21 @@ class Resolved(NamedTuple):
         raw: The settings that held the plan.
         program: The module's part, None if the module is exact.
         weights: The module's weights when they were checked.
+        held: The settings again, empty where they are no mapping, and so hold no plan.
+        plan: What they held, which may be set anew in place.
     """
 
     raw: Any
     program: Program | None
     weights: Weights
+    held: Mapping[str, Any]
+    plan: Any
+
+    @classmethod
+    def of(cls, module: nn.Module, raw: Any, program: Program | None) -> Resolved:
+        """What became of a module's part of the plan that its settings hold now."""
+        held = raw if isinstance(raw, Mapping) else {}
+        return cls(raw, program, Weights.of(module), held, held.get(CONFIG_KEY))
 
 
 def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Resolved | None:
@@ -183,7 +193,7 @@ def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Res
         compiling: Whether a graph is being traced: weights are not looked at then.
     """
     known: Resolved | None = slots.get(PROGRAM_SLOT)
-    if known is None or known.raw is not raw:
+    if known is None or known.raw is not raw or known.held.get(CONFIG_KEY) is not known.plan:
         return None
     return known if compiling or known.program is None or known.weights.same() else None
 
@@ -221,7 +231,7 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
         )
     program = resolve(module, raw, tensors)
     check_model(module, raw)
-    slots[PROGRAM_SLOT] = Resolved(raw, program, Weights.of(module))
+    slots[PROGRAM_SLOT] = Resolved.of(module, raw, program)
     return program
 
 
@@ -320,9 +330,9 @@ def check_model(module: nn.Module, raw: Any) -> None:
     if data is None or not str(data.get("weight_hash")).startswith(_WHOLE):
         return
     models = [model for model in _around(module) if hasattr(model, "base_model_prefix")]
-    if models and models[-1].__dict__.get(_CHECKED) is not raw:
+    if models and models[-1].__dict__.get(_CHECKED) is not data:
         refuse_other_weights(models[-1], str(data.get("weight_hash")))
-        models[-1].__dict__[_CHECKED] = raw
+        models[-1].__dict__[_CHECKED] = data
 
 
 def refuse_other_weights(model: nn.Module, weights: str) -> None:

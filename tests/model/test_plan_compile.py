@@ -155,6 +155,19 @@ def test_compiled_steps_in_a_cache_equal_uncompiled_ones(family: str, kept: str)
 
 
 @torch.no_grad()
+def test_a_graph_does_not_outlive_a_plan_that_is_set_in_place() -> None:
+    model, ids = planned(make_choice("window", 32, 4)), tokens()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    before = compiled(ids, use_cache=False).logits
+    model.config.adaattn["plan"] = planned(make_choice("window", 8, 2)).config.adaattn["plan"]
+    with pytest.raises(Exception, match="the plan was not read before compiling"):
+        compiled(ids, use_cache=False)
+    expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(before, expected, atol=1e-3)
+
+
+@torch.no_grad()
 def test_chunks_are_refused_before_they_are_traced() -> None:
     model = planned(make_choice("window", 32, 4), "llama4")
     model(tokens(), use_cache=False)

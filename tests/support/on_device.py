@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
 
 
@@ -12,6 +15,33 @@ class OnCuda(Tensor):
     """A tensor that says that it lies on a CUDA device."""
 
     is_cuda = True
+
+
+class OnSecond(Tensor):
+    """A tensor that says that it lies on the second CUDA device."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+class Devices:
+    """Stands for several CUDA devices, of which one is current; a stream has a hundred times its device's number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, current: int = 0) -> None:
+        """Takes the place of what torch says of the current device, and of the block that changes it."""
+        self.current, self.entered = current, list[int]()
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.current, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 * device, raising=False)
+        monkeypatch.setattr(torch.cuda, "device", self._made_current)
+
+    @contextmanager
+    def _made_current(self, device: int) -> Iterator[None]:
+        self.entered.append(device)
+        before, self.current = self.current, device
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 def shifted(tensor: Tensor) -> Tensor:

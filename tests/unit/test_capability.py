@@ -75,7 +75,7 @@ def test_every_level_of_the_library_is_in_the_table_above() -> None:
 def test_what_a_cuda_device_cannot_do_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, backend: str, sm: tuple[int, int], reason: str
 ) -> None:
-    monkeypatch.setattr(capability_module, "capability", lambda: of_sm(sm))
+    monkeypatch.setattr(capability_module, "capability", lambda _: of_sm(sm))
     spec = SPEC._replace(device="cuda", dtype=torch.bfloat16)
     of_the_device = [r for r in refusals_of(backend, spec) if "installed" not in r]
     assert bool(of_the_device) is bool(reason)

@@ -268,7 +268,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    monkeypatch.setattr(capability_module, "capability", lambda: of_sm((9, 0)))
+    monkeypatch.setattr(capability_module, "capability", lambda _: of_sm((9, 0)))
     spec = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda")
     backend = Flash4Backend()
     assert backend.refusals(spec) == ()
@@ -276,7 +276,7 @@ def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -
 
 
 def test_lists_need_triton_and_dense_calls_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capability_module, "capability", lambda: of_sm((9, 0)))
+    monkeypatch.setattr(capability_module, "capability", lambda _: of_sm((9, 0)))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else object())
     spec, backend = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda"), Flash4Backend()
     assert backend.missing() == backend.refusals(spec) == ()
@@ -291,7 +291,7 @@ def test_lists_need_triton_and_dense_calls_do_not(monkeypatch: pytest.MonkeyPatc
 def test_serves_devices_that_it_was_written_for(
     monkeypatch: pytest.MonkeyPatch, sm: Any, served: bool
 ) -> None:
-    monkeypatch.setattr(capability_module, "capability", lambda: of_sm(sm))
+    monkeypatch.setattr(capability_module, "capability", lambda _: of_sm(sm))
     spec = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda")
     assert (Flash4Backend().refusals(spec) == ()) is served
 

@@ -11,7 +11,9 @@ triton = pytest.importorskip("triton")
 
 from adaattn_hf.backends import launcher  # noqa: E402  (imports triton)
 
-from ..support.on_device import Kernel, OnCuda  # noqa: E402
+from ..support.on_device import Devices, Kernel, OnCuda, OnSecond  # noqa: E402
+
+X, Y, Z = torch.zeros(4), torch.ones(4), torch.zeros(4).as_subclass(OnSecond)
 
 
 class Compiled:
@@ -24,7 +26,6 @@ class Compiled:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     return Kernel(("x", "n", "BLOCK", "CAUSAL"), Compiled)
 
@@ -32,17 +33,17 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 def test_the_second_launch_of_a_kind_passes_triton_by(kernel: Kernel) -> None:
     launch = launcher.Launcher(kernel)
     constants = {"num_warps": 4, "CAUSAL": True, "BLOCK": 64}
-    launch((2, 3), ("x", 5), constants, "kind")
-    launch((7, 1), ("y", 6), constants, "kind")
+    launch((2, 3), (X, 5), constants, "kind")
+    launch((7, 1), (Y, 6), constants, "kind")
     assert kernel.log == [
-        ("looked", (2, 3), ("x", 5), constants | launcher._OPTIONS),
-        ("again", (7, 1, 1), ("y", 6, 64, True)),
+        ("looked", (2, 3), (X, 5), constants | launcher._OPTIONS),
+        ("again", (7, 1, 1), (Y, 6, 64, True)),
     ]
 
 
 @pytest.mark.parametrize(
     "other",
-    [{"kind": "another"}, {"constants": {"num_warps": 8, "CAUSAL": True, "BLOCK": 64}}, {"device": 1}],
+    [{"kind": "another"}, {"constants": {"num_warps": 8, "CAUSAL": True, "BLOCK": 64}}, {"x": Z}],
     ids=["kind", "constants", "device"],
 )
 def test_another_kind_is_looked_at(
@@ -50,9 +51,9 @@ def test_another_kind_is_looked_at(
 ) -> None:
     launch = launcher.Launcher(kernel)
     constants = {"num_warps": 4, "CAUSAL": True, "BLOCK": 64}
-    launch((2, 3), ("x", 5), constants, "kind")
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: other.get("device", 0), raising=False)
-    launch((2, 3), ("x", 5), other.get("constants", constants), other.get("kind", "kind"))
+    launch((2, 3), (X, 5), constants, "kind")
+    Devices(monkeypatch)
+    launch((2, 3), (other.get("x", X), 5), other.get("constants", constants), other.get("kind", "kind"))
     assert [entry[0] for entry in kernel.log] == ["looked", "looked"]
 
 
@@ -61,21 +62,21 @@ def test_unusual_calls_old_versions_and_other_vendors_are_always_looked_at(
 ) -> None:
     launch = launcher.Launcher(kernel)
     for _ in range(2):
-        launch((1, 1), ("x", 5), {"BLOCK": 64, "CAUSAL": True}, None)
+        launch((1, 1), (X, 5), {"BLOCK": 64, "CAUSAL": True}, None)
     with monkeypatch.context() as patched:
         patched.setattr(triton, "__version__", "3.2.0")
         old = launcher.Launcher(kernel)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     for launch in (old, launcher.Launcher(kernel)):
         for _ in range(2):
-            launch((1, 1), ("x", 5), {"BLOCK": 64, "CAUSAL": True}, "kind")
+            launch((1, 1), (X, 5), {"BLOCK": 64, "CAUSAL": True}, "kind")
     assert [entry[0] for entry in kernel.log] == ["looked"] * 6
 
 
 def test_no_more_variants_are_kept_than_are_asked_for(kernel: Kernel) -> None:
     launch = launcher.Launcher(kernel)
     for kind in range(3 * launcher._MOST):
-        launch((1, 1), ("x", 5), {"BLOCK": 64, "CAUSAL": True}, kind)
+        launch((1, 1), (X, 5), {"BLOCK": 64, "CAUSAL": True}, kind)
     assert len(launch._known) <= launcher._MOST
 
 
@@ -121,5 +122,5 @@ def test_a_grid_has_up_to_three_extents(kernel: Kernel) -> None:
     launch, constants = launcher.Launcher(kernel), {"BLOCK": 64, "CAUSAL": True}
     for grid in ((5,), (5, 6), (5, 6, 7)):
         for _ in range(2):
-            launch(grid, ("x", 5), constants, grid)
+            launch(grid, (X, 5), constants, grid)
     assert [entry[1] for entry in kernel.log if entry[0] == "again"] == [(5, 1, 1), (5, 6, 1), (5, 6, 7)]

@@ -18,6 +18,7 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.patches import fast_path, interface, planned_call
 from adaattn_hf.plans.plan import PlanError
+from adaattn_hf.plans.store import model_hash
 
 from ..support.choices import make_choice
 from ..support.plans import give, plan_for
@@ -128,6 +129,37 @@ def test_what_is_changed_between_passes_is_heard(anew: list[int]) -> None:
     other = logits(model, rows)
     assert torch.equal(other, slowly(model, rows))
     assert not torch.allclose(other, with_plan, atol=1e-5)
+
+
+@pytest.mark.parametrize("follows", [True, False], ids=["layers follow", "each layer anew"])
+def test_a_plan_that_is_set_in_place_is_heard(anew: list[int], follows: bool) -> None:
+    """The dictionary of settings stays; the plan in it is another one, an equal one, or gone."""
+    model, rows = planned(), tokens()
+    run = logits if follows else slowly
+    narrow, exact = run(model, rows), planned()
+    remove_plan(exact)
+    wide = plan_for(model, make_choice("window", 16, 2), layers=(0, 1, 2, 3), lengths=(LENGTH,)).to_dict()
+    expected = {None: run(exact, rows), 16: run(planned(choice=make_choice("window", 16, 2)), rows)}
+    settings = model.config.adaattn
+    for plan, answer in (
+        (wide, expected[16]), (dict(settings["plan"]), narrow), (None, expected[None]), (wide, expected[16]),
+    ):  # fmt: skip
+        settings["plan"] = plan
+        assert torch.equal(run(model, rows), answer)
+    del settings["plan"]
+    assert torch.equal(run(model, rows), expected[None])
+    assert not torch.allclose(narrow, expected[16], atol=1e-5)
+
+
+def test_a_plan_for_another_model_is_refused_where_it_is_set_in_place(anew: list[int]) -> None:
+    """By the hash of all weights, too, against which the first plan was checked."""
+    model, rows = planned(), tokens()
+    settings, data = model.config.adaattn, model.config.adaattn["plan"]
+    settings["plan"] = {**data, "weight_hash": model_hash(model)}
+    logits(model, rows)
+    settings["plan"] = {**data, "weight_hash": "model:another"}
+    with pytest.raises(PlanError, match="the weights of the model are not those"):
+        logits(model, rows)
 
 
 @pytest.mark.parametrize("what", ["shadow", "monitor"])

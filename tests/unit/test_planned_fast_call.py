@@ -227,7 +227,7 @@ def test_a_planned_layer_calls_few_functions_more_than_an_exact_one(monkeypatch:
     for name, one in (("sdpa", exact), ("triton", model)):
         if name == "triton":  # as on a device
             monkeypatch.setattr(triton, "__version__", "3.6.0")
-            monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+            monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the tensors'
             monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
             monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
             monkeypatch.setattr(prefill, "launch_forward", Launcher(Kernel()))

@@ -12,9 +12,10 @@ triton = pytest.importorskip("triton")
 from adaattn_hf.backends.launcher import _OPTIONS, Launcher  # noqa: E402  (imports triton)
 from adaattn_hf.backends.relaunch import Relaunch  # noqa: E402
 
-from ..support.on_device import Kernel  # noqa: E402
+from ..support.on_device import Devices, Kernel, OnSecond  # noqa: E402
 
-TABLE = torch.zeros(4, dtype=torch.int32)
+TABLE = torch.zeros(4, dtype=torch.int32).as_subclass(OnSecond)
+X = torch.zeros(4).as_subclass(OnSecond)
 CONSTANTS = {"num_warps": 4, "CAUSAL": True, "BLOCK": 64}
 
 
@@ -32,21 +33,18 @@ def made() -> Kernel:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The device at work; its stream has a hundred times its number."""
-    at_work = [1]
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: at_work[0], raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 * device, raising=False)
+def device(monkeypatch: pytest.MonkeyPatch) -> Devices:
+    """Two of them; the tables' one is current."""
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    return at_work
+    return Devices(monkeypatch, current=1)
 
 
 def relaunch(kernel: Kernel, launcher: Launcher | None = None) -> Relaunch:
     return Relaunch(launcher or Launcher(kernel), (2, 3), (TABLE,), (5,), CONSTANTS, "kind")
 
 
-def test_the_first_launch_is_looked_at_and_the_others_are_given_addresses(device: list[int]) -> None:
-    kernel, x = made(), torch.zeros(4)
+def test_the_first_launch_is_looked_at_and_the_others_are_given_addresses(device: Devices) -> None:
+    kernel, x = made(), X
     again = relaunch(kernel)
     for _ in range(3):
         again((x,), (x.data_ptr(),))
@@ -56,39 +54,41 @@ def test_the_first_launch_is_looked_at_and_the_others_are_given_addresses(device
     ]  # fmt: skip
 
 
-def test_a_variant_that_another_launch_has_found_is_known(device: list[int]) -> None:
+def test_a_variant_that_another_launch_has_found_is_known(device: Devices) -> None:
     kernel = made()
     launcher = Launcher(kernel)
-    launcher((9,), ("y", TABLE, 7), CONSTANTS, "kind")
-    relaunch(kernel, launcher)(("x",), ("at x",))
+    launcher((9,), (X, TABLE, 7), CONSTANTS, "kind")
+    relaunch(kernel, launcher)((X,), ("at x",))
     assert [entry[0] for entry in kernel.log] == ["looked", "prepared", "again"]
 
 
-def test_each_device_has_a_variant_and_a_stream_of_its_own(device: list[int]) -> None:
-    kernel = made()
+def test_a_launch_goes_to_the_device_of_its_tables_whichever_is_current(device: Devices) -> None:
+    kernel, x = made(), X
     again = relaunch(kernel)
-    for device[0] in (1, 2, 1, 2):
-        again(("x",), ("at x",))
-    seen = [entry[0] for entry in kernel.log]
-    assert seen == ["looked", "looked", "prepared", "again", "prepared", "again"]
-    assert [entry[2] for entry in kernel.log if entry[0] == "again"] == [100, 200]
+    for device.current in (1, 0, 1, 0):
+        was = device.current
+        again((x,), (x.data_ptr(),))
+        assert device.current == was
+    assert [entry[0] for entry in kernel.log] == ["looked", "prepared", "again", "again", "again"]
+    assert {entry[2] for entry in kernel.log if entry[0] == "again"} == {100}
+    assert device.entered == [1, 1]  # where it was current already, nothing was entered
 
 
 def test_a_version_of_triton_that_is_not_passed_by_looks_every_time(
-    device: list[int], monkeypatch: pytest.MonkeyPatch
+    device: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "__version__", "3.2.0")
     kernel = made()
     again = relaunch(kernel)
     for _ in range(3):
-        again(("x",), ("at x",))
+        again((X,), ("at x",))
     assert [entry[0] for entry in kernel.log] == ["looked"] * 3
 
 
-def test_without_a_kind_triton_looks_each_time() -> None:
+def test_without_a_kind_triton_looks_each_time(device: Devices) -> None:
     """Where an address may lie anywhere, what an earlier launch was compiled for need not hold."""
     kernel = made()
     again = Relaunch(Launcher(kernel), (2, 3), (TABLE,), (5,), CONSTANTS, None)
     for _ in range(3):
-        again(("x",), ("at x",))
+        again((X,), ("at x",))
     assert [entry[0] for entry in kernel.log] == ["looked"] * 3

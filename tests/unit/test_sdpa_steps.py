@@ -21,7 +21,7 @@ FLASH = "aten::_scaled_dot_product_flash_attention"
 @pytest.fixture(params=[(9, 0)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CUDA device of another capability, as far as the choice of a kernel looks at it."""
-    monkeypatch.setattr(kernels, "capability", lambda: of_sm(request.param))
+    monkeypatch.setattr(kernels, "capability", lambda _: of_sm(request.param))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     kernels._cudnn_comes_first.cache_clear()
     yield

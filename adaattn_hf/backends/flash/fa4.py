@@ -41,7 +41,7 @@ class Flash4Backend(Backend):
             head_windows=False, head_blocks=0, head_precision="model" if same else spec.head_precision
         )
         reasons = head_refusals(served, "flash-attn 4's kernels")
-        device = capability() if spec.device == "cuda" else None
+        device = capability(spec.device_index) if spec.device == "cuda" else None
         if spec.device != "cuda":
             reasons.append(f"flash-attn 4 runs on CUDA, got {spec.device} tensors")
         elif device is None or device.sm < (9, 0) or device.sm >= (12, 0):
@@ -86,6 +86,11 @@ class Flash4Backend(Backend):
             return nothing_seen(request)
         if self._launch is None:
             self._launch = importlib.import_module(f"{__package__}.fa4_launch")
+        # its kernels and those that make lists are launched on the current device; see `Launcher`
+        device = request.query.get_device()
+        if device >= 0 and device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self.attend(request)
         result: AttentionResult = self._launch.attend(request)
         return result
 

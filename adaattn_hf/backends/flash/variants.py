@@ -86,7 +86,9 @@ class FlashBackend(Backend):
         reasons = head_refusals(spec, "flash-attn's kernels")
         if spec.device != "cuda":
             reasons.append(f"flash-attn runs on CUDA, got {spec.device} tensors")
-        elif (facts := capability()) and not self.variant.least <= facts.sm < self.variant.below:
+        elif (
+            facts := capability(spec.device_index)
+        ) and not self.variant.least <= facts.sm < self.variant.below:
             reasons.append(
                 f"{self.variant.package} has no kernels for compute capability {facts.sm[0]}.{facts.sm[1]}"
             )

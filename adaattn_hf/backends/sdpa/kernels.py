@@ -123,9 +123,9 @@ def suits_efficient(dtype: torch.dtype, *sizes: int) -> bool:
 
 
 @functools.cache
-def _cudnn_comes_first() -> bool:
-    """Whether torch prefers cuDNN's kernels on this device: `check_prefer_cudnn_attention` in torch's sdp_utils.cpp."""
-    device = capability()
+def _cudnn_comes_first(index: int | None) -> bool:
+    """Whether torch prefers cuDNN's kernels on a device: `check_prefer_cudnn_attention` in torch's sdp_utils.cpp."""
+    device = capability(index)
     flash = torch.backends.cuda.is_flash_attention_available()
     return flash and device is not None and device.sm in ((9, 0), (10, 0))
 
@@ -139,7 +139,8 @@ def steps_by_flash(spec: CallSpec) -> bool:
     """
     half = spec.dtype in (torch.float16, torch.bfloat16)
     fits = spec.head_dim == spec.head_dim_v <= 256 and spec.head_dim % 8 == 0
-    return spec.device == "cuda" and half and fits and not spec.needs_grad and _cudnn_comes_first()
+    ours = spec.device == "cuda" and half and fits and not spec.needs_grad
+    return ours and _cudnn_comes_first(spec.device_index)
 
 
 def splits_groups(device: str, dtype: torch.dtype) -> bool:

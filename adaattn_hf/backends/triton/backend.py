@@ -43,7 +43,11 @@ class TritonBackend(Backend):
         reasons = head_refusals(served, "the Triton kernels")
         if spec.device != "cuda":
             reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
-        elif spec.dtype == torch.bfloat16 and (facts := capability()) is not None and not facts.bf16:
+        elif (
+            spec.dtype == torch.bfloat16
+            and (facts := capability(spec.device_index)) is not None
+            and not facts.bf16
+        ):
             reasons.append(
                 "the device's matrix units take no bfloat16, which begins at compute capability 8.0"
             )
@@ -87,14 +91,15 @@ class TritonBackend(Backend):
         """Whether heavy calls of this kind run on the kernels for Hopper, if their tensors lie as models make them."""
         from ..capability import capability
 
-        facts = capability()
+        facts = capability(spec.device_index)
         if facts is None or not facts.tiles or self.missing():
             return False
         from . import hopper
 
         plain = spec.head_dim == spec.head_dim_v and spec.dtype in _DTYPES and not spec.softcap
         windows = spec.head_windows or spec.windowed
-        here = torch.device("cuda", torch.cuda.current_device())
+        index = torch.cuda.current_device() if spec.device_index is None else spec.device_index
+        here = torch.device("cuda", index)
         return (
             plain and hopper.warps_of(spec.head_dim, spec.groups, windows) is not None and hopper.usable(here)
         )

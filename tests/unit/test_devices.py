@@ -1,0 +1,181 @@
+"""Of several CUDA devices a kernel is launched on the one that holds the tensors, whichever is current."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+triton = pytest.importorskip("triton")
+
+from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (imports triton)
+from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec  # noqa: E402
+from adaattn_hf.attention.stored import StoredKV, quantise  # noqa: E402
+from adaattn_hf.attention.structure import CallStructure  # noqa: E402
+from adaattn_hf.backends import capability, select  # noqa: E402
+from adaattn_hf.backends.choice import launch as choice  # noqa: E402
+from adaattn_hf.backends.flash import Flash4Backend  # noqa: E402
+from adaattn_hf.backends.launcher import Launcher  # noqa: E402
+from adaattn_hf.backends.sdpa import kernels  # noqa: E402
+from adaattn_hf.backends.select import BACKENDS  # noqa: E402
+from adaattn_hf.backends.triton import blocks, hopper, prefill, step, training  # noqa: E402
+
+from ..support.on_device import Devices, OnSecond  # noqa: E402
+
+N = 70
+WINDOWS = HeadRules((9, 0), (3, 0), (0.0, 0.0), ("model", "model"))
+KEPT = HeadRules((0, 0), (3, 0), (0.5, 0.0), ("model", "model"), block=64)
+
+
+def call(q_len: int = N, rules: HeadRules | None = None, grad: bool = False) -> AttentionRequest:
+    """A causal call of four heads over two, whose tensors say that they lie on the second device."""
+    query, key, value = (
+        torch.randn(2, heads, length, 32).half().as_subclass(OnSecond).requires_grad_(grad)
+        for heads, length in ((4, q_len), (2, N), (2, N))
+    )
+    structure = CallStructure(2, q_len, N, causal=True, q_offset=N - q_len)
+    return AttentionRequest(query, key, value, structure, 0.3, per_head=rules)
+
+
+def by_request(asked: AttentionRequest) -> None:
+    BACKENDS["triton"].attend(asked)
+
+
+def by_fast_call(asked: AttentionRequest) -> None:
+    fast = BACKENDS["triton"].fast_call(CallSpec.of(asked), asked)
+    assert fast is not None
+    fast(asked.query, asked.key, asked.value, 0.3)
+
+
+def both_passes(asked: AttentionRequest) -> None:
+    BACKENDS["triton"].attend(asked).out.sum().backward()
+
+
+def over_codes(asked: AttentionRequest) -> None:
+    (key, key_scale), (value, value_scale) = quantise(asked.key.float()), quantise(asked.value.float())
+    record = StoredKV(key_scale, value_scale, None, None)
+    BACKENDS["triton"].attend(AttentionRequest(asked.query, key, value, asked.structure, 0.3, stored=record))
+
+
+CALLS: dict[str, tuple[Callable[[AttentionRequest], None], AttentionRequest]] = {
+    "prefill": (by_request, call()),
+    "windows per head": (by_request, call(rules=WINDOWS)),
+    "a fast call": (by_fast_call, call(rules=WINDOWS)),
+    "a step": (by_request, call(1)),
+    "a step over codes": (over_codes, call(1)),
+    "kept blocks": (by_request, call(rules=KEPT)),
+    "gradients": (both_passes, call(rules=WINDOWS, grad=True)),
+}
+
+
+class Noted:
+    """As `triton.jit` makes a kernel; computes nothing, and notes where it is launched.
+
+    What was made by a factory, as bitmaps of blocks are, says of no device that it lies there.
+    """
+
+    arg_names = ()
+
+    def __init__(self, launched: list[int]) -> None:
+        self.launched = launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(first: torch.Tensor, *_: Any, **constants: Any) -> None:
+            if first.get_device() >= 0:
+                self.launched.append(torch._C._cuda_getDevice())
+
+        return launch
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Which device was current at each launch of a Triton kernel over tensors of the second one."""
+    found: list[int] = []
+    for module in (prefill, step, training, blocks, choice):
+        for one in vars(module).values():
+            if isinstance(one, Launcher):
+                monkeypatch.setattr(one, "_kernel", Noted(found))
+    return found
+
+
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_go_to_the_device_of_the_tensors(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int], name: str, current: int
+) -> None:
+    run, asked = CALLS[name]
+    devices = Devices(monkeypatch, current)
+    run(asked)
+    assert launched
+    assert set(launched) == {1}
+    assert devices.current == current
+    assert devices.entered == [] if current == 1 else set(devices.entered) == {1}
+
+
+def test_a_call_that_fails_leaves_the_current_device_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Noted):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            raise RuntimeError("out of resources")
+
+    devices = Devices(monkeypatch)
+    with pytest.raises(RuntimeError, match="out of resources"):
+        Launcher(Broken([]))((1,), (call().query,), {}, None)
+    assert (devices.current, devices.entered) == (0, [1])
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_flash_attn_4_is_called_on_the_device_of_the_tensors(
+    monkeypatch: pytest.MonkeyPatch, current: int
+) -> None:
+    devices, backend, seen = Devices(monkeypatch, current), Flash4Backend(), list[int]()
+
+    def attend(asked: AttentionRequest) -> AttentionResult:
+        seen.append(devices.current)
+        return AttentionResult(asked.query)
+
+    backend._launch = SimpleNamespace(attend=attend)
+    backend.attend(call())
+    assert (seen, devices.current, devices.entered) == ([1], current, [1] * (1 - current))
+
+
+@pytest.fixture
+def unlike(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Hopper device, which is current, and an older one."""
+    sms = {0: (9, 0), 1: (7, 5)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm(sms[index]))
+    monkeypatch.setattr(hopper, "_installed", lambda: True)
+    remembered = kernels._cudnn_comes_first, hopper._fits
+    for one in remembered:
+        one.cache_clear()
+    yield
+    for one in remembered:
+        one.cache_clear()
+
+
+@pytest.mark.usefixtures("unlike")
+@pytest.mark.parametrize(("index", "able"), [(None, True), (0, True), (1, False)])
+def test_what_a_device_can_do_is_asked_of_the_one_that_holds_the_tensors(
+    index: int | None, able: bool
+) -> None:
+    spec = CallSpec.of(call())._replace(device="cuda", dtype=torch.bfloat16, device_index=index)
+    for name in ("triton", "fa2", "fa3", "fa4"):
+        reasons = [reason for reason in BACKENDS[name].refusals(spec) if "installed" not in reason]
+        assert bool(reasons) is not able
+    assert kernels.steps_by_flash(spec) is able
+    heavy = spec._replace(head_dim=128, head_dim_v=128, kind="causal", pairs=1 << 31)
+    assert ("triton" in select.order(heavy)) is able
+
+
+def test_a_spec_says_which_device_holds_the_tensors() -> None:
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 8, 16, device="cuda:1")
+    structure = CallStructure(1, 8, 8)
+    assert CallSpec.of(AttentionRequest(query, query, query, structure, 1.0)).device_index == 1
+    assert CallSpec.of(call()).device_index is None
