@@ -169,7 +169,7 @@ def test_what_a_device_can_do_is_asked_of_the_one_that_holds_the_tensors(
         reasons = [reason for reason in BACKENDS[name].refusals(spec) if "installed" not in reason]
         assert bool(reasons) is not able
     assert kernels.steps_by_flash(spec) is able
-    heavy = spec._replace(head_dim=128, head_dim_v=128, kind="causal", pairs=1 << 31)
+    heavy = spec._replace(head_dim=128, head_dim_v=128, kind="causal", pairs=1 << 31, keys=4096)
     assert ("triton" in select.order(heavy)) is able
 
 

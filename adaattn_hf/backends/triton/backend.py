@@ -43,11 +43,7 @@ class TritonBackend(Backend):
         reasons = head_refusals(served, "the Triton kernels")
         if spec.device != "cuda":
             reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
-        elif (
-            spec.dtype == torch.bfloat16
-            and (facts := capability(spec.device_index)) is not None
-            and not facts.bf16
-        ):
+        elif spec.dtype == torch.bfloat16 and (facts := capability(spec.device_index)) and not facts.bf16:
             reasons.append(
                 "the device's matrix units take no bfloat16, which begins at compute capability 8.0"
             )
