@@ -261,8 +261,8 @@ class CallSpec(NamedTuple):
     (0 where all are kept), and the precision of the products, `mixed` where heads differ.
     `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
     Sizes are rounded, so that few specs differ, and 0 where no choice depends on them: `length`, the keys up to a power
-    of two; for one query on CUDA `keys`, down to a multiple of 128, elsewhere the bytes of keys and values, up to a
-    power of two; on CUDA the pairs of queries and keys of all heads, down to a power of two.
+    of two; on CUDA `keys`, for one query down to a multiple of 128, for more to a power of two, and the pairs of
+    queries and keys of all heads, down to a power of two; elsewhere the bytes of one query's keys and values, up to one.
     `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): operations of torch alone can
     compute with them. `device_index` says which of several GPUs holds the tensors, which need not be the current one;
     None stands for the current one.
@@ -365,7 +365,7 @@ class CallSpec(NamedTuple):
         if type(q_len) is int and not (compiling or opaque):  # in torch.jit.trace extents are tensors
             length = 1 << (k.shape[2] - 1).bit_length() if k.shape[2] else 0
             if device == "cuda":
-                keys = k.shape[2] // 128 * 128 if q_len == 1 else 0
+                keys = k.shape[2] // 128 * 128 if q_len == 1 else 1 << k.shape[2].bit_length() >> 1
                 pairs = 1 << (heads * q_len * k.shape[0] * k.shape[2]).bit_length() >> 1
             elif q_len == 1:
                 kv_bytes = 1 << ((k.numel() + v.numel()) * k.dtype.itemsize - 1).bit_length()

@@ -102,7 +102,7 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         small = max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
         own = light or small or (not spec.needs_grad and _TRITON.specialised(spec))
         return ("triton", "fa4") if own else ("fa4", "triton")
-    if not special and spec.keys >= _SHARED_KEYS and spec.dtype == torch.float32:
+    if not special and spec.decode and spec.keys >= _SHARED_KEYS and spec.dtype == torch.float32:
         return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):
         own = spec.kind == "causal" and not spec.needs_grad

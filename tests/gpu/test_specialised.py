@@ -14,6 +14,8 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends import select
+from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import BACKENDS
 
 pytest.importorskip("triton")
@@ -171,6 +173,14 @@ def test_kept_blocks(name: str, block: int) -> None:
     assert near.double().mean() > 0.99
     error = (result.out.double() - truth.out).abs()[near.transpose(1, 2)]
     assert error.max() <= 4 * torch.finfo(torch.bfloat16).eps * truth.out.abs().max()
+
+
+def test_long_causal_calls_come_here_before_torchs() -> None:
+    for n, ours in ((1024, False), (4096, True)):
+        request = drawn(CallStructure(1, n, n, causal=True), 128, 16, torch.bfloat16)
+        order = select.order(spec_of(request))
+        assert ("triton" in order) is ours
+        assert order[-2:] == ("sdpa", "eager")
 
 
 def test_a_capture_replays_what_the_tensors_hold_then() -> None:

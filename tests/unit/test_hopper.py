@@ -235,6 +235,29 @@ def test_causal_calls_on_hopper_prefer_our_kernels_to_torchs() -> None:
         assert select.order(heavy()._replace(**light)) == ("sdpa", "eager")
 
 
+class There(Tensor):
+    """A tensor that says that it lies on the first CUDA device."""
+
+    is_cpu = False
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("n", "heads", "first"),
+    [(2047, 64, "sdpa"), (2048, 32, "triton"), (2048, 16, "sdpa"), (3000, 16, "triton"), (4096, 128, "fa3_fwd")],
+)
+def test_long_causal_requests_on_hopper(n: int, heads: int, first: str) -> None:
+    """As `order` is told of a request: sizes are rounded there."""
+    parts = [
+        torch.empty(1, 1, count, 1, dtype=torch.bfloat16).expand(1, n, count, 128).transpose(1, 2)
+        for count in (heads, 2, 2)
+    ]
+    query, key, value = (part.as_subclass(There) for part in parts)
+    spec = CallSpec.of(AttentionRequest(query, key, value, causal(n), 1.0))
+    assert select.order(spec)[0] == first
+
+
 @pytest.mark.usefixtures("on_hopper")
 def test_windows_per_head_on_hopper_prefer_our_kernels_to_flash_attn() -> None:
     assert select.order(heavy(head_windows=True)) == ("triton", "fa4")
