@@ -262,7 +262,7 @@ class CallSpec(NamedTuple):
     `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
     Sizes are rounded, so that few specs differ, and 0 where no choice depends on them: `length`, the keys up to a power
     of two; on CUDA `keys`, for one query down to a multiple of 128, for more to a power of two, and the pairs of
-    queries and keys of all heads, down to a power of two; elsewhere the bytes of one query's keys and values, up to one.
+    queries and keys of all heads, down to a power of two; elsewhere one query's bytes of keys and values, up to one.
     `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): operations of torch alone can
     compute with them. `device_index` says which of several GPUs holds the tensors, which need not be the current one;
     None stands for the current one.

@@ -245,7 +245,13 @@ class There(Tensor):
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     ("n", "heads", "first"),
-    [(2047, 64, "sdpa"), (2048, 32, "triton"), (2048, 16, "sdpa"), (3000, 16, "triton"), (4096, 128, "fa3_fwd")],
+    [
+        (2047, 64, "sdpa"),
+        (2048, 32, "triton"),
+        (2048, 16, "sdpa"),
+        (3000, 16, "triton"),
+        (4096, 128, "fa3_fwd"),
+    ],
 )
 def test_long_causal_requests_on_hopper(n: int, heads: int, first: str) -> None:
     """As `order` is told of a request: sizes are rounded there."""
