@@ -45,9 +45,10 @@ _SHARED_KEYS = 384
 # Pairs of queries and keys of all heads from which a CUDA device computes for longer than any package needs to launch.
 _HEAVY_PAIRS = 1 << 30
 
-# Pairs of all heads, and keys, from which our kernels for Hopper are ahead of torch's in causal calls (1.1 to 1.3 times
-# on an H200): with fewer keys torch's are, whose programs begin and end faster.
-_OURS_PAIRS, _OURS_KEYS = 1 << 27, 2048
+# Products of numbers of all heads from which our kernels for Hopper gain more in a causal call than the host takes longer
+# to describe keys and values to the copy engine (85 us of torch's kernel on an H200), and keys, below which torch's
+# programs, which begin and end faster, are ahead.
+_OURS_PRODUCTS, _OURS_KEYS = 1 << 34, 2048
 
 # Channels of a head up to which our own kernels are faster than flash-attn 4's over lists of blocks.
 _SMALL_HEAD = 64
@@ -106,7 +107,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):
         own = spec.kind == "causal" and not spec.needs_grad
-        own = own and spec.pairs >= _OURS_PAIRS and spec.keys >= _OURS_KEYS and _TRITON.specialised(spec)
+        own = own and spec.keys >= _OURS_KEYS and spec.pairs * spec.head_dim >= _OURS_PRODUCTS
+        own = own and _TRITON.specialised(spec)
         flash = ("fa3_fwd", "fa4", "fa3") if spec.pairs >= _HEAVY_PAIRS else ()
         return (*flash, *(("triton",) if own else ()), "sdpa", "eager")
     if spec.kind == "ragged" or spec.decode:

@@ -320,7 +320,9 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 def _traced(program: Program, request: AttentionRequest, backend: str | None, window: int | None) -> Tensor:
     """Adds the request to the traced graph as one node."""
-    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+    # Exporters and torch.jit trace without Dynamo, but for strict exports. A graph of torch 2.11 that asks
+    # `is_exporting` is always told so, and torch 2.6 has no such function.
+    if getattr(torch.compiler, "_is_exporting_flag", False) or not torch.compiler.is_dynamo_compiling():
         raise ValueError(
             f"plan of layer {program.plan.layer}: a plan belongs to this process and cannot be exported; export the "
             "model after adaattn_hf.remove_plan(model)"
