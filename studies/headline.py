@@ -243,23 +243,24 @@ def _proved(study: Mapping[str, Any], budget: float) -> str:
 
 
 def device_budget_block(study: Mapping[str, Any]) -> str:
-    """The table of what a loss budget buys on a GPU, for one sequence and for as many as were timed at once."""
+    """The table of what a loss budget buys on a GPU, for one sequence and for more where so many were timed at once."""
     speed = study["speed"]
-    many = max(speed["attention"], key=lambda shape: -1 if shape.isdigit() else int(shape.partition(" ")[0]))
-    count, _, length = many.partition(" x ")
+    length = max((shape for shape in speed["attention"] if shape.isdigit()), key=int)
+    shapes = [length, *(shape for shape in speed["attention"] if shape.endswith(f" x {length}"))]
+    beside = "".join(f" | {shape.partition(' ')[0]} sequences at once" for shape in shapes[1:])
     model = speed["settings"]["model"].partition("-Instruct")[0]
     rows = [
         f"| loss budget, {model} at {length} tokens, {speed['settings']['dtype']}, {speed['provenance']['device']} "
-        "| seeds within budget | largest bound of Δnll | attention: speed-up vs exact AdaAttn "
-        f"| {count} sequences at once | whole prefill: speed-up vs exact AdaAttn | {count} sequences at once |",
-        "|---|---|---|---|---|---|---|",
+        f"| seeds within budget | largest bound of Δnll | attention: speed-up vs exact AdaAttn{beside} "
+        f"| whole prefill: speed-up vs exact AdaAttn{beside} |",
+        "|---" * (3 + 2 * len(shapes)) + "|",
     ]
     for budget in sorted({record["budget"] for record in study["seeds"]}):
         arm = f"plan-{percent(budget)}".replace(" ", "")
         ratios = [
             f"{speed[level][shape]['exact']['seconds'] / speed[level][shape][arm]['seconds']:.2f}"
             for level in ("attention", "model")
-            for shape in (length, many)
+            for shape in shapes
         ]
         rows.append(f"| {percent(budget)} | {_proved(study, budget)} | {' | '.join(ratios)} |")
     return "\n".join(rows)

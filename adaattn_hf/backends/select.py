@@ -45,10 +45,10 @@ _SHARED_KEYS = 384
 # Pairs of queries and keys of all heads from which a CUDA device computes for longer than any package needs to launch.
 _HEAVY_PAIRS = 1 << 30
 
-# Products of numbers of all heads from which our kernels for Hopper gain more in a causal call than the host takes longer
-# to describe keys and values to the copy engine (85 us of torch's kernel on an H200), and keys, below which torch's
-# programs, which begin and end faster, are ahead.
-_OURS_PRODUCTS, _OURS_KEYS = 1 << 34, 2048
+# Numbers in the queries, by rounded sizes, from which a layer keeps the device busy for longer than the host even where the
+# call is not heavy: the host takes some 25 us more to describe keys and values to the copy engine than torch takes in all.
+# And keys, below which torch's programs, which begin and end faster, are ahead of our kernels for Hopper.
+_OURS_NUMBERS, _OURS_KEYS = 1 << 24, 2048
 
 # Channels of a head up to which our own kernels are faster than flash-attn 4's over lists of blocks.
 _SMALL_HEAD = 64
@@ -74,11 +74,10 @@ def order(spec: CallSpec) -> tuple[str, ...]:
 
     On CUDA plain calls go to torch, but for heavy ones: from some hundred microseconds on flash-attn 3 and 4 are ahead
     of it by more than their longer way to a launch (3, built for inference, ahead of 4), and on Hopper our own kernels
-    from some fifty on, where calls are causal. What torch can only say with a
-    mask goes to kernels that walk segments: to our own where flash-attn would have to gather tokens first or the call
-    is light, else to flash-attn. What heads are asked apart is served in one launch or not at all: by our own if the
-    call is light, since their way to a launch is the shorter one, or where they are the faster: of small heads, and on
-    Hopper.
+    in large causal calls. What torch can only say with a mask goes to kernels that walk segments: to our own where
+    flash-attn would have to gather tokens first or the call is light, else to flash-attn. What heads are asked apart is
+    served in one launch or not at all: by our own if the call is light, since their way to a launch is the shorter one,
+    or where they are the faster: of small heads, and on Hopper.
     """
     if spec.opaque or (spec.compiling and torch.onnx.is_in_onnx_export()):
         return ("sdpa", "eager")  # torch's own operations, which ONNX has, too
@@ -106,10 +105,11 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     if not special and spec.decode and spec.keys >= _SHARED_KEYS and spec.dtype == torch.float32:
         return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):
-        own = spec.kind == "causal" and not spec.needs_grad
-        own = own and spec.keys >= _OURS_KEYS and spec.pairs * spec.head_dim >= _OURS_PRODUCTS
+        heavy = spec.pairs >= _HEAVY_PAIRS
+        large = heavy or spec.pairs * spec.head_dim >= _OURS_NUMBERS * spec.keys
+        own = spec.kind == "causal" and large and spec.keys >= _OURS_KEYS and not spec.needs_grad
         own = own and _TRITON.specialised(spec)
-        flash = ("fa3_fwd", "fa4", "fa3") if spec.pairs >= _HEAVY_PAIRS else ()
+        flash = ("fa3_fwd", "fa4", "fa3") if heavy else ()
         return (*flash, *(("triton",) if own else ()), "sdpa", "eager")
     if spec.kind == "ragged" or spec.decode:
         if spec.needs_grad:

@@ -94,8 +94,13 @@ def test_another_figure_would_show() -> None:
     reports["budget"]["seeds"][0]["met"] = not reports["budget"]["seeds"][0]["met"]
     assert headline.budget_block(reports["budget"]) != before
     before = headline.device_budget_block(reports["budget_cuda"])
-    reports["budget_cuda"]["speed"]["model"]["8 x 8192"]["plan-1%"]["seconds"] *= 2
-    assert headline.device_budget_block(reports["budget_cuda"]) != before
+    timed = reports["budget_cuda"]["speed"]
+    timed["model"]["8192"]["plan-1%"]["seconds"] *= 2
+    assert (after := headline.device_budget_block(reports["budget_cuda"])) != before
+    for level in ("attention", "model"):
+        timed[level]["4 x 8192"] = timed[level]["8192"]
+    assert "4 sequences at once" in headline.device_budget_block(reports["budget_cuda"])
+    assert "at once" not in after
     before = headline.figures(reports)
     reports["cache_plans"][0]["smaller"] += 1
     after = headline.figures(reports)

@@ -230,8 +230,8 @@ def test_causal_calls_on_hopper_prefer_our_kernels_to_torchs() -> None:
     ):
         assert select.order(heavy(**other)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
     assert select.order(heavy()._replace(keys=1024)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
-    assert select.order(heavy()._replace(pairs=1 << 28)) == ("triton", "sdpa", "eager")
-    for light in ({"pairs": 1 << 20}, {"pairs": 1 << 28, "keys": 1024}, {"pairs": 1 << 28, "kind": "full"}):
+    assert select.order(heavy()._replace(pairs=1 << 29)) == ("triton", "sdpa", "eager")
+    for light in ({"pairs": 1 << 28}, {"pairs": 1 << 29, "keys": 1024}, {"pairs": 1 << 29, "kind": "full"}):
         assert select.order(heavy()._replace(**light)) == ("sdpa", "eager")
 
 
@@ -247,10 +247,13 @@ class There(Tensor):
     ("n", "heads", "first"),
     [
         (2047, 64, "sdpa"),
-        (2048, 32, "triton"),
-        (2048, 16, "sdpa"),
-        (3000, 16, "triton"),
+        (2048, 32, "sdpa"),
+        (3000, 32, "triton"),
+        (3000, 16, "sdpa"),
+        (8191, 8, "sdpa"),
+        (4096, 32, "triton"),
         (4096, 128, "fa3_fwd"),
+        (1024, 1024, "fa3_fwd"),
     ],
 )
 def test_long_causal_requests_on_hopper(n: int, heads: int, first: str) -> None:
