@@ -45,9 +45,10 @@ _SHARED_KEYS = 384
 # Pairs of queries and keys of all heads from which a CUDA device computes for longer than any package needs to launch.
 _HEAVY_PAIRS = 1 << 30
 
-# Numbers in the queries, by rounded sizes, from which a layer keeps the device busy for longer than the host even where the
-# call is not heavy: the host takes some 25 us more to describe keys and values to the copy engine than torch takes in all.
-# And keys, below which torch's programs, which begin and end faster, are ahead of our kernels for Hopper.
+# Numbers in the queries, by rounded sizes, from which a layer keeps the device busy for longer than the host even
+# where the call is not heavy: the host takes some 25 us more to describe keys and values to the copy engine than
+# torch takes in all. And keys, below which torch's programs, which begin and end faster, are ahead of our kernels for
+# Hopper.
 _OURS_NUMBERS, _OURS_KEYS = 1 << 24, 2048
 
 # Channels of a head up to which our own kernels are faster than flash-attn 4's over lists of blocks.
