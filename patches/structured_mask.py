@@ -63,12 +63,15 @@ class StructuredMask:
                 device = argument.device
         if device is None or torch.device(device) == self.device:
             return self
-        moved = {
-            name: value.to(device)
-            for name, value in vars(self.structure).items()
-            if isinstance(value, Tensor)
-        }
-        return StructuredMask(self.structure.with_changes(**moved), torch.device(device))
+        there, structure = torch.device(device), self.structure
+
+        def move() -> CallStructure:
+            found = {name: value for name, value in vars(structure).items() if isinstance(value, Tensor)}
+            return structure.with_changes(**{name: value.to(there) for name, value in found.items()})
+
+        # accelerate moves it for every layer of another device: what they share is kept, but a cache's length grows
+        grows = isinstance(structure.q_offset, Tensor)
+        return StructuredMask(move() if grows else structure.cached(("on", there), move), there)
 
     def dense(self) -> Tensor:
         """Returns the dense boolean mask; rows of padding see the real keys, as in stock masks."""

@@ -98,3 +98,14 @@ def test_copies_and_unknown_attributes() -> None:
         carried._cheese  # noqa: B018
     with pytest.raises(AttributeError, match="cheese"):
         carried.cheese  # noqa: B018
+
+
+def test_layers_of_another_device_share_what_was_moved() -> None:
+    """accelerate moves the mask for each of them; the length of a preallocated cache grows, and is read each time."""
+    padding = torch.ones(2, 6, dtype=torch.bool)
+    carried = StructuredMask(CallStructure(2, 6, 6, causal=True, key_padding=padding), torch.device("cpu"))
+    assert carried.to("meta").structure is carried.to(torch.device("meta")).structure
+    assert carried.to("meta").structure is not carried.structure
+    offset = torch.tensor(3)
+    grown = StructuredMask(CallStructure(2, 1, 6, causal=True, q_offset=offset), torch.device("cpu"))
+    assert grown.to("meta").structure is not grown.to("meta").structure

@@ -109,8 +109,8 @@ class Prefill:
 
         def work(rows: int, columns: int, parts: int = 0, programs: int = 0) -> Work:
             return work_of(
-                "queries", structure, segments, windows, kv_heads, (rows, columns), query.device, True, parts,
-                programs,
+                "queries", structure, segments, windows, kv_heads, (rows, columns), query.device, silent=True,
+                parts=parts, programs=programs,
             )  # fmt: skip
 
         tile = forward_tile(max(padded(dim), padded(value_dim)), windows is not None)

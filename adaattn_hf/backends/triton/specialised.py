@@ -150,8 +150,8 @@ def _consume(  # type: ignore[no-untyped-def]
             n = _first_key(0, tiles, WINDOW, BLOCK_N)
             last, before = _left_bounds(p, n, 0, of_sinks, rules, CAUSAL, WINDOW)
             m, l, pairs = first_tile(
-                m, l, q, rings, count, scale, (last, before, None), WINDOW, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES,
-                S_LAYOUT, dtype,
+                m, l, q, rings, count, scale, (last, before, None), WINDOW, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD,
+                BLOCK_N, STAGES, S_LAYOUT, dtype,
             )  # fmt: skip
             count += 1
             done = 1
@@ -160,8 +160,8 @@ def _consume(  # type: ignore[no-untyped-def]
                     n = _first_key(t, tiles, WINDOW, BLOCK_N)
                     last, before = _left_bounds(p, n, t, of_sinks, rules, CAUSAL, WINDOW)
                     acc, m, l, pairs = add_tile(
-                        (acc, m, l, pairs), q, rings, count, scale, (last, before, None), True, True, WHICH, GROUPS_OF_WARPS, ALTERNATE,
-                        HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
+                        (acc, m, l, pairs), q, rings, count, scale, (last, before, None), True, True, WHICH,
+                        GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
                     )  # fmt: skip
                     count += 1
                 done = gl.maximum(left, 1)
@@ -195,9 +195,10 @@ def specialised(  # type: ignore[no-untyped-def]
     """Items of the work table, dealt out to the programs; arguments as of `forward`.
 
     An item is (segment, first row, number of its TOGETHER heads): 64 queries of these heads, one for each group of warps,
-    or as many times 64 of one head; of a number below 0 it is none. A program computes every item of its column, where
-    rows of the table have as many as there are programs. With ALTERNATE the groups begin their products one after the other. Heads have HEAD
-    channels, which lie side by side; keys and values are read by their descriptors alone, and scores have no softcap.
+    or as many times 64 of one head; of a number below 0 it is none. A program computes the items of its column, where
+    rows of the table have as many as there are programs. With ALTERNATE the groups begin their products one after the
+    other. Heads have HEAD channels, which lie side by side; keys and values are read by their descriptors alone, and
+    scores have no softcap.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 64 * GROUPS_OF_WARPS // TOGETHER

@@ -29,7 +29,8 @@ class Work(NamedTuple):
 
     Attributes:
         segments: int32 `[segments, 6]`.
-        entries: int32 `[entries, 3]`: segment, first row, key/value head; those with most to do come first.
+        entries: int32 `[entries, 3]`: segment, first row, key/value head; those with most to do come first; or
+            the items of `dealt`.
         rules: int32 `[kv_heads, 2]`, window and sinks; the entries where no head has a window.
         ends: Whether every segment's keys end with one of their tiles or with the tensor.
         read: What all entries read, in keys for blocks of queries and in queries for blocks of keys.
