@@ -322,7 +322,11 @@ def _traced(program: Program, request: AttentionRequest, backend: str | None, wi
     """Adds the request to the traced graph as one node."""
     # Exporters and torch.jit trace without Dynamo, but for strict exports. A graph of torch 2.11 that asks
     # `is_exporting` is always told so, and torch 2.6 has no such function.
-    if getattr(torch.compiler, "_is_exporting_flag", False) or not torch.compiler.is_dynamo_compiling():
+    compiler = torch.compiler
+    elsewhere = not compiler.is_dynamo_compiling() and (
+        compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    )
+    if elsewhere or getattr(compiler, "_is_exporting_flag", False):
         raise ValueError(
             f"plan of layer {program.plan.layer}: a plan belongs to this process and cannot be exported; export the "
             "model after adaattn_hf.remove_plan(model)"
