@@ -66,8 +66,8 @@ class StructuredMask:
         there, structure = torch.device(device), self.structure
 
         def move() -> CallStructure:
-            found = {name: value for name, value in vars(structure).items() if isinstance(value, Tensor)}
-            return structure.with_changes(**{name: value.to(there) for name, value in found.items()})
+            tensors = (one for one in vars(structure).items() if isinstance(one[1], Tensor))
+            return structure.with_changes(**{name: tensor.to(there) for name, tensor in tensors})
 
         # accelerate moves it for every layer of another device: what they share is kept, but a cache's length grows
         grows = isinstance(structure.q_offset, Tensor)
