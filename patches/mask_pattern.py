@@ -44,17 +44,14 @@ _CAUSAL, _BOTH_WAYS = MaskPattern(causal=True), MaskPattern(causal=False)
 def read_pattern(function: Callable[..., Any]) -> MaskPattern | None:
     """Returns the rules of a mask function, None if it is not composed of Transformers' own factories.
 
-    In a traced graph closures cannot be read; there only the two bare functions are recognised, by name.
+    In a traced graph closures cannot be read; there only the two bare functions are recognised.
     """
-    if torch.compiler.is_compiling():
-        name = getattr(function, "__qualname__", "")
-        if name == "causal_mask_function":
-            return MaskPattern(causal=True)
-        return MaskPattern(causal=False) if name == "bidirectional_mask_function" else None
     if function is masking_utils.causal_mask_function:
         return _CAUSAL
     if function is masking_utils.bidirectional_mask_function:
         return _BOTH_WAYS
+    if torch.compiler.is_compiling():
+        return None
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return None
     captured = dict(

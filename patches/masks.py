@@ -12,6 +12,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import transient
+from adaattn_hf.backends.select import traces_steps
 from adaattn_hf.config import raw_settings
 
 from . import fast_path
@@ -154,10 +155,13 @@ def _structure(
 def _settled(structure: CallStructure, device: Any, padding: Tensor | None, config: Any) -> CallStructure:
     """Returns the structure itself; in a traced graph with a dense mask, made once for all layers, unless it is plain.
 
+    One query keeps its structure where a kernel reads it off the device, as it does when generation makes the mask.
     Models with settings of this package keep the padding beside the mask, because plans count keys from the first
     real token.
     """
     if not fast_path.tracing() or structure.plain:
+        return structure
+    if structure.q_len == 1 and structure.one_run_a_row and traces_steps(torch.device(device).type):
         return structure
     batch, q_len, kv_len = structure.batch, structure.q_len, structure.kv_len
     known = None

@@ -96,6 +96,10 @@ class HeadRules:
         """Keys per block where any head keeps blocks, 0 where all keys are kept."""
         return self.block if any(self.masses) else 0
 
+    def work_out(self) -> tuple[str, bool, bool, int]:
+        """All that a choice of a backend asks of the rules, which is remembered with them."""
+        return self.precision, self.windowed, self.has_sinks, self.kept_block
+
     def check_mean(self, head_dim: int) -> None:
         """Refuses mean keys of another head size.
 

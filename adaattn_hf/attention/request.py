@@ -355,6 +355,8 @@ class CallSpec(NamedTuple):
         rules = request.per_head
         if rules is not None and kind == "ragged" and rules.has_sinks and not structure.sinks_at_runs:
             kind = "irregular"
+        if compiling and device == "cuda" and kind == "ragged" and not structure.one_run_a_row:
+            kind = "irregular"  # nobody can look where chunks and documents begin
         holes, gapless, aligned = None, False, True
         if look and kind == "ragged" and not (compiling or opaque or device == "meta"):
             holes, gapless, aligned = structure.segments() is None, structure.gapless, structure.aligned

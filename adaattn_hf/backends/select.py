@@ -95,6 +95,9 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         return ("triton", "eager")  # nobody else reads codes
     if spec.kind == "ragged" and spec.holes is None and not spec.decode:
         return ("sdpa", "eager")  # too small to look
+    if spec.compiling and spec.decode and not spec.per_head:
+        # a graph asks no kernel of torch's by name, and its own choice plans a kernel anew for every number of keys
+        return ("triton", "sdpa", "eager")
     special = (
         spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
     )
@@ -149,6 +152,11 @@ def _missing(name: str) -> tuple[str, ...]:
     return by_name(name).missing()
 
 
+def traces_steps(device: str) -> bool:
+    """Whether on such a device a traced graph serves one query per sequence by its structure, without a dense mask."""
+    return device == "cuda" and not _missing("triton")
+
+
 def choose(spec: CallSpec, forced: str | None = None) -> Backend:
     """The backend for calls of this kind; remembered.
 
@@ -183,9 +191,10 @@ def choose(spec: CallSpec, forced: str | None = None) -> Backend:
 
 def serving(spec: CallSpec, forced: str | None = None) -> Backend | None:
     """The backend that serves calls of this kind, None where all that may be asked refuse them; remembered."""
-    if (spec, forced) in _unserved:
+    # as in `choose`, a traced graph must not guard what grows
+    if not spec.compiling and (spec, forced) in _unserved:
         return None
-    if (spec, forced) not in _chosen:
+    if spec.compiling or (spec, forced) not in _chosen:
         names = (forced,) if forced is not None else order(spec)
         if all(refusals_of(name, spec) for name in names):
             if not spec.compiling:

@@ -22,10 +22,15 @@ def head_windows(structure: CallStructure, rules: HeadRules | None, kv_heads: in
     memo = rules.__dict__.setdefault("_windows_in", {})
     own = (structure.window, structure.sinks, structure.causal, kv_heads)
     if own not in memo:
-        found = [rules.window_in(structure, head) for head in range(kv_heads)]
-        # towards later keys no sink is exempt from a window that looks both ways
-        reaches = [w + (sinks if structure.causal else 0) for w, sinks in found if w is not None]
-        narrow = tuple((ALL, 0) if w is None else (min(w, ALL), min(s, ALL)) for w, s in found)
-        memo[own] = narrow, min(reaches, default=ALL)
+        memo[own] = windows_and_reach(structure, rules, kv_heads)
     windows, reach = memo[own]
     return windows if reach < structure.kv_len else None
+
+
+def windows_and_reach(structure: CallStructure, rules: HeadRules, kv_heads: int) -> tuple[HeadWindows, int]:
+    """Window and sinks of each key/value head, and how many keys the narrowest of them leaves: ALL where none has one."""
+    found = [rules.window_in(structure, head) for head in range(kv_heads)]
+    # towards later keys no sink is exempt from a window that looks both ways
+    reaches = [w + (sinks if structure.causal else 0) for w, sinks in found if w is not None]
+    narrow = tuple((ALL, 0) if w is None else (min(w, ALL), min(s, ALL)) for w, s in found)
+    return narrow, min(reaches, default=ALL)

@@ -318,6 +318,28 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty((batch, q_len, heads, value.shape[3]))
 
 
+def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequest | None:
+    """A step of a preallocated cache as one request, None where its heads need several, or some rows are exact."""
+    if (
+        request.bias is not None
+        or request.structure.mask is not None
+        or request.structure.kv_len > program.max_length
+    ):
+        return None
+    if not _is_whole(program.handle, request.key.shape[1]):
+        return None
+    return replace(request, per_head=program.requests(True).rules)
+
+
+@torch.compiler.assume_constant_result
+def _is_whole(handle: int, kv_heads: int) -> bool:
+    """Whether a program's requests for few rows are one; what is worked out once is not for a traced graph to do."""
+    asked = PROGRAMS[handle].requests(True)
+    if asked.rules is not None:
+        asked.rules.work_out()
+    return not asked.apart and len(asked.heads) == kv_heads
+
+
 def _traced(program: Program, request: AttentionRequest, backend: str | None, window: int | None) -> Tensor:
     """Adds the request to the traced graph as one node."""
     # Exporters and torch.jit trace without Dynamo, but for strict exports. A graph of torch 2.11 that asks
@@ -336,6 +358,10 @@ def _traced(program: Program, request: AttentionRequest, backend: str | None, wi
             f"plan of layer {program.plan.layer}: a compiled plan has no gradient; run the model under "
             "torch.no_grad(), train without torch.compile, or without a plan after adaattn_hf.remove_plan(model)"
         )
+    if isinstance(request.structure.q_offset, Tensor) and request.query.shape[2] == 1:
+        step = _in_one_launch(program, request)
+        if step is not None and select.serving(CallSpec.of(step), backend) is not None:
+            return select.attend(step, backend).out
     out: Tensor = planned_op(
         request.query, request.key, request.value, request.bias, request.sink_logits,
         program.handle, backend, window, request.scaling, request.softcap, *request.structure.operands(),

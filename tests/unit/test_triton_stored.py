@@ -91,13 +91,19 @@ def test_rows_that_adjoin_are_read_in_whole_tiles(seen: int, bits: int, dtype: t
 @pytest.mark.parametrize("windows", [None, ((32768, 0), (1024, 16)) * 4])
 def test_no_more_shares_than_run_at_once(windows: HeadWindows | None, sequences: int) -> None:
     """Unless each head of each sequence takes one already; one more share of the longest heads would be too many."""
-    from adaattn_hf.backends.triton.tables import shares_of
+    from adaattn_hf.backends.triton.split import shares_of
 
-    entries, most = shares_of(windows, 8, 32768, sequences, 396, 256, torch.device("cpu"))
+    found = shares_of(windows, 8, 32768, sequences, 396, 256, torch.device("cpu"))
     heads = 8 if windows is None else 4
-    assert entries.shape[0] * sequences <= max(396, 8 * sequences)
-    assert entries.shape[0] * sequences + heads * sequences > 396
-    assert most == int(entries[:, 2].max())
+    assert found.programs * sequences <= max(396, 8 * sequences)
+    assert found.programs * sequences + heads * sequences > 396
+    if windows is None:
+        assert found.table is None
+        assert found.programs == 8 * found.most
+    else:
+        assert found.table is not None
+        assert found.programs == len(found.table)
+        assert found.most == int(found.table[:, 2].max())
 
 
 @interpreted

@@ -39,7 +39,9 @@ def masked_call(
     groups = heads // key.shape[1]
     if request.softcap is not None or request.sink_logits is not None:
         return _written_out(request, query, key, value, mask)
+    # a CUDA device shares work out by heads: folded into rows, they would leave most of it idle
     folded = groups > 1 and q_len == 1 and (mask is None or mask.shape[1] == 1)
+    folded = folded and not (query.is_cuda and torch.compiler.is_compiling())
     if folded:
         query = query.reshape(batch, heads // groups, groups, -1)
     elif groups > 1 and mask is not None:

@@ -10,8 +10,18 @@ import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..base import Backend, FastCall, head_refusals
+from .ops import traced_step
 
 _DTYPES = (torch.float16, torch.bfloat16)
+
+
+@torch.compiler.assume_constant_result
+def _multiplies_bf16(device_index: int | None) -> bool:
+    """Whether a device does, or nobody knows; a traced graph cannot ask it, and need not."""
+    from ..capability import capability  # of CUDA alone: registering names does not ask for devices
+
+    facts = capability(device_index)
+    return facts is None or facts.bf16
 
 
 class TritonBackend(Backend):
@@ -34,8 +44,6 @@ class TritonBackend(Backend):
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What the kernels cannot compute."""
-        from ..capability import capability  # of CUDA alone: registering names does not ask for devices
-
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
         served = spec._replace(
             head_windows=False, head_blocks=0, head_precision="model" if same else spec.head_precision
@@ -43,7 +51,7 @@ class TritonBackend(Backend):
         reasons = head_refusals(served, "the Triton kernels")
         if spec.device != "cuda":
             reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
-        elif spec.dtype == torch.bfloat16 and (facts := capability(spec.device_index)) and not facts.bf16:
+        elif spec.dtype == torch.bfloat16 and not _multiplies_bf16(spec.device_index):
             reasons.append(
                 "the device's matrix units take no bfloat16, which begins at compute capability 8.0"
             )
@@ -79,8 +87,13 @@ class TritonBackend(Backend):
             reasons.append(
                 "the Triton kernels have no gradient over padding with holes, and nobody has looked whether it has any"
             )
-        if spec.compiling:
-            reasons.append("the segments of a call cannot be read while a graph is traced")
+        if spec.compiling and (
+            not spec.decode or spec.needs_grad or spec.need_lse or spec.head_blocks or spec.stored
+        ):
+            reasons.append(
+                "the segments of a call cannot be read while a graph is traced, but for one query without kept blocks, "
+                "without a gradient and without the log-sum-exp"
+            )
         return tuple(reasons)
 
     def specialised(self, spec: CallSpec) -> bool:
@@ -102,6 +115,8 @@ class TritonBackend(Backend):
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """One launch over all segments; few queries share the keys among many programs."""
+        if torch.compiler.is_compiling():
+            return AttentionResult(traced_step(request))
         result: AttentionResult = self._launches().attend(request)
         return result
 

@@ -7,21 +7,44 @@ import triton.language as tl
 
 
 @triton.jit
+def _first_real(real_ptr, kv_len, LINE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Index of a row's first real key, kv_len where it has none."""
+    at = 0
+    found = kv_len
+    while (found == kv_len) & (at < kv_len):
+        j = at + tl.arange(0, LINE)
+        there = tl.load(real_ptr + j, mask=j < kv_len, other=0) != 0
+        found = tl.minimum(found, tl.min(tl.where(there, j, kv_len), 0))
+        at += LINE
+    return found
+
+
+@triton.jit
 def reading(  # type: ignore[no-untyped-def]
-    work_ptr, rows_ptr, offset_ptr, kv_len, offset, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    work_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, most, window, sinks, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    FIND: tl.constexpr, PADS: tl.constexpr,
 ):  # fmt: skip
     """What a program reads: head, share, shares, batch row, first key, sinks, start of the window, start and end.
 
-    Programs are (entry of the work table, sequence). An entry is (key/value head, share, shares of that head, its window,
-    its sinks). A sequence is a row of `(batch row, first key, number of keys, offset)` with TABLE, else all keys of the
-    batch row of its number; HAS_OFFSET reads the offset from the device. Keys are counted through from the sinks to the
-    window as if they adjoined: key `u` of those read is key `u` below the number of sinks, else `u - sinks + low`.
+    Programs are (head and share, sequence): `most` shares of each head, of the same window and sinks, or with APART those of
+    the work table, whose entries are (key/value head, share, shares of that head, its window, its sinks). A sequence is a
+    row of `(batch row, first key, number of keys, offset)` with TABLE, else all keys of the batch row of its number, with
+    FIND from the first one that `real` `[batch, kv_len]` holds to be real; with PADS a query reads nothing whose own key is
+    not. HAS_OFFSET reads the offset from the device. Keys are counted through from the sinks to the window as if they
+    adjoined: key `u` of those read is key `u` below the number of sinks, else `u - sinks + low`.
     """
     sequence = tl.program_id(1)
-    entry = work_ptr + 5 * tl.program_id(0)
-    share = tl.load(entry + 1)
-    shares = tl.load(entry + 2)
+    kv_head = tl.program_id(0) // most
+    share = tl.program_id(0) % most
+    shares = most
+    if APART:
+        entry = work_ptr + 5 * tl.program_id(0)
+        kv_head = tl.load(entry)
+        share = tl.load(entry + 1)
+        shares = tl.load(entry + 2)
+        window = tl.load(entry + 3)
+        sinks = tl.load(entry + 4)
     row = sequence.to(tl.int64)
     k_start, k_len, at = 0, kv_len, offset
     if HAS_OFFSET:
@@ -31,13 +54,19 @@ def reading(  # type: ignore[no-untyped-def]
         k_start = tl.load(rows_ptr + 4 * sequence + 1).to(tl.int32)
         k_len = tl.load(rows_ptr + 4 * sequence + 2).to(tl.int32)
         at = tl.load(rows_ptr + 4 * sequence + 3).to(tl.int32)
+    elif FIND:
+        of_row = real_ptr + row * kv_len
+        k_start = _first_real(of_row, kv_len, 2048)
+        k_len = kv_len - k_start
+        if PADS:
+            own = tl.minimum(tl.maximum(at, 0), kv_len - 1)
+            k_len = tl.where(tl.load(of_row + own) != 0, k_len, 0)
+        at -= k_start
     stop = k_len
     if CAUSAL:
         stop = tl.minimum(k_len, at + 1)
     low, few = 0, 0
     if WINDOW:
-        window = tl.load(entry + 3)
-        sinks = tl.load(entry + 4)
         low = tl.maximum(0, at - window + 1)
         few = tl.maximum(tl.minimum(tl.minimum(sinks, low), stop), 0)
         if not CAUSAL:
@@ -45,17 +74,7 @@ def reading(  # type: ignore[no-untyped-def]
     count = few + tl.maximum(stop - low, 0)
     span = tl.cdiv(tl.cdiv(count, shares), BLOCK) * BLOCK
     first = row * 0 + k_start
-    return (
-        tl.load(entry),
-        share,
-        shares,
-        row,
-        first,
-        few,
-        low,
-        share * span,
-        tl.minimum(count, (share + 1) * span),
-    )
+    return kv_head, share, shares, row, first, few, low, share * span, tl.minimum(count, (share + 1) * span)
 
 
 @triton.jit

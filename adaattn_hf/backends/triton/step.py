@@ -13,11 +13,11 @@ from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
 from ...attention.structure import CallStructure
 from ..capability import GRID
 from ..launcher import Launcher, aligned
-from ..windows import head_windows
+from ..windows import HeadWindows, head_windows
 from .codes import decode_codes
 from .decode import decode
 from .sizes import Tile, padded, scale_of
-from .tables import shares_of
+from .split import Shares, shares_of
 
 launch_step = Launcher(decode)
 launch_step_over_codes = Launcher(decode_codes)
@@ -33,8 +33,16 @@ _WAVES_OVER_CODES = {8: 2, 4: 3}
 _LEAST_KEYS = 256
 
 
-def attend_step(request: AttentionRequest) -> AttentionResult:
+def attend_step(
+    request: AttentionRequest, graph: bool = False, windows: HeadWindows | None = None
+) -> AttentionResult:
     """Attention of one query per sequence in one launch, without a look at the data and without a copy of the cache.
+
+    Args:
+        request: The step.
+        graph: Whether it is a node of a traced graph: then no table is made for it, and no memory kept, which would lie
+                in the graph's own. Nothing but padding cuts its batch rows.
+        windows: Of its heads where they are known; else those of its structure and rules.
 
     Raises:
         ValueError: The structure is not made of segments.
@@ -43,8 +51,12 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
     batch, heads, _, dim = query.shape
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], head_dim_of(value)
     stored, sink, offset, device = request.stored, request.sink_logits, structure.q_offset, query.device
-    windows = head_windows(structure, request.per_head, kv_heads)
-    rows, real, covered, sequences = _rows(structure, device)
+    windows = windows or head_windows(structure, request.per_head, kv_heads)
+    if graph:
+        rows, covered, sequences = None, True, structure.batch
+        real = None if structure.key_padding is None else structure.key_padding.contiguous()
+    else:
+        rows, real, covered, sequences = _rows(structure, device)
     out = (torch.empty if covered else torch.zeros)(
         (batch, 1, heads, value_dim), dtype=query.dtype, device=device
     )
@@ -75,39 +87,38 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
             64,
         )
     pad, pad_v = max(pad, padded(dim)), max(pad_v, padded(value_dim))
-    entries, most = shares_of(
-        windows,
-        kv_heads,
-        kv_len,
-        sequences,
-        waves * _processors(device),
-        max(tile.columns, _LEAST_KEYS),
-        device,
+    graph = graph or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    table, most, programs, window, sinks = _shared_out(
+        windows, kv_heads, kv_len, sequences, waves, tile, device, graph
     )
     part, done = _scratch(
-        sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads, device
+        sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads, device, graph
     )
     common: tuple[Any, ...] = (
         query, key, value, out, out if lse is None else lse, out if sink is None else sink, part, done,
         done if rows is None else rows, offset if isinstance(offset, Tensor) else done,
-        done if real is None else real, entries,
+        done if real is None else real, done if table is None else table,
         query.stride(0), query.stride(1), query.stride(3), *key.stride(), *value.stride(),
-        kv_len, offset if isinstance(offset, int) else 0, kv_heads, most,
+        kv_len, offset if isinstance(offset, int) else 0, kv_heads, most, window, sinks,
         scale_of(request.scaling, request.softcap), float(request.softcap or 0.0),
     )  # fmt: skip
     fixed: dict[str, Any] = {
         "GROUPS": groups, "ROWS": max(least_rows, member_heads), "DIM": dim, "DIM_V": value_dim,
         "PAD": pad, "PAD_V": pad_v,
-        "CAUSAL": structure.causal, "WINDOW": windows is not None, "HAS_CAP": request.softcap is not None,
+        "CAUSAL": structure.causal, "WINDOW": windows is not None, "APART": table is not None, "HAS_CAP": request.softcap is not None,
         "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "TABLE": rows is not None,
         "HAS_OFFSET": rows is None and isinstance(offset, Tensor), "HAS_REAL": real is not None,
+        "FIND": rows is None and real is not None, "PADS": structure.pads_queries,
         "BLOCK_N": tile.columns, "HEADS": member_heads, "CHUNK": max(1, min(16, 8192 // (member_heads * pad_v))),
         "SINGLE": most == 1, "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
     }  # fmt: skip
-    grid = (entries.shape[0], sequences)
-    # what comes from elsewhere and may begin at any address
-    ordinary = sink is None and real is None and isinstance(offset, int) and query.is_cuda
-    kind = query.dtype, key.dtype, value.dtype, query.stride(), key.stride(), value.stride(), kv_heads
+    grid = programs, sequences
+    beside = sink, real, offset if isinstance(offset, Tensor) else None
+    ordinary = query.is_cuda and aligned(*beside)
+    kind = (
+        query.dtype, key.dtype, value.dtype, query.stride(), key.stride(), value.stride(), kv_heads,
+        *(None if one is None else one.dtype for one in beside),
+    )  # fmt: skip
     if stored is None:
         kinds: Hashable = kind if ordinary and aligned(query, key, value) else None
         _launched(launch_step, grid, common, fixed, kinds)
@@ -126,6 +137,34 @@ def attend_step(request: AttentionRequest) -> AttentionResult:
     kinds = (*kind, *strides, *(tensor.dtype for tensor in record)) if ordinary else None
     _launched(launch_step_over_codes, grid, (*common, *record, *strides), fixed, kinds)
     return AttentionResult(out, lse)
+
+
+def _shared_out(
+    windows: HeadWindows | None,
+    kv_heads: int,
+    kv_len: int,
+    sequences: int,
+    waves: int,
+    tile: Tile,
+    device: torch.device,
+    graph: bool,
+) -> Shares:
+    """The keys of a step among so many programs per multiprocessor."""
+    programs, least = waves * _processors(device), max(tile.columns, _LEAST_KEYS)
+    return shares_of(windows, kv_heads, kv_len, sequences, programs, least, device, graph)
+
+
+def prepare(windows: HeadWindows, width: int, kv_len: int, sequences: int, device: torch.device) -> None:
+    """Shares out the keys of heads that read unlike many, for a graph that is yet to run.
+
+    Args:
+        windows: Of its heads.
+        width: Bytes of a key or value, the larger of both.
+        kv_len: Keys of a sequence.
+        sequences: As many as there are.
+        device: Where it will run.
+    """
+    _shared_out(windows, len(windows), kv_len, sequences, _WAVES, step_tile(width), device, graph=True)
 
 
 def _launched(
@@ -176,20 +215,17 @@ def _processors(device: torch.device) -> int:
 _kept: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
-def _scratch(floats: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _scratch(floats: int, counters: int, device: torch.device, own: bool) -> tuple[Tensor, Tensor]:
     """Room for shares and counters of those that are done, which a step leaves at zero.
 
-    Steps of a stream follow one another and share theirs. A graph that is captured has its own, as it may be replayed
-    beside them.
+    Steps of a stream follow one another and share theirs. A graph has its `own`, as it may be replayed beside them.
     """
-    stream = 0
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return (
-                torch.empty(max(floats, 1), dtype=torch.float32, device=device),
-                torch.zeros(counters, dtype=torch.int32, device=device),
-            )
-        stream = torch.cuda.current_stream(device).cuda_stream
+    if own:
+        return (
+            torch.empty(max(floats, 1), dtype=torch.float32, device=device),
+            torch.zeros(counters, dtype=torch.int32, device=device),
+        )
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     part, done = _kept.get((device, stream), (None, None))
     if part is None or part.numel() < floats:
         part = torch.empty(max(floats, 1), dtype=torch.float32, device=device)

@@ -1,0 +1,89 @@
+"""A step of generation as an operator of torch, for graphs that are traced and may be captured.
+
+Transformers compiles the step of a static cache by itself, and captures it. Its number of tokens lies on the device then,
+so that no host can look at it, and the kernel does. Registered when the package is imported, from torch alone: the
+kernels are imported when it first runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...attention.request import AttentionRequest
+from ...attention.structure import OPERANDS, CallStructure
+
+if TYPE_CHECKING:
+    from ..windows import HeadWindows
+
+# Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
+_NAMESPACE = __name__.partition(".")[0]
+
+
+@torch.library.custom_op(
+    f"{_NAMESPACE}::triton_step",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? sink_logits, float scaling, float? softcap, int[]? windows, "
+    f"{OPERANDS}) -> Tensor",
+)
+def step_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink_logits: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    windows: list[int] | None,
+    *operands: Any,
+) -> Tensor:
+    """One query per sequence, `[batch, 1, heads, head_dim_v]`; `windows` holds window and sinks of each head in turn."""
+    from .step import attend_step
+
+    structure = CallStructure.of_operands(query, key, *operands)
+    request = AttentionRequest(
+        query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits
+    )
+    pairs = None if windows is None else tuple(zip(windows[::2], windows[1::2], strict=True))
+    return attend_step(request, graph=True, windows=pairs).out
+
+
+@step_op.register_fake
+def _step_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    batch, heads, q_len, _d = query.shape
+    return query.new_empty((batch, q_len, heads, value.shape[3]))
+
+
+@torch.compiler.assume_constant_result
+def _shared_out(windows: HeadWindows, width: int, kv_len: int, sequences: int, device: torch.device) -> bool:
+    """Makes the table of heads that read unlike many keys while the graph is traced: in its memory it must not lie."""
+    from .step import prepare
+
+    prepare(windows, width, kv_len, sequences, device)
+    return True
+
+
+def traced_step(request: AttentionRequest) -> Tensor:
+    """The step as one operator, for a graph that is being traced."""
+    query, key, value, structure = request.query, request.key, request.value, request.structure
+    windows: list[int] | None = None
+    if request.per_head is not None:
+        from ..windows import windows_and_reach
+
+        pairs, reach = windows_and_reach(structure, request.per_head, key.shape[1])
+        if reach < structure.kv_len:
+            width = max(query.shape[3], value.shape[3]) * query.dtype.itemsize
+            _shared_out(pairs, width, structure.kv_len, structure.batch, query.device)
+            windows = [number for pair in pairs for number in pair]
+    out: Tensor = step_op(
+        query,
+        key,
+        value,
+        request.sink_logits,
+        request.scaling,
+        request.softcap,
+        windows,
+        *structure.operands(),
+    )
+    return out

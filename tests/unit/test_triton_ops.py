@@ -1,0 +1,132 @@
+"""One query per sequence as a node of a traced graph: the kernel reads lengths and padding where they lie."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+
+OLD = importlib.util.find_spec("triton") is None or Version(metadata.version("triton")) < Version("3.7")
+interpreted = pytest.mark.skipif(
+    OLD or torch.cuda.is_available(),
+    reason="needs triton 3.7, whose interpreter knows NumPy 2, and no CUDA device: there the kernels are compiled",
+)
+
+ROOM = 3000
+AT = torch.tensor(2700)
+LEFT = torch.ones(3, ROOM, dtype=torch.bool)
+LEFT[:, 2701:] = False
+LEFT[0, :2300] = False  # further than one look at the padding reaches
+LEFT[1, 40:50] = False
+NONE = LEFT.clone()
+NONE[2] = False
+UNREAL = LEFT.clone()
+UNREAL[1, 2700] = False
+STRUCTURES = {
+    "static cache": CallStructure(3, 1, ROOM, causal=True, q_offset=AT),
+    "left padding and holes": CallStructure(3, 1, ROOM, causal=True, q_offset=AT, key_padding=LEFT),
+    "a row of padding": CallStructure(3, 1, ROOM, causal=True, q_offset=AT, key_padding=NONE),
+    "a query that is padding": CallStructure(
+        3, 1, ROOM, causal=True, q_offset=AT, key_padding=UNREAL, pads_queries=True
+    ),
+    "window": CallStructure(3, 1, ROOM, causal=True, q_offset=AT, window=300),
+    "window and sinks behind padding": CallStructure(
+        3, 1, ROOM, causal=True, q_offset=AT, window=300, sinks=5, key_padding=LEFT
+    ),
+    "encoder's padding": CallStructure(3, 1, ROOM, key_padding=LEFT),
+    "plain": CallStructure(3, 1, ROOM, causal=True, q_offset=ROOM - 1),
+}
+RULES = HeadRules((300, 0), (5, 0), (0.0, 0.0), ("model", "model"))
+
+
+def make(structure: CallStructure, dtype: torch.dtype = torch.half, **extra: Any) -> AttentionRequest:
+    """A step of four query heads over two key/value heads, as a cache lays them out."""
+    g = torch.Generator().manual_seed(0)
+
+    def numbers(heads: int, length: int) -> Tensor:
+        return torch.randn(3, heads, length, 16, generator=g).to(dtype)
+
+    query, key, value = numbers(4, 1), numbers(2, ROOM), numbers(2, ROOM)
+    return AttentionRequest(query, key, value, structure, scaling=0.3, **extra)
+
+
+def near(out: Tensor, request: AttentionRequest) -> bool:
+    """Whether it is what the reference says, to the rounding of half precision."""
+    return torch.allclose(out.double(), reference.attention(request).out, atol=4e-3, rtol=0)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "extra", [{}, {"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str
+)
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_equals_the_reference(name: str, extra: dict[str, Any]) -> None:
+    from adaattn_hf.backends.triton.step import attend_step
+
+    request = make(STRUCTURES[name], **extra)
+    assert near(attend_step(request, graph=True).out, request)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["static cache", "left padding and holes", "window", "plain"])
+@pytest.mark.parametrize("rules", [None, RULES], ids=["all heads alike", "rules per head"])
+def test_is_one_node_of_a_whole_graph(name: str, rules: HeadRules | None) -> None:
+    from adaattn_hf.backends.triton.ops import traced_step
+
+    structure = STRUCTURES[name]
+    if rules is not None and structure.window is not None:
+        structure = structure.with_changes(window=400)
+    request = make(structure, per_head=rules)
+    nodes: list[str] = []
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        nodes.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return traced_step(replace(request, query=query, key=key, value=value))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=kept, fullgraph=True)
+    out = compiled(request.query, request.key, request.value)
+    torch._dynamo.reset()
+    assert near(out, request)
+    assert nodes == ["adaattn_hf.triton_step.default"]
+
+
+@interpreted
+def test_the_tables_of_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph holds the address of a table, whatever else is made behind it."""
+    from adaattn_hf.backends.remembered import Remembered
+    from adaattn_hf.backends.triton import split
+
+    monkeypatch.setattr(split, "_made", Remembered(1))
+    monkeypatch.setattr(split, "_of_graphs", {})
+    device, windows = torch.device("cpu"), ((300, 5), (1 << 30, 0))
+    first = split.shares_of(windows, 2, ROOM, 1, 64, 256, device, graph=True)
+    other = split.shares_of(windows, 2, 2 * ROOM, 1, 64, 256, device)
+    assert split.shares_of(windows, 2, ROOM, 1, 64, 256, device).table is first.table
+    split.shares_of(windows, 2, 3 * ROOM, 1, 64, 256, device)
+    assert split.shares_of(windows, 2, 2 * ROOM, 1, 64, 256, device).table is not other.table
+
+
+@interpreted
+def test_a_step_of_a_graph_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaattn_hf.backends.triton import step
+
+    monkeypatch.setattr(step, "_kept", {})
+    step.attend_step(make(STRUCTURES["plain"]), graph=True)
+    assert not step._kept
+    step.attend_step(make(STRUCTURES["plain"]))
+    assert step._kept
