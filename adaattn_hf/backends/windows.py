@@ -28,7 +28,7 @@ def head_windows(structure: CallStructure, rules: HeadRules | None, kv_heads: in
 
 
 def windows_and_reach(structure: CallStructure, rules: HeadRules, kv_heads: int) -> tuple[HeadWindows, int]:
-    """Window and sinks of each key/value head, and how many keys the narrowest of them leaves: ALL where none has one."""
+    """Window and sinks of each key/value head, and how many keys the narrowest leaves; ALL without a window."""
     found = [rules.window_in(structure, head) for head in range(kv_heads)]
     # towards later keys no sink is exempt from a window that looks both ways
     reaches = [w + (sinks if structure.causal else 0) for w, sinks in found if w is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,9 +24,13 @@ from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, refusal
 from adaattn_hf.backends.table import cell_of
 from adaattn_hf.backends.tuning import measure
 from adaattn_hf.cli.classes import grid
+from adaattn_hf.plans.choices import EXACT
+from adaattn_hf.plans.store import attach
 
+from ..support.choices import make_choice
 from ..support.on_device import shifted
 from ..support.operators import NamedOperators
+from ..support.plans import plan_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("bulk_always")]
 
@@ -314,6 +319,33 @@ def test_a_captured_step_gives_what_the_step_gives(name: str) -> None:
             token = logits[:, -1:].argmax(-1)
             found.append(token)
     assert torch.equal(torch.cat(found, dim=1), plain)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("plan", [False, True], ids=["exact", "under a plan"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_generation_as_transformers_compiles_it(name: str, plan: bool, rows: int) -> None:
+    """Twice over, so that captured graphs are replayed behind others; no step asks the host, no capture is given up."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    _, ours = pair(name)
+    if plan:  # one head of a window beside an exact one, whose keys are shared out by a table
+        made = plan_for(ours, make_choice("window", 12, 4), lengths=(256,))
+        layers = [replace(layer, choices=(layer.choices[0], EXACT)) for layer in made.layers]
+        attach(ours, replace(made, layers=tuple(layers)), unverified=True)
+    ids = torch.randint(3, 64, (rows, 40), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, : 9 * (rows > 1)] = 0
+    given: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False}
+    expected = ours.generate(ids, **given)
+    for _ in range(2):
+        found = ours.generate(ids, **given, cache_implementation="static")
+        assert torch.equal(found, expected)
+    assert not counters["inductor"]["cudagraph_skips"]
+    assert counters["stats"]["unique_graphs"] <= (1 if name == "llama" else 2)
 
 
 @pytest.mark.filterwarnings(

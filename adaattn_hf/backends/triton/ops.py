@@ -1,8 +1,8 @@
 """A step of generation as an operator of torch, for graphs that are traced and may be captured.
 
-Transformers compiles the step of a static cache by itself, and captures it. Its number of tokens lies on the device then,
-so that no host can look at it, and the kernel does. Registered when the package is imported, from torch alone: the
-kernels are imported when it first runs.
+Transformers compiles the step of a static cache by itself, and captures it. Its number of tokens lies on the device then:
+the host cannot look at it, but the kernel can. Registered when the package is imported, from torch alone: the kernels are
+imported when it first runs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NAMESPACE = __name__.partition(".")[0]
 @torch.library.custom_op(
     f"{_NAMESPACE}::triton_step",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? sink_logits, float scaling, float? softcap, int[]? windows, "
-    f"{OPERANDS}) -> Tensor",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? sink_logits, float scaling, float? softcap, "
+    f"int[]? windows, {OPERANDS}) -> Tensor",
 )
 def step_op(
     query: Tensor,
@@ -38,7 +38,7 @@ def step_op(
     windows: list[int] | None,
     *operands: Any,
 ) -> Tensor:
-    """One query per sequence, `[batch, 1, heads, head_dim_v]`; `windows` holds window and sinks of each head in turn."""
+    """One query per sequence, `[batch, 1, heads, head_dim_v]`; `windows`: window and sinks of each head in turn."""
     from .step import attend_step
 
     structure = CallStructure.of_operands(query, key, *operands)

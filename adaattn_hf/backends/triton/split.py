@@ -20,8 +20,8 @@ class Shares(NamedTuple):
     """What each program of a step's launch reads.
 
     Attributes:
-        table: int32 `[programs, 5]`, of each program (head, share, shares of that head, its window, its sinks); None where
-            all heads read as many keys: a program tells its head by its number then.
+        table: int32 `[programs, 5]`, of each program (head, share, shares of that head, its window, its sinks); None
+            where all heads read as many keys: a program tells its head by its number then.
         most: Shares of a head, the most of any.
         programs: Of a sequence.
         window: Of every head; without a meaning where there is a table.

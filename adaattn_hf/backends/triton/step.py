@@ -105,7 +105,8 @@ def attend_step(
     fixed: dict[str, Any] = {
         "GROUPS": groups, "ROWS": max(least_rows, member_heads), "DIM": dim, "DIM_V": value_dim,
         "PAD": pad, "PAD_V": pad_v,
-        "CAUSAL": structure.causal, "WINDOW": windows is not None, "APART": table is not None, "HAS_CAP": request.softcap is not None,
+        "CAUSAL": structure.causal, "WINDOW": windows is not None, "APART": table is not None,
+        "HAS_CAP": request.softcap is not None,
         "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "TABLE": rows is not None,
         "HAS_OFFSET": rows is None and isinstance(offset, Tensor), "HAS_REAL": real is not None,
         "FIND": rows is None and real is not None, "PADS": structure.pads_queries,
