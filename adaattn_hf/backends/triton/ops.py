@@ -1,8 +1,8 @@
 """A step of generation as an operator of torch, for graphs that are traced and may be captured.
 
-Transformers compiles the step of a static cache by itself, and captures it. Its number of tokens lies on the device then:
-the host cannot look at it, but the kernel can. Registered when the package is imported, from torch alone: the kernels are
-imported when it first runs.
+Transformers compiles the step of a static cache by itself, and captures it. Its number of tokens lies on the device
+then: the host cannot look at it, but the kernel can. Registered when the package is imported, from torch alone: the
+kernels are imported when it first runs.
 """
 
 from __future__ import annotations
