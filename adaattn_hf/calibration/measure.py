@@ -251,7 +251,13 @@ def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None
         prices = pricing.joined(
             [
                 pricing.measure_prices(
-                    calls, choices, middle, phases=phases, own=own, batch=inputs.settings.batch
+                    calls,
+                    choices,
+                    middle,
+                    phases=phases,
+                    own=own,
+                    batch=inputs.settings.batch,
+                    captured=inputs.settings.captured,
                 )
                 for own, calls in [(None, layers.calls), *layers.local_calls.items()]
             ]

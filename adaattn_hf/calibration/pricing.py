@@ -3,8 +3,8 @@
 Every choice is timed for one key/value head and for all of them, in prefill and in one decode step, at each length.
 Rounds are interleaved, so that other load on the machine does not fall on one choice. On a CPU the smallest CPU time of
 the process counts. On CUDA it is the median: of the device's time in prefill, where the host runs ahead; in decode of
-the host's where that is longer, since the next step waits for it. Exact attention is called as the layers of an exact
-model call it: what a step of a plan costs the host beside that decides whether it pays.
+the host's where that is longer, since the next step waits for it, unless steps are captured. Exact attention is called
+as the layers of an exact model call it: what a step of a plan costs the host beside that decides whether it pays.
 """
 
 from __future__ import annotations
@@ -123,6 +123,13 @@ def _on_device(calls: Calls, host: bool) -> dict[tuple[str, int], Spread]:
     return found
 
 
+def _timed(calls: Calls, phase: str, on_cuda: bool, captured: bool) -> dict[tuple[str, int], Spread]:
+    """Seconds of each launch of a phase."""
+    if on_cuda:
+        return _on_device(calls, host=phase == "decode" and not captured)
+    return _on_processor(calls, 1 if phase == "prefill" else STEPS)
+
+
 def launch_label(choice: Choice, own: int | None) -> str:
     """Returns the name of a choice's price in layers of one kind.
 
@@ -154,6 +161,7 @@ def measure_prices(
     phases: Sequence[str],
     own: int | None,
     batch: int = 1,
+    captured: bool = False,
 ) -> PriceTable:
     """Returns the measured prices of every choice.
 
@@ -164,6 +172,7 @@ def measure_prices(
         phases: Phases to time; models that do not generate have no decode.
         own: See `launch_label`.
         batch: Sequences at once.
+        captured: Whether a decode step on CUDA costs the device's time alone, as in a captured graph.
     """
     requests = {length: repeated(request, batch) for length, request in requests.items()}
     table: dict[str, dict[int, dict[str, Price]]] = {phase: {} for phase in phases}
@@ -179,10 +188,7 @@ def measure_prices(
                     with torch.no_grad():
                         calls[choice.label, count] = _call(program, part)
             with torch.no_grad():
-                if request.query.is_cuda:
-                    found = _on_device(calls, host=phase == "decode")
-                else:
-                    found = _on_processor(calls, 1 if phase == "prefill" else STEPS)
+                found = _timed(calls, phase, request.query.is_cuda, captured)
             table[phase][length] = {
                 launch_label(choice, own): line_through(
                     counts, [found[choice.label, count] for count in counts]

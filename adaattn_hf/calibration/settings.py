@@ -14,6 +14,7 @@ from ..policy.candidates import FAMILIES, MASSES, WINDOWS
 _OF_THE_PROOF = (
     "budget", "direct", "held_out", "most_held_out", "tries", "bolder", "haystacks", "needles", "top1", "kl_p999",
     "needles_lost", "alpha", "minutes", "rounds", "optimize", "kv_bytes", "batch",
+    "captured",
 )  # fmt: skip
 """Settings that do not affect the measurement of risks."""
 
@@ -49,6 +50,8 @@ class CalibrationSettings:
         masses: Shares of attention to keep by blocks.
         decode_tokens: Decode steps per prefill, the weight of decode in the price.
         batch: Sequences that prices and whole passes are timed with at once.
+        captured: Whether decode steps will run in captured CUDA graphs, as compiled generation does: the device's time
+            alone is their price then, with nothing of the host's.
         alpha: Significance level of the tests of all plans together.
         minutes: Minutes after which no further plan is tried; `None` for no limit.
         rounds: Rounds in which whole forward passes are timed after a plan has passed; 0 for none.
@@ -78,6 +81,7 @@ class CalibrationSettings:
     masses: tuple[float, ...] = MASSES
     decode_tokens: int = 64
     batch: int = 1
+    captured: bool = False
     alpha: float = 0.05
     minutes: float | None = None
     rounds: int = 4

@@ -99,6 +99,13 @@ def calibrate(
     ] = "window,bf16,int8,rank",
     decode_tokens: Annotated[int, typer.Option(help="Decode steps per prefill, for the prices.")] = 64,
     batch: Annotated[int, typer.Option(help="Sequences at once, for the prices.")] = 1,
+    captured: Annotated[
+        bool,
+        typer.Option(
+            "--captured",
+            help="Price decode steps as in captured CUDA graphs, which generation with a static cache makes.",
+        ),
+    ] = False,
     prices: Annotated[
         Path | None, typer.Option(help="Prices measured before: the plan is then the same byte for byte.")
     ] = None,
@@ -170,6 +177,7 @@ def calibrate(
             families=kinds(families),
             decode_tokens=decode_tokens,
             batch=batch,
+            captured=captured,
             optimize=optimize,
             kv_bytes=times(kv_bytes, "kv_bytes"),
         )

@@ -99,6 +99,17 @@ def test_prices_are_measured_with_the_batch_that_is_asked_for(monkeypatch: pytes
         replace(SETTINGS, batch=0)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_steps_that_are_captured_cost_nothing_of_the_host(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(pricing, "_on_device", lambda calls, host: asked.append(host) or {})
+    for phase in pricing.PHASES:
+        pricing._timed({}, phase, True, captured)
+    assert asked == [False, not captured]
+
+
 def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
