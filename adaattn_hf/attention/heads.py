@@ -38,6 +38,7 @@ class HeadRules:
         precisions: `model` computes in the dtype at hand; `bf16` rounds queries, keys, weights and values to bfloat16;
             `int8` quantises queries, smoothed keys and values per token.
         key_mean: `[num_kv_heads, head_dim]`, subtracted from keys before they are rounded to int8; zeros when None.
+        until: Position in a causal sequence from which on a query sees as if no head had a window; None for no such.
     """
 
     windows: tuple[int, ...]
@@ -46,6 +47,7 @@ class HeadRules:
     precisions: tuple[str, ...]
     block: int = BLOCK
     key_mean: Tensor | None = None
+    until: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse rules that no head can follow."""
@@ -127,6 +129,7 @@ class HeadRules:
             tuple(self.precisions[head] for head in kv_heads),
             self.block,
             None if self.key_mean is None else self.key_mean[list(kv_heads)],
+            self.until,
         )
 
 
@@ -147,6 +150,9 @@ def spelled_out(request: AttentionRequest) -> AttentionRequest:
     for head in range(kv_heads):
         window, sinks = rules.window_in(structure, head)
         own = structure.with_changes(window=window, sinks=sinks).visible(device=request.query.device)
+        if rules.until is not None:
+            beyond = structure.positions(request.query.device)[:, None, :, None] >= rules.until
+            own = own | (beyond & structure.visible(device=request.query.device))
         if own.shape[1] > 1:
             own = own[:, head * groups : (head + 1) * groups]
         mass = rules.masses[head]

@@ -258,7 +258,8 @@ class CallSpec(NamedTuple):
     `holes` says whether it has, None if the padding was not read; `gapless`: every query and key lies in a run, as in a
     packed row; `aligned`: the queries of every run end with its last key, or were not looked at.
     `head_windows`, `head_blocks` and `head_precision` say what `HeadRules` ask for: any window, the keys per kept block
-    (0 where all are kept), and the precision of the products, `mixed` where heads differ.
+    (0 where all are kept), and the precision of the products, `mixed` where heads differ; `head_until`, whether these
+    rules end with a position of the sequence.
     `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
     Sizes are rounded, so that few specs differ, and 0 where no choice depends on them: `length`, the keys up to a power
     of two; on CUDA `keys`, for one query down to a multiple of 128, for more to a power of two, and the pairs of
@@ -303,6 +304,7 @@ class CallSpec(NamedTuple):
     gapless: bool = False
     aligned: bool = True
     device_index: int | None = None
+    head_until: bool = False
 
     def words(self) -> str:
         """The facts in words, those that are false left out."""
@@ -327,6 +329,7 @@ class CallSpec(NamedTuple):
             "with a bias": self.bias,
             "with the log-sum-exp": self.need_lse,
             "with a window per head": self.head_windows,
+            "up to a position": self.head_until,
             f"with kept blocks of {self.head_blocks} keys": self.head_blocks > 0,
             f"with {self.head_precision} products": self.head_precision != "model",
             "compiled": self.compiling,
@@ -380,4 +383,5 @@ class CallSpec(NamedTuple):
             request.dropout > 0, request.softcap is not None, sink_logits is not None, bias is not None,
             request.need_lse, compiling, *per_head, None if request.stored is None else format_of(v), opaque,
             holes, keys, kv_bytes, pairs, length, gapless, aligned, index,
+            rules is not None and rules.until is not None,
         )  # fmt: skip

@@ -249,6 +249,12 @@ class CallStructure:
         """Boolean `[batch or 1, heads or 1, len(rows), kv_len]`: `visible` of a few rows."""
         return torch.cat([self.visible(row, row + 1, device=device) for row in rows.tolist()], dim=2)
 
+    def positions(self, device: torch.device | str) -> Tensor:
+        """`[batch or 1, q_len]`: how many keys of its sequence stand before each query."""
+        place = torch.arange(self.q_len, device=device) + self.q_offset
+        start = self._sequence_start(device)
+        return place - start.gather(1, place.clamp(0, self.kv_len - 1)[None].expand(start.shape[0], -1))
+
     def _sequence_start(self, device: torch.device | str) -> Tensor:
         """`[batch or 1, kv_len]`: index of the first key of the sequence that each key belongs to."""
         j = torch.arange(self.kv_len, device=device)[None]

@@ -112,6 +112,7 @@ def head_refusals(spec: CallSpec, kernels: str) -> list[str]:
         "windows": spec.head_windows,
         "kept blocks": spec.head_blocks > 0,
         f"{spec.head_precision} products": spec.head_precision != "model",
+        "rules up to a position": spec.head_until,
     }
     return [f"{kernels} have no {name} per head" for name, wanted in asked.items() if wanted]
 

@@ -163,10 +163,7 @@ def rows_within(structure: CallStructure, limit: int, device: torch.device) -> b
             return True
         if structure.q_offset >= limit:
             return False
-    place = torch.arange(structure.q_len, device=device) + structure.q_offset
-    start = structure._sequence_start(device)
-    at = start.gather(1, place.clamp(0, structure.kv_len - 1)[None].expand(start.shape[0], -1))
-    return place[None] - at < limit
+    return structure.positions(device) < limit
 
 
 def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -> bool | Tensor:
@@ -319,24 +316,23 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequest | None:
-    """A step of a preallocated cache as one request, None where its heads need several, or some rows are exact."""
-    if (
-        request.bias is not None
-        or request.structure.mask is not None
-        or request.structure.kv_len > program.max_length
-    ):
+    """A step of a preallocated cache as one request, None where its heads need several."""
+    if request.bias is not None or request.structure.mask is not None or not request.structure.causal:
         return None
     if not _is_whole(program.handle, request.key.shape[1]):
         return None
-    return replace(request, per_head=program.requests(True).rules)
+    asked = program.requests(True)
+    within = request.structure.kv_len <= program.max_length
+    return replace(request, per_head=asked.rules if within else asked.ending)
 
 
 @torch.compiler.assume_constant_result
 def _is_whole(handle: int, kv_heads: int) -> bool:
     """Whether a program's requests for few rows are one; what is worked out once is not for a traced graph to do."""
     asked = PROGRAMS[handle].requests(True)
-    if asked.rules is not None:
-        asked.rules.work_out()
+    for rules in (asked.rules, asked.ending):
+        if rules is not None:
+            rules.work_out()
     return not asked.apart and len(asked.heads) == kv_heads
 
 

@@ -21,12 +21,14 @@ class Requests:
     Attributes:
         heads: Key/value heads of the request with rules per head.
         rules: Its rules per head; None if all these heads are exact.
+        ending: The same, which end with the lengths that the plan speaks for.
         each: Rules for the heads of a single choice, for when no backend serves all of them together.
         apart: Choices that need a request of their own, with their heads.
     """
 
     heads: tuple[int, ...]
     rules: HeadRules | None
+    ending: HeadRules | None
     each: Mapping[Choice, HeadRules]
     apart: tuple[tuple[Choice, tuple[int, ...]], ...]
 
@@ -139,7 +141,7 @@ class Program:
         rules = [asked[self.plan.choices[head]] or {} for head in heads]
         apart = tuple((choice, heads) for choice, heads in self.launches if asked[choice] is None)
         if not any(rules):
-            return Requests(tuple(heads), None, {}, apart)
+            return Requests(tuple(heads), None, None, {}, apart)
         mean = self.tensors.key_mean if any(rule.get("precision") == "int8" for rule in rules) else None
         found = HeadRules(
             tuple(rule.get("window", 0) for rule in rules),
@@ -153,4 +155,4 @@ class Program:
             for choice, own in self.launches
             if asked[choice]
         }
-        return Requests(tuple(heads), found, each, apart)
+        return Requests(tuple(heads), found, replace(found, until=self.max_length), each, apart)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -132,6 +133,24 @@ def test_so_is_a_step_under_a_plan(choice: Any, left: int) -> None:
     with torch.no_grad():
         exact = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
     assert torch.equal(found, exact) == (choice.label == "bf16")
+
+
+def test_a_cache_with_room_for_more_than_the_plan_speaks_for() -> None:
+    """Steps of one graph: under the plan up to its length, and exact behind it."""
+    model = planned(make_choice("window", 32, 4))
+    plan = store.plan_of(model)
+    assert plan is not None
+    store.attach(model, replace(plan, lengths=(204,)), unverified=True)
+    graphs: list[Any] = []
+    found = generate(model, long_tokens(), graphs)
+    with torch.no_grad():
+        expected = model.generate(long_tokens(), max_new_tokens=8, do_sample=False)
+    assert torch.equal(found, expected)
+    assert called(graphs).count("adaattn_hf.triton_step.default") == model.config.num_hidden_layers
+    store.attach(model, plan, unverified=True)
+    with torch.no_grad():
+        longer = model.generate(long_tokens(), max_new_tokens=8, do_sample=False)
+    assert not torch.equal(found, longer), "the plan's length changes nothing"
 
 
 @pytest.mark.parametrize(

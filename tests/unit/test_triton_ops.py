@@ -48,6 +48,7 @@ STRUCTURES = {
     "plain": CallStructure(3, 1, ROOM, causal=True, q_offset=ROOM - 1),
 }
 RULES = HeadRules((300, 0), (5, 0), (0.0, 0.0), ("model", "model"))
+ALIKE = HeadRules((300, 300), (5, 5), (0.0, 0.0), ("model", "model"))
 
 
 def make(structure: CallStructure, dtype: torch.dtype = torch.half, **extra: Any) -> AttentionRequest:
@@ -103,6 +104,23 @@ def test_is_one_node_of_a_whole_graph(name: str, rules: HeadRules | None) -> Non
     torch._dynamo.reset()
     assert near(out, request)
     assert nodes == ["adaattn_hf.triton_step.default"]
+
+
+@interpreted
+@pytest.mark.parametrize("until", [1500, 2701])
+@pytest.mark.parametrize("rules", [RULES, ALIKE], ids=["some heads", "all heads"])
+@pytest.mark.parametrize("name", ["static cache", "left padding and holes"])
+def test_windows_end_with_a_position_of_the_sequence(name: str, rules: HeadRules, until: int) -> None:
+    """Of the padded rows the first one's query stands at 400, the others' at 2,700."""
+    from adaattn_hf.backends.triton.ops import traced_step
+
+    request = make(STRUCTURES[name], per_head=replace(rules, until=until))
+    out = traced_step(request)
+    assert near(out, request)
+    ruled, exact = (reference.attention(replace(request, per_head=r)).out for r in (rules, None))
+    beyond = torch.tensor([name == "static cache", True, True])[:, None, None, None] & (until <= 2700)
+    torch.testing.assert_close(out.double(), torch.where(beyond, exact, ruled), atol=4e-3, rtol=0)
+    assert not torch.allclose(ruled, exact, atol=4e-3)
 
 
 @interpreted

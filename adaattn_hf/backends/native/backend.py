@@ -122,6 +122,8 @@ def _refused_rules(spec: CallSpec) -> list[str]:
         reasons.append("the native kernels have no gradient of rules per head")
     if spec.compiling:
         reasons.append("rules per head need data that cannot be read while a graph is traced")
+    if spec.head_until:
+        reasons.append("the native kernels have no rules per head up to a position")
     if spec.head_blocks not in (0, BLOCK):
         reasons.append(f"the native kernels keep blocks of {BLOCK} keys, got {spec.head_blocks}")
     if spec.stored is not None and (spec.head_blocks or spec.head_precision in ("int8", "mixed")):

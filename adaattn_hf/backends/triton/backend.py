@@ -46,7 +46,10 @@ class TritonBackend(Backend):
         """What the kernels cannot compute."""
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
         served = spec._replace(
-            head_windows=False, head_blocks=0, head_precision="model" if same else spec.head_precision
+            head_windows=False,
+            head_blocks=0,
+            head_precision="model" if same else spec.head_precision,
+            head_until=spec.head_until and not spec.compiling,
         )
         reasons = head_refusals(served, "the Triton kernels")
         if spec.device != "cuda":

@@ -26,7 +26,7 @@ _NAMESPACE = __name__.partition(".")[0]
     f"{_NAMESPACE}::triton_step",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? sink_logits, float scaling, float? softcap, "
-    f"int[]? windows, {OPERANDS}) -> Tensor",
+    f"int[]? windows, SymInt? until, {OPERANDS}) -> Tensor",
 )
 def step_op(
     query: Tensor,
@@ -36,9 +36,13 @@ def step_op(
     scaling: float,
     softcap: float | None,
     windows: list[int] | None,
+    until: int | None,
     *operands: Any,
 ) -> Tensor:
-    """One query per sequence, `[batch, 1, heads, head_dim_v]`; `windows`: window and sinks of each head in turn."""
+    """One query per sequence, `[batch, 1, heads, head_dim_v]`.
+
+    `windows` holds window and sinks of each head in turn, which end before position `until` of a sequence.
+    """
     from .step import attend_step
 
     structure = CallStructure.of_operands(query, key, *operands)
@@ -46,7 +50,7 @@ def step_op(
         query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits
     )
     pairs = None if windows is None else tuple(zip(windows[::2], windows[1::2], strict=True))
-    return attend_step(request, graph=True, windows=pairs).out
+    return attend_step(request, graph=True, windows=pairs, until=until).out
 
 
 @step_op.register_fake
@@ -56,11 +60,13 @@ def _step_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def _shared_out(windows: HeadWindows, width: int, kv_len: int, sequences: int, device: torch.device) -> bool:
+def _shared_out(
+    windows: HeadWindows, width: int, kv_len: int, sequences: int, device: torch.device, whole: bool
+) -> bool:
     """Makes the table of heads that read unlike many keys while the graph is traced: in its memory it must not lie."""
     from .step import prepare
 
-    prepare(windows, width, kv_len, sequences, device)
+    prepare(windows, width, kv_len, sequences, device, whole)
     return True
 
 
@@ -68,13 +74,15 @@ def traced_step(request: AttentionRequest) -> Tensor:
     """The step as one operator, for a graph that is being traced."""
     query, key, value, structure = request.query, request.key, request.value, request.structure
     windows: list[int] | None = None
+    until = None
     if request.per_head is not None:
         from ..windows import windows_and_reach
 
         pairs, reach = windows_and_reach(structure, request.per_head, key.shape[1])
         if reach < structure.kv_len:
             width = max(query.shape[3], value.shape[3]) * query.dtype.itemsize
-            _shared_out(pairs, width, structure.kv_len, structure.batch, query.device)
+            until = request.per_head.until
+            _shared_out(pairs, width, structure.kv_len, structure.batch, query.device, until is not None)
             windows = [number for pair in pairs for number in pair]
     out: Tensor = step_op(
         query,
@@ -84,6 +92,7 @@ def traced_step(request: AttentionRequest) -> Tensor:
         request.scaling,
         request.softcap,
         windows,
+        until,
         *structure.operands(),
     )
     return out

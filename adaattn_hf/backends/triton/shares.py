@@ -21,7 +21,7 @@ def _first_real(real_ptr, kv_len, LINE: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit
 def reading(  # type: ignore[no-untyped-def]
-    work_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, most, window, sinks, BLOCK: tl.constexpr,
+    work_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, most, window, sinks, until, BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr,
     FIND: tl.constexpr, PADS: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +31,7 @@ def reading(  # type: ignore[no-untyped-def]
     the work table, whose entries are (key/value head, share, shares of that head, its window, its sinks). A sequence is a
     row of `(batch row, first key, number of keys, offset)` with TABLE, else all keys of the batch row of its number, with
     FIND from the first one that `real` `[batch, kv_len]` holds to be real; with PADS a query reads nothing whose own key is
-    not. HAS_OFFSET reads the offset from the device. Keys are counted through from the sinks to the window as if they
+    not. From position `until` on no window holds. HAS_OFFSET reads the offset from the device. Keys are counted through from the sinks to the window as if they
     adjoined: key `u` of those read is key `u` below the number of sinks, else `u - sinks + low`.
     """
     sequence = tl.program_id(1)
@@ -67,6 +67,7 @@ def reading(  # type: ignore[no-untyped-def]
         stop = tl.minimum(k_len, at + 1)
     low, few = 0, 0
     if WINDOW:
+        window = tl.where(at < until, window, 1 << 30)
         low = tl.maximum(0, at - window + 1)
         few = tl.maximum(tl.minimum(tl.minimum(sinks, low), stop), 0)
         if not CAUSAL:

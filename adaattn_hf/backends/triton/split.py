@@ -44,6 +44,7 @@ def shares_of(
     least: int,
     device: torch.device,
     graph: bool = False,
+    whole: bool = False,
 ) -> Shares:
     """Shares the keys out; the same for `least` lengths in a row, so that steps of a generation share a table.
 
@@ -56,28 +57,33 @@ def shares_of(
         least: Fewest keys worth a program.
         device: Where the table goes.
         graph: Whether a graph will hold the table's address, so that it must not be dropped.
+        whole: Whether every head may have to read all keys, where windows end.
     """
     length = -(-kv_len // least) * least
     if windows is None or len(set(windows)) == 1:
         window, sinks = windows[0] if windows else (ALL, 0)
-        count = max(1, min(window + sinks, length))
+        count = length if whole else max(1, min(window + sinks, length))
         most = max(1, min(count // least, programs // (kv_heads * sequences)))
         most = -(-count // -(-count // most))
         return Shares(None, most, kv_heads * most, window, sinks)
-    key = windows, length, sequences, programs, least, device
-    found = _of_graphs.get(key) or _made.get(
-        key, lambda: _apart(windows, length, sequences, programs, least, device)
-    )
+    key = windows, length, sequences, programs, least, device, whole
+    found = _of_graphs.get(key) or _made.get(key, lambda: _apart(*key))
     if graph:
         _of_graphs[key] = found
     return found
 
 
 def _apart(
-    windows: HeadWindows, length: int, sequences: int, programs: int, least: int, device: torch.device
+    windows: HeadWindows,
+    length: int,
+    sequences: int,
+    programs: int,
+    least: int,
+    device: torch.device,
+    whole: bool,
 ) -> Shares:
     """Shares of heads that read unlike many keys, longest first."""
-    counts = [min(window + sinks, length) for window, sinks in windows]
+    counts = [length if whole else min(window + sinks, length) for window, sinks in windows]
     # as many shares of the longest head as leave all of them no more than the programs that run at once: one more would
     # have to wait until the others are done
     for most in range(max(1, min(max(counts) // least, programs)), 0, -1):

@@ -13,7 +13,7 @@ from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
 from ...attention.structure import CallStructure
 from ..capability import GRID
 from ..launcher import Launcher, aligned
-from ..windows import HeadWindows, head_windows
+from ..windows import ALL, HeadWindows, head_windows
 from .codes import decode_codes
 from .decode import decode
 from .sizes import Tile, padded, scale_of
@@ -34,7 +34,10 @@ _LEAST_KEYS = 256
 
 
 def attend_step(
-    request: AttentionRequest, graph: bool = False, windows: HeadWindows | None = None
+    request: AttentionRequest,
+    graph: bool = False,
+    windows: HeadWindows | None = None,
+    until: int | None = None,
 ) -> AttentionResult:
     """Attention of one query per sequence in one launch, without a look at the data and without a copy of the cache.
 
@@ -43,6 +46,7 @@ def attend_step(
         graph: Whether it is a node of a traced graph: then no table is made for it, and no memory kept, which would lie
                 in the graph's own. Nothing but padding cuts its batch rows.
         windows: Of its heads where they are known; else those of its structure and rules.
+        until: Position of a sequence from which on a query sees as if these had no end.
 
     Raises:
         ValueError: The structure is not made of segments.
@@ -89,7 +93,7 @@ def attend_step(
     pad, pad_v = max(pad, padded(dim)), max(pad_v, padded(value_dim))
     graph = graph or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     table, most, programs, window, sinks = _shared_out(
-        windows, kv_heads, kv_len, sequences, waves, tile, device, graph
+        windows, kv_heads, kv_len, sequences, waves, tile, device, graph, until is not None
     )
     part, done = _scratch(
         sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads, device, graph
@@ -100,6 +104,7 @@ def attend_step(
         done if real is None else real, done if table is None else table,
         query.stride(0), query.stride(1), query.stride(3), *key.stride(), *value.stride(),
         kv_len, offset if isinstance(offset, int) else 0, kv_heads, most, window, sinks,
+        ALL if until is None else until,
         scale_of(request.scaling, request.softcap), float(request.softcap or 0.0),
     )  # fmt: skip
     fixed: dict[str, Any] = {
@@ -149,13 +154,16 @@ def _shared_out(
     tile: Tile,
     device: torch.device,
     graph: bool,
+    whole: bool,
 ) -> Shares:
     """The keys of a step among so many programs per multiprocessor."""
     programs, least = waves * _processors(device), max(tile.columns, _LEAST_KEYS)
-    return shares_of(windows, kv_heads, kv_len, sequences, programs, least, device, graph)
+    return shares_of(windows, kv_heads, kv_len, sequences, programs, least, device, graph, whole)
 
 
-def prepare(windows: HeadWindows, width: int, kv_len: int, sequences: int, device: torch.device) -> None:
+def prepare(
+    windows: HeadWindows, width: int, kv_len: int, sequences: int, device: torch.device, whole: bool
+) -> None:
     """Shares out the keys of heads that read unlike many, for a graph that is yet to run.
 
     Args:
@@ -164,8 +172,10 @@ def prepare(windows: HeadWindows, width: int, kv_len: int, sequences: int, devic
         kv_len: Keys of a sequence.
         sequences: As many as there are.
         device: Where it will run.
+        whole: Whether the windows end with a position.
     """
-    _shared_out(windows, len(windows), kv_len, sequences, _WAVES, step_tile(width), device, graph=True)
+    tile = step_tile(width)
+    _shared_out(windows, len(windows), kv_len, sequences, _WAVES, tile, device, True, whole)
 
 
 def _launched(
