@@ -326,7 +326,7 @@ def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequ
     return replace(request, per_head=asked.rules if within else asked.ending)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_whole(handle: int, kv_heads: int) -> bool:
     """Whether a program's requests for few rows are one; what is worked out once is not for a traced graph to do."""
     asked = PROGRAMS[handle].requests(True)

@@ -104,7 +104,12 @@ def test_steps_that_are_captured_cost_nothing_of_the_host(
     captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(pricing, "_on_device", lambda calls, host: asked.append(host) or {})
+
+    def clocked(calls: object, host: bool) -> dict[object, object]:
+        asked.append(host)
+        return {}
+
+    monkeypatch.setattr(pricing, "_on_device", clocked)
     for phase in pricing.PHASES:
         pricing._timed({}, phase, True, captured)
     assert asked == [False, not captured]
