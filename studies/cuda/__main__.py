@@ -35,6 +35,7 @@ SECTIONS = {
     "variants": ("variants", "variants", "Tile sizes of the Triton kernels"),
     "choices": ("variants", "choices", "Kept blocks: tiles, choice, bisection"),
     "tuned": ("tuned", "tuned", "`auto` by a measured table beside every installed kernel"),
+    "generation": ("generation", "generation", "Generation as Transformers compiles it"),
     "model": ("model", "model", "A model shaped like LLaMA-8B, 32 layers, random weights"),
 }
 TITLES = {name: title for name, (_, _, title) in SECTIONS.items()}

@@ -108,7 +108,8 @@ def model(section: Section) -> None:
 
 
 @contextlib.contextmanager
-def _by(found: Any, implementation: str, plan: Plan | None) -> Any:
+def by(found: Any, implementation: str, plan: Plan | None) -> Any:
+    """A model with an implementation, and a plan if there is one."""
     found.set_attn_implementation(implementation)
     if plan is not None:
         store.attach(found, plan, unverified=True)
@@ -125,7 +126,7 @@ def _prefill(row: Cell, found: Any, ways: dict[str, tuple[str, Plan | None]], n:
         return found(tokens, use_cache=False, logits_to_keep=1)
 
     for name, (implementation, plan) in ways.items():
-        with _by(found, implementation, plan):
+        with by(found, implementation, plan):
             row[name] = _milliseconds(call, 2.0 if ON_CUDA else 0.0)
             row.setdefault("MiB", {})[name] = peak_mib(call) if n <= 32768 else None
 
@@ -140,7 +141,7 @@ def _decode(row: Cell, found: Any, ways: dict[str, tuple[str, Plan | None]], n: 
     made += [(name, "AdaAttnCache model", plan) for name, (way, plan) in ways.items() if way == "adaattn"]
     for name, cache_name, plan in made:
         arm = stock[cache_name]
-        with _by(found, arm.implementation, plan):
+        with by(found, arm.implementation, plan):
             cache = filled(arm, found, 1, n, n + 256)
             row[name] = _milliseconds(partial(found, token, past_key_values=cache), 0.5 if ON_CUDA else 0.0)
             del cache

@@ -22,6 +22,7 @@ FACTS = (
     "refused",
     "failed",
     "profile",
+    "quartiles",
     "auto takes",
     "built-in order",
     "note",

@@ -16,6 +16,7 @@ from adaattn_hf.attention.structure import CallStructure
 pytest.importorskip("triton")
 
 from studies.cuda.__main__ import TITLES, app
+from studies.cuda.generation import THOUSANDS, Clock, generation
 from studies.cuda.kernels import walked_share
 from studies.cuda.measure import Cell, Section
 from studies.cuda.model import BUDGETS, HEADS, LAYERS, records
@@ -114,3 +115,21 @@ def test_auto_beside_every_kernel_is_tried_without_a_device(tmp_path: Path) -> N
         times = [row[name] for name in ("native", "sdpa") if name in row]
         assert row["share of the best ×"] == pytest.approx(min(times) / row["auto"])
         assert {row["auto takes"], row["built-in order"]} <= {"native", "sdpa"}
+
+
+def test_generation_is_tried_without_a_device(tmp_path: Path) -> None:
+    section = Section(tmp_path / "generation.json", {"commit": "abc", "device": "one"}, PEAKS)
+    generation(section)
+    assert not [row for row in section.cells if "failed" in row]
+    assert len(section.cells) == len(THOUSANDS) + 1
+    arms = ["sdpa", "exact", "plan 0.1 %", "plan 1 %", "sdpa, DynamicCache"]
+    for row in section.cells:
+        assert [arm for arm in arms if row[arm] > 0] == arms
+        assert all(low <= row[arm] <= high for arm, (low, high) in row["quartiles"].items())
+        assert "note" not in row, "nothing is compiled on a processor"
+
+
+def test_a_clock_forgets_the_tokens_that_compile() -> None:
+    clock = Clock()
+    clock.at = [0.0, 9.0, 18.0, 18.001, 18.003]
+    assert clock.milliseconds() == pytest.approx([1.0, 2.0])
