@@ -32,6 +32,13 @@ ROWS = 4
 """Sequences of the padded cell: of so many tokens, three quarters of them, half, and a quarter."""
 
 
+REMARK = (
+    "* With `DynamicCache` torch plans a kernel anew for each number of keys; those of the second row had been met in "
+    "the first. Random weights; plans read as many times fewer pairs as the section behind this one says."
+)
+"""What the page says below the table."""
+
+
 class Clock:
     """A streamer that keeps the time of every token."""
 

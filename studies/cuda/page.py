@@ -9,6 +9,7 @@ from typing import Any
 
 from adaattn_hf._files import write_atomically
 
+from .generation import REMARK
 from .measure import Cell
 from .stored import steady
 
@@ -96,6 +97,8 @@ def page(report: Mapping[str, Any], titles: Mapping[str, str]) -> str:
             *table(rows, peaks),
         ]
         lines += _remarks(rows)
+        if name == "generation":
+            lines += ["", REMARK]
         if name == "stored":
             lines += ["", *steady(rows)]
     return "\n".join(lines) + "\n"

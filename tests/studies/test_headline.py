@@ -129,3 +129,19 @@ def test_the_page_of_cuda_backends_is_that_of_its_json() -> None:
     assert (results / "gpu_kernels.md").read_text(encoding="utf-8") == script.table(report)
     report["rows"][0]["triton"] += 1
     assert (results / "gpu_kernels.md").read_text(encoding="utf-8") != script.table(report)
+
+
+def test_generation_is_told_by_its_own_section() -> None:
+    """Of a report whose first section came from elsewhere, with the device of its own."""
+    cell = {"sdpa": 9.0, "exact": 6.0, "plan 0.1 %": 4.5, "plan 1 %": 3.0, "sdpa, DynamicCache": 50.0}
+    report = {
+        "setting": {"device": "one"},
+        "settings": {"generation": {"device": "another"}},
+        "sections": {"generation": [{"cell": "8k tokens in a cache of 8k, ms a token", **cell}]},
+    }
+    head, _, row = headline.generation_block(report).splitlines()
+    assert "another" in head
+    assert (
+        row
+        == "| a token behind 8k tokens in a cache of 8k | 9.0 ms | 6.0 ms | 4.5 ms | 3.0 ms | 1.50 | 3.00 |"
+    )
