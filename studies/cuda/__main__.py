@@ -36,6 +36,7 @@ SECTIONS = {
     "choices": ("variants", "choices", "Kept blocks: tiles, choice, bisection"),
     "tuned": ("tuned", "tuned", "`auto` by a measured table beside every installed kernel"),
     "generation": ("generation", "generation", "Generation as Transformers compiles it"),
+    "compiled": ("compiled", "compiled", "Whole models under torch.compile"),
     "model": ("model", "model", "A model shaped like LLaMA-8B, 32 layers, random weights"),
 }
 TITLES = {name: title for name, (_, _, title) in SECTIONS.items()}

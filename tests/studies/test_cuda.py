@@ -16,6 +16,7 @@ from adaattn_hf.attention.structure import CallStructure
 pytest.importorskip("triton")
 
 from studies.cuda.__main__ import TITLES, app
+from studies.cuda.compiled import compiled
 from studies.cuda.generation import THOUSANDS, Clock, generation
 from studies.cuda.kernels import walked_share
 from studies.cuda.measure import Cell, Section
@@ -127,6 +128,13 @@ def test_generation_is_tried_without_a_device(tmp_path: Path) -> None:
         assert [arm for arm in arms if row[arm] > 0] == arms
         assert all(low <= row[arm] <= high for arm, (low, high) in row["quartiles"].items())
         assert "note" not in row, "nothing is compiled on a processor"
+
+
+def test_compiled_models_are_tried_without_a_device(tmp_path: Path) -> None:
+    section = Section(tmp_path / "compiled.json", {"commit": "abc", "device": "one"}, PEAKS)
+    compiled(section)
+    assert not [row for row in section.cells if "failed" in row or "refused" in row]
+    assert all(row["stock"] > 0 and row["adaattn"] > 0 for row in section.cells)
 
 
 def test_a_clock_forgets_the_tokens_that_compile() -> None:
