@@ -79,11 +79,22 @@ def _of_device(index: int) -> Capability:
     return of_sm(torch.cuda.get_device_capability(index))
 
 
-def capability(device: torch.device | int | None = None) -> Capability | None:
-    """The record of a CUDA device, by default the current one; None where there is none, or one of another vendor."""
+@torch.compiler.assume_constant_result
+def _sm_while_tracing(index: int | None) -> tuple[int, int] | None:
+    """Compute capability of a device for a traced graph, which is not to look into a cache."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
+    return torch.cuda.get_device_capability(torch.cuda.current_device() if index is None else index)
+
+
+def capability(device: torch.device | int | None = None) -> Capability | None:
+    """The record of a CUDA device, by default the current one; None where there is none, or one of another vendor."""
     index = device.index if isinstance(device, torch.device) else device
+    if torch.compiler.is_compiling():
+        sm = _sm_while_tracing(index)
+        return None if sm is None else of_sm(sm)
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
     return _of_device(torch.cuda.current_device() if index is None else index)
 
 

@@ -38,6 +38,20 @@ def test_cuda_devices(sm: tuple[int, int], bf16: bool, fp8: bool, int8: bool, ti
     assert f"{kib} KiB" in found.words()
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_traced_graph_looks_into_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch warns of a cached function that it traces, in every program that compiles a model."""
+    asked = torch.compiler.assume_constant_result(lambda index: (9, 0))
+    monkeypatch.setattr(capability_module, "_sm_while_tracing", asked)
+
+    def kib(x: torch.Tensor) -> torch.Tensor:
+        found = capability_module.capability(0)
+        return x if found is None else x + found.shared_memory // 1024
+
+    torch._dynamo.reset()
+    assert int(torch.compile(kib, backend="eager", fullgraph=True)(torch.zeros(()))) == 227
+
+
 LEVELS = [
     ("portable", False, False),
     ("avx2", False, False),

@@ -15,15 +15,6 @@ from .ops import traced_step
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
-@torch.compiler.assume_constant_result
-def _multiplies_bf16(device_index: int | None) -> bool:
-    """Whether a device does, or nobody knows; a traced graph cannot ask it, and need not."""
-    from ..capability import capability  # of CUDA alone: registering names does not ask for devices
-
-    facts = capability(device_index)
-    return facts is None or facts.bf16
-
-
 class TritonBackend(Backend):
     """Segments, windows, sinks and grouped heads, per head and with gradients, without a mask in memory.
 
@@ -44,6 +35,8 @@ class TritonBackend(Backend):
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What the kernels cannot compute."""
+        from ..capability import capability  # of CUDA alone: registering names does not ask for devices
+
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
         served = spec._replace(
             head_windows=False,
@@ -54,7 +47,7 @@ class TritonBackend(Backend):
         reasons = head_refusals(served, "the Triton kernels")
         if spec.device != "cuda":
             reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
-        elif spec.dtype == torch.bfloat16 and not _multiplies_bf16(spec.device_index):
+        elif spec.dtype == torch.bfloat16 and (facts := capability(spec.device_index)) and not facts.bf16:
             reasons.append(
                 "the device's matrix units take no bfloat16, which begins at compute capability 8.0"
             )
