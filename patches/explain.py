@@ -32,7 +32,8 @@ class LayerChoice:
 
     Attributes:
         layer: Name of the attention module in the model.
-        phase: `prefill`, `padded` (a batch with padding) or `decode`.
+        phase: `prefill`, `padded` (a batch with padding), `decode`, or on CUDA `compiled`: a decode step with a static
+            cache, which generation compiles.
         spec: The facts of the call.
         backend: Name of the backend that serves it.
         refused: Per other backend, all reasons why it cannot serve the call; empty for one that could, but comes later
@@ -144,7 +145,7 @@ def explain(
         from .cache.streaming import spans_of
 
         spans = spans_of(model, plan)
-    for phase, calls in _phases(ghost, inputs, cache, kept, spans):
+    for phase, calls in _with_graphs(_phases(ghost, inputs, cache, kept, spans), device):
         for module, spec, forced in calls:
             spec = spec._replace(device=device)
             key = (layer_names.get(module, type(module).__name__), phase, spec)
@@ -156,7 +157,7 @@ def explain(
             refused = {name: refusals_of(name, spec) for name in dict.fromkeys(others)}
             index = getattr(module, "layer_idx", None)
             of_plan = asked.get(index, "") if isinstance(index, int) else ""
-            if plan is not None and plan.exact_steps and phase == "decode":
+            if plan is not None and plan.exact_steps and phase in ("decode", "compiled"):
                 of_plan = ""
             measured = () if forced is not None else _measured(spec)
             choices.append(LayerChoice(key[0], phase, spec, backend, refused, of_plan, measured))
@@ -189,13 +190,40 @@ def _in_words(layer: LayerPlan) -> str:
     )
 
 
+Calls = list[tuple[nn.Module, CallSpec, str | None]]
+
+
+def _with_graphs(phases: Iterator[tuple[str, Calls]], device: str) -> Iterator[tuple[str, Calls]]:
+    """Yields the phases, and behind a decode step on CUDA the same as generation with a static cache compiles it."""
+    for phase, calls in phases:
+        yield phase, calls
+        if phase != "decode" or device != "cuda":
+            continue
+        compiled = [
+            # where the tokens end lies on the device, and a traced graph knows no lengths
+            spec._replace(
+                kind="ragged" if spec.kind == "suffix" else spec.kind, compiling=True, device=device,
+                keys=0, kv_bytes=0, pairs=0, length=0,
+            )
+            for _, spec, _ in calls
+        ]  # fmt: skip
+        yield (
+            "compiled",
+            [
+                (module, spec, forced)
+                for (module, _, forced), spec in zip(calls, compiled, strict=True)
+                if spec.stored is None and (forced is None or not refusals_of(forced, spec))
+            ],
+        )
+
+
 def _phases(
     ghost: PreTrainedModel,
     given: Mapping[str, torch.Tensor] | None,
     stored: str,
     kept: list[CacheMemory],
     spans: Mapping[int, Any] | None,
-) -> Iterator[tuple[str, list[tuple[nn.Module, CallSpec, str | None]]]]:
+) -> Iterator[tuple[str, Calls]]:
     """Yields the attention calls of a prompt, of a padded batch and, for models with a cache, of one decode step."""
     inputs = _inputs(ghost) if given is None else {name: value.to("meta") for name, value in given.items()}
     cached = ghost.can_generate() and not ghost.config.is_encoder_decoder

@@ -140,6 +140,18 @@ def test_an_explanation_says_alike_reasons_once() -> None:
     assert "one query" in next(line for line in lines if line.lstrip().startswith("decode"))
 
 
+def test_an_explanation_for_a_gpu_says_what_a_compiled_step_runs() -> None:
+    model = fresh_pair("llama").ours
+    found = {one.phase: one for one in adaattn_hf.explain(model, device="cuda", dtype=torch.bfloat16).layers}
+    assert list(found) == ["prefill", "padded", "decode", "compiled"]
+    installed = not found["compiled"].refused.get("triton")
+    assert found["compiled"].backend == ("triton" if installed else "sdpa")
+    assert found["compiled"].spec.compiling
+    model.set_attn_implementation("adaattn_sdpa")
+    assert adaattn_hf.explain(model, device="cuda").layers[-1].backend == "sdpa"
+    assert "compiled" not in {one.phase for one in adaattn_hf.explain(model).layers}
+
+
 def test_settings_that_nobody_knows_are_refused_when_the_model_runs() -> None:
     _, ours = fresh_pair("gpt2")
     ours.config.adaattn = {"bugdet": 0.001}
