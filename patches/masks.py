@@ -161,7 +161,8 @@ def _settled(structure: CallStructure, device: Any, padding: Tensor | None, conf
     """
     if not fast_path.tracing() or structure.plain:
         return structure
-    if structure.q_len == 1 and structure.one_run_a_row and traces_steps(torch.device(device).type):
+    step = structure.q_len == 1 and structure.one_run_a_row and not torch.is_grad_enabled()
+    if step and traces_steps(torch.device(device).type):
         return structure
     batch, q_len, kv_len = structure.batch, structure.q_len, structure.kv_len
     known = None

@@ -71,7 +71,7 @@ def block(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """The table.
 
     Args:
-        reports: Reports of `adaattn bench` by name: `bench`, `gpu`, `gpu_small`.
+        reports: Reports of `adaattn bench` by name: `bench`, `gpu`, `gpu_small`; and `gpu_plans`.
 
     Raises:
         UsageError: A cell was not measured.
@@ -80,14 +80,17 @@ def block(reports: Mapping[str, Mapping[str, Any]]) -> str:
         "| exact attention | dtype | on | best stock | times as fast |",
         "|---|---|---|---|---|",
     ]
-    for says, dtype, where, cell in _cells(reports):
-        ratio = cell["ratio_best"]["wall"]["median"]
-        rows.append(f"| {says} | {dtype} | {where} | {cell['best']} | {ratio:.2f} |")
+    for says, dtype, where, best, ratio in (*_cells(reports), *_generated(reports["gpu_plans"])):
+        rows.append(f"| {says} | {dtype} | {where} | {best} | {ratio['median']:.2f} |")
     return "\n".join(rows)
 
 
-def _cells(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
-    """What a line says, its dtype, where it was measured, and the cell."""
+Line = tuple[str, str, str, str, Mapping[str, float]]
+"""What a line says, its dtype, where it was measured, the best stock implementation, and the ratio's quartiles."""
+
+
+def _cells(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
+    """Cells of `adaattn bench`."""
     for says, title, name in _LINES:
         report = reports[name]
         found = [cell for cell in report["cells"] if cell["title"] == title]
@@ -95,14 +98,27 @@ def _cells(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str,
             raise UsageError(f"{name}.json: no stock implementation was measured in the cell {title!r}")
         made = report["provenance"]
         where = f"{made['cpu']}, {made['threads']} threads" if made["device"] == "cpu" else made["device"]
-        yield says, title.rpartition(" (")[2][:-1], where, found[0]
+        dtype = title.rpartition(" (")[2][:-1]
+        yield says, dtype, where, found[0]["best"], found[0]["ratio_best"]["wall"]
+
+
+def _generated(report: Mapping[str, Any]) -> Iterator[Line]:
+    """Generation with a static cache, exact; stock's quartiles over ours."""
+    for cell in report["sections"]["generation"]:
+        says = f"a token of an 8B model, {cell['cell'].removesuffix(', ms a token')}"
+        (low, high), (our_low, our_high) = (cell["quartiles"][arm] for arm in ("sdpa", "exact"))
+        ratio = {
+            "median": cell["sdpa"] / cell["exact"],
+            "quartile_25": low / our_high,
+            "quartile_75": high / our_low,
+        }
+        yield says, "bfloat16", _device_of(report, "generation"), "sdpa", ratio
 
 
 def picture(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """The same cells as bars, in SVG."""
     bars = []
-    for says, dtype, where, cell in _cells(reports):
-        ratio = cell["ratio_best"]["wall"]
+    for says, dtype, where, _best, ratio in (*_cells(reports), *_generated(reports["gpu_plans"])):
         short = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
         spread = ratio["quartile_25"], ratio["quartile_75"]
         bars.append(Bar(f"{says} ({short})", where, "threads" not in where, ratio["median"], *spread))

@@ -43,8 +43,8 @@ def attend_step(
 
     Args:
         request: The step.
-        graph: Whether it is a node of a traced graph: then no table is made for it, and no memory kept, which would lie
-                in the graph's own. Nothing but padding cuts its batch rows.
+        graph: Whether it is a node of a traced graph, in whose memory nothing may be kept. Nothing but padding cuts its
+            batch rows then.
         windows: Of its heads where they are known; else those of its structure and rules.
         until: Position of a sequence from which on a query sees as if these had no end.
 
