@@ -111,6 +111,12 @@ def main(capability: int) -> None:
     kept = HeadRules((0, 0), (16, 0), (0.9, 0.0), ("model", "model"), block=64)
     for request in (call(1, 512), call(1, 512, windows), call(256, 256), call(256, 256, kept)):
         launch.attend(request)
+    # of a graph, whose offset and padding the kernel reads
+    graph = call(1, 512)
+    length, real = torch.tensor(300), torch.ones(1, 512, dtype=torch.bool)
+    graph.structure = graph.structure.with_changes(q_offset=length, key_padding=real, pads_queries=True)
+    for pairs in (None, ((128, 16), (1 << 30, 0))):
+        step.attend_step(graph, graph=True, windows=pairs, until=None if pairs is None else 256)
     for rules in (None, windows, kept):
         launch.attend(call(256, 256, rules, dim=128))
     trained = call(256, 256, windows, grad=True)
