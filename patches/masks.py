@@ -12,16 +12,20 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import transient
-from adaattn_hf.backends.select import traces_steps
+from adaattn_hf.backends.select import traces
 from adaattn_hf.config import raw_settings
 
 from . import fast_path
-from .families import needs_dense_mask, skips_padding
+from .families import loses_borders, needs_dense_mask, skips_padding
 from .structured_mask import StructuredMask
 from .support import UnsupportedModel, unsupported, uses_interface
 
 if TYPE_CHECKING:
     from .mask_pattern import MaskPattern
+
+
+_NATIVE = ("adaattn", "adaattn_native")
+"""Names under which the native kernels serve a processor."""
 
 
 def adaattn_mask(
@@ -155,14 +159,13 @@ def _structure(
 def _settled(structure: CallStructure, device: Any, padding: Tensor | None, config: Any) -> CallStructure:
     """Returns the structure itself; in a traced graph with a dense mask, made once for all layers, unless it is plain.
 
-    One query keeps its structure where a kernel reads it off the device, as it does when generation makes the mask.
+    Where a kernel reads the structure while the graph runs, it stays, as it does when generation makes the mask.
     Models with settings of this package keep the padding beside the mask, because plans count keys from the first
     real token.
     """
     if not fast_path.tracing() or structure.plain:
         return structure
-    step = structure.q_len == 1 and structure.one_run_a_row and not torch.is_grad_enabled()
-    if step and traces_steps(torch.device(device).type):
+    if torch.compiler.is_compiling() and _is_read(structure, torch.device(device).type, config):
         return structure
     batch, q_len, kv_len = structure.batch, structure.q_len, structure.kv_len
     known = None
@@ -176,6 +179,16 @@ def _settled(structure: CallStructure, device: Any, padding: Tensor | None, conf
         key_padding=known,
         mask=structure.visible(device=device),
     )
+
+
+def _is_read(structure: CallStructure, device: str, config: Any) -> bool:
+    """Whether a kernel reads a structure off its tensors in a traced graph: on CUDA that of one query per sequence."""
+    if structure.mask is not None or loses_borders(config) or torch.onnx.is_in_onnx_export():
+        return False
+    if device == "cpu":
+        return getattr(config, "_attn_implementation", "") in _NATIVE and traces("native")
+    step = structure.q_len == 1 and structure.one_run_a_row and not torch.is_grad_enabled()
+    return device == "cuda" and step and traces("triton")
 
 
 def _hides_nothing(attention_mask: Any, length: int) -> bool:

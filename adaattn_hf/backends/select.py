@@ -152,9 +152,9 @@ def _missing(name: str) -> tuple[str, ...]:
     return by_name(name).missing()
 
 
-def traces_steps(device: str) -> bool:
-    """Whether on such a device a traced graph serves one query per sequence by its structure, without a dense mask."""
-    return device == "cuda" and not _missing("triton")
+def traces(name: str) -> bool:
+    """Whether a backend is installed, asked while a graph is traced."""
+    return not _missing(name)
 
 
 def choose(spec: CallSpec, forced: str | None = None) -> Backend:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from adaattn_hf.backends.select import by_name
+
 from ..support.models import ENCODERS, LENGTH, assert_same, fresh_pair, main_output, padding, pair, tokens
 from ..support.versions import needs_tracing
 
@@ -42,10 +44,14 @@ class Graphs:
         return [node for node, shape in shapes if tuple(shape[-2:]) == (length, length)]
 
 
+@pytest.mark.parametrize("implementation", ["adaattn", "adaattn_sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_plain_batch_is_traced_without_a_mask(family: str) -> None:
-    _, ours = pair(family)
-    for side, expected in (("none", False), ("left", True)):
+def test_a_plain_batch_is_traced_without_a_mask(family: str, implementation: str) -> None:
+    """So is a padded one where the native kernels, which read padding, serve it."""
+    ours = fresh_pair(family).ours
+    ours.set_attn_implementation(implementation)
+    masked = implementation == "adaattn_sdpa" or bool(by_name("native").missing())
+    for side, expected in (("none", False), ("left", masked)):
         torch._dynamo.reset()
         graphs = Graphs()
         with torch.no_grad():

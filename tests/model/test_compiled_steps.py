@@ -15,6 +15,7 @@ from packaging.version import Version
 from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.backends import select
 from adaattn_hf.backends.triton import TritonBackend
+from adaattn_hf.patches import masks
 from adaattn_hf.plans import store
 
 from ..support.choices import make_choice
@@ -87,7 +88,10 @@ def test_a_step_is_one_node_a_layer(name: str, side: str) -> None:
 def test_a_mask_that_is_made_inside_the_graph_stays_a_structure(
     side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adaattn_hf.patches.masks.traces_steps", lambda device: True)
+    is_read = masks._is_read
+    monkeypatch.setattr(
+        masks, "_is_read", lambda structure, device, config: is_read(structure, "cuda", config)
+    )
     stock, ours = fresh_pair("llama")
     ids, mask = tokens(), padding(side)
     mask = torch.ones_like(ids) if mask is None else mask

@@ -65,15 +65,18 @@ ADA_INLINE void seen_by(const ada_args &a, const AdaUnit &u, int64_t j, int64_t 
 // Scaling and softcap along one row of keys; `slope` gets the derivative of the softcap.
 static void cap_column(const ada_args &a, float *s, float *slope, int64_t i0, int64_t i1) {
   const float scale = (float)a.scaling;
-  for (int64_t i = i0; i < i1; ++i) {
-    if (a.softcap > 0) {
-      const float t = tanhf(s[i] * scale / (float)a.softcap);
-      s[i] = (float)a.softcap * t;
-      slope[i] = 1 - t * t;
-    } else {
-      s[i] *= scale;
-      slope[i] = 1;
+  if (a.softcap > 0) {
+    const float cap = (float)a.softcap;
+    for_vectors(s + i0, i1 - i0, [&](vf x) { return vtanh(x * splat(scale) / splat(cap)); });
+    for (int64_t i = i0; i < i1; ++i) {
+      slope[i] = 1 - s[i] * s[i];
+      s[i] *= cap;
     }
+    return;
+  }
+  for (int64_t i = i0; i < i1; ++i) {
+    s[i] *= scale;
+    slope[i] = 1;
   }
 }
 

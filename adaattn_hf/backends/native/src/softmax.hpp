@@ -9,7 +9,7 @@ static void adjust(const ada_args &a, const AdaUnit &u, const Row &row, float *s
   const float scale = (float)a.scaling;
   if (a.softcap > 0) {
     const float cap = (float)a.softcap, f = scale / cap;
-    for (int64_t c = c0; c < c1; ++c) s[c] = cap * tanhf(s[c] * f);
+    for_vectors(s + c0, c1 - c0, [&](vf x) { return splat(cap) * vtanh(x * splat(f)); });
   } else {
     for (int64_t c = c0; c < c1; ++c) s[c] *= scale;
   }
@@ -25,8 +25,10 @@ static void adjust(const ada_args &a, const AdaUnit &u, const Row &row, float *s
   }
   if (a.mask) {
     const uint8_t *b = a.mask + u.row * a.ms[0] + row.head * a.ms[1] + (u.q0 + row.i) * a.ms[2] + key * a.ms[3];
-    for (int64_t c = c0; c < end; ++c)
-      if (!b[c * a.ms[3]]) s[c] = -INFINITY;
+    if (a.ms[3] == 1)
+      for (int64_t c = c0; c < end; ++c) s[c] = b[c] ? s[c] : -INFINITY;
+    else
+      for (int64_t c = c0; c < end; ++c) s[c] = b[c * a.ms[3]] ? s[c] : -INFINITY;
   }
 }
 

@@ -106,6 +106,30 @@ template <int DEGREE> ADA_INLINE vf exp2_neg(vf x) {
 #endif
 }
 
+// tanh, to 2e-7: by the exponential, near 0 by the odd polynomial of Cephes' tanhf (Moshier).
+ADA_INLINE vf vtanh(vf x) {
+  const vf a = (vf)((vi)x & splat_i(0x7fffffffu)), e = exp2_neg<5>(a * splat(-2.885390082f));  // e^-2|x|
+  const vf far = (splat(1.0f) - e) / (splat(1.0f) + e), z = a * a;
+  vf p = splat(-5.70498872745e-3f) * z + splat(2.06390887954e-2f);
+  p = p * z + splat(-5.37397155531e-2f);
+  p = p * z + splat(1.33314422036e-1f);
+  p = p * z + splat(-3.33332819422e-1f);
+  const vf t = a < splat(0.625f) ? a + a * z * p : far;
+  return (vf)((vi)t | ((vi)x & splat_i(0x80000000u)));
+}
+
+// Of n numbers that adjoin, `each` makes W at a time others; the last few are made beside zeros.
+template <class Each> ADA_INLINE void for_vectors(float *s, int64_t n, Each each) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(s + i, each(load(s + i)));
+  if (i < n) {
+    float rest[W] = {};
+    memcpy(rest, s + i, (size_t)(n - i) * 4);
+    store(rest, each(load(rest)));
+    memcpy(s + i, rest, (size_t)(n - i) * 4);
+  }
+}
+
 // Lane i of the result is the largest element (the sum) of v[i]: one tree for W vectors in place of W trees.
 #if defined(__AVX512F__)
 template <class Op> ADA_INLINE __m512 reduce_lanes(const __m512 *v, Op op) {
