@@ -179,7 +179,7 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
-def race(row: Cell, arms: Mapping[str, Callable[[], Any]]) -> None:
+def race(row: Cell, arms: Mapping[str, Callable[[], Any]], rep: int = 15) -> None:
     """Microseconds of arms into a row: the median of rounds that take them in turn.
 
     One after another they would not be alike: a device that multiplies for long lowers its clock.
@@ -195,7 +195,7 @@ def race(row: Cell, arms: Mapping[str, Callable[[], Any]]) -> None:
     for number in range(ROUNDS):
         for place in turn(len(found), number):
             name = list(found)[place]
-            found[name].append(microseconds(arms[name], 15))
+            found[name].append(microseconds(arms[name], rep))
     row |= {name: statistics.median(times) for name, times in found.items()}
 
 
