@@ -199,22 +199,16 @@ def _with_graphs(phases: Iterator[tuple[str, Calls]], device: str) -> Iterator[t
         yield phase, calls
         if phase != "decode" or device != "cuda":
             continue
-        compiled = [
+        compiled: Calls = []
+        for module, step, forced in calls:
             # where the tokens end lies on the device, and a traced graph knows no lengths
-            spec._replace(
-                kind="ragged" if spec.kind == "suffix" else spec.kind, compiling=True, device=device,
-                keys=0, kv_bytes=0, pairs=0, length=0,
+            kind = "ragged" if step.kind == "suffix" else step.kind
+            spec = step._replace(
+                kind=kind, compiling=True, device=device, keys=0, kv_bytes=0, pairs=0, length=0
             )
-            for _, spec, _ in calls
-        ]  # fmt: skip
-        yield (
-            "compiled",
-            [
-                (module, spec, forced)
-                for (module, _, forced), spec in zip(calls, compiled, strict=True)
-                if spec.stored is None and (forced is None or not refusals_of(forced, spec))
-            ],
-        )
+            if spec.stored is None and (forced is None or not refusals_of(forced, spec)):
+                compiled.append((module, spec, forced))
+        yield "compiled", compiled
 
 
 def _phases(

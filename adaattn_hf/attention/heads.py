@@ -146,13 +146,17 @@ def spelled_out(request: AttentionRequest) -> AttentionRequest:
         return request
     kv_heads, structure = request.key.shape[1], request.structure
     groups = request.query.shape[1] // kv_heads
-    masks = []
+    masks, beyond = [], None
+    if rules.until is not None:
+        device = request.query.device
+        beyond = structure.visible(device=device) & (
+            structure.positions(device)[:, None, :, None] >= rules.until
+        )
     for head in range(kv_heads):
         window, sinks = rules.window_in(structure, head)
         own = structure.with_changes(window=window, sinks=sinks).visible(device=request.query.device)
-        if rules.until is not None:
-            beyond = structure.positions(request.query.device)[:, None, :, None] >= rules.until
-            own = own | (beyond & structure.visible(device=request.query.device))
+        if beyond is not None:
+            own = own | beyond
         if own.shape[1] > 1:
             own = own[:, head * groups : (head + 1) * groups]
         mass = rules.masses[head]

@@ -79,10 +79,15 @@ def _of_device(index: int) -> Capability:
     return of_sm(torch.cuda.get_device_capability(index))
 
 
+def _has_devices() -> bool:
+    """Whether there are devices of NVIDIA's, which records are of."""
+    return torch.cuda.is_available() and torch.version.hip is None
+
+
 @torch.compiler.assume_constant_result
 def _sm_while_tracing(index: int | None) -> tuple[int, int] | None:
     """Compute capability of a device for a traced graph, which is not to look into a cache."""
-    if not torch.cuda.is_available() or torch.version.hip is not None:
+    if not _has_devices():
         return None
     return torch.cuda.get_device_capability(torch.cuda.current_device() if index is None else index)
 
@@ -93,7 +98,7 @@ def capability(device: torch.device | int | None = None) -> Capability | None:
     if torch.compiler.is_compiling():
         sm = _sm_while_tracing(index)
         return None if sm is None else of_sm(sm)
-    if not torch.cuda.is_available() or torch.version.hip is not None:
+    if not _has_devices():
         return None
     return _of_device(torch.cuda.current_device() if index is None else index)
 

@@ -13,8 +13,7 @@ from ..policy.candidates import FAMILIES, MASSES, WINDOWS
 
 _OF_THE_PROOF = (
     "budget", "direct", "held_out", "most_held_out", "tries", "bolder", "haystacks", "needles", "top1", "kl_p999",
-    "needles_lost", "alpha", "minutes", "rounds", "optimize", "kv_bytes", "batch",
-    "captured",
+    "needles_lost", "alpha", "minutes", "rounds", "optimize", "kv_bytes", "batch", "captured",
 )  # fmt: skip
 """Settings that do not affect the measurement of risks."""
 

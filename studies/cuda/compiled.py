@@ -95,4 +95,4 @@ def _forward(model: Any, ids: Tensor, given: dict[str, Tensor]) -> None:
 
 def _both_passes(model: Any, ids: Tensor, given: dict[str, Tensor]) -> None:
     model.zero_grad()
-    model(ids, labels=ids, use_cache=False, **given).loss.backward()
+    model(ids, labels=ids, **given).loss.backward()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from packaging.version import Version
 
 from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.backends import select
@@ -21,17 +18,11 @@ from adaattn_hf.plans import store
 from ..support.choices import make_choice
 from ..support.models import fresh_pair, padding, tokens
 from ..support.versions import needs_tracing
+from ..unit.test_triton import interpreted
 from .test_plan_compile import planned
 from .test_plan_compile import tokens as long_tokens
 
-OLD = importlib.util.find_spec("triton") is None or Version(metadata.version("triton")) < Version("3.7")
-pytestmark = [
-    needs_tracing,
-    pytest.mark.skipif(
-        OLD or torch.cuda.is_available(),
-        reason="needs triton 3.7, whose interpreter knows NumPy 2, and no CUDA device: tests/gpu has these there",
-    ),
-]
+pytestmark = [needs_tracing, interpreted]
 
 
 @pytest.fixture(autouse=True)

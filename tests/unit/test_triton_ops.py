@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from adaattn_hf.attention import reference
@@ -17,11 +14,7 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 
-OLD = importlib.util.find_spec("triton") is None or Version(metadata.version("triton")) < Version("3.7")
-interpreted = pytest.mark.skipif(
-    OLD or torch.cuda.is_available(),
-    reason="needs triton 3.7, whose interpreter knows NumPy 2, and no CUDA device: there the kernels are compiled",
-)
+from .test_triton import interpreted, make
 
 ROOM = 3000
 AT = torch.tensor(2700)
@@ -51,15 +44,9 @@ RULES = HeadRules((300, 0), (5, 0), (0.0, 0.0), ("model", "model"))
 ALIKE = HeadRules((300, 300), (5, 5), (0.0, 0.0), ("model", "model"))
 
 
-def make(structure: CallStructure, dtype: torch.dtype = torch.half, **extra: Any) -> AttentionRequest:
-    """A step of four query heads over two key/value heads, as a cache lays them out."""
-    g = torch.Generator().manual_seed(0)
-
-    def numbers(heads: int, length: int) -> Tensor:
-        return torch.randn(3, heads, length, 16, generator=g).to(dtype)
-
-    query, key, value = numbers(4, 1), numbers(2, ROOM), numbers(2, ROOM)
-    return AttentionRequest(query, key, value, structure, scaling=0.3, **extra)
+def asked(structure: CallStructure, **extra: Any) -> AttentionRequest:
+    """A step of four query heads over two key/value heads."""
+    return make(structure, 4, 2, 16, 16, need_lse=False, **extra)
 
 
 def near(out: Tensor, request: AttentionRequest) -> bool:
@@ -75,7 +62,7 @@ def near(out: Tensor, request: AttentionRequest) -> bool:
 def test_equals_the_reference(name: str, extra: dict[str, Any]) -> None:
     from adaattn_hf.backends.triton.step import attend_step
 
-    request = make(STRUCTURES[name], **extra)
+    request = asked(STRUCTURES[name], **extra)
     assert near(attend_step(request, graph=True).out, request)
 
 
@@ -88,7 +75,7 @@ def test_is_one_node_of_a_whole_graph(name: str, rules: HeadRules | None) -> Non
     structure = STRUCTURES[name]
     if rules is not None and structure.window is not None:
         structure = structure.with_changes(window=400)
-    request = make(structure, per_head=rules)
+    request = asked(structure, per_head=rules)
     nodes: list[str] = []
 
     def kept(graph: Any, inputs: Any) -> Any:
@@ -114,7 +101,7 @@ def test_windows_end_with_a_position_of_the_sequence(name: str, rules: HeadRules
     """Of the padded rows the first one's query stands at 400, the others' at 2,700."""
     from adaattn_hf.backends.triton.ops import traced_step
 
-    request = make(STRUCTURES[name], per_head=replace(rules, until=until))
+    request = asked(STRUCTURES[name], per_head=replace(rules, until=until))
     out = traced_step(request)
     assert near(out, request)
     ruled, exact = (reference.attention(replace(request, per_head=r)).out for r in (rules, None))
@@ -144,7 +131,7 @@ def test_a_step_of_a_graph_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> N
     from adaattn_hf.backends.triton import step
 
     monkeypatch.setattr(step, "_kept", {})
-    step.attend_step(make(STRUCTURES["plain"]), graph=True)
+    step.attend_step(asked(STRUCTURES["plain"]), graph=True)
     assert not step._kept
-    step.attend_step(make(STRUCTURES["plain"]))
+    step.attend_step(asked(STRUCTURES["plain"]))
     assert step._kept
