@@ -98,9 +98,7 @@ def capability(device: torch.device | int | None = None) -> Capability | None:
     if torch.compiler.is_compiling():
         sm = _sm_while_tracing(index)
         return None if sm is None else of_sm(sm)
-    if not _has_devices():
-        return None
-    return _of_device(torch.cuda.current_device() if index is None else index)
+    return _of_device(torch.cuda.current_device() if index is None else index) if _has_devices() else None
 
 
 def cpu_name() -> str:
