@@ -85,11 +85,15 @@ def _has_devices() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _sm_while_tracing(index: int | None) -> tuple[int, int] | None:
-    """Compute capability of a device for a traced graph, which is not to look into a cache."""
+def _sm_while_tracing(index: int | None) -> int:
+    """Compute capability of a device for a traced graph, which is not to look into a cache: 90 for 9.0, 0 for none.
+
+    One number, as torch 2.11 cannot compare a tuple that it took for a constant.
+    """
     if not _has_devices():
-        return None
-    return torch.cuda.get_device_capability(torch.cuda.current_device() if index is None else index)
+        return 0
+    major, minor = torch.cuda.get_device_capability(torch.cuda.current_device() if index is None else index)
+    return 10 * major + minor
 
 
 def capability(device: torch.device | int | None = None) -> Capability | None:
@@ -97,7 +101,7 @@ def capability(device: torch.device | int | None = None) -> Capability | None:
     index = device.index if isinstance(device, torch.device) else device
     if torch.compiler.is_compiling():
         sm = _sm_while_tracing(index)
-        return None if sm is None else of_sm(sm)
+        return of_sm((sm // 10, sm % 10)) if sm else None
     return _of_device(torch.cuda.current_device() if index is None else index) if _has_devices() else None
 
 
