@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,6 +40,13 @@ def spec_of(request: AttentionRequest, backend: str | None = None) -> CallSpec:
     else:
         worth = pairs > SMALL_PAIRS or not request.query.is_cpu
     return CallSpec.of(request, look=worth or backend is not None)
+
+
+@torch.compiler.assume_constant_result
+def installed(module: str) -> bool:
+    """Whether a module can be imported; it is not. A traced graph cannot look for it, and takes the answer as it is."""
+    package = module.partition(".")[0]
+    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
 class Backend(Protocol):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, head_refusals, nothing_seen, run_refusals
+from ..base import Backend, head_refusals, installed, nothing_seen, run_refusals
 
 _MODULES = ("flash_attn", "flash_attn.cute", "cutlass", "quack")
 """Modules to look for: its own, parents first, and its compiler's, which an interrupted installation may lack."""
@@ -27,7 +26,7 @@ class Flash4Backend(Backend):
     def missing(self) -> tuple[str, ...]:
         """Looks for the package and its imports without importing them; flash-attn 2 has the same package name."""
         for module in _MODULES:
-            if importlib.util.find_spec(module) is None:
+            if not installed(module):
                 what = "is not installed" if module.startswith("flash_attn") else "is not installed whole"
                 return (f"flash-attn-4 {what} (no module {module}); pip install 'flash-attn-4>=4.0.0b1'",)
         return ()
@@ -59,7 +58,7 @@ class Flash4Backend(Backend):
             )
         if spec.head_blocks:
             reasons.extend(_of_kept_blocks(spec, device is not None and device.sm >= (10, 0)))
-        if lists_needed and importlib.util.find_spec("triton") is None:
+        if lists_needed and not installed("triton"):
             reasons.append("lists of blocks are made by Triton kernels, and triton is not installed")
         if lists_needed and spec.decode:
             reasons.append("flash-attn 4 does not share out the keys of one query")

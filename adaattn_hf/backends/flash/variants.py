@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ...attention.structure import CallStructure, Segment
-from ..base import Backend, head_refusals, nothing_seen, run_refusals
+from ..base import Backend, head_refusals, installed, nothing_seen, run_refusals
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,15 @@ class Packing(NamedTuple):
     max_k: int
 
 
+@torch.compiler.assume_constant_result
+def _made_without(flags_module: str | None, feature: str) -> bool:
+    """Whether the module of a build's flags is there, and says that it lacks a feature; constant in a traced graph."""
+    if flags_module is None or not installed(flags_module):
+        return False
+    flags = getattr(importlib.import_module(flags_module), "CONFIG", {}).get("build_flags", {})
+    return bool(flags.get(f"FLASHATTENTION_DISABLE_{feature}", False))
+
+
 class FlashBackend(Backend):
     """flash-attn's dense and variable-length kernels (CUDA, half precision)."""
 
@@ -66,18 +74,13 @@ class FlashBackend(Backend):
 
     def missing(self) -> tuple[str, ...]:
         """The package is looked for without being imported."""
-        package = self.variant.module.partition(".")[0]
-        if importlib.util.find_spec(package) is None or importlib.util.find_spec(self.variant.module) is None:
+        if not installed(self.variant.module):
             return (f"{self.variant.package} is not installed (no module {self.variant.module})",)
         return ()
 
     def _left_out(self, feature: str) -> bool:
         """Whether the installed build was made without a feature."""
-        name = self.variant.flags_module
-        if name is None or importlib.util.find_spec(name) is None:
-            return False
-        flags = getattr(importlib.import_module(name), "CONFIG", {}).get("build_flags", {})
-        return bool(flags.get(f"FLASHATTENTION_DISABLE_{feature}", False))
+        return _made_without(self.variant.flags_module, feature)
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What flash-attn's kernels cannot compute."""

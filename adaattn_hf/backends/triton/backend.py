@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, FastCall, head_refusals
+from ..base import Backend, FastCall, head_refusals, installed
 from .ops import traced_step
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -29,7 +28,7 @@ class TritonBackend(Backend):
 
     def missing(self) -> tuple[str, ...]:
         """The package is looked for without being imported."""
-        if importlib.util.find_spec("triton") is None:
+        if not installed("triton"):
             return ("triton is not installed",)
         return ()
 
@@ -97,7 +96,7 @@ class TritonBackend(Backend):
         from ..capability import capability
 
         facts = capability(spec.device_index)
-        if facts is None or not facts.tiles or self.missing():
+        if spec.compiling or facts is None or not facts.tiles or self.missing():
             return False
         from . import hopper
 
