@@ -45,6 +45,7 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
         "relaunch",
         "remembered",
         "sinks",
+        "straight",
         "table",
         "windows",
     )

@@ -1,0 +1,118 @@
+"""Calls Triton's launcher in C with what Triton's layers of Python would pass it, read off them once.
+
+At every launch these layers look for hooks and encode each descriptor of tiles anew. What is encoded depends on a
+tensor's address alone, where its shape and strides stay: it is kept by address.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import triton
+from torch import Tensor
+
+Described = Mapping[int, Callable[[Tensor], Any]]
+"""By the places of arguments that are descriptors of tiles: what makes one of a tensor."""
+_MOST = 512
+"""Most encoded descriptors that are kept of an argument."""
+_PLACES = "self", "gridX", "gridY", "gridZ", "stream", "function"
+_HOOKS = "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"
+_TAKEN = (*_PLACES, "args"), (*_PLACES, *_HOOKS, "args")
+"""What the launcher of a compiled kernel takes in Triton 3.6, and from 3.7 to 3.9; both are passed the same."""
+
+
+def watched() -> bool:
+    """Whether somebody asked Triton to be called at launches, as its profiler does."""
+    asked = triton.knobs.runtime
+    enter, leave = asked.launch_enter_hook, asked.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # chains of hooks, or one
+
+
+def launcher_in_c(compiled: Any, descriptors: int) -> Any:
+    """What a compiled kernel's launcher calls in the end, None where that is not made as in Triton 3.6 to 3.9.
+
+    None, too, for kernels that need memory of their own at every launch.
+
+    Args:
+        compiled: As Triton compiles a kernel.
+        descriptors: How many of its arguments must be descriptors, each of them encoded as one map.
+    """
+    run = compiled.run
+    facts, driver = vars(run), sys.modules[type(run).__module__]
+    sizes = facts.get("global_scratch_size"), facts.get("profile_scratch_size")
+    taken = tuple(inspect.signature(type(run).__call__).parameters)
+    if taken not in _TAKEN or sizes != (0, 0) or facts.get("gsan_enabled"):
+        return None
+    meta = getattr(compiled.metadata, "tensordesc_meta", (None,))
+    if len(meta) != descriptors or None in meta or not hasattr(driver, "wrap_handle_tensordesc"):
+        return None
+    launch = facts.get("launch")
+    if inspect.isfunction(launch):  # it encodes the descriptors, and calls what it holds by this name
+        launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
+    return None if inspect.isfunction(launch) else launch
+
+
+def with_descriptors(described: Described, tensors: Sequence[Tensor], others: Sequence[Any]) -> list[Any]:
+    """Arguments: descriptors of the tensors that are described, in the place of the others what is given there."""
+    return [described[i](tensors[i]) if i in described else one for i, one in enumerate(others)]
+
+
+class Straight:
+    """Launches of one compiled kernel that differ in the tensors of their first arguments."""
+
+    def __init__(
+        self, compiled: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], rest: Sequence[Any],
+        described: Described,
+    ) -> None:  # fmt: skip
+        """From one of the launches, no tensor of which is kept.
+
+        Args:
+            compiled: A kernel that has a `launcher_in_c`; its code is unloaded with it.
+            grid: Programs, in three extents.
+            tensors: The first arguments.
+            rest: The others, with the constants.
+            described: Which of the tensors are passed as descriptors.
+        """
+        self._compiled, self._rest, self._described = compiled, list(rest), described
+        self._launch = launcher_in_c(compiled, len(described))
+        stream, marks, seen = object(), [object() for _ in tensors], list[Any]()
+        shown = copy.copy(compiled.run)
+        shown.launch = lambda *passed: seen.extend(passed)
+        shown(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *marks, *rest)
+        self._together = isinstance(seen[-1], tuple)  # from 3.7 on the kernel's arguments are passed as one
+        self._base = seen[:-1] if self._together else seen[: -len(marks) - len(rest)]
+        place = self._base.index(stream)
+        self._before, self._between = self._base[:place], self._base[place + 1 :]
+        driver, kinds = sys.modules[type(compiled.run).__module__], dict(compiled.src.signature)
+        meta = compiled.metadata.tensordesc_meta
+        self._encode = driver.wrap_handle_tensordesc(lambda *passed: passed, kinds, meta)
+        self._kernel = kernel = self._encoded(tensors, marks)
+        maps = [place for place, one in enumerate(kernel) if isinstance(one, driver.PyCUtensorMap)]
+        self._kept = [(i, at, dict[int, Any]()) for i, at in zip(sorted(described), maps, strict=True)]
+        found = {id(one): place for place, one in enumerate(kernel)}
+        self._places = [(i, found[id(mark)]) for i, mark in enumerate(marks) if i not in described]
+
+    def __call__(self, stream: int, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
+        """Launches on a stream of the current device, which holds the tensors at these addresses."""
+        kernel, new = self._kernel.copy(), None
+        for i, place in self._places:
+            kernel[place] = addresses[i]
+        for i, place, kept in self._kept:
+            one = kept.get(addresses[i])
+            if one is None:
+                new = new or self._encoded(tensors, addresses)
+                if len(kept) >= _MOST:
+                    kept.clear()
+                one = kept[addresses[i]] = new[place]
+            kernel[place] = one
+        self._launch(*self._before, stream, *self._between, *((kernel,) if self._together else kernel))
+
+    def _encoded(self, tensors: Sequence[Tensor], others: Sequence[Any]) -> list[Any]:
+        """The kernel's arguments as they are passed in C."""
+        kernel = with_descriptors(self._described, tensors, others) + self._rest
+        passed = self._encode(*self._base, *((tuple(kernel),) if self._together else kernel))
+        return list(passed[-1] if self._together else passed[len(self._base) :])
