@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from .launcher import Launcher
+from .straight import Described, Straight, launcher_in_c, watched, with_descriptors
 
 
 class Relaunch:
-    """A launch whose first arguments change, tensors and descriptors of tiles; grid, variant and the others stay."""
+    """A launch whose first arguments change, all tensors; grid, variant and the others stay."""
 
     def __init__(
         self,
@@ -22,6 +23,7 @@ class Relaunch:
         numbers: Sequence[float],
         constants: Mapping[str, Any],
         kind: Hashable | None,
+        described: Described | None = None,
     ) -> None:
         """From what a `Launcher` is called with.
 
@@ -33,22 +35,24 @@ class Relaunch:
             numbers: Its arguments behind these.
             constants: Its constants by name, and the compiler's options.
             kind: What the compiled variant depends on beside them and the device; None: Triton looks each time.
+            described: Which of the first arguments the kernel takes as descriptors of tiles, that differ in the
+                addresses of their tensors alone.
         """
         self._launcher, self._grid, self._tables, self._numbers = launcher, grid, tables, numbers
         self._constants, self._kind = constants, kind
         self._device = tables[0].get_device()
-        self._known: tuple[Callable[..., None], tuple[Any, ...]] | None = None
+        self._described = described or {}
+        self._known: tuple[Callable[..., None], tuple[Any, ...], Straight | None] | None = None
 
-    def __call__(self, tensors: Sequence[Any], addresses: Sequence[Any]) -> None:
+    def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """Launches the kernel on its device's current stream; by its launcher until that knows the variant.
 
         Args:
-            tensors: The first arguments; tensors lie on the device of the tables, and begin where the kind says.
-            addresses: The same, of each tensor its address. Triton would ask each tensor for it, and the driver whether
-                a device can read there.
+            tensors: The first arguments; they lie on the device of the tables, and begin where the kind says.
+            addresses: Theirs. Triton would ask each tensor for it, and the driver whether a device can read there.
         """
         if self._kind is None:
-            self._launcher(self._grid, (*tensors, *self._tables, *self._numbers), self._constants, None)
+            self._look(tensors)
             return
         device = self._device
         if device != torch._C._cuda_getDevice():
@@ -58,13 +62,32 @@ class Relaunch:
             return
         known = self._known
         if known is None:
-            found = self._launcher.variant(self._constants, self._kind, device)
-            if found is None:
-                arguments = *tensors, *self._tables, *self._numbers
-                self._launcher(self._grid, arguments, self._constants, self._kind)
-                return
-            compiled, constants = found
-            rest = *(table.data_ptr() for table in self._tables), *self._numbers, *constants
-            known = self._known = compiled[(*self._grid, 1, 1)[:3]], rest
-        launch, rest = known
-        launch(*addresses, *rest, stream=torch._C._cuda_getCurrentRawStream(device))
+            known = self._known = self._found(tensors)
+        if known is None:
+            self._look(tensors)
+            return
+        launch, rest, straight = known
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if straight is None or watched():
+            launch(*with_descriptors(self._described, tensors, addresses), *rest, stream=stream)
+        else:
+            straight(stream, tensors, addresses)
+
+    def _look(self, tensors: Sequence[Tensor]) -> None:
+        """Launches by the launcher, for which Triton looks at every argument if it must."""
+        first = with_descriptors(self._described, tensors, tensors)
+        self._launcher(self._grid, (*first, *self._tables, *self._numbers), self._constants, self._kind)
+
+    def _found(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[Callable[..., None], tuple[Any, ...], Straight | None] | None:
+        """By Triton's Python, the arguments behind the first ones, and past it; None until the variant is known."""
+        found = self._launcher.variant(self._constants, self._kind, self._device)
+        if found is None:
+            return None
+        compiled, constants = found
+        grid = (*self._grid, 1, 1)[:3]
+        rest = *(table.data_ptr() for table in self._tables), *self._numbers, *constants
+        past = launcher_in_c(compiled, len(self._described)) is not None
+        straight = Straight(compiled, grid, tensors, rest, self._described) if past else None
+        return compiled[grid], rest, straight

@@ -12,6 +12,7 @@ triton = pytest.importorskip("triton")
 from adaattn_hf.backends.launcher import _OPTIONS, Launcher  # noqa: E402  (imports triton)
 from adaattn_hf.backends.relaunch import Relaunch  # noqa: E402
 
+from ..support import c_launcher  # noqa: E402
 from ..support.on_device import Devices, Kernel, OnSecond  # noqa: E402
 
 TABLE = torch.zeros(4, dtype=torch.int32).as_subclass(OnSecond)
@@ -20,12 +21,31 @@ CONSTANTS = {"num_warps": 4, "CAUSAL": True, "BLOCK": 64}
 
 
 class Compiled:
+    """One whose launcher in C is not found."""
+
+    run = c_launcher.Other()
+
     def __init__(self, log: list[Any]) -> None:
         self.log = log
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         self.log.append(("prepared", grid))
         return lambda *arguments, stream: self.log.append(("again", arguments, stream))
+
+
+KINDS = {
+    "x": "*fp32", "tiles": "tensordesc", "table": "*i32", "n": "i32", "BLOCK": "constexpr", "CAUSAL": "constexpr",
+}  # fmt: skip
+
+
+def in_c(log: list[Any]) -> c_launcher.Compiled:
+    """One whose launcher in C is found, and takes a tensor by its descriptor, too."""
+    return c_launcher.Compiled(log, c_launcher.Flat(), KINDS)
+
+
+def by_tiles(kernel: Kernel) -> Relaunch:
+    constants = CONSTANTS, "kind", {1: c_launcher.Described}
+    return Relaunch(Launcher(kernel), (2, 3), (TABLE,), (5,), *constants)
 
 
 def made() -> Kernel:
@@ -58,7 +78,7 @@ def test_a_variant_that_another_launch_has_found_is_known(device: Devices) -> No
     kernel = made()
     launcher = Launcher(kernel)
     launcher((9,), (X, TABLE, 7), CONSTANTS, "kind")
-    relaunch(kernel, launcher)((X,), ("at x",))
+    relaunch(kernel, launcher)((X,), (1 << 40,))
     assert [entry[0] for entry in kernel.log] == ["looked", "prepared", "again"]
 
 
@@ -81,7 +101,7 @@ def test_a_version_of_triton_that_is_not_passed_by_looks_every_time(
     kernel = made()
     again = relaunch(kernel)
     for _ in range(3):
-        again((X,), ("at x",))
+        again((X,), (1 << 40,))
     assert [entry[0] for entry in kernel.log] == ["looked"] * 3
 
 
@@ -90,5 +110,46 @@ def test_without_a_kind_triton_looks_each_time(device: Devices) -> None:
     kernel = made()
     again = Relaunch(Launcher(kernel), (2, 3), (TABLE,), (5,), CONSTANTS, None)
     for _ in range(3):
-        again((X,), ("at x",))
+        again((X,), (1 << 40,))
     assert [entry[0] for entry in kernel.log] == ["looked"] * 3
+
+
+def test_descriptors_are_made_where_triton_asks_for_them(device: Devices) -> None:
+    kernel = Kernel(tuple(KINDS), Compiled)
+    again = by_tiles(kernel)
+    for _ in range(2):
+        again((X, X), (X.data_ptr(),) * 2)
+    (_, _, looked, _), _, (_, passed, _) = kernel.log
+    assert [looked[0] is X, passed[0]] == [True, X.data_ptr()]
+    for tiles in (looked[1], passed[1]):
+        assert isinstance(tiles, c_launcher.Described)
+        assert tiles.base is X
+
+
+def test_a_launcher_in_c_is_called_past_triton(device: Devices) -> None:
+    kernel = Kernel(tuple(KINDS), in_c)
+    again = by_tiles(kernel)
+    x, y = X, torch.zeros(4).as_subclass(OnSecond)
+    again((x, x), (x.data_ptr(),) * 2)
+    for device.current in (1, 0):
+        for one in (x, y):
+            at = one.data_ptr()
+            again((x, one), (x.data_ptr(), at))
+            told, rest = (None, None, (4, 1, 0), None, None, None), (TABLE.data_ptr(), 5, 64, True)
+            tiles = c_launcher.PyCUtensorMap(at), 4, 1
+            assert kernel.log[-1] == (2, 3, 1, 100, 5, *told, x.data_ptr(), *tiles, *rest)
+    assert len(kernel.log) == 5
+    assert device.entered == [1, 1]
+
+
+def test_whoever_asked_triton_to_be_called_at_launches_is(device: Devices) -> None:
+    kernel, chain = Kernel(tuple(KINDS), in_c), triton.knobs.runtime.launch_enter_hook
+    again = by_tiles(kernel)
+    told = []
+    for asked in (False, False, True, False):
+        if asked:
+            chain.add(print)
+        again((X, X), (X.data_ptr(),) * 2)
+        chain.remove(print)
+        told.append("enter" in kernel.log[-1])
+    assert told == [False, False, True, False]

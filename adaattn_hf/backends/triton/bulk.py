@@ -38,6 +38,12 @@ class BulkForm(NamedTuple):
     kind: type
     facts: dict[str, Any]
 
+    def of(self, tensor: Tensor) -> Any:
+        """The descriptor of one of them, which begins at a multiple of 16 bytes: Triton's checks are slow."""
+        made: Any = object.__new__(self.kind)
+        made.__dict__.update(self.facts, base=tensor)
+        return made
+
 
 def bulk_of(tensor: Tensor, rows: int, columns: int | None = None, layout: Any = None) -> Any:
     """A descriptor of tiles `[1, 1, rows, columns]` of a tensor, None where the copy engine cannot take them.
@@ -49,7 +55,7 @@ def bulk_of(tensor: Tensor, rows: int, columns: int | None = None, layout: Any =
         layout: How a tile lies in shared memory, for kernels in Gluon.
     """
     form = bulk_form(tensor, rows, columns, layout)
-    return described(form, tensor) if form is not None and aligned(tensor) else None
+    return form.of(tensor) if form is not None and aligned(tensor) else None
 
 
 def bulk_form(tensor: Tensor, rows: int, columns: int | None = None, layout: Any = None) -> BulkForm | None:
@@ -74,10 +80,3 @@ def _form(
     kind = _descriptors() if layout is None else hopper.descriptors()
     made = kind(place, list(shape), list(strides), list(block), *(() if layout is None else (layout,)))
     return BulkForm(kind, {name: value for name, value in vars(made).items() if name != "base"})
-
-
-def described(form: BulkForm, tensor: Tensor) -> Any:
-    """A descriptor of a tensor of `bulk_form`, which begins at a multiple of 16 bytes: Triton's checks are slow."""
-    made: Any = object.__new__(form.kind)
-    made.__dict__.update(form.facts, base=tensor)
-    return made

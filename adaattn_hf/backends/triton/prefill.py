@@ -16,7 +16,7 @@ from ..launcher import BYTES, Launcher, aligned
 from ..relaunch import Relaunch
 from ..windows import HeadWindows
 from . import hopper
-from .bulk import BulkForm, bulk_form, described
+from .bulk import BulkForm, bulk_form
 from .forward import forward
 from .sizes import Tile, padded, scale_of
 from .tables import Work, work_of
@@ -26,8 +26,10 @@ launch_forward = Launcher(forward)
 # Whether the copy engine brings tiles at the edges of what queries see, where it can.
 _BULK_EDGES = True
 # Products of numbers from which on a call has the copy engine bring its tiles. Smaller calls gain less by it (4 to 6 us
-# on an H200 at 5e9) than the host takes to describe keys and values (some 15 us).
+# on an H200 at 5e9) than the host takes to describe keys and values at addresses that it has not met (some 15 us).
 _LEAST_PRODUCTS = 1 << 33
+_K_BULK, _V_BULK = 3, 4
+"""Where a kernel takes keys and values for the copy engine."""
 
 
 def blank(request: AttentionRequest, need_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -69,18 +71,6 @@ class Way(NamedTuple):
     constants: dict[str, Any]
     columns: int
     specialised: bool
-
-
-class Form(NamedTuple):
-    """What calls share whose tensors lie alike in memory, too: all of a launch but addresses.
-
-    Attributes:
-        bulk: Of `bulk_form` for keys and values, None where the copy engine cannot bring them, or need not.
-        runs: The launches, by the copy engine where there is `bulk`.
-    """
-
-    bulk: tuple[BulkForm, BulkForm] | None
-    runs: tuple[Relaunch, ...]
 
 
 class Prefill:
@@ -130,7 +120,7 @@ class Prefill:
                 table = work(warps.rows, warps.columns, groups // warps.together, programs)
                 if table.ends:
                     self._special = _special(warps, table, facts | {"HEAD": dim}, programs)
-        self._forms: dict[Hashable, Form] = {}
+        self._forms: dict[Hashable, tuple[Relaunch, ...]] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Returns the output `[batch, q_len, heads, head_dim_v]`.
@@ -158,22 +148,25 @@ class Prefill:
         q_at, k_at, v_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
         even = not (q_at | k_at | v_at) % BYTES
         known = query.stride(), key.stride(), value.stride(), scaling, even
-        form = self._forms.get(known)
-        if form is None:
-            form = self._forms[known] = self._form(query, key, value, scaling, out, lse, even)
-        k_bulk, v_bulk, k_bulk_at, v_bulk_at = key, value, k_at, v_at
-        if form.bulk is not None:
-            k_bulk = k_bulk_at = described(form.bulk[0], key)
-            v_bulk = v_bulk_at = described(form.bulk[1], value)
+        runs = self._forms.get(known)
+        if runs is None:
+            runs = self._forms[known] = self._runs(query, key, value, scaling, out, lse, even)
         tensors = (
-            query, key, value, k_bulk, v_bulk, out, out if lse is None else lse, out if sink is None else sink,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            key,
+            value,
+            out,
+            out if lse is None else lse,
+            out if sink is None else sink,
+        )
         out_at = out.data_ptr()
-        lse_at = out_at if lse is None else lse.data_ptr()
-        for run in form.runs:
-            run(tensors, (q_at, k_at, v_at, k_bulk_at, v_bulk_at, out_at, lse_at, out_at))
+        addresses = q_at, k_at, v_at, k_at, v_at, out_at, out_at if lse is None else lse.data_ptr(), out_at
+        for run in runs:
+            run(tensors, addresses)
 
-    def _form(
+    def _runs(
         self,
         query: Tensor,
         key: Tensor,
@@ -182,8 +175,11 @@ class Prefill:
         out: Tensor,
         lse: Tensor | None,
         even: bool,
-    ) -> Form:
-        """The form of a call: one for each kind of strides, alignment and factor."""
+    ) -> tuple[Relaunch, ...]:
+        """The launches of a call, by the copy engine where it can bring keys and values, and pays.
+
+        They are shared by calls whose strides, alignment and factor are the same.
+        """
         strides = query.stride(), key.stride(), value.stride(), out.stride()
         way, bulk = self._plain, None
         if even and self._special is not None and query.stride(3) == 1:
@@ -204,12 +200,12 @@ class Prefill:
         if even and query.is_cuda and not constants["HAS_SINK"]:
             tables = aligned(way.work.entries), aligned(rules)
             kind = query.dtype, *strides, None if lse is None else lse.stride(), *tables
-        return Form(
-            bulk,
-            tuple(
-                Relaunch(way.launcher, grid, (segments, entries, rules), (*numbers, *last), constants, kind)
-                for grid, entries, last in way.launches
-            ),
+        forms = {} if bulk is None else {_K_BULK: bulk[0].of, _V_BULK: bulk[1].of}
+        return tuple(
+            Relaunch(
+                way.launcher, grid, (segments, entries, rules), (*numbers, *last), constants, kind, forms
+            )
+            for grid, entries, last in way.launches
         )
 
 
