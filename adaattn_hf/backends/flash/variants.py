@@ -80,7 +80,8 @@ class FlashBackend(Backend):
 
     def _left_out(self, feature: str) -> bool:
         """Whether the installed build was made without a feature."""
-        return _made_without(self.variant.flags_module, feature)
+        left_out: bool = _made_without(self.variant.flags_module, feature)
+        return left_out
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What flash-attn's kernels cannot compute."""
