@@ -45,11 +45,13 @@ _SHARED_KEYS = 384
 # Pairs of queries and keys of all heads from which a CUDA device computes for longer than any package needs to launch.
 _HEAVY_PAIRS = 1 << 30
 
-# Numbers in the queries, by rounded sizes, from which a layer keeps the device busy for longer than the host even
-# where the call is not heavy: the host takes some 25 us more to describe keys and values to the copy engine than
-# torch takes in all. And keys, below which torch's programs, which begin and end faster, are ahead of our kernels for
-# Hopper.
-_OURS_NUMBERS, _OURS_KEYS = 1 << 24, 2048
+# Causal calls on Hopper in which our kernels are ahead of torch's, in pairs of all heads, as raced on an H200 over 100 to
+# 16k tokens: those that wait for the host, which launches ours sooner; from 2k keys on, those of enough programs for
+# every multiprocessor, of narrow heads more; and between, those of wide heads that are not so many that torch's
+# programs, which begin and end faster, are ahead.
+_LAUNCHED_PAIRS = 1 << 23
+_LONG_KEYS, _LONG_PAIRS, _LONG_PAIRS_SMALL = 2048, 1 << 25, 1 << 27
+_MIDDLE_KEYS, _MIDDLE_PAIRS = 1024, 1 << 26
 
 # Channels of a head up to which our own kernels are faster than flash-attn 4's over lists of blocks.
 _SMALL_HEAD = 64
@@ -75,7 +77,7 @@ def order(spec: CallSpec) -> tuple[str, ...]:
 
     On CUDA plain calls go to torch, but for heavy ones: from some hundred microseconds on flash-attn 3 and 4 are ahead
     of it by more than their longer way to a launch (3, built for inference, ahead of 4), and on Hopper our own kernels
-    in large causal calls. What torch can only say with a mask goes to kernels that walk segments: to our own where
+    in most causal calls. What torch can only say with a mask goes to kernels that walk segments: to our own where
     flash-attn would have to gather tokens first or the call is light, else to flash-attn. What heads are asked apart is
     served in one launch or not at all: by our own if the call is light, since their way to a launch is the shorter one,
     or where they are the faster: of small heads, and on Hopper.
@@ -109,11 +111,8 @@ def order(spec: CallSpec) -> tuple[str, ...]:
     if not special and spec.decode and spec.keys >= _SHARED_KEYS and spec.dtype == torch.float32:
         return ("triton", "sdpa", "eager")
     if not special and (spec.decode or spec.kind in ("full", "causal")):
-        heavy = spec.pairs >= _HEAVY_PAIRS
-        large = heavy or spec.pairs * spec.head_dim >= _OURS_NUMBERS * spec.keys
-        own = spec.kind == "causal" and large and spec.keys >= _OURS_KEYS and not spec.needs_grad
-        own = own and _TRITON.specialised(spec)
-        flash = ("fa3_fwd", "fa4", "fa3") if heavy else ()
+        own = spec.kind == "causal" and not spec.needs_grad and _ahead(spec) and _TRITON.specialised(spec)
+        flash = ("fa3_fwd", "fa4", "fa3") if spec.pairs >= _HEAVY_PAIRS else ()
         return (*flash, *(("triton",) if own else ()), "sdpa", "eager")
     if spec.kind == "ragged" or spec.decode:
         if spec.needs_grad:
@@ -121,6 +120,16 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         if not (spec.gapless and spec.pairs >= _HEAVY_PAIRS):
             return ("triton", "fa3", "fa3_fwd", "fa2", "fa4", "sdpa", "eager")
     return ("fa3_fwd", "fa4", "fa3", "triton", "fa2", "sdpa", "eager")
+
+
+def _ahead(spec: CallSpec) -> bool:
+    """Whether our kernels for Hopper are ahead of torch's in a causal call that they serve."""
+    if spec.pairs <= _LAUNCHED_PAIRS:
+        return True
+    small = spec.head_dim <= _SMALL_HEAD
+    if spec.keys >= _LONG_KEYS:
+        return spec.pairs >= (_LONG_PAIRS_SMALL if small else _LONG_PAIRS)
+    return spec.keys >= _MIDDLE_KEYS and not small and spec.pairs <= _MIDDLE_PAIRS
 
 
 def use_measured(measured: Measured | None) -> None:

@@ -35,6 +35,7 @@ SECTIONS = {
     "variants": ("variants", "variants", "Tile sizes of the Triton kernels"),
     "choices": ("variants", "choices", "Kept blocks: tiles, choice, bisection"),
     "tuned": ("tuned", "tuned", "`auto` by a measured table beside every installed kernel"),
+    "light": ("light", "light", "Short and middling causal calls"),
     "generation": ("generation", "generation", "Generation as Transformers compiles it"),
     "compiled": ("compiled", "compiled", "Whole models under torch.compile"),
     "model": ("model", "model", "A model shaped like LLaMA-8B, 32 layers, random weights"),

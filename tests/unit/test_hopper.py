@@ -19,7 +19,7 @@ from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E40
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
 from adaattn_hf.backends.choice import launch as choice  # noqa: E402
-from adaattn_hf.backends.triton import blocks, hopper, launch, prefill, tables  # noqa: E402
+from adaattn_hf.backends.triton import blocks, dealing, hopper, launch, prefill, tables  # noqa: E402
 
 from ..support.on_device import shifted  # noqa: E402
 
@@ -104,7 +104,7 @@ def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int]) -> Non
     entries = np.stack([np.arange(count), 64 * np.arange(count), np.arange(count) % 3], axis=1).astype(
         np.int32
     )
-    items = tables.dealt(entries, costs, parts, programs)
+    items = dealing.dealt(entries, costs, parts, programs)
     assert items.dtype == np.int32
     expected = {(i, 64 * i, i % 3 * parts + part) for i in range(count) for part in range(parts)}
     found = [tuple(item) for item in items.tolist() if item[2] >= 0]
@@ -122,7 +122,7 @@ def test_columns_come_to_about_the_same(shape: tuple[int, int, int, int]) -> Non
     costs = np.sort(random.choice([8, 60, 64], count) * random.integers(1, 9, count))[::-1]
     entries = np.stack([np.arange(count)] * 3, axis=1).astype(np.int32)
     programs = 24
-    items = tables.dealt(entries, costs, parts, programs)
+    items = dealing.dealt(entries, costs, parts, programs)
     of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, programs).sum(0)
     assert of.max() <= costs.sum() * parts / programs + costs.max()
 
@@ -132,9 +132,38 @@ def test_uneven_heads_are_dealt_out_evenly() -> None:
     blocks = np.arange(1, 129)
     costs = np.sort(np.concatenate([blocks, np.minimum(blocks, 65), np.minimum(blocks, 33)]))[::-1]
     entries = np.stack([np.arange(len(costs))] * 3, axis=1).astype(np.int32)
-    items = tables.dealt(entries, costs, 1, 132)
+    items = dealing.dealt(entries, costs, 1, 132)
+    of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, 132).sum(0)
+    assert of.max() <= 1.04 * costs.sum() / 132
+
+
+def test_few_long_items_change_places_until_columns_are_about_even() -> None:
+    """Three heads of 6,000 queries in blocks of 64, three items to a column: the longest first alone leaves a tenth."""
+    costs = np.repeat(np.arange(94, 0, -1) + 8, 3)
+    entries = np.stack([np.arange(len(costs))] * 3, axis=1).astype(np.int32)
+    items = dealing.dealt(entries, costs, 1, 132)
     of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, 132).sum(0)
     assert of.max() <= 1.05 * costs.sum() / 132
+
+
+def test_items_whose_window_leaves_keys_out_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sinks and the edge of their window come on top of the keys that they read."""
+    seen: list[Any] = []
+    monkeypatch.setattr(tables, "dealt", lambda entries, costs, *_: seen.append((entries, costs)) or entries)
+    structure = causal(1000)
+    segments = structure.segments() or ()
+    for windows in (None, ((tables.ALL, 0), (256, 16))):
+        tables.work_of(
+            "queries", structure, segments, windows, 2, (64, 128), torch.device("cpu"), parts=1, programs=132
+        )  # fmt: skip
+    (entries, plain), (others, windowed) = seen
+    read = dict(zip(map(tuple, entries.tolist()), plain.tolist(), strict=True))
+    for (segment, first, head), cost in zip(others.tolist(), windowed.tolist(), strict=True):
+        left_out = head == 1 and first >= 256
+        start = (first - 255) // 128 * 128
+        keys = min(first + 64, 1000) - start + min(16, start)
+        expected = keys + 128 * (4 + 5) if left_out else read[segment, first, head]
+        assert cost == expected
 
 
 @pytest.mark.parametrize(("windows", "kernel"), [((100, 0), "forward"), ((0, 200), "specialised")])
@@ -231,7 +260,7 @@ def test_causal_calls_on_hopper_prefer_our_kernels_to_torchs() -> None:
         assert select.order(heavy(**other)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
     assert select.order(heavy()._replace(keys=1024)) == ("fa3_fwd", "fa4", "fa3", "sdpa", "eager")
     assert select.order(heavy()._replace(pairs=1 << 29)) == ("triton", "sdpa", "eager")
-    for light in ({"pairs": 1 << 28}, {"pairs": 1 << 29, "keys": 1024}, {"pairs": 1 << 29, "kind": "full"}):
+    for light in ({"pairs": 1 << 24}, {"pairs": 1 << 29, "keys": 1024}, {"pairs": 1 << 29, "kind": "full"}):
         assert select.order(heavy()._replace(**light)) == ("sdpa", "eager")
 
 
@@ -244,23 +273,33 @@ class There(Tensor):
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
-    ("n", "heads", "first"),
+    ("n", "heads", "dim", "first"),
     [
-        (2047, 64, "sdpa"),
-        (2048, 32, "sdpa"),
-        (3000, 32, "triton"),
-        (3000, 16, "sdpa"),
-        (8191, 8, "sdpa"),
-        (4096, 32, "triton"),
-        (4096, 128, "fa3_fwd"),
-        (1024, 1024, "fa3_fwd"),
+        (100, 32, 128, "triton"),
+        (512, 32, 128, "triton"),
+        (700, 64, 128, "sdpa"),
+        (1024, 32, 128, "triton"),
+        (1500, 32, 128, "triton"),
+        (1024, 128, 128, "sdpa"),
+        (2047, 64, 128, "sdpa"),
+        (2048, 32, 128, "triton"),
+        (2048, 4, 128, "sdpa"),
+        (4096, 128, 128, "fa3_fwd"),
+        (1024, 1024, 128, "fa3_fwd"),
+        (1024, 8, 64, "triton"),
+        (1500, 12, 64, "sdpa"),
+        (2048, 12, 64, "sdpa"),
+        (3000, 9, 64, "sdpa"),
+        (3000, 15, 64, "triton"),
+        (4096, 9, 64, "triton"),
+        (8192, 9, 64, "triton"),
     ],
 )
-def test_long_causal_requests_on_hopper(n: int, heads: int, first: str) -> None:
-    """As `order` is told of a request: sizes are rounded there."""
+def test_causal_requests_on_hopper(n: int, heads: int, dim: int, first: str) -> None:
+    """As `order` is told of a request: sizes are rounded there. Calls that wait for the host, and longer ones."""
     parts = [
-        torch.empty(1, 1, count, 1, dtype=torch.bfloat16).expand(1, n, count, 128).transpose(1, 2)
-        for count in (heads, 2, 2)
+        torch.empty(1, 1, count, 1, dtype=torch.bfloat16).expand(1, n, count, dim).transpose(1, 2)
+        for count in (heads, 1, 1)
     ]
     query, key, value = (part.as_subclass(There) for part in parts)
     spec = CallSpec.of(AttentionRequest(query, key, value, causal(n), 1.0))

@@ -156,7 +156,8 @@ def _consume(  # type: ignore[no-untyped-def]
             count += 1
             done = 1
             if WINDOW:
-                for t in range(done, left):
+                # one loop for both edges: what runs once an item should be little code, which has to be fetched anew
+                for t in range(done, edges):
                     n = _first_key(t, tiles, WINDOW, BLOCK_N)
                     last, before = _left_bounds(p, n, t, of_sinks, rules, CAUSAL, WINDOW)
                     acc, m, l, pairs = add_tile(
@@ -164,14 +165,14 @@ def _consume(  # type: ignore[no-untyped-def]
                         GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
                     )  # fmt: skip
                     count += 1
-                done = gl.maximum(left, 1)
-            for t in range(done, edges):
-                bounds = bounds_of(p, all_stop + (t - left) * BLOCK_N, k_len, window, sinks, CAUSAL, WINDOW)
-                acc, m, l, pairs = add_tile(
-                    (acc, m, l, pairs), q, rings, count, scale, bounds, True, False, WHICH, GROUPS_OF_WARPS, ALTERNATE,
-                    HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
-                )  # fmt: skip
-                count += 1
+            else:
+                for t in range(done, edges):
+                    bounds = bounds_of(p, all_stop + (t - left) * BLOCK_N, k_len, window, sinks, CAUSAL, WINDOW)
+                    acc, m, l, pairs = add_tile(
+                        (acc, m, l, pairs), q, rings, count, scale, bounds, True, False, WHICH, GROUPS_OF_WARPS,
+                        ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
+                    )  # fmt: skip
+                    count += 1
             for _t in range(gl.maximum(edges, 1), total):
                 acc, m, l, pairs = add_tile(
                     (acc, m, l, pairs), q, rings, count, scale, None, False, False, WHICH, GROUPS_OF_WARPS, ALTERNATE,

@@ -15,6 +15,7 @@ from ...attention.structure import CallStructure, Segment
 from ..capability import GRID
 from ..remembered import Remembered
 from ..windows import ALL, HeadWindows
+from .dealing import beside_tiles, dealt
 
 _made = Remembered(256)
 """Tables of the last few kinds of calls, so that calls of one shape make theirs once."""
@@ -81,10 +82,12 @@ def work_of(
         def make() -> Work:
             entries, costs = _entries(of == "queries", structure.causal, runs, windows, kv_heads, blocks)
             read = int(costs.sum())
-            if parts:
-                entries = dealt(entries, costs + _BESIDE_TILES * blocks[1], parts, programs)
-            ends = all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == structure.kv_len for s in runs)
             table = np.array(runs, dtype=np.int32).reshape(-1, 6)
+            if parts:
+                stands = entries[:, 1] + table[entries[:, 0], 5]
+                edges = windows is not None and stands >= np.array(windows)[entries[:, 2], 0]
+                entries = dealt(entries, costs + blocks[1] * beside_tiles(edges), parts, programs)
+            ends = all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == structure.kv_len for s in runs)
             return _placed(table, entries, read, windows, ends, device)
 
         return _made.get((key, structure.causal, structure.kv_len, runs), make)
@@ -174,50 +177,3 @@ def _longest_first(
     tile = order % max(len(segment), 1)
     entries = np.stack([segment[tile], first[tile], heads[order]], axis=1).astype(np.int32)
     return entries, cost.ravel()[order]
-
-
-_BESIDE_TILES = 4
-"""Tiles that could be computed in the time in which an item begins and ends, about, on an H200."""
-_FEW_TURNS = 8
-"""Items of a program, on average, up to which it matters who computes which one."""
-
-
-def dealt(
-    entries: NDArray[np.int32], costs: NDArray[np.int64], parts: int, programs: int
-) -> NDArray[np.int32]:
-    """The items of all entries, in rows of as many as there are programs: each computes a column.
-
-    Args:
-        entries: `[entries, 3]`: segment, first row, key/value head.
-        costs: `[entries]`, those of most cost first.
-        parts: Items of an entry, numbered on from those of the head before.
-        programs: Columns; 0 for a single row.
-
-    Returns:
-        `[items, 3]`: segment, first row, number of the part, -1 where a column has no further item.
-    """
-    items = entries.repeat(parts, axis=0)
-    items[:, 2] = items[:, 2] * parts + np.tile(np.arange(parts, dtype=np.int32), len(entries))
-    if not programs or len(items) <= programs:
-        return items
-    none = np.array([0, 0, -1], dtype=np.int32)
-    if len(items) > _FEW_TURNS * programs:
-        # every other row is turned round, so that columns come to about the same
-        missing = -len(items) % programs
-        rows = np.concatenate([items, np.tile(none, (missing, 1))]).reshape(-1, programs, 3)
-        rows[1::2] = rows[1::2, ::-1].copy()
-        return rows.reshape(-1, 3)
-    # half a row at a time, the longest item to the column that has least to do
-    cost, step = costs.repeat(parts), max(programs // 2, 1)
-    loads, column = np.zeros(programs, dtype=np.int64), np.empty(len(items), dtype=np.int64)
-    for begin in range(0, len(items), step):
-        some = cost[begin : begin + step]
-        least = np.argsort(loads, kind="stable")[: len(some)]
-        loads[least] += some
-        column[begin : begin + step] = least
-    counts = np.bincount(column, minlength=programs)
-    order = np.argsort(column, kind="stable")
-    place = np.arange(len(items)) - np.repeat(counts.cumsum() - counts, counts)
-    rows = np.tile(none, (int(counts.max()), programs, 1))
-    rows[place, column[order]] = items[order]
-    return rows.reshape(-1, 3)

@@ -1,0 +1,80 @@
+"""Who computes what: items of work, dealt out to programs that stay resident so that all end at about the same time."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BESIDE_TILES, _EDGE_TILES = 4, 5
+"""Tiles that could be computed in the time in which an item begins and ends, about, on an H200, and in that which its
+sinks and the edge of its window take longer."""
+_FEW_TURNS = 8
+"""Items of a program, on average, up to which it matters who computes which one."""
+_MOST_SWAPS = 256
+
+
+def beside_tiles(edges: NDArray[np.bool_] | bool) -> NDArray[np.int64] | int:
+    """What items take beside the keys that they read, in tiles; `edges`: whether a window leaves out some of theirs."""
+    return _BESIDE_TILES + _EDGE_TILES * edges
+
+
+def dealt(
+    entries: NDArray[np.int32], costs: NDArray[np.int64], parts: int, programs: int
+) -> NDArray[np.int32]:
+    """The items of all entries, in rows of as many as there are programs: each computes a column.
+
+    Args:
+        entries: `[entries, 3]`: segment, first row, key/value head; those of most cost come about first.
+        costs: `[entries]`.
+        parts: Items of an entry, numbered on from those of the head before.
+        programs: Columns; 0 for a single row.
+
+    Returns:
+        `[items, 3]`: segment, first row, number of the part, -1 where a column has no further item.
+    """
+    items, cost = entries.repeat(parts, axis=0), costs.repeat(parts)
+    items[:, 2] = items[:, 2] * parts + np.tile(np.arange(parts, dtype=np.int32), len(entries))
+    if not programs or len(items) <= programs:
+        return items
+    none = np.array([0, 0, -1], dtype=np.int32)
+    if len(items) > _FEW_TURNS * programs:
+        # every other row is turned round, so that columns come to about the same
+        missing = -len(items) % programs
+        rows = np.concatenate([items, np.tile(none, (missing, 1))]).reshape(-1, programs, 3)
+        rows[1::2] = rows[1::2, ::-1].copy()
+        return rows.reshape(-1, 3)
+    order = np.argsort(-cost, kind="stable")
+    items, cost = items[order], cost[order]
+    column = _columns(cost, programs)
+    counts = np.bincount(column, minlength=programs)
+    order = np.argsort(column, kind="stable")
+    place = np.arange(len(items)) - np.repeat(counts.cumsum() - counts, counts)
+    rows = np.tile(none, (int(counts.max()), programs, 1))
+    rows[place, column[order]] = items[order]
+    return rows.reshape(-1, 3)
+
+
+def _columns(cost: NDArray[np.int64], programs: int) -> NDArray[np.int64]:
+    """A column for each item, those of most cost first, such that the fullest one has little more than the others."""
+    loads, column = np.zeros(programs, dtype=np.int64), np.empty(len(cost), dtype=np.int64)
+    # half a row at a time, the longest item to the column that has least to do
+    step = max(programs // 2, 1)
+    for begin in range(0, len(cost), step):
+        some = cost[begin : begin + step]
+        least = np.argsort(loads, kind="stable")[: len(some)]
+        loads[least] += some
+        column[begin : begin + step] = least
+    # then an item of the fullest column for a shorter one of another, as long as the larger of the two sums falls
+    for _ in range(_MOST_SWAPS):
+        fullest = int(loads.argmax())
+        mine = np.flatnonzero(column == fullest)
+        less = cost[mine, None] - cost
+        larger = np.maximum(loads[fullest] - less, loads[column] + less)
+        larger[:, mine] = loads[fullest]
+        best = int(larger.argmin())
+        if larger.flat[best] >= loads[fullest]:
+            break
+        one, other = int(mine[best // len(cost)]), best % len(cost)
+        loads[[fullest, column[other]]] += cost[[other, one]] - cost[[one, other]]
+        column[[one, other]] = column[[other, one]]
+    return column

@@ -1,0 +1,42 @@
+"""Causal calls of few or middling tokens, where the host's way to a launch and how programs begin and end decide.
+
+Through `auto`, as layers call it that follow the first one of a pass, beside torch's operator and the two backends of
+which the built-in order takes one. Clock and columns are those of the section `tuned`; no table is measured.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends import select
+from adaattn_hf.backends.base import layer_call, spec_of
+from adaattn_hf.backends.clocks import clock_of, quartiles
+
+from .measure import DEVICE, ON_CUDA, Cell, Section, length, request, stock
+
+HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64))
+TOKENS = (100, 300, 512, 900, 1024, 1500, 2048, 3000, 4096, 8192)
+BATCHES = ((4, 300), (8, 512), (8, 1024))
+
+
+def light(section: Section) -> None:
+    """One sequence of each number of tokens, and batches, of three models' heads."""
+    for heads, kv_heads, dim in HEADS:
+        shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
+        for batch, tokens in (*((1, n) for n in TOKENS), *BATCHES):
+            name = f"{batch} × {tokens}, {heads}/{kv_heads} × {dim}"
+            section.add(name, partial(_cell, batch=batch, n=length(tokens), shape=shape))
+
+
+def _cell(row: Cell, batch: int, n: int, shape: dict[str, int]) -> None:
+    asked = request(CallStructure(batch, n, n, causal=True), **shape)
+    spec = spec_of(asked)
+    names = ("sdpa", "triton") if ON_CUDA else ("sdpa",)
+    taken = select.choose(spec)
+    calls = {"stock": stock(asked), "auto": layer_call(taken, asked)}
+    calls |= {name: layer_call(select.BACKENDS[name], asked) for name in names}
+    for call in calls.values():
+        call()
+    times = {way: quartiles(runs)[1] for way, runs in clock_of(DEVICE.type)(calls).items()}
+    row |= {**times, "auto takes": taken.name}
