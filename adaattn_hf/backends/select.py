@@ -45,11 +45,11 @@ _SHARED_KEYS = 384
 # Pairs of queries and keys of all heads from which a CUDA device computes for longer than any package needs to launch.
 _HEAVY_PAIRS = 1 << 30
 
-# Causal calls on Hopper in which our kernels are ahead of torch's, in pairs of all heads, as raced on an H200 over 100 to
-# 16k tokens: those that wait for the host, which launches ours sooner; from 2k keys on, those of enough programs for
-# every multiprocessor, of narrow heads more; and between, those of wide heads that are not so many that torch's
-# programs, which begin and end faster, are ahead.
-_LAUNCHED_PAIRS = 1 << 23
+# Causal calls on Hopper in which our kernels are ahead of torch's, in pairs of all heads, as raced on an H200 over 100
+# to 16k tokens: those that wait for the host, which launches ours sooner, but not batches of many heads; from 2k keys
+# on, those of enough programs for every multiprocessor, of narrow heads more; and between, those of wide heads that are
+# not so many that torch's programs, which begin and end faster, are ahead.
+_LAUNCHED_PAIRS, _LAUNCHED_PER_KEY = 1 << 23, 1 << 14
 _LONG_KEYS, _LONG_PAIRS, _LONG_PAIRS_SMALL = 2048, 1 << 25, 1 << 27
 _MIDDLE_KEYS, _MIDDLE_PAIRS = 1024, 1 << 26
 
@@ -124,7 +124,7 @@ def order(spec: CallSpec) -> tuple[str, ...]:
 
 def _ahead(spec: CallSpec) -> bool:
     """Whether our kernels for Hopper are ahead of torch's in a causal call that they serve."""
-    if spec.pairs <= _LAUNCHED_PAIRS:
+    if spec.pairs <= min(_LAUNCHED_PAIRS, _LAUNCHED_PER_KEY * spec.keys):
         return True
     small = spec.head_dim <= _SMALL_HEAD
     if spec.keys >= _LONG_KEYS:

@@ -216,6 +216,12 @@ def _made(study: dict[str, Any]) -> list[str]:
         lines.append(
             f"* prices: {study['prices']['machine']}; times exact = this package's own exact attention"
         )
+        timed = study.get("speed", {}).get("provenance", made)
+        if timed["device"] != "cpu" and _commit(timed) != _commit(made):
+            lines.append(
+                "* the exact attention of the prices, and of what the seeds' plans are said to gain, is that of "
+                f"commit {_commit(made)}; the measured speed below has that of commit {_commit(timed)}"
+            )
         # of the table as it was written, so that studies of earlier versions keep theirs
         written = json.dumps(study["prices"], indent=1, sort_keys=True) + "\n"
         digest = hashlib.sha256(written.encode()).hexdigest()

@@ -167,7 +167,9 @@ def _consume(  # type: ignore[no-untyped-def]
                     count += 1
             else:
                 for t in range(done, edges):
-                    bounds = bounds_of(p, all_stop + (t - left) * BLOCK_N, k_len, window, sinks, CAUSAL, WINDOW)
+                    bounds = bounds_of(
+                        p, all_stop + (t - left) * BLOCK_N, k_len, window, sinks, CAUSAL, WINDOW
+                    )
                     acc, m, l, pairs = add_tile(
                         (acc, m, l, pairs), q, rings, count, scale, bounds, True, False, WHICH, GROUPS_OF_WARPS,
                         ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
