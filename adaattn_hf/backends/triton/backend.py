@@ -27,10 +27,12 @@ class TritonBackend(Backend):
         self._launch: Any = None
 
     def missing(self) -> tuple[str, ...]:
-        """The package is looked for without being imported."""
+        """The package is looked for without being imported, and what it builds its launchers with."""
         if not installed("triton"):
             return ("triton is not installed",)
-        return ()
+        from .building import cannot_build
+
+        return cannot_build()
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What the kernels cannot compute."""
