@@ -23,19 +23,19 @@ BATCHES = ((4, 300), (8, 512), (8, 1024))
 def light(section: Section) -> None:
     """One sequence of each number of tokens, and batches, of three models' heads."""
     for heads, kv_heads, dim in HEADS:
-        shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
         for batch, tokens in (*((1, n) for n in TOKENS), *BATCHES):
             name = f"{batch} × {tokens}, {heads}/{kv_heads} × {dim}"
-            section.add(name, partial(_cell, batch=batch, n=length(tokens), shape=shape))
+            section.add(name, partial(_cell, batch=batch, n=length(tokens), shape=(heads, kv_heads, dim)))
 
 
-def _cell(row: Cell, batch: int, n: int, shape: dict[str, int]) -> None:
-    asked = request(CallStructure(batch, n, n, causal=True), **shape)
+def _cell(row: Cell, batch: int, n: int, shape: tuple[int, int, int]) -> None:
+    heads, kv_heads, dim = shape
+    asked = request(CallStructure(batch, n, n, causal=True), heads=heads, kv_heads=kv_heads, dim=dim)
     spec = spec_of(asked)
     names = ("sdpa", "triton") if ON_CUDA else ("sdpa",)
     taken = select.choose(spec)
-    calls = {"stock": stock(asked), "auto": layer_call(taken, asked)}
-    calls |= {name: layer_call(select.BACKENDS[name], asked) for name in names}
+    calls = {"sdpa": stock(asked), "auto": layer_call(taken, asked)}
+    calls |= {f"by our {name}": layer_call(select.BACKENDS[name], asked) for name in names}
     for call in calls.values():
         call()
     times = {way: quartiles(runs)[1] for way, runs in clock_of(DEVICE.type)(calls).items()}

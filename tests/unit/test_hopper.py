@@ -20,6 +20,7 @@ from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
 from adaattn_hf.backends.choice import launch as choice  # noqa: E402
 from adaattn_hf.backends.triton import blocks, dealing, hopper, launch, prefill, tables  # noqa: E402
+from adaattn_hf.backends.windows import ALL  # noqa: E402
 
 from ..support.on_device import shifted  # noqa: E402
 
@@ -149,10 +150,15 @@ def test_few_long_items_change_places_until_columns_are_about_even() -> None:
 def test_items_whose_window_leaves_keys_out_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sinks and the edge of their window come on top of the keys that they read."""
     seen: list[Any] = []
-    monkeypatch.setattr(tables, "dealt", lambda entries, costs, *_: seen.append((entries, costs)) or entries)
+
+    def noted(entries: Any, costs: Any, *_: int) -> Any:
+        seen.append((entries, costs))
+        return entries
+
+    monkeypatch.setattr(tables, "dealt", noted)
     structure = causal(1000)
     segments = structure.segments() or ()
-    for windows in (None, ((tables.ALL, 0), (256, 16))):
+    for windows in (None, ((ALL, 0), (256, 16))):
         tables.work_of(
             "queries", structure, segments, windows, 2, (64, 128), torch.device("cpu"), parts=1, programs=132
         )  # fmt: skip
