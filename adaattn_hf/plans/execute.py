@@ -270,6 +270,9 @@ def _one_way(program: Program, request: AttentionRequest, backend: str | None) -
 
 # ---------------------------------------------------------------------- in traced graphs
 _NAMESPACE = __name__.partition(".")[0]
+# It asks the host: a CUDA graph must not hold it, which torch cannot be told before 2.9.
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+_TAGS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
 
 
 @torch.library.custom_op(
@@ -277,7 +280,7 @@ _NAMESPACE = __name__.partition(".")[0]
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink_logits, SymInt program, str? backend, "
     f"SymInt? own_window, float scaling, float? softcap, {OPERANDS}) -> Tensor",
-    tags=(torch.Tag.cudagraph_unsafe,),
+    **_TAGS,
 )
 def planned_op(
     query: Tensor,

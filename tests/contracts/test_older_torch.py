@@ -1,0 +1,27 @@
+"""What versions of torch before the newest lack must not stop an import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+WITHOUT_THE_TAG = """
+import torch
+names = [name for name in dir(torch.Tag) if not name.startswith("_") and name != "cudagraph_unsafe"]
+torch.Tag = type("Tag", (), {name: getattr(torch.Tag, name) for name in names})
+import adaattn_hf.plans.execute
+print(torch.ops.adaattn_hf.planned.default)
+"""
+
+
+def test_plans_need_no_tag_of_torch_2_9() -> None:
+    """Before, operators cannot be told to stay out of CUDA graphs; before 2.7 they take no tags at all."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_TAG],
+        capture_output=True,
+        text=True,
+        cwd=Path(sys.prefix),
+        check=False,
+    )
+    assert done.stdout == "adaattn_hf.planned.default\n", done.stderr[-1500:]
