@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 WITHOUT_THE_TAG = """
-import torch
+import torch, transformers.modeling_utils
 names = [name for name in dir(torch.Tag) if not name.startswith("_") and name != "cudagraph_unsafe"]
 torch.Tag = type("Tag", (), {name: getattr(torch.Tag, name) for name in names})
 import adaattn_hf.plans.execute
