@@ -33,6 +33,9 @@ from adaattn_hf.plans.program import PROGRAMS
 
 from ..support.choices import make_choice
 from ..support.processor import ROUNDS_BF16
+from ..support.versions import needs_tracing
+
+pytestmark = needs_tracing
 
 LENGTH = 200
 CHOICES = [

@@ -37,6 +37,8 @@ from adaattn_hf.patches.cache.stored import AdaAttnCache, StoredLayer, StoredSli
 from adaattn_hf.patches.cache.tokens import SMOOTHED, StoredTokens
 from studies.cache_speed import held_bytes
 
+from ..support.versions import needs_tracing
+
 VOCAB = 61
 FORMATS = ("int8", "k8v4")
 # largest difference of logits, over their standard deviation; measured 0.012 and 0.19
@@ -332,6 +334,7 @@ def test_a_static_cache_takes_no_more_than_was_asked(stored: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@needs_tracing
 def test_a_compiled_model_reads_the_cache_between_its_graphs() -> None:
     model, tokens = llama(), ids(1, 21)
     traced = torch.compile(model, backend="eager", dynamic=True)

@@ -22,6 +22,7 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice
+from ..support.versions import needs_tracing
 
 VOCAB, LIMIT = 61, 600
 EXACT = make_choice()
@@ -295,6 +296,7 @@ def test_a_cache_is_what_its_plan_was_proven_with() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@needs_tracing
 def test_a_compiled_model_streams_between_its_graphs() -> None:
     model, tokens = llama(LAYERS[:1]), ids(1, 82)
     traced = torch.compile(model, backend="eager", dynamic=True)

@@ -31,6 +31,7 @@ from ..support.models import (
     padding,
     tokens,
 )
+from ..support.versions import needs_tracing
 
 UNPADDED = "unpadded"
 LABEL_PAD = -100
@@ -461,6 +462,7 @@ def test_few_logits_are_kept_from_the_padded_form() -> None:
 
 
 # ---------------------------------------------------------------- graphs
+@needs_tracing
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_compiled_model_stands_aside_without_breaking_the_graph(name: str) -> None:
     stock, ours = made(name)

@@ -23,6 +23,7 @@ from adaattn_hf.plans.plan import Plan, PlanError
 from ..support.choices import make_choice
 from ..support.models import fresh_pair, tokens
 from ..support.plans import give, plan_for
+from ..support.versions import needs_tracing
 
 
 class Case:
@@ -172,6 +173,7 @@ def test_training_is_refused(case: Case) -> None:
         case.logits()
 
 
+@needs_tracing
 @torch.no_grad()
 @pytest.mark.parametrize("first", ["graph", "block"])
 def test_a_graph_is_refused_while_a_block_is_open(case: Case, first: str) -> None:
@@ -194,6 +196,7 @@ def test_a_graph_is_refused_while_a_block_is_open(case: Case, first: str) -> Non
             torch.testing.assert_close(parts(input_ids=case.ids).logits, case.expected[name])
 
 
+@needs_tracing
 @torch.no_grad()
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_made_in_a_block_is_run_by_its_own_plan_and_compiled(
@@ -206,6 +209,7 @@ def test_a_copy_made_in_a_block_is_run_by_its_own_plan_and_compiled(
     torch.testing.assert_close(whole(input_ids=case.ids).logits, case.expected["exact"])
 
 
+@needs_tracing
 @torch.no_grad()
 def test_a_step_outside_of_a_graph_knows_the_windows_of_its_layers() -> None:
     """A graph's mask is dense, and one row of it does not tell what a window hides from padding."""

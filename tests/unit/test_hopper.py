@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs came with Triton 3.6")
 
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (the modules below import triton)
 from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E402

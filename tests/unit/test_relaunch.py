@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs came with Triton 3.6")
 
 from adaattn_hf.backends.launcher import _OPTIONS, Launcher  # noqa: E402  (imports triton)
 from adaattn_hf.backends.relaunch import Relaunch  # noqa: E402

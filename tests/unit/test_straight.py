@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs came with Triton 3.6")
 
 from triton.backends.nvidia import driver  # noqa: E402
 

@@ -11,6 +11,8 @@ from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends import select
 
+from ..support.versions import needs_tracing
+
 CALL: dict[str, Any] = {
     "device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64, "groups": 4, "kind": "irregular",
     "windowed": False, "window_sinks": False, "decode": False, "needs_grad": False, "dropout": False, "softcap": False,
@@ -20,6 +22,7 @@ CALL: dict[str, Any] = {
 PLAN = {"head_windows": True, "kind": "causal"}
 
 
+@needs_tracing
 @pytest.mark.parametrize("sm", [80, 90, 120])
 @pytest.mark.parametrize(
     ("changes", "taken"),

@@ -10,7 +10,7 @@ import pytest
 
 from ..support.source_tree import ROOT
 
-pytest.importorskip("triton.backends.compiler")
+pytest.importorskip("triton", minversion="3.6", reason="Gluon came with Triton 3.6")
 
 KERNELS = {"decode", "forward", "over_lists", "prepare", "of_keys", "of_queries", "decode_codes", "choose"}
 FOR = {90: {"specialised", "specialised_kept"}}
