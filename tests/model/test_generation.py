@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from packaging.version import Version
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
@@ -231,7 +232,7 @@ def test_compiled_generation_is_a_graph_for_all_steps(name: str, side: str) -> N
     assert not [n for n in names if n in ("item", "tolist", "cpu", "nonzero") or "local_scalar" in n]
 
 
-def test_continuous_batching_as_the_installed_engine_allows() -> None:
+def test_continuous_batching_as_the_installed_engine_allows(caplog: pytest.LogCaptureFixture) -> None:
     stock, ours = fresh_pair("llama")
     inputs = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
     settings: dict[str, Any] = dict(
@@ -251,11 +252,16 @@ def test_continuous_batching_as_the_installed_engine_allows() -> None:
                 ours.generate_batch(**settings)
             return
         found = [[r.generated_tokens for r in m.generate_batch(**settings).values()] for m in (stock, ours)]
-        with (
-            pytest.raises(Exception, match=r"use_plan: generate_batch\(\)"),
-            adaattn_hf.use_plan(ours, None),
-        ):
+        # the engine of Transformers before 5.19 logs what its thread raises, and goes on
+        raises = Version(tf.__version__) >= Version("5.19")
+        refused = (
+            pytest.raises(Exception, match=r"use_plan: generate_batch\(\)")
+            if raises
+            else contextlib.nullcontext()
+        )
+        with refused, adaattn_hf.use_plan(ours, None):
             ours.generate_batch(**settings)
+    assert raises or "use_plan: generate_batch()" in caplog.text
     assert found[0] == found[1]
     assert ours.config._attn_implementation == "adaattn"
 
