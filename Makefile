@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 # `python -m` would put the checkout in front of the installed package, and its adaattn_hf/ lacks the mapped packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help house venv demo conformance matrix test cover search hub-kernel hub-test hub-speed lint fmt types bench bench-gate \
+.PHONY: help house venv demo conformance matrix lowest test cover search hub-kernel hub-test hub-speed lint fmt types bench bench-gate \
   bench-native bench-cache sanitize fuzz-aarch64 audit build docs docs-check explorer explorer-smollm2 headline freeze clean
 
 help: ## this list
@@ -103,6 +103,9 @@ conformance: $(READY) ## Transformers' own model tests, sdpa beside adaattn; ADA
 
 matrix: ## the suite under every Python and Transformers at hand; PAIRS=3.11:5.17.0 for a part
 	$(PYTHON) tests/conformance/matrix.py $(if $(PAIRS),--pairs $(PAIRS)) --torch $(TORCH)
+
+lowest: ## the tests of the core, with the lowest torch and Transformers of pyproject.toml
+	$(PYTHON) tests/conformance/matrix.py --lowest
 
 bench: $(READY) ## speed alone, against stock attention
 	$(BIN)/adaattn bench

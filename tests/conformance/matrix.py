@@ -3,9 +3,11 @@ its own.
 
     python tests/conformance/matrix.py [--pairs 3.11:5.17.0,3.11:5.23.0] [--torch 2.13.0] [-- PYTEST_ARGUMENT
     ...]
+    python tests/conformance/matrix.py --lowest
     python tests/conformance/matrix.py --ready PYTHON --record docs/results/versions.json [-- PYTEST_ARGUMENT ...]
 
-`--ready` runs in an environment that is set up already; `--record` keeps what came of it, for table.py.
+`--lowest` runs the tests of the core with the lowest torch and Transformers that pyproject.toml names. `--ready` runs
+in an environment that is set up already; `--record` keeps what came of it, for table.py.
 
 A pair whose interpreter is absent, or for which the package index has no wheel, is reported as such. The exit
 status is that of the pairs that ran.
@@ -21,11 +23,23 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import tomllib
+
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = "3.10:5.17.0,3.11:5.17.0,3.11:5.18.0,3.11:5.23.0,3.12:5.23.0,3.13:5.23.0"
+
+
+TOOLS = ["accelerate", "hypothesis", "matplotlib", "packaging", "pillow", "psutil", "pytest", "pytest-xdist"]
+"""What the tests of the core need beside the package; the linter and the studies want a newer Triton."""
+CORE = ["-n", "2", "-p", "no:cacheprovider", "tests/unit", "tests/contracts", *sorted(
+    f"tests/model/{path.name}"
+    for kind in ("test_plugin_*", "test_plan_*", "test_use_plan*", "test_breadth*", "test_generation*", "test_compile*")
+    for path in (ROOT / "tests" / "model").glob(f"{kind}.py")
+)]  # fmt: skip
 
 
 class Outcome(NamedTuple):
@@ -41,14 +55,22 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def install(python: Path, transformers: str, torch: str | None) -> str | None:
+def lowest(package: str) -> str:
+    """The lowest version of a dependency that pyproject.toml names."""
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    found = (re.match(rf"{package}\s*>=\s*([0-9.]+)", one) for one in named)
+    return next(match[1] for match in found if match)
+
+
+def install(python: Path, transformers: str, torch: str | None, tools: list[str]) -> str | None:
     """Installs the project with one version of Transformers; returns why it could not be done, or None."""
     wanted = ["torch" if torch is None else f"torch=={torch}", f"transformers=={transformers}"]
-    cpu = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+    # where the second index cannot be reached pip goes on with the first
+    cpu = ["--extra-index-url", "https://download.pytorch.org/whl/cpu", "--retries", "0", "--timeout", "3"]
     for packages in (
         [*wanted, *cpu],
         [*wanted, "setuptools>=77", "wheel"],
-        ["--no-build-isolation", "-e", ".[dev]", *wanted],
+        ["--no-build-isolation", *tools, *wanted],
     ):
         done = subprocess.run(
             [str(python), "-m", "pip", "install", "-q", *packages],
@@ -62,7 +84,9 @@ def install(python: Path, transformers: str, torch: str | None) -> str | None:
     return None
 
 
-def run(pair: str, torch: str | None, arguments: list[str]) -> Outcome:
+def run(
+    pair: str, torch: str | None, arguments: list[str], tools: Sequence[str] = ("-e", ".[dev]")
+) -> Outcome:
     """Returns how the suite went for `PYTHON:TRANSFORMERS`."""
     version, _, transformers = pair.partition(":")
     found = shutil.which(f"python{version}")
@@ -74,7 +98,7 @@ def run(pair: str, torch: str | None, arguments: list[str]) -> Outcome:
         made = subprocess.run([found, "-m", "venv", str(home)], capture_output=True, text=True, check=False)
         if made.returncode:
             return Outcome("absent", last_line(made.stderr + made.stdout))
-    refusal = install(python, transformers, torch)
+    refusal = install(python, transformers, torch, list(tools))
     if refusal is not None:
         return Outcome("absent", refusal)
     # the script, and not `python -m`, which would put the checkout in front of the installed package
@@ -131,6 +155,7 @@ def main() -> None:
     )
     parser.add_argument("--pairs", default=PAIRS, help="PYTHON:TRANSFORMERS, separated by commas")
     parser.add_argument("--torch", help="version of torch; the newest that fits when absent")
+    parser.add_argument("--lowest", action="store_true", help="the lowest versions, and the core's tests")
     parser.add_argument("--ready", metavar="PYTHON", help="interpreter of an environment that is set up")
     parser.add_argument("--record", type=Path, default=ROOT / "build" / "versions.json")
     parser.add_argument("--label", help="what the tests are called in the record; their paths when absent")
@@ -141,9 +166,14 @@ def main() -> None:
         print(outcome.status, outcome.line, flush=True)
         sys.exit(int(outcome.status == "failed"))
     outcomes = {}
-    for pair in args.pairs.split(","):
+    pairs, torch, given = args.pairs, args.torch, (args.arguments,)
+    if args.lowest:
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        pairs, torch = f"{python}:{lowest('transformers')}", lowest("torch")
+        given = (args.arguments or CORE, ("-e", ".", *TOOLS))
+    for pair in pairs.split(","):
         began = time.monotonic()
-        outcomes[pair] = run(pair, args.torch, args.arguments)
+        outcomes[pair] = run(pair, torch, *given)
         status, line = outcomes[pair]
         print(f"{pair:14} {status:7} {time.monotonic() - began:6.0f} s  {line}", flush=True)
     sys.exit(int(any(outcome.status == "failed" for outcome in outcomes.values())))

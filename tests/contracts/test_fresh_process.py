@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from ..support.versions import needs_tracing
+
 OPTIONAL = (
     "triton",
     "flash_attn",
@@ -140,6 +142,7 @@ def test_import_registers_the_names_and_does_nothing_else() -> None:
     assert "flash-attn is not installed" in printed, printed
 
 
+@needs_tracing
 def test_a_first_call_that_is_traced_registers_nothing() -> None:
     """The operators are there before any tracing; the library opens with the first call that needs it."""
     code = """
@@ -164,7 +167,9 @@ def test_a_first_call_that_is_traced_registers_nothing() -> None:
 PLANTED = {
     "a device was queried": "import torch\ntorch.cuda.is_available()\n",
     "imported: ['typer']": "import typer\n",
-    "32 modules of ours": "import sys\nsys.modules.update({f'adaattn_hf.planted{n}': sys for n in range(32)})\n",
+    f"{MOST + 1} modules of ours": (
+        f"import sys\nsys.modules.update(dict.fromkeys([f'adaattn_hf.planted{{n}}' for n in range({MOST + 1})], sys))\n"
+    ),
     "opened: ['libadaattn.so']": "import ctypes\nctypes.CDLL('libadaattn.so')\n",
     "logged: ['hello']": "import logging\nlogging.getLogger('planted').warning('hello')\n",
     "torch was set": "import torch\ntorch.set_num_threads(torch.get_num_threads() + 1)\n",
