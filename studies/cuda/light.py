@@ -11,9 +11,9 @@ from functools import partial
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.base import layer_call, spec_of
-from adaattn_hf.backends.clocks import clock_of, quartiles
 
-from .measure import DEVICE, ON_CUDA, Cell, Section, length, request, stock
+from .measure import ON_CUDA, Cell, Section, length, request, stock
+from .tuned import medians
 
 HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64))
 TOKENS = (100, 300, 512, 900, 1024, 1500, 2048, 3000, 4096, 8192)
@@ -36,7 +36,4 @@ def _cell(row: Cell, batch: int, n: int, shape: tuple[int, int, int]) -> None:
     taken = select.choose(spec)
     calls = {"sdpa": stock(asked), "auto": layer_call(taken, asked)}
     calls |= {f"by our {name}": layer_call(select.BACKENDS[name], asked) for name in names}
-    for call in calls.values():
-        call()
-    times = {way: quartiles(runs)[1] for way, runs in clock_of(DEVICE.type)(calls).items()}
-    row |= {**times, "auto takes": taken.name}
+    row |= {**medians(calls), "auto takes": taken.name}

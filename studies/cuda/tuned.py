@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -41,14 +41,18 @@ def tuned(section: Section) -> None:
                 first = next(name for name in select.order(spec) if not select.refusals_of(name, spec))
                 row["auto takes"] = select.choose(spec).name  # measures
                 row["built-in order"] = first
-                found = ways(asked)
-                for call in found.values():
-                    call()
-                times = {way: quartiles(runs)[1] for way, runs in clock_of(DEVICE.type)(found).items()}
+                times = medians(ways(asked))
                 best = min(time for way, time in times.items() if way != "auto")
                 row |= {"share of the best ×": best / times["auto"], **times}
 
             section.add(name, cell)
+
+
+def medians(found: Mapping[str, Call]) -> dict[str, float]:
+    """Microseconds of calls that are taken in turn, once each has been compiled."""
+    for call in found.values():
+        call()
+    return {way: quartiles(runs)[1] for way, runs in clock_of(DEVICE.type)(found).items()}
 
 
 @contextmanager

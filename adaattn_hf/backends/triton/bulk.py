@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..base import installed
 from ..capability import capability
 from ..launcher import aligned
 from . import hopper
@@ -18,7 +18,7 @@ from .sizes import padded
 @functools.cache
 def _descriptors() -> Any:
     """Triton's tensor descriptors, None in versions that have none."""
-    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
+    if not installed("triton.tools.tensor_descriptor"):
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from ..base import installed
 from ..capability import capability
 from ..launcher import Launcher
 
@@ -103,7 +103,7 @@ def usable(device: torch.device) -> bool:
 @functools.cache
 def _installed() -> bool:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return version >= _TRIED and importlib.util.find_spec("triton.experimental.gluon") is not None
+    return version >= _TRIED and bool(installed("triton.experimental.gluon"))
 
 
 @functools.cache
