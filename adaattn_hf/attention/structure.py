@@ -189,8 +189,24 @@ class CallStructure:
 
         This is the definition of every rule; it allocates one band of `stop - start` rows.
         """
-        stop = self.q_len if stop is None else stop
+        return self._band(start, (self.q_len if stop is None else stop) - start, None, device)
+
+    def visible_rows(self, rows: Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """Boolean `[batch or 1, heads or 1, len(rows), kv_len]`: `visible` of a few rows."""
+        return self._band(0, len(rows), rows, device)
+
+    def _band(self, start: int, count: int, rows: Tensor | None, device: torch.device | str) -> Tensor:
+        """`visible` of `count` queries: from `start` on, without a copy of what is given by query, or of `rows`."""
         keep: Tensor | None = None
+
+        def places() -> Tensor:
+            own = torch.arange(start, start + count, device=device) if rows is None else rows.to(device)
+            return own + self.q_offset
+
+        def of_rows(given: Tensor, dim: int) -> Tensor:
+            if rows is None:
+                return given.narrow(dim, start, count)
+            return given.index_select(dim, rows.to(given.device))
 
         def both(a: Tensor | None, b: Tensor) -> Tensor:
             return b if a is None else a & b
@@ -200,7 +216,7 @@ class CallStructure:
             self.causal or self.window is not None or self.chunk is not None or self.spans is not None
         )
         if positional:
-            p = torch.arange(start, stop, device=device) + self.q_offset
+            p = places()
             j = torch.arange(self.kv_len, device=device)
             p_, j_ = p[None, None, :, None], j[None, None, None, :]
         if self.causal:
@@ -220,7 +236,7 @@ class CallStructure:
             q_segments = self.q_segments if self.q_segments is not None else self.k_segments
             keep = both(
                 keep,
-                q_segments[:, None, start:stop, None].to(device)
+                of_rows(q_segments, 1)[:, None, :, None].to(device)
                 == self.k_segments[:, None, None, :].to(device),
             )
         if self.spans is not None:
@@ -233,21 +249,17 @@ class CallStructure:
             keep = both(keep, real[:, None, None, :])
             if self.pads_queries:
                 if isinstance(self.q_offset, int) and 0 <= self.q_offset <= self.kv_len - self.q_len:
-                    at_p = real[:, start + self.q_offset : stop + self.q_offset]
+                    at_p = of_rows(real[:, self.q_offset :], 1)
                 else:
-                    p = torch.arange(start, stop, device=device) + self.q_offset
+                    p = places()
                     at_p = real.gather(1, p.clamp(0, self.kv_len - 1).expand(real.shape[0], -1))
                 keep = both(keep, at_p[:, None, :, None])
         if self.mask is not None:
-            band = self.mask if self.mask.shape[-2] == 1 else self.mask[..., start:stop, :]
+            band = self.mask if self.mask.shape[-2] == 1 else of_rows(self.mask, -2)
             keep = both(keep, band.to(device))
         if keep is None:
             keep = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
-        return keep.expand(keep.shape[0], keep.shape[1], stop - start, self.kv_len)
-
-    def visible_rows(self, rows: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """Boolean `[batch or 1, heads or 1, len(rows), kv_len]`: `visible` of a few rows."""
-        return torch.cat([self.visible(row, row + 1, device=device) for row in rows.tolist()], dim=2)
+        return keep.expand(keep.shape[0], keep.shape[1], count, self.kv_len)
 
     def positions(self, device: torch.device | str) -> Tensor:
         """`[batch or 1, q_len]`: how many keys of its sequence stand before each query."""

@@ -1,10 +1,16 @@
 """Prices of choices: times the launches of a plan on this machine, with real queries, keys and values.
 
-Every choice is timed for one key/value head and for all of them, in prefill and in one decode step, at each length.
-Rounds are interleaved, so that other load on the machine does not fall on one choice. On a CPU the smallest CPU time of
-the process counts. On CUDA it is the median: of the device's time in prefill, where the host runs ahead; in decode of
-the host's where that is longer, since the next step waits for it, unless steps are captured. Exact attention is called
-as the layers of an exact model call it: what a step of a plan costs the host beside that decides whether it pays.
+Every choice is timed for two numbers of key/value heads, in prefill and in one decode step, at each length. Rounds are
+interleaved, so that other load on the machine does not fall on one choice. On a CPU the smallest CPU time of the
+process counts, of one head and of all. On CUDA it is the median, of all heads and of twice as many: of the device's
+time in prefill, where the host runs ahead; in decode of the host's where that is longer, since the next step waits for
+it, unless steps are captured. Exact attention is called as the layers of an exact model call it: what a step of a plan
+costs the host beside that decides whether it pays.
+
+The line through both times is the price. Where a launch fills a CUDA device, a head's price is its share of the launch
+of all: what heads of several kinds share out evenly among the multiprocessors takes the mean of what all heads of each
+kind would. One head leaves such a device idle and takes as long as its longest row of tiles, of which nothing can be
+told.
 """
 
 from __future__ import annotations
@@ -37,6 +43,8 @@ ROUNDS = 3
 """Times that a CPU runs every launch, in turn with the others; the smallest time counts."""
 TELLABLE = 0.95
 """Share of exact attention's time above which a decode step is not told to be faster: timings differ by as much."""
+FILLED = 1.5
+"""How much longer twice the heads take, at least, where all heads fill a device."""
 STEPS = 20
 """Decode steps that a CPU runs at once: one takes microseconds, below the clock's resolution."""
 
@@ -68,6 +76,20 @@ def repeated(request: AttentionRequest, batch: int) -> AttentionRequest:
     return replace(request, query=query, key=key, value=value, structure=request.structure.expanded(batch))
 
 
+def by_heads(request: AttentionRequest, batch: int, on_cuda: bool) -> dict[int, AttentionRequest]:
+    """Returns the calls that a price is told by, by key/value heads: one and all; on CUDA all and twice.
+
+    Args:
+        request: A call of one sequence.
+        batch: Sequences at once.
+        on_cuda: Whether heads are computed side by side.
+    """
+    heads, whole = request.key.shape[1], repeated(request, batch)
+    if on_cuda:
+        return {heads: whole, 2 * heads: repeated(request, 2 * batch)}
+    return {count: some_heads(whole, list(range(count))) for count in sorted({1, heads})}
+
+
 Calls = dict[tuple[str, int], Callable[[], object]]
 """Launches by the label of the choice and the number of key/value heads."""
 Spread = tuple[float, float, float]
@@ -96,6 +118,23 @@ def line_through(heads: Sequence[int], spreads: Sequence[Spread]) -> Price:
     if len(heads) > 1 and spreads[-1][0] <= spreads[0][2]:
         return Price(sum(medians) / len(medians), 0.0)
     return fit_price(heads, medians)
+
+
+def prices_of(
+    heads: Sequence[int], spreads: Mapping[str, Sequence[Spread]], exact: str, on_cuda: bool
+) -> dict[str, Price]:
+    """Returns the price of every choice, by label.
+
+    Args:
+        heads: Key/value heads of each launch, rising; on CUDA all heads and twice as many.
+        spreads: By label, the times of these launches.
+        exact: Label of exact attention, of whose launch is asked whether it fills the device.
+        on_cuda: Whether heads are computed side by side.
+    """
+    (_, once, _), (_, last, _) = spreads[exact][0], spreads[exact][-1]
+    if on_cuda and last >= FILLED * once:
+        return {label: Price(0.0, own[0][1] / heads[0]) for label, own in spreads.items()}
+    return {label: line_through(heads, own) for label, own in spreads.items()}
 
 
 def _on_processor(calls: Calls, bundle: int) -> dict[tuple[str, int], Spread]:
@@ -174,28 +213,25 @@ def measure_prices(
         batch: Sequences at once.
         captured: Whether a decode step on CUDA costs the device's time alone, as in a captured graph.
     """
-    requests = {length: repeated(request, batch) for length, request in requests.items()}
     table: dict[str, dict[int, dict[str, Price]]] = {phase: {} for phase in phases}
-    for length, whole in sorted(requests.items()):
+    for length, one in sorted(requests.items()):
+        on_cuda = one.query.is_cuda
         for phase in phases:
-            request = whole if phase == "prefill" else decode_step(whole)
-            counts = sorted({1, request.key.shape[1]})
+            parts = by_heads(one, batch, on_cuda)
+            if phase == "decode":
+                parts = {count: decode_step(part) for count, part in parts.items()}
             calls: Calls = {}
             for choice in choices:
-                for count in counts:
-                    program = Program(LayerPlan(0, "", (choice,) * count), tensors, length)
-                    part = some_heads(request, list(range(count)))
+                for count, part in parts.items():
+                    program = Program(LayerPlan(0, "", (choice,) * part.key.shape[1]), tensors, length)
                     with torch.no_grad():
                         calls[choice.label, count] = _call(program, part)
             with torch.no_grad():
-                found = _timed(calls, phase, request.query.is_cuda, captured)
-            table[phase][length] = {
-                launch_label(choice, own): line_through(
-                    counts, [found[choice.label, count] for count in counts]
-                )
-                for choice in choices
-            }
-    longest = requests[max(requests)]
+                found = _timed(calls, phase, on_cuda, captured)
+            spreads = {choice.label: [found[choice.label, count] for count in parts] for choice in choices}
+            lines = prices_of(list(parts), spreads, choices[0].label, on_cuda)
+            table[phase][length] = {launch_label(choice, own): lines[choice.label] for choice in choices}
+    longest = repeated(requests[max(requests)], batch)
     return PriceTable(machine(), execute.launch_names(choices, longest), table)
 
 

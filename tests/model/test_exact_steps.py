@@ -152,6 +152,32 @@ def test_heads_cost_nothing_where_more_of_them_take_no_longer() -> None:
     assert line.slope == pytest.approx(46e-6)
 
 
+def test_heads_of_a_launch_that_fills_a_device_cost_their_share_of_it() -> None:
+    """There a launch of several kinds of heads takes the mean of the launches of each kind alone."""
+    spread = {"exact": (161e-6, 292e-6), "w1024+16": (65e-6, 120e-6)}
+    spreads = {label: [(time, time, time) for time in times] for label, times in spread.items()}
+    told = pricing.prices_of([3, 6], spreads, "exact", True)
+    assert told == {"exact": Price(0.0, 161e-6 / 3), "w1024+16": Price(0.0, 65e-6 / 3)}
+    waiting = {"exact": [(161e-6,) * 3, (200e-6,) * 3], "w1024+16": [(65e-6,) * 3, (66e-6,) * 3]}
+    for on_cuda, given in ((True, waiting), (False, spreads)):
+        lines = pricing.prices_of([3, 6], given, "exact", on_cuda)
+        assert lines == {label: pricing.line_through([3, 6], own) for label, own in given.items()}
+
+
+def test_a_device_is_timed_with_all_heads_and_twice_as_many_a_processor_with_one_and_all() -> None:
+    query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
+    request = AttentionRequest(query, key, key, CallStructure(1, 64, 64, causal=True), 0.25)
+    for on_cuda, batch, expected in (
+        (False, 1, {1: (1, 1), 2: (1, 2)}),
+        (False, 3, {1: (3, 1), 2: (3, 2)}),
+        (True, 1, {2: (1, 2), 4: (2, 2)}),
+        (True, 3, {2: (3, 2), 4: (6, 2)}),
+    ):
+        parts = pricing.by_heads(request, batch, on_cuda)
+        assert {heads: tuple(part.key.shape[:2]) for heads, part in parts.items()} == expected
+        assert all(part.structure.batch == part.key.shape[0] for part in parts.values())
+
+
 def test_layers_of_every_kind_are_asked_whether_a_choice_is_faster_in_decode() -> None:
     """A window that is no narrower than a layer's own is no choice there, however little it seems to take."""
     choices = [EXACT, make_choice("window", 32, 16), make_choice("window", 64, 16)]

@@ -158,7 +158,8 @@ def test_candidates_cross_kinds_with_precisions() -> None:
             choice.columns > 0
         )
     assert not any(precision_of(choice) == "bf16" for choice in candidates(4096, 64, "bfloat16").choices)
-    assert max(getattr(c.keys, "window", 0) for c in candidates(1024, 64, "float32").choices) == 384
+    assert max(getattr(c.keys, "window", 0) for c in candidates(1024, 64, "float32").choices) == 512
+    assert max(getattr(c.keys, "window", 0) for c in candidates(8192, 64, "float32").choices) == 5120
     assert candidates(4096, 64, "float32", ("rank",)).choices == (
         EXACT,
         make_choice(rank=32),

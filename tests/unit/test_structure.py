@@ -48,6 +48,16 @@ def test_segments_say_what_visible_defines(structure: CallStructure) -> None:
     assert torch.equal(of_segments(structure), expected)
 
 
+@settings(max_examples=400)
+@given(structure=drawn(), order=st.permutations(range(24)), count=st.integers(1, 24))
+def test_any_rows_see_what_visible_defines(structure: CallStructure, order: list[int], count: int) -> None:
+    """Also beside a dense mask of heads, and rows in any order."""
+    rows = torch.tensor([row for row in order if row < structure.q_len][:count])
+    dense = torch.rand(1, 2, structure.q_len, structure.kv_len) < 0.7
+    for one in (structure, structure.with_changes(mask=dense)):
+        assert torch.equal(one.visible_rows(rows), one.visible()[:, :, rows])
+
+
 def test_chunks_of_a_document_count_from_its_first_key_even_if_that_is_padding() -> None:
     documents = torch.tensor([[0] * 6 + [1] * 4])
     structure = CallStructure(

@@ -14,7 +14,7 @@ from ...attention.structure import CallStructure
 from ..record import whole
 from .part import Colour, Keys, Setting, register
 
-WINDOWS = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+WINDOWS = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
 WINDOWS_BOTH_WAYS = (32, 64, 128, 256, 512, 1024, 2048)
 """Of bidirectional attention: a window of W sees 2 W - 1 keys."""
 SINKS = 16
@@ -93,12 +93,12 @@ class Window(Keys):
 
     @classmethod
     def candidates(cls, setting: Setting) -> Sequence[Window]:
-        """Windows that leave out at least a quarter of the scores, less of which saves nothing worth a launch.
+        """Windows that leave out enough of the scores to save more than their launch costs.
 
-        A causal window of half the sequence, one that looks both ways of three eighths. A cache is worth a quarter of
-        its tokens, which costs no launch that decoding over it would not have.
+        A causal window of five eighths of the sequence leaves out a seventh, one that looks both ways of three eighths
+        a quarter. A cache is worth a quarter of its tokens, which costs no launch that decoding over it would not have.
         """
         length = setting.length
         most = 3 * length // 4 - SINKS
-        widest = most if setting.memory else length // 2 - SINKS if setting.causal else most // 2
+        widest = most if setting.memory else 5 * length // 8 if setting.causal else most // 2
         return [cls(window, SINKS) for window in setting.windows if window <= widest]
