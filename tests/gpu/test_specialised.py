@@ -176,8 +176,8 @@ def test_kept_blocks(name: str, block: int) -> None:
 
 
 def test_long_causal_calls_come_here_before_torchs() -> None:
-    for n, ours in ((1024, False), (4096, True)):
-        request = drawn(CallStructure(1, n, n, causal=True), 128, 32, torch.bfloat16)
+    for batch, n, ours in ((1, 1024, True), (8, 1024, False), (1, 4096, True)):
+        request = drawn(CallStructure(batch, n, n, causal=True), 128, 32, torch.bfloat16)
         order = select.order(spec_of(request))
         assert ("triton" in order) is ours
         assert order[-2:] == ("sdpa", "eager")

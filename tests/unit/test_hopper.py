@@ -147,6 +147,15 @@ def test_few_long_items_change_places_until_columns_are_about_even() -> None:
     assert of.max() <= 1.05 * costs.sum() / 132
 
 
+def test_items_of_the_same_cost_leave_exchanges_something_to_gain() -> None:
+    """Three heads of 8,192 queries, counted in whole tiles: 7 % were left where six items of each cost were alike."""
+    costs = np.repeat(np.arange(64, 0, -1) + 1, 6)
+    entries = np.stack([np.arange(len(costs))] * 3, axis=1).astype(np.int32)
+    items = dealing.dealt(entries, costs, 1, 132)
+    of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, 132).sum(0)
+    assert of.max() <= 1.01 * costs.sum() / 132
+
+
 def test_items_whose_window_leaves_keys_out_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sinks and the edge of their window come on top of the keys that they read."""
     seen: list[Any] = []
@@ -168,14 +177,19 @@ def test_items_whose_window_leaves_keys_out_cost_more(monkeypatch: pytest.Monkey
         left_out = head == 1 and first >= 256
         start = (first - 255) // 128 * 128
         keys = min(first + 64, 1000) - start + min(16, start)
-        expected = keys + 128 * (4 + 5) if left_out else read[segment, first, head]
+        expected = -(-keys // 128) + 1 + 3 if left_out else read[segment, first, head]
         assert cost == expected
 
 
-@pytest.mark.parametrize(("windows", "kernel"), [((100, 0), "forward"), ((0, 200), "specialised")])
+@pytest.mark.parametrize(
+    ("windows", "many", "kernel"),
+    [((100, 0), 16, "forward"), ((0, 200), 16, "specialised"), ((100, 0), 0.01, "specialised")],
+)
 def test_windows_of_64_channels_must_leave_enough_keys(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch, windows: tuple[int, int], kernel: str
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, windows: tuple[int, int], many: float, kernel: str
 ) -> None:
+    """Half as many are enough where each program computes many items."""
+    monkeypatch.setattr(hopper, "_MANY_TURNS", many)
     monkeypatch.setattr(hopper, "_LEAST_OF_WINDOWS", 250)  # without windows blocks read 288 on average
     rules = HeadRules(windows, (0, 0), (0.0, 0.0), ("model",) * 2)
     launch.attend(drawn(causal(), 64, per_head=rules))

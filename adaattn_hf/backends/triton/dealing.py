@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_BESIDE_TILES, _EDGE_TILES = 4, 5
+_BESIDE_TILES, _EDGE_TILES = 1, 3
 """Tiles that could be computed in the time in which an item begins and ends, about, on an H200, and in that which its
-sinks and the edge of its window take longer."""
+sinks and the edge of its window take longer: what batches of many items take."""
 _FEW_TURNS = 8
 """Items of a program, on average, up to which it matters who computes which one."""
-_MOST_SWAPS = 256
+_MOST_SWAPS, _TIES = 256, 4
 
 
 def beside_tiles(edges: NDArray[np.bool_] | bool) -> NDArray[np.int64] | int:
@@ -45,7 +45,8 @@ def dealt(
         return rows.reshape(-1, 3)
     order = np.argsort(-cost, kind="stable")
     items, cost = items[order], cost[order]
-    column = _columns(cost, programs)
+    # items of the same cost, told apart: an exchange has something to gain then, where whole tiles would leave nothing
+    column = _columns(cost * (4 * _TIES) + np.arange(len(cost)) % _TIES, programs)
     counts = np.bincount(column, minlength=programs)
     order = np.argsort(column, kind="stable")
     place = np.arange(len(items)) - np.repeat(counts.cumsum() - counts, counts)

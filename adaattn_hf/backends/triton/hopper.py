@@ -21,7 +21,10 @@ _SM = (9, 0)
 
 _LEAST_OF_WINDOWS = 2048
 """Keys that blocks of queries of 64 channels read on average, from which on windows gain by these kernels: with windows
-of 1,024 everywhere they take 1.25 times as long as the kernel whose tiles have 64 keys."""
+of 1,024 everywhere they take 1.15 times as long as the kernel whose tiles have 64 keys, of 8 sequences at once 0.95
+times as long."""
+_MANY_TURNS = 16
+"""Items of a program from which on half as many keys are enough: how a launch begins and ends matters little then."""
 
 
 class Warps(NamedTuple):
@@ -46,9 +49,13 @@ class Warps(NamedTuple):
     resident: bool
     least: int = 0
 
-    def pays(self, read: int, entries: int) -> bool:
-        """Whether blocks of queries are long enough that read so many keys in all."""
-        return read >= self.least * entries
+    def pays(self, read: int, entries: int, rows: int, programs: int) -> bool:
+        """Whether so many blocks of queries, `rows` of all heads each, read enough keys, `read` in all.
+
+        Half of them are enough where each of the programs, 0 for none that are resident, computes many items.
+        """
+        many = 0 < _MANY_TURNS * programs * 64 * self.groups <= entries * rows
+        return read * (2 if many else 1) >= self.least * entries
 
     @property
     def rows(self) -> int:

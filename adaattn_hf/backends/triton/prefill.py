@@ -115,8 +115,8 @@ class Prefill:
         self._special: Way | None = None
         if self._heavy and dim == value_dim and self._cap is None and hopper.usable(query.device):
             warps = hopper.warps_of(dim, groups, windows is not None)
-            if warps is not None and warps.pays(table.read, len(table.entries)):
-                programs = hopper.multiprocessors(query.device) if warps.resident else 0
+            programs = hopper.multiprocessors(query.device) if warps is not None and warps.resident else 0
+            if warps is not None and warps.pays(table.read, len(table.entries), tile.rows * groups, programs):
                 table = work(warps.rows, warps.columns, groups // warps.together, programs)
                 if table.ends:
                     self._special = _special(warps, table, facts | {"HEAD": dim}, programs)

@@ -6,7 +6,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .warps import ROWS, add_tile, begin_rows, bounds_of, fetch, first_tile, last_values, ring, write_rows
+from .warps import (
+    ROWS,
+    begin_rows,
+    begin_tile,
+    end_tile,
+    fetch,
+    first_scores,
+    last_values,
+    paired,
+    ring,
+    weights_of,
+    write_rows,
+)
 
 
 @gluon.jit
@@ -81,14 +93,35 @@ def _first_key(t, tiles, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):  # type: 
 
 
 @gluon.jit
-def _left_bounds(p, n, t, of_sinks, rules, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The bounds of an item's tile `t`, from key `n` on, before the keys that all rows see: of sinks, or behind them."""
+def _hidden(  # type: ignore[no-untyped-def]
+    s, p, n, t, tiles, rules, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """The scores of an item's tile `t`, from key `n` on, -inf where a query at `p` does not see the key.
+
+    Tiles of sinks end before `apart`, from where on the others see what is in the window.
+    """
     k_len, _offset, window, sinks, apart = rules
-    limit = gl.where(t < of_sinks, apart, k_len)
-    last, before, _sinks = bounds_of(p, n, limit, window, sinks, CAUSAL, WINDOW)
+    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    # a thread holds every eighth pair of a row: what is its own goes to the bounds, and places become constants
+    own = (j & 6)[None, :]
+    at = (j & -7)[None, :]
+    limit = k_len
     if WINDOW:
-        before = gl.where(t < of_sinks, -1, gl.maximum(before, apart - 1 - n))
-    return last, before
+        limit = gl.where(t < tiles[0], apart, k_len)
+    last = gl.zeros_like(p) + (limit - 1 - n)
+    if CAUSAL:
+        last = gl.minimum(p - n, last)
+    elif WINDOW:
+        last = gl.minimum(gl.maximum(p - n + window, sinks - n) - 1, last)
+    if WINDOW:
+        begin = gl.where(t < tiles[0], 0, gl.maximum(p - window + 1, apart) - n)
+        # one comparison for both ends: below the first one numbers without a sign are large
+        keep = (at - (begin[:, None] - own)).to(gl.uint32) < gl.maximum(last + 1 - begin, 0).to(gl.uint32)[
+            :, None
+        ]
+    else:
+        keep = at <= last[:, None] - own
+    return gl.where(keep, s, float("-inf"))
 
 
 @gluon.jit
@@ -131,8 +164,8 @@ def _consume(  # type: ignore[no-untyped-def]
     for turn in range(0, gl.cdiv(tables[3], gl.num_programs(0))):
         place, rules, tiles = _item(tables, turn, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         row, q_start, q_len, _k_start, _kv_head, head, first = place
-        k_len, offset, window, sinks, _apart = rules
-        of_sinks, left, edges, total, _start, _all_start, all_stop = tiles
+        _k_len, offset, _window, _sinks, _apart = rules
+        _of_sinks, _left, edges, total, _start, _all_start, _all_stop = tiles
         if TOGETHER > 1:
             head += WHICH
         else:
@@ -147,39 +180,34 @@ def _consume(  # type: ignore[no-untyped-def]
         m, l = begin_rows(sink_ptr, head, HAS_SINK, OF_ROWS)
         acc = gl.zeros([ROWS, HEAD], gl.float32, O_LAYOUT)
         if total > 0:
+            s = first_scores(
+                q, rings, count, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT
+            )
             n = _first_key(0, tiles, WINDOW, BLOCK_N)
-            last, before = _left_bounds(p, n, 0, of_sinks, rules, CAUSAL, WINDOW)
-            m, l, pairs = first_tile(
-                m, l, q, rings, count, scale, (last, before, None), WINDOW, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD,
-                BLOCK_N, STAGES, S_LAYOUT, dtype,
-            )  # fmt: skip
+            s = _hidden(s, p, n, 0, tiles, rules, CAUSAL, WINDOW, BLOCK_N, S_LAYOUT)
+            w, m, l, _decay = weights_of(s, m, l, scale, True)
+            pairs = paired(w, BLOCK_N, dtype)
             count += 1
-            done = 1
-            if WINDOW:
-                # one loop for both edges: what runs once an item should be little code, which has to be fetched anew
-                for t in range(done, edges):
-                    n = _first_key(t, tiles, WINDOW, BLOCK_N)
-                    last, before = _left_bounds(p, n, t, of_sinks, rules, CAUSAL, WINDOW)
-                    acc, m, l, pairs = add_tile(
-                        (acc, m, l, pairs), q, rings, count, scale, (last, before, None), True, True, WHICH,
-                        GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
-                    )  # fmt: skip
-                    count += 1
-            else:
-                for t in range(done, edges):
-                    bounds = bounds_of(
-                        p, all_stop + (t - left) * BLOCK_N, k_len, window, sinks, CAUSAL, WINDOW
-                    )
-                    acc, m, l, pairs = add_tile(
-                        (acc, m, l, pairs), q, rings, count, scale, bounds, True, False, WHICH, GROUPS_OF_WARPS,
-                        ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
-                    )  # fmt: skip
-                    count += 1
-            for _t in range(gl.maximum(edges, 1), total):
-                acc, m, l, pairs = add_tile(
-                    (acc, m, l, pairs), q, rings, count, scale, None, False, False, WHICH, GROUPS_OF_WARPS, ALTERNATE,
-                    HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
+            # one loop for both edges of a window: what runs once an item should be little code, which is fetched anew
+            for t in range(1, edges):
+                s, added, weights = begin_tile(
+                    acc, pairs, q, rings, count, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT,
+                    O_LAYOUT, dtype,
                 )  # fmt: skip
+                n = _first_key(t, tiles, WINDOW, BLOCK_N)
+                s = _hidden(s, p, n, t, tiles, rules, CAUSAL, WINDOW, BLOCK_N, S_LAYOUT)
+                acc, m, l, pairs = end_tile(
+                    s, added, weights, m, l, rings[1], count, scale, True, BLOCK_N, STAGES, O_LAYOUT, dtype
+                )
+                count += 1
+            for _t in range(gl.maximum(edges, 1), total):
+                s, added, weights = begin_tile(
+                    acc, pairs, q, rings, count, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT,
+                    O_LAYOUT, dtype,
+                )  # fmt: skip
+                acc, m, l, pairs = end_tile(
+                    s, added, weights, m, l, rings[1], count, scale, False, BLOCK_N, STAGES, O_LAYOUT, dtype
+                )
                 count += 1
             acc = last_values(acc, pairs, rings[1], count - 1, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
         out = out_ptr + row * o_b + head * o_h + (q_start + i).to(gl.int64)[:, None] * o_n + d[None, :]

@@ -86,7 +86,7 @@ def work_of(
             if parts:
                 stands = entries[:, 1] + table[entries[:, 0], 5]
                 edges = windows is not None and stands >= np.array(windows)[entries[:, 2], 0]
-                entries = dealt(entries, costs + blocks[1] * beside_tiles(edges), parts, programs)
+                entries = dealt(entries, -(-costs // blocks[1]) + beside_tiles(edges), parts, programs)
             ends = all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == structure.kv_len for s in runs)
             return _placed(table, entries, read, windows, ends, device)
 

@@ -137,16 +137,12 @@ def _begin_values(acc, pairs, v_ring, count, HEAD: gl.constexpr, BLOCK_N: gl.con
 
 
 @gluon.jit
-def add_tile(  # type: ignore[no-untyped-def]
-    state, q, rings, count, scale, bounds, MASKED: gl.constexpr, LEFT: gl.constexpr, WHICH: gl.constexpr,
-    GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, dtype: gl.constexpr,
+def begin_tile(  # type: ignore[no-untyped-def]
+    acc, pairs, q, rings, count, WHICH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr,
+    HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    dtype: gl.constexpr,
 ):  # fmt: skip
-    """Takes the weights of the `count`-th tile while the values of the one before are added.
-
-    `state` is output, maximum, sum and the weights that wait for their values.
-    """
-    acc, m, l, pairs = state
+    """The scores of the `count`-th tile, and the values of the one before, which are still being added by their weights."""
     k_ring, v_ring, turns = rings
     s = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
     added, weights = _begin_values(acc, pairs, v_ring, count - 1, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
@@ -154,9 +150,16 @@ def add_tile(  # type: ignore[no-untyped-def]
         mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_ring[2].index(count % STAGES))
-    if MASKED:
-        s = gl.where(seen(bounds, LEFT, BLOCK_N, S_LAYOUT), s, float("-inf"))
-    w, m, l, decay = weights_of(s, m, l, scale, MASKED)
+    return s, added, weights
+
+
+@gluon.jit
+def end_tile(  # type: ignore[no-untyped-def]
+    s, added, weights, m, l, v_ring, count, scale, SOME: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    O_LAYOUT: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Takes the weights of the `count`-th tile's scores, and awaits the values: output, maximum, sum and these weights."""
+    w, m, l, decay = weights_of(s, m, l, scale, SOME)
     acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
     mbarrier.arrive(v_ring[2].index((count - 1) % STAGES))
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -164,21 +167,18 @@ def add_tile(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def first_tile(  # type: ignore[no-untyped-def]
-    m, l, q, rings, count, scale, bounds, LEFT: gl.constexpr, WHICH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
-    ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
-    dtype: gl.constexpr,
+def first_scores(  # type: ignore[no-untyped-def]
+    q, rings, count, WHICH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, HEAD: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The weights of an item's first tile: maximum, sum and weights, behind which no values wait."""
+    """The scores of an item's first tile, behind which no values wait."""
     k_ring, _v_ring, turns = rings
     s = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
     if ALTERNATE:
         mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_ring[2].index(count % STAGES))
-    s = gl.where(seen(bounds, LEFT, BLOCK_N, S_LAYOUT), s, float("-inf"))
-    w, m, l, _decay = weights_of(s, m, l, scale, True)
-    return m, l, paired(w, BLOCK_N, dtype)
+    return s
 
 
 @gluon.jit
