@@ -305,9 +305,12 @@ def device_budget_block(study: Mapping[str, Any]) -> str:
     ]
     for budget in sorted({record["budget"] for record in study["seeds"]}):
         arm = f"plan-{percent(budget)}".replace(" ", "")
+        timed = [
+            speed.get(level) for level in ("attention", "model")
+        ]  # a study may have timed attention alone
         ratios = [
-            f"{speed[level][shape][base]['seconds'] / speed[level][shape][arm]['seconds']:.2f}"
-            for level in ("attention", "model")
+            f"{arms[shape][base]['seconds'] / arms[shape][arm]['seconds']:.2f}" if arms else "–"
+            for arms in timed
             for base in beside_what.values()
             for shape in shapes
         ]

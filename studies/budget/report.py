@@ -325,7 +325,7 @@ def _speed(speed: dict[str, Any]) -> list[str]:
                 ]
                 rows.append([*cells, watching])
         head = ["length", title, "seconds", "times stock", "times our exact", "KL on this text", "watching"]
-        lines += table(head, rows)
+        lines += table(head, rows) if rows else []
     return lines
 
 

@@ -95,12 +95,16 @@ def test_another_figure_would_show() -> None:
     assert headline.budget_block(reports["budget"]) != before
     before = headline.device_budget_block(reports["budget_cuda"])
     timed = reports["budget_cuda"]["speed"]
-    timed["model"]["8192"]["plan-1%"]["seconds"] *= 2
+    timed["attention"]["8192"]["plan-1%"]["seconds"] *= 2
     assert (after := headline.device_budget_block(reports["budget_cuda"])) != before
-    for level in ("attention", "model"):
-        timed[level]["4 x 8192"] = timed[level]["8192"]
-    assert "4 sequences at once" in headline.device_budget_block(reports["budget_cuda"])
     assert "at once" not in after
+    timed["attention"]["4 x 8192"] = timed["attention"]["8192"]
+    timed.pop("model", None)
+    assert "4 sequences at once" in (alone := headline.device_budget_block(reports["budget_cuda"]))
+    timed["model"] = timed["attention"]
+    both = headline.device_budget_block(reports["budget_cuda"])
+    # a level that was not timed has dashes in its cells: two budgets, two bases, two shapes
+    assert (alone.count("| –"), both.count("| –")) == (8, 0)
     before = headline.figures(reports)
     reports["cache_plans"][0]["smaller"] += 1
     after = headline.figures(reports)
