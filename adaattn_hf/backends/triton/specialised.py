@@ -10,11 +10,13 @@ from .warps import (
     ROWS,
     begin_rows,
     begin_tile,
+    bounds_of,
     end_tile,
     fetch,
     first_scores,
     last_values,
     paired,
+    places_of,
     ring,
     weights_of,
     write_rows,
@@ -101,24 +103,16 @@ def _hidden(  # type: ignore[no-untyped-def]
     Tiles of sinks end before `apart`, from where on the others see what is in the window.
     """
     k_len, _offset, window, sinks, apart = rules
-    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    # a thread holds every eighth pair of a row: what is its own goes to the bounds, and places become constants
-    own = (j & 6)[None, :]
-    at = (j & -7)[None, :]
+    own, at = places_of(BLOCK_N, LAYOUT)
     limit = k_len
     if WINDOW:
         limit = gl.where(t < tiles[0], apart, k_len)
-    last = gl.zeros_like(p) + (limit - 1 - n)
-    if CAUSAL:
-        last = gl.minimum(p - n, last)
-    elif WINDOW:
-        last = gl.minimum(gl.maximum(p - n + window, sinks - n) - 1, last)
+    last, _before, _sinks = bounds_of(p, n, limit, window, sinks, CAUSAL, WINDOW)
     if WINDOW:
         begin = gl.where(t < tiles[0], 0, gl.maximum(p - window + 1, apart) - n)
         # one comparison for both ends: below the first one numbers without a sign are large
-        keep = (at - (begin[:, None] - own)).to(gl.uint32) < gl.maximum(last + 1 - begin, 0).to(gl.uint32)[
-            :, None
-        ]
+        keys = gl.maximum(last + 1 - begin, 0)[:, None]
+        keep = (at - (begin[:, None] - own)).to(gl.uint32) < keys.to(gl.uint32)
     else:
         keep = at <= last[:, None] - own
     return gl.where(keep, s, float("-inf"))

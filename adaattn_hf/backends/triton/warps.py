@@ -73,20 +73,25 @@ def bounds_of(p, n, limit, window, sinks, CAUSAL: gl.constexpr, WINDOW: gl.const
 
 
 @gluon.jit
+def places_of(BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Places of a tile's keys, `[1, keys]` in two parts to be added up.
+
+    A thread holds every eighth pair of a row: what is its own can be taken off the bounds, and the rest are constants.
+    """
+    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    return (j & 6)[None, :], (j & -7)[None, :]
+
+
+@gluon.jit
 def seen(bounds, LEFT: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Boolean `[rows, keys of a tile]`, by places in the tile: each row's last key, the one before its window, the sinks.
 
-    Without LEFT all keys lie behind where the windows begin; sinks are None where others of the tile's keys are not seen.
+    Without LEFT all keys lie behind where the windows begin.
     """
     last, before, sinks = bounds
-    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    # a thread holds every eighth pair of a row: what is its own goes to the bounds, and places become constants
-    own = (j & 6)[None, :]
-    at = (j & -7)[None, :]
+    own, at = places_of(BLOCK_N, LAYOUT)
     keep = at <= last[:, None] - own
-    if LEFT and sinks is None:
-        keep = keep & (at > before[:, None] - own)
-    elif LEFT:
+    if LEFT:
         keep = keep & ((at > before[:, None] - own) | (at < sinks - own))
     return keep
 
