@@ -21,6 +21,7 @@ from ..plans.program import Program
 from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.backoff import Caution
+from ..policy.knapsack import Allocation
 from ..policy.sequential import Attempts
 from .assemble import finished_plan, report
 from .measure import Measurement
@@ -308,8 +309,7 @@ class Campaign:
             self.measurement, found.allocation.picks, worst, self.alpha, self.current.gates
         )
         verdicts = list(proof.verdicts.values())
-        words = report(self.measurement, self.history, found.allocation, self.alpha, verdicts)
-        return Calibration(plan, tensors, True, worst.sentence, words)
+        return Calibration(plan, tensors, True, worst.sentence, self.told(found.allocation, verdicts))
 
     def exact(self, sentence: str) -> Calibration:
         """Returns the exact plan as the result, with the reason."""
@@ -318,8 +318,12 @@ class Campaign:
         budget = self.measurement.inputs.settings.budget
         text = f"the budget of {budget:.3g} nats/token cannot be met: {sentence}; the plan is exact"
         verdicts = [entry["verified"] for entry in self.history if "verified" in entry][-1:]
-        words = report(self.measurement, self.history, None, self.alpha, [])
-        return Calibration(plan, {}, False, text, {**words, "verdicts": verdicts})
+        return Calibration(plan, {}, False, text, {**self.told(None, []), "verdicts": verdicts})
+
+    def told(self, found: Allocation | None, verdicts: Sequence[Verified]) -> dict[str, Any]:
+        """Returns the report, with the KL of rounding that every measured KL holds."""
+        words = report(self.measurement, self.history, found, self.alpha, verdicts)
+        return {**words, "rounding": self.stock.kl}
 
 
 def duration(seconds: float) -> str:

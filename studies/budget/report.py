@@ -126,13 +126,14 @@ def _short(study: dict[str, Any]) -> list[str]:
         met = [record for record in mine if record["met"]]
         tries = [len(verdicts_of(record)) for record in met]
         verdicts = [verdict for record in met for verdict in record["report"]["verdicts"]]
-        gaps = [verdict["predicted_kl"] / verdict["kl"] for verdict in verdicts if verdict["kl"]]
+        gaps = [gap for record in met for gap in _gaps(record)]
+        half = met and mine[0]["settings"]["dtype"] != "float32" and "rounding" not in met[0]["report"]
         if met:
             lines.append(
                 f"* {percent(budget)}: {sum(count == 1 for count in tries)} of {len(met)} plans are the first that was"
                 f" proved; the largest upper bound is {loss(max(v['upper'] for v in verdicts))} of {loss(budget)}"
-                f" nats/token; predicted over measured KL {min(gaps):.2f} to {max(gaps):.2f}, median"
-                f" {statistics.median(gaps):.2f}."
+                f" nats/token; predicted over measured KL{', which holds that of rounding,' if half else ''}"
+                f" {min(gaps):.2f} to {max(gaps):.2f}, median {statistics.median(gaps):.2f}."
             )
             lines += lines_of(met, percent(budget))
         unmet = Counter(record["sentence"] for record in mine if not record["met"])
@@ -151,6 +152,13 @@ def _short(study: dict[str, Any]) -> list[str]:
     head += ["bound/budget, other kind", *(f"attention, times exact, {n}" for n in lengths)]
     return ["Medians over the seeds that met their budget, in brackets the least and the most.", "",
             *table(head, rows), *lines, ""]  # fmt: skip
+
+
+def _gaps(record: dict[str, Any]) -> list[float]:
+    """Predicted over measured KL at each length, less what rounding adds to it where the record says so."""
+    report = record["report"]
+    added = [(one["predicted_kl"], one["kl"] - report.get("rounding", 0.0)) for one in report["verdicts"]]
+    return [predicted / kl for predicted, kl in added if kl > 0.0]
 
 
 def _counted(records: Sequence[dict[str, Any]], budget: float, lengths: Sequence[str]) -> list[str]:

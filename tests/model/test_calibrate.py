@@ -174,6 +174,7 @@ def test_what_the_solver_answers_is_no_plan_if_it_saves_nothing(
     assert found.plan.is_exact
     assert "no choice saves time" in found.sentence
     assert found.report["price_plan_seconds"] == found.report["price_exact_seconds"]
+    assert 0.0 <= found.report["rounding"] < 1e-6, "two exact kernels in float32"
 
 
 def test_prices_of_other_lengths_are_refused(model: LlamaForCausalLM, text: list[Path]) -> None:

@@ -12,7 +12,7 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.policy.prices import Price, PriceTable
 from studies.budget import renewed, texts
 from studies.budget.pairs import fewer_pairs, lines_of
-from studies.budget.report import inside, main, times_exact, write_page
+from studies.budget.report import _gaps, inside, main, times_exact, write_page
 
 TABLE = PriceTable(
     "a machine", {"exact": "one", "bf16": "one"},
@@ -159,6 +159,14 @@ def test_speeds_that_were_timed_later_replace_their_cells(tmp_path: Path, checko
     ):
         with pytest.raises(UsageError, match=message):
             renewed.renewed(study, wrong)
+
+
+def test_what_rounding_adds_is_not_held_against_a_prediction() -> None:
+    """Records that do not say how much it is keep what was measured, and the page says so."""
+    verdict = {"predicted_kl": 2e-4, "kl": 1.9e-3}
+    assert _gaps({"report": {"verdicts": [verdict]}}) == pytest.approx([2e-4 / 1.9e-3])
+    assert _gaps({"report": {"verdicts": [verdict], "rounding": 1.5e-3}}) == pytest.approx([0.5])
+    assert _gaps({"report": {"verdicts": [verdict], "rounding": 2e-3}}) == []
 
 
 @pytest.mark.parametrize("length", [5, 64])
