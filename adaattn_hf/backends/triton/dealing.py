@@ -10,7 +10,8 @@ _BESIDE_TILES, _EDGE_TILES = 1, 3
 sinks and the edge of its window take longer: what batches of many items take."""
 _FEW_TURNS = 8
 """Items of a program, on average, up to which it matters who computes which one."""
-_MOST_SWAPS, _TIES = 256, 4
+_MOST_SWAPS, _TIES, _EVEN = 256, 4, 1.01
+"""Exchanges at most, kinds of items of one cost, and what the fullest column may have, in means of all."""
 
 
 def beside_tiles(edges: NDArray[np.bool_] | bool) -> NDArray[np.int64] | int:
@@ -66,8 +67,11 @@ def _columns(cost: NDArray[np.int64], programs: int) -> NDArray[np.int64]:
         loads[least] += some
         column[begin : begin + step] = least
     # then an item of the fullest column for a shorter one of another, as long as the larger of the two sums falls
+    enough = _EVEN * cost.sum() / programs
     for _ in range(_MOST_SWAPS):
         fullest = int(loads.argmax())
+        if loads[fullest] <= enough:
+            break
         mine = np.flatnonzero(column == fullest)
         less = cost[mine, None] - cost
         larger = np.maximum(loads[fullest] - less, loads[column] + less)
