@@ -129,11 +129,16 @@ def _short(study: dict[str, Any]) -> list[str]:
         gaps = [gap for record in met for gap in _gaps(record)]
         half = met and mine[0]["settings"]["dtype"] != "float32" and "rounding" not in met[0]["report"]
         if met:
+            predicted = (
+                f"; predicted over measured KL{', which holds that of rounding,' if half else ''} {min(gaps):.2f} to"
+                f" {max(gaps):.2f}, median {statistics.median(gaps):.2f}"
+                if gaps
+                else ""
+            )
             lines.append(
                 f"* {percent(budget)}: {sum(count == 1 for count in tries)} of {len(met)} plans are the first that was"
                 f" proved; the largest upper bound is {loss(max(v['upper'] for v in verdicts))} of {loss(budget)}"
-                f" nats/token; predicted over measured KL{', which holds that of rounding,' if half else ''}"
-                f" {min(gaps):.2f} to {max(gaps):.2f}, median {statistics.median(gaps):.2f}."
+                f" nats/token{predicted}."
             )
             lines += lines_of(met, percent(budget))
         unmet = Counter(record["sentence"] for record in mine if not record["met"])

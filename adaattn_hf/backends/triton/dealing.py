@@ -26,7 +26,7 @@ def dealt(
 
     Args:
         entries: `[entries, 3]`: segment, first row, key/value head; those of most cost come about first.
-        costs: `[entries]`.
+        costs: `[entries]`, in tiles, `beside_tiles` counted.
         parts: Items of an entry, numbered on from those of the head before.
         programs: Columns; 0 for a single row.
 
