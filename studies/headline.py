@@ -305,9 +305,8 @@ def device_budget_block(study: Mapping[str, Any]) -> str:
     ]
     for budget in sorted({record["budget"] for record in study["seeds"]}):
         arm = f"plan-{percent(budget)}".replace(" ", "")
-        timed = [
-            speed.get(level) for level in ("attention", "model")
-        ]  # a study may have timed attention alone
+        # a study may have timed attention alone
+        timed = [speed.get(level) for level in ("attention", "model")]
         ratios = [
             f"{arms[shape][base]['seconds'] / arms[shape][arm]['seconds']:.2f}" if arms else "–"
             for arms in timed

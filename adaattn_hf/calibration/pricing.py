@@ -216,10 +216,11 @@ def measure_prices(
     table: dict[str, dict[int, dict[str, Price]]] = {phase: {} for phase in phases}
     for length, one in sorted(requests.items()):
         on_cuda = one.query.is_cuda
+        prefills = by_heads(one, batch, on_cuda)
         for phase in phases:
-            parts = by_heads(one, batch, on_cuda)
+            parts = prefills
             if phase == "decode":
-                parts = {count: decode_step(part) for count, part in parts.items()}
+                parts = {count: decode_step(part) for count, part in prefills.items()}
             calls: Calls = {}
             for choice in choices:
                 for count, part in parts.items():

@@ -6,21 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .warps import (
-    ROWS,
-    begin_rows,
-    begin_tile,
-    bounds_of,
-    end_tile,
-    fetch,
-    first_scores,
-    last_values,
-    paired,
-    places_of,
-    ring,
-    weights_of,
-    write_rows,
-)
+from .warps import ROWS, add_tile, begin_rows, bounds_of, fetch, first_tile, last_values, ring, write_rows
 
 
 @gluon.jit
@@ -95,27 +81,16 @@ def _first_key(t, tiles, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):  # type: 
 
 
 @gluon.jit
-def _hidden(  # type: ignore[no-untyped-def]
-    s, p, n, t, tiles, rules, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """The scores of an item's tile `t`, from key `n` on, -inf where a query at `p` does not see the key.
-
-    Tiles of sinks end before `apart`, from where on the others see what is in the window.
-    """
+def _bounds(p, n, t, of_sinks, rules, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The bounds of `seen` in an item's tile `t`, from key `n` on: tiles of sinks end before `apart`, where others begin."""
     k_len, _offset, window, sinks, apart = rules
-    own, at = places_of(BLOCK_N, LAYOUT)
     limit = k_len
     if WINDOW:
-        limit = gl.where(t < tiles[0], apart, k_len)
-    last, _before, _sinks = bounds_of(p, n, limit, window, sinks, CAUSAL, WINDOW)
+        limit = gl.where(t < of_sinks, apart, k_len)
+    last, before, _sinks = bounds_of(p, n, limit, window, sinks, CAUSAL, WINDOW)
     if WINDOW:
-        begin = gl.where(t < tiles[0], 0, gl.maximum(p - window + 1, apart) - n)
-        # one comparison for both ends: below the first one numbers without a sign are large
-        keys = gl.maximum(last + 1 - begin, 0)[:, None]
-        keep = (at - (begin[:, None] - own)).to(gl.uint32) < keys.to(gl.uint32)
-    else:
-        keep = at <= last[:, None] - own
-    return gl.where(keep, s, float("-inf"))
+        before = gl.where(t < of_sinks, -1, gl.maximum(before, apart - 1 - n))
+    return last, before, None
 
 
 @gluon.jit
@@ -174,34 +149,27 @@ def _consume(  # type: ignore[no-untyped-def]
         m, l = begin_rows(sink_ptr, head, HAS_SINK, OF_ROWS)
         acc = gl.zeros([ROWS, HEAD], gl.float32, O_LAYOUT)
         if total > 0:
-            s = first_scores(
-                q, rings, count, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT
-            )
             n = _first_key(0, tiles, WINDOW, BLOCK_N)
-            s = _hidden(s, p, n, 0, tiles, rules, CAUSAL, WINDOW, BLOCK_N, S_LAYOUT)
-            w, m, l, _decay = weights_of(s, m, l, scale, True)
-            pairs = paired(w, BLOCK_N, dtype)
+            bounds = _bounds(p, n, 0, tiles[0], rules, CAUSAL, WINDOW)
+            m, l, pairs = first_tile(
+                m, l, q, rings, count, scale, bounds, WINDOW, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES,
+                S_LAYOUT, dtype,
+            )  # fmt: skip
             count += 1
             # one loop for both edges of a window: what runs once an item should be little code, which is fetched anew
             for t in range(1, edges):
-                s, added, weights = begin_tile(
-                    acc, pairs, q, rings, count, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT,
-                    O_LAYOUT, dtype,
-                )  # fmt: skip
                 n = _first_key(t, tiles, WINDOW, BLOCK_N)
-                s = _hidden(s, p, n, t, tiles, rules, CAUSAL, WINDOW, BLOCK_N, S_LAYOUT)
-                acc, m, l, pairs = end_tile(
-                    s, added, weights, m, l, rings[1], count, scale, True, BLOCK_N, STAGES, O_LAYOUT, dtype
-                )
+                bounds = _bounds(p, n, t, tiles[0], rules, CAUSAL, WINDOW)
+                acc, m, l, pairs = add_tile(
+                    (acc, m, l, pairs), q, rings, count, scale, bounds, True, WINDOW, WHICH, GROUPS_OF_WARPS, ALTERNATE,
+                    HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
+                )  # fmt: skip
                 count += 1
             for _t in range(gl.maximum(edges, 1), total):
-                s, added, weights = begin_tile(
-                    acc, pairs, q, rings, count, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT,
-                    O_LAYOUT, dtype,
+                acc, m, l, pairs = add_tile(
+                    (acc, m, l, pairs), q, rings, count, scale, None, False, False, WHICH, GROUPS_OF_WARPS, ALTERNATE,
+                    HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
                 )  # fmt: skip
-                acc, m, l, pairs = end_tile(
-                    s, added, weights, m, l, rings[1], count, scale, False, BLOCK_N, STAGES, O_LAYOUT, dtype
-                )
                 count += 1
             acc = last_values(acc, pairs, rings[1], count - 1, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
         out = out_ptr + row * o_b + head * o_h + (q_start + i).to(gl.int64)[:, None] * o_n + d[None, :]

@@ -6,21 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .warps import (
-    ROWS,
-    begin_rows,
-    begin_tile,
-    bounds_of,
-    end_tile,
-    fetch,
-    first_scores,
-    last_values,
-    paired,
-    ring,
-    seen,
-    weights_of,
-    write_rows,
-)
+from .warps import ROWS, add_tile, begin_rows, bounds_of, fetch, first_tile, last_values, ring, write_rows
 
 
 @gluon.jit
@@ -124,28 +110,22 @@ def _consume(  # type: ignore[no-untyped-def]
         bounds = _bounds(p, block, kept, k_len, window, sinks, CAUSAL, WINDOW, BLOCK_N)
         block = _block(tables, entry, 1, some_n, total)
         kept = gl.load(bits + block // 8, mask=own < q_len, other=0)
-        s = first_scores(q, rings, 0, WHICH, 2, False, HEAD, BLOCK_N, STAGES, S_LAYOUT)
-        s = gl.where(seen(bounds, WINDOW, BLOCK_N, S_LAYOUT), s, float("-inf"))
-        w, m, l, _decay = weights_of(s, m, l, scale, True)
-        pairs = paired(w, BLOCK_N, dtype)
+        m, l, pairs = first_tile(
+            m, l, q, rings, 0, scale, bounds, WINDOW, WHICH, 2, False, HEAD, BLOCK_N, STAGES, S_LAYOUT, dtype
+        )  # fmt: skip
         for t in range(1, some_n):
             bounds = _bounds(p, block, kept, k_len, window, sinks, CAUSAL, WINDOW, BLOCK_N)
             block = _block(tables, entry, t + 1, some_n, total)
             kept = gl.load(bits + block // 8, mask=own < q_len, other=0)
-            s, added, weights = begin_tile(
-                acc, pairs, q, rings, t, WHICH, 2, False, HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype
-            )
-            s = gl.where(seen(bounds, WINDOW, BLOCK_N, S_LAYOUT), s, float("-inf"))
-            acc, m, l, pairs = end_tile(
-                s, added, weights, m, l, rings[1], t, scale, True, BLOCK_N, STAGES, O_LAYOUT, dtype
-            )
+            acc, m, l, pairs = add_tile(
+                (acc, m, l, pairs), q, rings, t, scale, bounds, True, WINDOW, WHICH, 2, False, HEAD, BLOCK_N, STAGES,
+                S_LAYOUT, O_LAYOUT, dtype,
+            )  # fmt: skip
         for t in range(gl.maximum(some_n, 1), total):
-            s, added, weights = begin_tile(
-                acc, pairs, q, rings, t, WHICH, 2, False, HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype
-            )
-            acc, m, l, pairs = end_tile(
-                s, added, weights, m, l, rings[1], t, scale, False, BLOCK_N, STAGES, O_LAYOUT, dtype
-            )
+            acc, m, l, pairs = add_tile(
+                (acc, m, l, pairs), q, rings, t, scale, None, False, False, WHICH, 2, False, HEAD, BLOCK_N, STAGES,
+                S_LAYOUT, O_LAYOUT, dtype,
+            )  # fmt: skip
         acc = last_values(acc, pairs, rings[1], total - 1, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
     out = out_ptr + row * o_b + head * o_h + lines * o_n + d[None, :]
     lse = lse_ptr + row * l_b + head * l_h + q_start + own

@@ -73,26 +73,24 @@ def bounds_of(p, n, limit, window, sinks, CAUSAL: gl.constexpr, WINDOW: gl.const
 
 
 @gluon.jit
-def places_of(BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Places of a tile's keys, `[1, keys]` in two parts to be added up.
-
-    A thread holds every eighth pair of a row: what is its own can be taken off the bounds, and the rest are constants.
-    """
-    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    return (j & 6)[None, :], (j & -7)[None, :]
-
-
-@gluon.jit
 def seen(bounds, LEFT: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Boolean `[rows, keys of a tile]`, by places in the tile: each row's last key, the one before its window, the sinks.
 
-    Without LEFT all keys lie behind where the windows begin.
+    Without LEFT all keys lie behind where the windows begin; sinks are None where others of the tile's keys are not seen.
     """
     last, before, sinks = bounds
-    own, at = places_of(BLOCK_N, LAYOUT)
-    keep = at <= last[:, None] - own
-    if LEFT:
-        keep = keep & ((at > before[:, None] - own) | (at < sinks - own))
+    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    # a thread holds every eighth pair of a row: what is its own goes to the bounds, and places become constants
+    own = (j & 6)[None, :]
+    at = (j & -7)[None, :]
+    if LEFT and sinks is None:
+        # one comparison for both ends: below the first one numbers without a sign are large
+        keys = gl.maximum(last - before, 0)[:, None]
+        keep = (at - ((before + 1)[:, None] - own)).to(gl.uint32) < keys.to(gl.uint32)
+    else:
+        keep = at <= last[:, None] - own
+        if LEFT:
+            keep = keep & ((at > before[:, None] - own) | (at < sinks - own))
     return keep
 
 
@@ -142,12 +140,16 @@ def _begin_values(acc, pairs, v_ring, count, HEAD: gl.constexpr, BLOCK_N: gl.con
 
 
 @gluon.jit
-def begin_tile(  # type: ignore[no-untyped-def]
-    acc, pairs, q, rings, count, WHICH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr,
-    HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
-    dtype: gl.constexpr,
+def add_tile(  # type: ignore[no-untyped-def]
+    state, q, rings, count, scale, bounds, MASKED: gl.constexpr, LEFT: gl.constexpr, WHICH: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """The scores of the `count`-th tile, and the values of the one before, which are still being added by their weights."""
+    """Takes the weights of the `count`-th tile while the values of the one before are added.
+
+    `state` is output, maximum, sum and the weights that wait for their values.
+    """
+    acc, m, l, pairs = state
     k_ring, v_ring, turns = rings
     s = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
     added, weights = _begin_values(acc, pairs, v_ring, count - 1, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
@@ -155,16 +157,9 @@ def begin_tile(  # type: ignore[no-untyped-def]
         mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_ring[2].index(count % STAGES))
-    return s, added, weights
-
-
-@gluon.jit
-def end_tile(  # type: ignore[no-untyped-def]
-    s, added, weights, m, l, v_ring, count, scale, SOME: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    O_LAYOUT: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
-    """Takes the weights of the `count`-th tile's scores, and awaits the values: output, maximum, sum and these weights."""
-    w, m, l, decay = weights_of(s, m, l, scale, SOME)
+    if MASKED:
+        s = gl.where(seen(bounds, LEFT, BLOCK_N, S_LAYOUT), s, float("-inf"))
+    w, m, l, decay = weights_of(s, m, l, scale, MASKED)
     acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
     mbarrier.arrive(v_ring[2].index((count - 1) % STAGES))
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -172,18 +167,21 @@ def end_tile(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def first_scores(  # type: ignore[no-untyped-def]
-    q, rings, count, WHICH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, HEAD: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+def first_tile(  # type: ignore[no-untyped-def]
+    m, l, q, rings, count, scale, bounds, LEFT: gl.constexpr, WHICH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
+    ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+    dtype: gl.constexpr,
 ):  # fmt: skip
-    """The scores of an item's first tile, behind which no values wait."""
+    """The weights of an item's first tile: maximum, sum and weights, behind which no values wait."""
     k_ring, _v_ring, turns = rings
     s = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
     if ALTERNATE:
         mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_ring[2].index(count % STAGES))
-    return s
+    s = gl.where(seen(bounds, LEFT, BLOCK_N, S_LAYOUT), s, float("-inf"))
+    w, m, l, _decay = weights_of(s, m, l, scale, True)
+    return m, l, paired(w, BLOCK_N, dtype)
 
 
 @gluon.jit

@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ...attention.request import AttentionRequest
 from ...attention.structure import CallStructure
 from ..record import whole
@@ -64,19 +61,6 @@ class Window(Keys):
         if structure.window is None:
             return structure.with_changes(window=self.window, sinks=self.sinks)
         return structure if self.idle_beside(structure.window) else structure.with_changes(window=self.window)
-
-    def visible_rows(self, request: AttentionRequest, rows: Tensor) -> Tensor:
-        """Rows of plain structures without a loop over them."""
-        structure, device = request.structure, request.query.device
-        if not structure.plain:
-            return super().visible_rows(request, rows)
-        visible = structure.visible_rows(rows, device)[0]
-        if structure.window is not None and self.idle_beside(structure.window):
-            return visible
-        keys = torch.arange(structure.kv_len, device=device)
-        positions = rows.to(device)[:, None] + structure.offset()
-        sinks = self.sinks if structure.window is None else structure.sinks
-        return visible & (((positions - keys).abs() < self.window) | (keys < sinks))
 
     def rows_with_fewer_keys(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
         """Rows beyond the window and its sinks; both ways, those too whose window ends before the sequence does."""
