@@ -104,8 +104,10 @@ conformance: $(READY) ## Transformers' own model tests, sdpa beside adaattn; ADA
 matrix: ## the suite under every Python and Transformers at hand; PAIRS=3.11:5.17.0 for a part
 	$(PYTHON) tests/conformance/matrix.py $(if $(PAIRS),--pairs $(PAIRS)) --torch $(TORCH)
 
-lowest: ## the tests of the core, with the lowest torch and Transformers of pyproject.toml
+lowest: $(READY) ## the tests of the core with the lowest torch and Transformers of pyproject.toml; kernels with the lowest Triton that has Gluon
 	$(PYTHON) tests/conformance/matrix.py --lowest
+	$(BIN)/python -m pip install -q --upgrade --no-deps --target build/triton-lowest triton==3.6.0
+	PYTHONPATH=build/triton-lowest $(BIN)/pytest -q -p no:cacheprovider tests/unit/test_triton_compiles.py
 
 bench: $(READY) ## speed alone, against stock attention
 	$(BIN)/adaattn bench

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_BESIDE_TILES, _EDGE_TILES = 1, 3
+_BESIDE_TILES, _EDGE_TILES = 1, 1
 """Tiles that could be computed in the time in which an item begins and ends, about, on an H200, and in that which its
 sinks and the edge of its window take longer: what batches of many items take."""
 _FEW_TURNS = 8

@@ -61,7 +61,7 @@ class Way(NamedTuple):
         work: Its work tables.
         launches: Grid, work entries, and last arguments of each launch: of more than one for very many documents alone.
         constants: Its constants and the compiler's options, without the copy engine.
-        columns: Keys of a tile.
+        box: Keys and channels that the copy engine brings at once; all channels where None.
         specialised: Whether its warps have tasks of their own: then the copy engine must bring all tiles.
     """
 
@@ -69,7 +69,7 @@ class Way(NamedTuple):
     work: Work
     launches: tuple[tuple[tuple[int, ...], Tensor, tuple[int, ...]], ...]
     constants: dict[str, Any]
-    columns: int
+    box: tuple[int, int | None]
     specialised: bool
 
 
@@ -97,10 +97,10 @@ class Prefill:
             "HAS_SINK": request.sink_logits is not None, "HAS_LSE": need_lse,
         }  # fmt: skip
 
-        def work(rows: int, columns: int, parts: int = 0, programs: int = 0) -> Work:
+        def work(rows: int, columns: int, parts: int = 0, pieces: int = 1, programs: int = 0) -> Work:
             return work_of(
                 "queries", structure, segments, windows, kv_heads, (rows, columns), query.device, silent=True,
-                parts=parts, programs=programs,
+                parts=parts, pieces=pieces, programs=programs,
             )  # fmt: skip
 
         tile = forward_tile(max(padded(dim), padded(value_dim)), windows is not None)
@@ -110,16 +110,19 @@ class Prefill:
             "HAS_CAP": self._cap is not None, "BULK": False, "EDGES": False, **tile.constants(),
         }  # fmt: skip
         launches = tuple(((groups, len(entries)), entries, ()) for entries in table.launches())
-        self._plain = Way(launch_forward, table, launches, constants, tile.columns, False)
+        self._plain = Way(launch_forward, table, launches, constants, (tile.columns, None), False)
         self._heavy = table.read * tile.rows * groups * (dim + value_dim) >= _LEAST_PRODUCTS
         self._special: Way | None = None
         if self._heavy and dim == value_dim and self._cap is None and hopper.usable(query.device):
             warps = hopper.warps_of(dim, groups, windows is not None)
             programs = hopper.multiprocessors(query.device) if warps is not None and warps.resident else 0
             if warps is not None and warps.pays(table.read, len(table.entries), tile.rows * groups, programs):
-                table = work(warps.rows, warps.columns, groups // warps.together, programs)
+                pieces = 1 if windows is None else 2
+                keys, parts = warps.columns // pieces, groups // warps.together
+                table = work(warps.rows, keys, parts, pieces, programs)
                 if table.ends:
-                    self._special = _special(warps, table, facts | {"HEAD": dim}, programs)
+                    box = keys, None if windows is None else 64
+                    self._special = _special(warps, table, box, facts | {"HEAD": dim}, programs)
         self._forms: dict[Hashable, tuple[Relaunch, ...]] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -183,10 +186,10 @@ class Prefill:
         strides = query.stride(), key.stride(), value.stride(), out.stride()
         way, bulk = self._plain, None
         if even and self._special is not None and query.stride(3) == 1:
-            bulk = _forms_of(key, value, self._special.columns, hopper.layout())
+            bulk = _forms_of(key, value, self._special.box, hopper.layout())
             way = self._plain if bulk is None else self._special
         if even and self._heavy and bulk is None:
-            bulk = _forms_of(key, value, way.columns, None)
+            bulk = _forms_of(key, value, way.box, None)
         constants = way.constants
         if bulk is not None and not way.specialised:
             constants = {**constants, "BULK": True, "EDGES": way.work.ends and _BULK_EDGES}
@@ -209,7 +212,9 @@ class Prefill:
         )
 
 
-def _special(warps: hopper.Warps, work: Work, facts: dict[str, Any], programs: int) -> Way:
+def _special(
+    warps: hopper.Warps, work: Work, box: tuple[int, int | None], facts: dict[str, Any], programs: int
+) -> Way:
     """The kernel for Hopper: so many programs compute its items in turn, or one each."""
     constants = facts | {
         "TOGETHER": warps.together, "GROUPS_OF_WARPS": warps.groups, "ALTERNATE": warps.alternate,
@@ -217,12 +222,14 @@ def _special(warps: hopper.Warps, work: Work, facts: dict[str, Any], programs: i
     }  # fmt: skip
     most = programs or GRID
     launches = tuple(((min(most, len(items)),), items, (len(items),)) for items in work.launches())
-    return Way(hopper.launch_specialised(), work, launches, constants, warps.columns, True)
+    return Way(hopper.launch_specialised(), work, launches, constants, box, True)
 
 
-def _forms_of(key: Tensor, value: Tensor, columns: int, layout: Any) -> tuple[BulkForm, BulkForm] | None:
+def _forms_of(
+    key: Tensor, value: Tensor, box: tuple[int, int | None], layout: Any
+) -> tuple[BulkForm, BulkForm] | None:
     """What descriptors of keys and values say, None where the copy engine cannot take either."""
-    of_key, of_value = bulk_form(key, columns, layout=layout), bulk_form(value, columns, layout=layout)
+    of_key, of_value = bulk_form(key, *box, layout=layout), bulk_form(value, *box, layout=layout)
     return None if of_key is None or of_value is None else (of_key, of_value)
 
 

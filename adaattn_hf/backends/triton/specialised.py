@@ -16,8 +16,11 @@ def _item(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """What a program computes in a turn: (row, runs of queries and keys, heads), (its rules), (its tiles).
 
-    Where there is nothing for it the item has no queries and no tiles.
+    Where there is nothing for it the item has no queries and no tiles. Tiles are made of pieces of PART keys: one, or
+    with windows two that need not lie side by side, as sinks and the edge of a window would be a tile each.
     """
+    PIECES: gl.constexpr = 2 if WINDOW else 1
+    PART: gl.constexpr = BLOCK_N // PIECES
     segments_ptr, work_ptr, rules_ptr, items = tables
     index = turn * gl.num_programs(0) + gl.program_id(0)
     entry = work_ptr + 3 * gl.minimum(index, items - 1)
@@ -48,49 +51,62 @@ def _item(  # type: ignore[no-untyped-def]
         stop = gl.minimum(k_len, high_p + 1)
         all_stop = gl.minimum(k_len, low_p + 1)
     if WINDOW:
-        start = gl.maximum(0, low_p - window + 1) // BLOCK_N * BLOCK_N
+        start = gl.maximum(0, low_p - window + 1) // PART * PART
         all_start = gl.maximum(0, high_p - window + 1)
         if not CAUSAL:
             stop = gl.minimum(k_len, gl.maximum(high_p + window, sinks))
             all_stop = gl.minimum(k_len, low_p + window)
-    all_start = gl.maximum(start, gl.cdiv(all_start, BLOCK_N) * BLOCK_N)
-    all_stop = gl.maximum(all_start, gl.maximum(all_stop, 0) // BLOCK_N * BLOCK_N)
-    # tiles by the rule: those of the sinks before what all rows see, then both edges of the window
+    all_start = gl.maximum(start, gl.cdiv(all_start, PART) * PART)
+    all_stop = gl.maximum(all_start, gl.maximum(all_stop, 0) // PART * PART)
+    # pieces by the rule: those of the sinks before what all rows see, then both edges of the window
     of_sinks, of_left, apart = 0, 0, 0
     if WINDOW:
         apart = gl.minimum(gl.minimum(sinks, all_start), k_len)
-        of_sinks = gl.cdiv(apart, BLOCK_N)
-        of_left = gl.cdiv(gl.maximum(gl.minimum(all_start, stop) - start, 0), BLOCK_N)
+        of_sinks = gl.cdiv(apart, PART)
+        of_left = gl.cdiv(gl.maximum(gl.minimum(all_start, stop) - start, 0), PART)
     left = of_sinks + of_left
-    edges = left + gl.cdiv(gl.maximum(stop - all_stop, 0), BLOCK_N)
-    total = gl.where(there, edges + (all_stop - all_start) // BLOCK_N, 0)
+    edges = left + gl.cdiv(gl.maximum(stop - all_stop, 0), PART)
+    pieces = edges + (all_stop - all_start) // PART
+    # half of a tile more, of keys behind what is seen
+    edges += pieces % PIECES
+    total = gl.where(there, gl.cdiv(pieces, PIECES), 0)
     place = row, q_start, q_len, k_start, kv_head, head, first
-    tiles = of_sinks, left, edges, total, start, all_start, all_stop
+    tiles = of_sinks, left, edges, total, start, all_start, all_stop, stop
     return place, (k_len, offset, window, sinks, apart), tiles
 
 
 @gluon.jit
-def _first_key(t, tiles, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Of tile `t` of an item: those at the edges come first."""
-    of_sinks, left, edges, _total, start, all_start, all_stop = tiles
-    n = all_stop + (t - left) * BLOCK_N
+def _first_key(piece, tiles, WINDOW: gl.constexpr, PART: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a piece of an item: those at the edges come first."""
+    of_sinks, left, edges, _total, start, all_start, all_stop, _stop = tiles
+    n = all_stop + (piece - left) * PART
     if WINDOW:
-        n = gl.where(t < left, start + (t - of_sinks) * BLOCK_N, n)
-        n = gl.where(t < of_sinks, t * BLOCK_N, n)
-    return gl.where(t < edges, n, all_start + (t - edges) * BLOCK_N)
+        n = gl.where(piece < left, start + (piece - of_sinks) * PART, n)
+        n = gl.where(piece < of_sinks, piece * PART, n)
+    return gl.where(piece < edges, n, all_start + (piece - edges) * PART)
 
 
 @gluon.jit
-def _bounds(p, n, t, of_sinks, rules, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The bounds of `seen` in an item's tile `t`, from key `n` on: tiles of sinks end before `apart`, where others begin."""
+def _bounds_of_piece(p, piece, tiles, rules, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PART: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Each row's last key of a piece, and the one before its window; sinks end before `apart`, where others begin."""
     k_len, _offset, window, sinks, apart = rules
+    n = _first_key(piece, tiles, WINDOW, PART)
     limit = k_len
     if WINDOW:
-        limit = gl.where(t < of_sinks, apart, k_len)
+        limit = gl.where(piece < tiles[0], apart, k_len)
     last, before, _sinks = bounds_of(p, n, limit, window, sinks, CAUSAL, WINDOW)
     if WINDOW:
-        before = gl.where(t < of_sinks, -1, gl.maximum(before, apart - 1 - n))
-    return last, before, None
+        before = gl.where(piece < tiles[0], -1, gl.maximum(before, apart - 1 - n))
+    return last, before
+
+
+@gluon.jit
+def _bounds(p, t, tiles, rules, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The bounds of `seen` in an item's tile `t`."""
+    PIECES: gl.constexpr = 2 if WINDOW else 1
+    PART: gl.constexpr = BLOCK_N // PIECES
+    last, before = _bounds_of_piece(p, PIECES * t, tiles, rules, CAUSAL, WINDOW, PART)
+    return last, before, _bounds_of_piece(p, PIECES * t + PIECES - 1, tiles, rules, CAUSAL, WINDOW, PART)
 
 
 @gluon.jit
@@ -104,9 +120,17 @@ def _produce(  # type: ignore[no-untyped-def]
         place, _rules, tiles = _item(tables, turn, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         row, _q_start, _q_len, k_start, kv_head, _head, _first = place
         for t in range(0, tiles[3]):
-            n = k_start + _first_key(t, tiles, WINDOW, BLOCK_N)
-            fetch(k_bulk, k_ring, count, row, kv_head, n, STAGES)
-            fetch(v_bulk, v_ring, count, row, kv_head, n, STAGES)
+            if WINDOW:
+                PART: gl.constexpr = BLOCK_N // 2
+                # a piece behind what is seen brings the last one that is: what lies there may be of others
+                most = (tiles[7] - 1) // PART * PART
+                n = k_start + gl.minimum(_first_key(2 * t, tiles, True, PART), most)
+                then = k_start + gl.minimum(_first_key(2 * t + 1, tiles, True, PART), most)
+            else:
+                n = k_start + _first_key(t, tiles, False, BLOCK_N)
+                then = n
+            fetch(k_bulk, k_ring, count, row, kv_head, n, then, STAGES)
+            fetch(v_bulk, v_ring, count, row, kv_head, n, then, STAGES)
             count += 1
 
 
@@ -134,7 +158,8 @@ def _consume(  # type: ignore[no-untyped-def]
         place, rules, tiles = _item(tables, turn, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         row, q_start, q_len, _k_start, _kv_head, head, first = place
         _k_len, offset, _window, _sinks, _apart = rules
-        _of_sinks, _left, edges, total, _start, _all_start, _all_stop = tiles
+        edges = gl.cdiv(tiles[2], 2 if WINDOW else 1)
+        total = tiles[3]
         if TOGETHER > 1:
             head += WHICH
         else:
@@ -149,8 +174,7 @@ def _consume(  # type: ignore[no-untyped-def]
         m, l = begin_rows(sink_ptr, head, HAS_SINK, OF_ROWS)
         acc = gl.zeros([ROWS, HEAD], gl.float32, O_LAYOUT)
         if total > 0:
-            n = _first_key(0, tiles, WINDOW, BLOCK_N)
-            bounds = _bounds(p, n, 0, tiles[0], rules, CAUSAL, WINDOW)
+            bounds = _bounds(p, 0, tiles, rules, CAUSAL, WINDOW, BLOCK_N)
             m, l, pairs = first_tile(
                 m, l, q, rings, count, scale, bounds, WINDOW, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES,
                 S_LAYOUT, dtype,
@@ -158,8 +182,7 @@ def _consume(  # type: ignore[no-untyped-def]
             count += 1
             # one loop for both edges of a window: what runs once an item should be little code, which is fetched anew
             for t in range(1, edges):
-                n = _first_key(t, tiles, WINDOW, BLOCK_N)
-                bounds = _bounds(p, n, t, tiles[0], rules, CAUSAL, WINDOW)
+                bounds = _bounds(p, t, tiles, rules, CAUSAL, WINDOW, BLOCK_N)
                 acc, m, l, pairs = add_tile(
                     (acc, m, l, pairs), q, rings, count, scale, bounds, True, WINDOW, WHICH, GROUPS_OF_WARPS, ALTERNATE,
                     HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
@@ -200,8 +223,8 @@ def specialised(  # type: ignore[no-untyped-def]
         [GROUPS_OF_WARPS, 64, HEAD],
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
     )
-    k_ring = ring(k_bulk, STAGES, GROUPS_OF_WARPS)
-    v_ring = ring(v_bulk, STAGES, GROUPS_OF_WARPS)
+    k_ring = ring(k_bulk, BLOCK_N, HEAD, STAGES, GROUPS_OF_WARPS)
+    v_ring = ring(v_bulk, BLOCK_N, HEAD, STAGES, GROUPS_OF_WARPS)
     turns = gl.allocate_shared_memory(gl.int64, [GROUPS_OF_WARPS, 1], mbarrier.MBarrierLayout())
     for which in gl.static_range(GROUPS_OF_WARPS):
         mbarrier.init(turns.index(which), count=1)

@@ -49,8 +49,8 @@ def _produce(  # type: ignore[no-untyped-def]
     for t in range(0, total):
         following = _block(tables, entry, t + 1, some_n, total)
         n = k_start + block * BLOCK_N
-        fetch(k_bulk, k_ring, t, row, kv_head, n, STAGES)
-        fetch(v_bulk, v_ring, t, row, kv_head, n, STAGES)
+        fetch(k_bulk, k_ring, t, row, kv_head, n, n, STAGES)
+        fetch(v_bulk, v_ring, t, row, kv_head, n, n, STAGES)
         block = following
 
 
@@ -150,8 +150,8 @@ def specialised_kept(  # type: ignore[no-untyped-def]
     q_tiles = gl.allocate_shared_memory(
         dtype, [2, 64, HEAD], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     )
-    k_ring = ring(k_bulk, STAGES, 2)
-    v_ring = ring(v_bulk, STAGES, 2)
+    k_ring = ring(k_bulk, BLOCK_N, HEAD, STAGES, 2)
+    v_ring = ring(v_bulk, BLOCK_N, HEAD, STAGES, 2)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     tensors = q_ptr, out_ptr, lse_ptr, sink_ptr
     tables = runs_ptr, work_ptr, rules_ptr, some_ptr, some_n_ptr, every_ptr, every_n_ptr, blocks

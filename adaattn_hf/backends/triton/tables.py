@@ -58,6 +58,7 @@ def work_of(
     device: torch.device,
     silent: bool = False,
     parts: int = 0,
+    pieces: int = 1,
     programs: int = 0,
 ) -> Work:
     """Blocks of queries, by the number of keys that they read, or of keys, by the number of queries that read them.
@@ -68,13 +69,14 @@ def work_of(
         segments: Its runs.
         windows: Of `head_windows`.
         kv_heads: Key/value heads.
-        blocks: Queries and keys per tile.
+        blocks: Queries and keys per tile, or keys per piece of one.
         device: Where the tables go.
         silent: Blocks of queries outside of all segments come last, as segments without keys.
         parts: Items that an entry is told as, by `dealt`; 0 for none.
+        pieces: Of a tile.
         programs: That compute the items in turn; 0 for one each.
     """
-    key = ("triton", of, windows, kv_heads, blocks, device, silent, parts, programs)
+    key = ("triton", of, windows, kv_heads, blocks, device, silent, parts, pieces, programs)
 
     def find() -> Work:
         runs = (*segments, *(_silent(structure, segments) if silent else ()))
@@ -86,7 +88,9 @@ def work_of(
             if parts:
                 stands = entries[:, 1] + table[entries[:, 0], 5]
                 edges = windows is not None and stands >= np.array(windows)[entries[:, 2], 0]
-                entries = dealt(entries, -(-costs // blocks[1]) + beside_tiles(edges), parts, programs)
+                entries = dealt(
+                    entries, -(-costs // (blocks[1] * pieces)) + beside_tiles(edges), parts, programs
+                )
             ends = all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == structure.kv_len for s in runs)
             return _placed(table, entries, read, windows, ends, device)
 

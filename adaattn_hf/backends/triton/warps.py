@@ -16,32 +16,52 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # up to Triton 3.7
+# up to Triton 3.7
+_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_memory = gl.shared_memory_descriptor
+_as = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 ROWS = gl.constexpr(64)  # queries of a group of four warps
 
 
 @gluon.jit
-def ring(like, STAGES: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Shared memory for STAGES tiles of a descriptor, and two barriers a tile: it has come, all groups are done with it."""
-    tiles = gl.allocate_shared_memory(
-        like.dtype, [STAGES, 1, 1, like.block_type.shape[2], like.block_type.shape[3]], like.layout
+def ring(
+    like, BLOCK_N: gl.constexpr, HEAD: gl.constexpr, STAGES: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr
+):  # type: ignore[no-untyped-def]
+    """Shared memory for STAGES tiles, as boxes of a descriptor and whole, and two barriers a tile.
+
+    The barriers tell that it has come, and that all groups are done with it. Boxes are tiles, or halves of their keys
+    by 64 channels each; those of the first 64 channels come first, as the layout of a tile has it.
+    """
+    ROWS_OF_BOX: gl.constexpr = like.block_type.shape[2]
+    CHANNELS_OF_BOX: gl.constexpr = like.block_type.shape[3]
+    BOXES: gl.constexpr = BLOCK_N // ROWS_OF_BOX * (HEAD // CHANNELS_OF_BOX)
+    boxes = gl.allocate_shared_memory(
+        like.dtype, [STAGES * BOXES, 1, 1, ROWS_OF_BOX, CHANNELS_OF_BOX], like.layout
     )
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    tiles = _as(boxes, like.dtype, [STAGES, BLOCK_N, HEAD], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=GROUPS_OF_WARPS)
-    return tiles, full, empty
+    return tiles, full, empty, boxes
 
 
 @gluon.jit
-def fetch(bulk, tiles_ring, count, row, kv_head, n, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Brings the tile from key `n` on as the `count`-th of a ring, once its place is free."""
-    tiles, full, empty = tiles_ring
+def fetch(bulk, tiles_ring, count, row, kv_head, n, then, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Brings the tile from key `n` on as the `count`-th of a ring, once its place is free; its second half from `then`."""
+    tiles, full, empty, boxes = tiles_ring
+    CHANNELS_OF_BOX: gl.constexpr = bulk.block_type.shape[3]
+    HALVES: gl.constexpr = tiles.shape[1] // bulk.block_type.shape[2]
+    BOXES: gl.constexpr = tiles.shape[2] // CHANNELS_OF_BOX * HALVES
     stage = count % STAGES
     mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(stage), bulk.block_type.nbytes)
-    _fetch(bulk, [row, kv_head, n, 0], full.index(stage), tiles.index(stage))
+    mbarrier.expect(full.index(stage), BOXES * bulk.block_type.nbytes)
+    for box in gl.static_range(BOXES):
+        key = n if box % HALVES == 0 else then
+        at = [row, kv_head, key, box // HALVES * CHANNELS_OF_BOX]
+        _fetch(bulk, at, full.index(stage), boxes.index(stage * BOXES + box))
 
 
 @gluon.jit
@@ -50,13 +70,13 @@ def begin_scores(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Begins the products of queries with the `count`-th tile of a ring; waits for it, and for this group's turn."""
-    tiles, full, _empty = k_ring
+    tiles, full, _empty, _boxes = k_ring
     stage = count % STAGES
     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
     if ALTERNATE:
         # a fresh barrier counts as passed: the first group need not wait for its first turn
         mbarrier.wait(turns.index(WHICH), (count & 1) ^ (1 if WHICH == 0 else 0))
-    keys = tiles.index(stage).reshape([BLOCK_N, HEAD]).permute([1, 0])
+    keys = tiles.index(stage).permute([1, 0])
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
     return warpgroup_mma(q, keys, nothing, use_acc=False, is_async=True)
 
@@ -76,21 +96,25 @@ def bounds_of(p, n, limit, window, sinks, CAUSAL: gl.constexpr, WINDOW: gl.const
 def seen(bounds, LEFT: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Boolean `[rows, keys of a tile]`, by places in the tile: each row's last key, the one before its window, the sinks.
 
-    Without LEFT all keys lie behind where the windows begin; sinks are None where others of the tile's keys are not seen.
+    Without LEFT all keys lie behind where the windows begin. Instead of sinks there may be the other two bounds of the
+    second half of the tile, by places in it.
     """
-    last, before, sinks = bounds
+    last, before, more = bounds
     j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
     # a thread holds every eighth pair of a row: what is its own goes to the bounds, and places become constants
     own = (j & 6)[None, :]
     at = (j & -7)[None, :]
-    if LEFT and sinks is None:
+    if LEFT and isinstance(more, gl.tuple):
         # one comparison for both ends: below the first one numbers without a sign are large
-        keys = gl.maximum(last - before, 0)[:, None]
-        keep = (at - ((before + 1)[:, None] - own)).to(gl.uint32) < keys.to(gl.uint32)
+        then_last, then_before = more
+        HALF: gl.constexpr = BLOCK_N // 2
+        first = gl.where(at < HALF, (before + 1)[:, None] - own, (then_before + 1 + HALF)[:, None] - own)
+        keys = gl.where(at < HALF, (last - before)[:, None], (then_last - then_before)[:, None])
+        keep = (at - first).to(gl.uint32) < gl.maximum(keys, 0).to(gl.uint32)
     else:
         keep = at <= last[:, None] - own
         if LEFT:
-            keep = keep & ((at > before[:, None] - own) | (at < sinks - own))
+            keep = keep & ((at > before[:, None] - own) | (at < more - own))
     return keep
 
 
@@ -132,11 +156,11 @@ def _single(pairs, BLOCK_N: gl.constexpr, dtype: gl.constexpr, LAYOUT: gl.conste
 @gluon.jit
 def _begin_values(acc, pairs, v_ring, count, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
     """Begins to add the values of the `count`-th tile by their weights; waits for the tile."""
-    tiles, full, _empty = v_ring
+    tiles, full, _empty, _boxes = v_ring
     stage = count % STAGES
     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
     weights = _single(pairs, BLOCK_N, dtype, gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
-    return warpgroup_mma(weights, tiles.index(stage).reshape([BLOCK_N, HEAD]), acc, is_async=True), weights
+    return warpgroup_mma(weights, tiles.index(stage), acc, is_async=True), weights
 
 
 @gluon.jit
