@@ -53,7 +53,8 @@ class Compiled:
         facts: dict[tuple[int, ...], Any] = {}
         for place, (name, one) in enumerate(zip(names, arguments, strict=False)):
             signature[name] = _type(one)
-            if isinstance(one, Tensor):
+            # as Triton tells variants apart when it launches
+            if isinstance(one, Tensor) or (type(one) is int and one % 16 == 0):
                 facts[(place,)] = [["tt.divisibility", 16]]
         for name, value in constants.items():
             if name in names:

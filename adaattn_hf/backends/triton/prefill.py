@@ -185,7 +185,8 @@ class Prefill:
         """
         strides = query.stride(), key.stride(), value.stride(), out.stride()
         way, bulk = self._plain, None
-        if even and self._special is not None and query.stride(3) == 1:
+        in_lines = query.stride(3) == 1 and not any(step % 16 for step in query.stride()[:3])
+        if even and self._special is not None and in_lines:
             bulk = _forms_of(key, value, self._special.box, hopper.layout())
             way = self._plain if bulk is None else self._special
         if even and self._heavy and bulk is None:
@@ -218,7 +219,7 @@ def _special(
     """The kernel for Hopper: so many programs compute its items in turn, or one each."""
     constants = facts | {
         "TOGETHER": warps.together, "GROUPS_OF_WARPS": warps.groups, "ALTERNATE": warps.alternate,
-        "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
+        "AHEAD": warps.ahead, "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
     }  # fmt: skip
     most = programs or GRID
     launches = tuple(((min(most, len(items)),), items, (len(items),)) for items in work.launches())

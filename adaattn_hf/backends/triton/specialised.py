@@ -4,30 +4,48 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .warps import ROWS, add_tile, begin_rows, bounds_of, fetch, first_tile, last_values, ring, write_rows
+from .warps import (
+    ROWS,
+    add_tile,
+    begin_rows,
+    bounds_of,
+    bring,
+    bring_all,
+    fetch,
+    first_tile,
+    last_values,
+    ring,
+    write_rows,
+)
+
+
+@gluon.jit
+def _entry(tables, turn):  # type: ignore[no-untyped-def]
+    """What the work table says of a program's item: segment, first row, heads; heads below 0 where there is none."""
+    _segments_ptr, work_ptr, _rules_ptr, items = tables
+    index = turn * gl.num_programs(0) + gl.program_id(0)
+    entry = work_ptr + 3 * gl.minimum(index, items - 1)
+    return gl.load(entry), gl.load(entry + 1), gl.where(index < items, gl.load(entry + 2), -1)
 
 
 @gluon.jit
 def _item(  # type: ignore[no-untyped-def]
-    tables, turn, GROUPS: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    tables, entry, GROUPS: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """What a program computes in a turn: (row, runs of queries and keys, heads), (its rules), (its tiles).
+    """What a program computes by an entry: (row, runs of queries and keys, heads), (its rules), (its tiles).
 
     Where there is nothing for it the item has no queries and no tiles. Tiles are made of pieces of PART keys: one, or
     with windows two that need not lie side by side, as sinks and the edge of a window would be a tile each.
     """
     PIECES: gl.constexpr = 2 if WINDOW else 1
     PART: gl.constexpr = BLOCK_N // PIECES
-    segments_ptr, work_ptr, rules_ptr, items = tables
-    index = turn * gl.num_programs(0) + gl.program_id(0)
-    entry = work_ptr + 3 * gl.minimum(index, items - 1)
-    segment = segments_ptr + 6 * gl.load(entry)
-    first = gl.load(entry + 1)
-    heads = gl.load(entry + 2)
-    there = (index < items) & (heads >= 0)
+    segments_ptr, _work_ptr, rules_ptr, _items = tables
+    segment, first, heads = entry
+    segment = segments_ptr + 6 * segment
+    there = heads >= 0
     heads = gl.maximum(heads, 0)
     parts: gl.constexpr = GROUPS // TOGETHER
     kv_head = heads // parts
@@ -116,8 +134,10 @@ def _produce(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Fetches the tiles of all items into the rings."""
     count = 0
+    following = _entry(tables, 0)
     for turn in range(0, gl.cdiv(tables[3], gl.num_programs(0))):
-        place, _rules, tiles = _item(tables, turn, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+        entry, following = following, _entry(tables, turn + 1)
+        place, _rules, tiles = _item(tables, entry, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         row, _q_start, _q_len, k_start, kv_head, _head, _first = place
         for t in range(0, tiles[3]):
             if WINDOW:
@@ -135,15 +155,35 @@ def _produce(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _begin_queries(  # type: ignore[no-untyped-def]
+    q, q_ptr, strides, place, WHICH: gl.constexpr, TOGETHER: gl.constexpr, HEAD: gl.constexpr, LINES: gl.constexpr
+):  # fmt: skip
+    """Begins to bring the queries of an item that a group of warps computes."""
+    row, q_start, q_len, _k_start, _kv_head, head, first = place
+    if TOGETHER > 1:
+        head += WHICH
+    else:
+        first += WHICH * ROWS
+    i = first + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
+    d = gl.arange(0, HEAD, gl.SliceLayout(0, LINES))
+    q_rows = q_ptr + row.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+    q_rows += (q_start + i).to(gl.int64)[:, None] * strides[2]
+    bring(q, q_rows + d[None, :], (i < q_len)[:, None])
+
+
+@gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
     WHICH: gl.constexpr, tensors, tables, strides, scale, q_tiles, rings, GROUPS: gl.constexpr, TOGETHER: gl.constexpr,
     HEAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
-    GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, AHEAD: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: 64 queries of every item of the program, of a head of their own with TOGETHER."""
+    """One group of warps: 64 queries of every item of the program, of a head of their own with TOGETHER.
+
+    With AHEAD the queries of the next item come while this one is computed.
+    """
     q_ptr, out_ptr, lse_ptr, sink_ptr = tensors
-    q_b, q_h, q_n, o_b, o_n, o_h, l_b, l_h = strides
+    _q_b, _q_h, _q_n, o_b, o_n, o_h, l_b, l_h = strides
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
@@ -152,10 +192,24 @@ def _consume(  # type: ignore[no-untyped-def]
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
     line = gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
     d = gl.arange(0, HEAD, gl.SliceLayout(0, LINES))
-    q = q_tiles.index(WHICH)
     count = 0
+    following = _entry(tables, 0)
+    if AHEAD:
+        place, _rules, _tiles = _item(tables, following, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+        _begin_queries(q_tiles.index(2 * WHICH), q_ptr, strides, place, WHICH, TOGETHER, HEAD, LINES)
     for turn in range(0, gl.cdiv(tables[3], gl.num_programs(0))):
-        place, rules, tiles = _item(tables, turn, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+        entry, following = following, _entry(tables, turn + 1)
+        place, rules, tiles = _item(tables, entry, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+        if AHEAD:
+            q = q_tiles.index(2 * WHICH + turn % 2)
+            bring_all()
+            then, _rules, _tiles = _item(tables, following, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+            to = q_tiles.index(2 * WHICH + (turn + 1) % 2)
+            _begin_queries(to, q_ptr, strides, then, WHICH, TOGETHER, HEAD, LINES)
+        else:
+            q = q_tiles.index(WHICH)
+            _begin_queries(q, q_ptr, strides, place, WHICH, TOGETHER, HEAD, LINES)
+            bring_all()
         row, q_start, q_len, _k_start, _kv_head, head, first = place
         _k_len, offset, _window, _sinks, _apart = rules
         edges = gl.cdiv(tiles[2], 2 if WINDOW else 1)
@@ -166,9 +220,6 @@ def _consume(  # type: ignore[no-untyped-def]
             first += WHICH * ROWS
         row, head = row.to(gl.int64), head.to(gl.int64)
         i = first + line
-        q_rows = q_ptr + row * q_b + head * q_h + (q_start + i).to(gl.int64)[:, None] * q_n
-        q.store(gl.load(q_rows + d[None, :], mask=(i < q_len)[:, None], other=0.0))
-        fence_async_shared()
         own = first + gl.arange(0, ROWS, OF_ROWS)
         p = own + offset
         m, l = begin_rows(sink_ptr, head, HAS_SINK, OF_ROWS)
@@ -206,21 +257,21 @@ def specialised(  # type: ignore[no-untyped-def]
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_n, o_h, o_d, l_b, l_h, scale, softcap, items,
     GROUPS: gl.constexpr, TOGETHER: gl.constexpr, HEAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Items of the work table, dealt out to the programs; arguments as of `forward`.
 
     An item is (segment, first row, number of its TOGETHER heads): 64 queries of these heads, one for each group of warps,
     or as many times 64 of one head; of a number below 0 it is none. A program computes the items of its column, where
     rows of the table have as many as there are programs. With ALTERNATE the groups begin their products one after the
-    other. Heads have HEAD channels, which lie side by side; keys and values are read by their descriptors alone, and
+    other, with AHEAD queries are brought an item ahead. Heads have HEAD channels, which lie side by side; keys and values are read by their descriptors alone, and
     scores have no softcap.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 64 * GROUPS_OF_WARPS // TOGETHER
     q_tiles = gl.allocate_shared_memory(
         dtype,
-        [GROUPS_OF_WARPS, 64, HEAD],
+        [GROUPS_OF_WARPS * (2 if AHEAD else 1), 64, HEAD],
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
     )
     k_ring = ring(k_bulk, BLOCK_N, HEAD, STAGES, GROUPS_OF_WARPS)
@@ -236,8 +287,8 @@ def specialised(  # type: ignore[no-untyped-def]
     if GROUPS_OF_WARPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, BLOCK_M, BLOCK_N, STAGES)),
-                (_consume, (1, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (0, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (1, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, BLOCK_M, BLOCK_N, STAGES)),
                 (_produce, (k_bulk, v_bulk, tables, k_ring, v_ring, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N, STAGES)),
             ],
             [4, 1],
@@ -246,9 +297,9 @@ def specialised(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, BLOCK_M, BLOCK_N, STAGES)),
-                (_consume, (1, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, BLOCK_M, BLOCK_N, STAGES)),
-                (_consume, (2, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (0, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (1, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (2, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, BLOCK_M, BLOCK_N, STAGES)),
                 (_produce, (k_bulk, v_bulk, tables, k_ring, v_ring, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N, STAGES)),
             ],
             [4, 4, 1],

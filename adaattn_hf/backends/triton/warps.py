@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -18,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # up to Triton 3.7
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _memory = gl.shared_memory_descriptor
 _as = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 ROWS = gl.constexpr(64)  # queries of a group of four warps
@@ -62,6 +66,21 @@ def fetch(bulk, tiles_ring, count, row, kv_head, n, then, STAGES: gl.constexpr):
         key = n if box % HALVES == 0 else then
         at = [row, kv_head, key, box // HALVES * CHANNELS_OF_BOX]
         _fetch(bulk, at, full.index(stage), boxes.index(stage * BOXES + box))
+
+
+@gluon.jit
+def bring(tile, places, there):  # type: ignore[no-untyped-def]
+    """Begins to copy numbers of 16 bits to shared memory, those that are there: 8 of a thread lie side by side."""
+    _copy(tile, places, mask=there)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def bring_all():  # type: ignore[no-untyped-def]
+    """Waits until what this group of warps brings has come for all of them, and the matrix unit may read it."""
+    async_copy.wait_group(0)
+    fence_async_shared()
+    _barrier()
 
 
 @gluon.jit
@@ -238,7 +257,7 @@ def write_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Writes output and log-sum-exp of rows to where `out` `[rows, channels]` and `lse` `[rows]` point."""
     sums = gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT))
-    acc = acc / gl.where(sums == 0, 1.0, sums)[:, None]
+    acc = acc * (1.0 / gl.where(sums == 0, 1.0, sums))[:, None]
     gl.store(out, gl.convert_layout(acc.to(dtype), LINES), mask=there)
     if HAS_LSE:
         gl.store(lse, (m + gl.log2(gl.where(l == 0, 1.0, l))) * 0.6931471805599453, mask=own_there)
