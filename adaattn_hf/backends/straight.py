@@ -1,7 +1,7 @@
 """Calls Triton's launcher in C with what Triton's layers of Python would pass it, read off them once.
 
 At every launch these layers look for hooks and encode each descriptor of tiles anew. What is encoded depends on a
-tensor's address alone, where its shape and strides stay: it is kept by address.
+tensor's address alone, where its shape and strides stay: it is kept by address, for all launches of such tensors.
 """
 
 from __future__ import annotations
@@ -9,16 +9,28 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
 
 import triton
 from torch import Tensor
 
-Described = Mapping[int, Callable[[Tensor], Any]]
-"""By the places of arguments that are descriptors of tiles: what makes one of a tensor."""
-_MOST = 512
-"""Most encoded descriptors that are kept of an argument."""
+
+class Form(Protocol):
+    """What descriptors of tensors say that differ in their addresses alone."""
+
+    @property
+    def encoded(self) -> dict[Hashable, dict[int, Any]]:
+        """By what a kernel says of its descriptors, and by address: descriptors as the driver encodes them."""
+
+    def of(self, tensor: Tensor) -> Any:
+        """The descriptor of one of them."""
+
+
+Described = Mapping[int, Form]
+"""By the places of arguments that are descriptors of tiles: what these say."""
+_MOST = 2048
+"""Most encoded descriptors that are kept of a form."""
 _PLACES = "self", "gridX", "gridY", "gridZ", "stream", "function"
 _HOOKS = "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"
 _TAKEN = (*_PLACES, "args"), (*_PLACES, *_HOOKS, "args")
@@ -58,7 +70,7 @@ def launcher_in_c(compiled: Any, descriptors: int) -> Any:
 
 def with_descriptors(described: Described, tensors: Sequence[Tensor], others: Sequence[Any]) -> list[Any]:
     """Arguments: descriptors of the tensors that are described, in the place of the others what is given there."""
-    return [described[i](tensors[i]) if i in described else one for i, one in enumerate(others)]
+    return [described[i].of(tensors[i]) if i in described else one for i, one in enumerate(others)]
 
 
 class Straight:
@@ -92,7 +104,10 @@ class Straight:
         self._encode = driver.wrap_handle_tensordesc(lambda *passed: passed, kinds, meta)
         self._kernel = kernel = self._encoded(tensors, marks)
         maps = [place for place, one in enumerate(kernel) if isinstance(one, driver.PyCUtensorMap)]
-        self._kept = [(i, at, dict[int, Any]()) for i, at in zip(sorted(described), maps, strict=True)]
+        self._kept = [
+            (i, at, described[i].encoded.setdefault(repr(said), {}))
+            for i, at, said in zip(sorted(described), maps, meta, strict=True)
+        ]
         found = {id(one): place for place, one in enumerate(kernel)}
         self._places = [(i, found[id(mark)]) for i, mark in enumerate(marks) if i not in described]
 

@@ -89,12 +89,10 @@ def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> T
         request: A call with a batch of one and a plain structure.
         rows: `[rows]` query rows.
     """
-    device = request.query.device
-    structure = request.structure
+    rows = rows.to(request.query.device)
     kv_heads, kv_len = request.key.shape[1], request.key.shape[2]
     group = request.query.shape[1] // kv_heads
-    rows = rows.to(device)
-    visible = structure.visible_rows(rows, device)[0, 0]
+    visible = request.structure.visible_rows(rows, rows.device)[0, 0]
     found = torch.zeros(kv_heads, len(rows), device="cpu")
     for choice, heads in program.launches:
         if choice.keys is None:
@@ -105,9 +103,8 @@ def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> T
         if len(kept) > 1:
             kept = kept.view(len(heads), group, *kept.shape[1:])
         # the query heads of a group share the keys without copies; values are not needed
-        scores = (query.flatten(1, 2) @ part.key[0].mT).float().view(
-            *query.shape[:3], kv_len
-        ) * request.scaling
+        scores = (query.flatten(1, 2) @ part.key[0].mT).float().view(*query.shape[:3], kv_len)
+        scores = scores * request.scaling
         if request.softcap is not None:
             scores = request.softcap * torch.tanh(scores / request.softcap)
         if part.bias is not None:

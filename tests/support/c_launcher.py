@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,18 @@ class Described:
     def __init__(self, tensor: Tensor) -> None:
         """Of a tensor of two extents."""
         self.base, self.shape, self.strides = tensor, list(tensor.shape), list(tensor.stride())
+
+
+class Form:
+    """What descriptors of tensors of one shape say."""
+
+    def __init__(self) -> None:
+        """With nothing encoded."""
+        self.encoded: dict[Hashable, dict[int, Any]] = {}
+
+    def of(self, tensor: Tensor) -> Described:
+        """The descriptor of a tensor."""
+        return Described(tensor)
 
 
 class Noting:

@@ -44,7 +44,7 @@ def in_c(log: list[Any]) -> c_launcher.Compiled:
 
 
 def by_tiles(kernel: Kernel) -> Relaunch:
-    constants = CONSTANTS, "kind", {1: c_launcher.Described}
+    constants = CONSTANTS, "kind", {1: c_launcher.Form()}
     return Relaunch(Launcher(kernel), (2, 3), (TABLE,), (5,), *constants)
 
 

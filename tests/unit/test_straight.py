@@ -19,13 +19,12 @@ from triton.backends.nvidia import driver  # noqa: E402
 from adaattn_hf.backends import straight  # noqa: E402  (imports triton)
 
 from ..support import c_launcher  # noqa: E402
-from ..support.c_launcher import Compiled, Described, Flat, Other, PyCUtensorMap, Together  # noqa: E402
+from ..support.c_launcher import Compiled, Flat, Form, Other, PyCUtensorMap, Together  # noqa: E402
 
 KINDS = {
     "query": "*bf16", "keys": "tensordesc", "values": "tensordesc", "out": "*bf16", "table": "*i32", "scale": "fp32",
     "ONE": "constexpr",
 }  # fmt: skip
-DESCRIBED: straight.Described = {1: Described, 2: Described}
 REST = (1 << 40, 0.5, 1)
 GRID = (132, 1, 1)
 Made = Callable[[list[Any], dict[str, str]], Compiled]
@@ -33,6 +32,10 @@ Made = Callable[[list[Any], dict[str, str]], Compiled]
 
 def drawn() -> tuple[Tensor, ...]:
     return tuple(torch.zeros(6, 8, dtype=torch.bfloat16) for _ in range(4))
+
+
+def of_tiles() -> straight.Described:
+    return {1: Form(), 2: Form()}
 
 
 def addresses(tensors: tuple[Tensor, ...]) -> list[int]:
@@ -83,7 +86,7 @@ def without_hooks(passed: tuple[Any, ...]) -> list[Any]:
 
 
 @ALL
-@pytest.mark.parametrize("described", [DESCRIBED, {}], ids=["descriptors", "addresses alone"])
+@pytest.mark.parametrize("described", [of_tiles(), {}], ids=["descriptors", "addresses alone"])
 def test_passes_what_triton_passes(make: Made, encoded: list[int], described: straight.Described) -> None:
     log: list[Any] = []
     kinds = (
@@ -109,7 +112,7 @@ def test_passes_what_triton_passes(make: Made, encoded: list[int], described: st
 def test_another_stream_is_heard(make: Made, encoded: list[int]) -> None:
     log: list[Any] = []
     tensors = drawn()
-    again = straight.Straight(make(log, KINDS), GRID, tensors, REST, DESCRIBED)
+    again = straight.Straight(make(log, KINDS), GRID, tensors, REST, of_tiles())
     for stream in (70, 71, 0):
         again(stream, tensors, addresses(tensors))
     assert [passed[3] for passed in log] == [70, 71, 0]
@@ -120,7 +123,7 @@ def test_launches_share_no_arguments(make: Made, encoded: list[int]) -> None:
     """Two threads may launch at once: what one has put together is not changed by the other."""
     log: list[Any] = []
     sets = [drawn() for _ in range(3)]
-    again = straight.Straight(make(log, KINDS), GRID, sets[0], REST, DESCRIBED)
+    again = straight.Straight(make(log, KINDS), GRID, sets[0], REST, of_tiles())
     for tensors in sets:
         again(70, tensors, addresses(tensors))
     passed = [one[-1] if isinstance(one[-1], list) else one for one in log]
@@ -130,7 +133,7 @@ def test_launches_share_no_arguments(make: Made, encoded: list[int]) -> None:
 @ALL
 def test_an_address_is_encoded_once(make: Made, encoded: list[int]) -> None:
     tensors, others = drawn(), drawn()
-    again = straight.Straight(make([], KINDS), GRID, tensors, REST, DESCRIBED)
+    again = straight.Straight(make([], KINDS), GRID, tensors, REST, of_tiles())
     del encoded[:]
     for _ in range(3):
         again(70, tensors, addresses(tensors))
@@ -142,13 +145,26 @@ def test_an_address_is_encoded_once(make: Made, encoded: list[int]) -> None:
     assert not encoded
 
 
+@ALL
+def test_an_address_is_encoded_once_for_all_kernels_with_the_same_tiles(
+    make: Made, encoded: list[int]
+) -> None:
+    """Layers with windows of their own launch variants and tables of their own, over keys at the same places."""
+    tensors, described = drawn(), of_tiles()
+    first, second = (straight.Straight(make([], KINDS), GRID, tensors, REST, described) for _ in range(2))
+    first(70, tensors, addresses(tensors))
+    del encoded[:]
+    second(70, tensors, addresses(tensors))
+    assert not encoded
+
+
 def test_no_more_addresses_are_kept_than_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, encoded: list[int]
 ) -> None:
     monkeypatch.setattr(straight, "_MOST", 4)
     log: list[Any] = []
     first, *sets = [drawn() for _ in range(11)]
-    again = straight.Straight(of_3_6(log, KINDS), GRID, first, REST, DESCRIBED)
+    again = straight.Straight(of_3_6(log, KINDS), GRID, first, REST, of_tiles())
     for tensors in sets:
         again(70, tensors, addresses(tensors))
         assert [one for one in log[-1] if isinstance(one, PyCUtensorMap)] == [
@@ -160,7 +176,7 @@ def test_no_more_addresses_are_kept_than_are_asked_for(
 @ALL
 def test_keeps_no_tensor(make: Made, encoded: list[int]) -> None:
     tensors = drawn()
-    again = straight.Straight(make([], KINDS), GRID, tensors, REST, DESCRIBED)
+    again = straight.Straight(make([], KINDS), GRID, tensors, REST, of_tiles())
     again(70, tensors, addresses(tensors))
     kept = [weakref.ref(tensor) for tensor in tensors]
     gc.disable()

@@ -186,7 +186,7 @@ def test_on_a_device_addresses_stand_in_the_place_of_tensors(
                 assert addresses == tuple(one.data_ptr() for one in tensors)
                 launched.append(self._constants["BULK"])
                 assert sorted(self._described) == ([3, 4] if launched[-1] else [])
-                assert all(make(tensors[i]).base is tensors[i] for i, make in self._described.items())
+                assert all(form.of(tensors[i]).base is tensors[i] for i, form in self._described.items())
             self._kind = None
             super().__call__(tensors, addresses)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,14 @@ def _copies_tiles(device: torch.device) -> bool:
 
 
 class BulkForm(NamedTuple):
-    """What descriptors of all tensors of a shape, strides and dtype share: their class, and all but the tensor."""
+    """What descriptors of all tensors of a shape, strides and dtype share: their class, and all but the tensor.
+
+    Beside that, by address, those that were encoded for a launch.
+    """
 
     kind: type
     facts: dict[str, Any]
+    encoded: dict[Hashable, dict[int, Any]]
 
     def of(self, tensor: Tensor) -> Any:
         """The descriptor of one of them, which begins at a multiple of 16 bytes: Triton's checks are slow."""
@@ -79,4 +84,4 @@ def _form(
     place = torch.empty(0, dtype=dtype, device="cpu")
     kind = _descriptors() if layout is None else hopper.descriptors()
     made = kind(place, list(shape), list(strides), list(block), *(() if layout is None else (layout,)))
-    return BulkForm(kind, {name: value for name, value in vars(made).items() if name != "base"})
+    return BulkForm(kind, {name: value for name, value in vars(made).items() if name != "base"}, {})

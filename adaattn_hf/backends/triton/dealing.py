@@ -28,14 +28,14 @@ def dealt(
         entries: `[entries, 3]`: segment, first row, key/value head; those of most cost come about first.
         costs: `[entries]`, in tiles, `beside_tiles` counted.
         parts: Items of an entry, numbered on from those of the head before.
-        programs: Columns; 0 for a single row.
+        programs: Columns.
 
     Returns:
         `[items, 3]`: segment, first row, number of the part, -1 where a column has no further item.
     """
     items, cost = entries.repeat(parts, axis=0), costs.repeat(parts)
     items[:, 2] = items[:, 2] * parts + np.tile(np.arange(parts, dtype=np.int32), len(entries))
-    if not programs or len(items) <= programs:
+    if len(items) <= programs:
         return items
     none = np.array([0, 0, -1], dtype=np.int32)
     if len(items) > _FEW_TURNS * programs:

@@ -19,12 +19,12 @@ _SM = (9, 0)
 """Devices with both a copy engine and the products of four warps that the kernels are made of."""
 
 
-_LEAST_OF_WINDOWS = 896
-"""Keys that blocks of queries of 64 channels read on average, from which on windows gain by these kernels: with windows
-of 1,024 everywhere they take 0.98 times as long as the kernel whose tiles have 64 keys, with 512 of 8 sequences at once
-0.93 times as long."""
+_LEAST_OF_WINDOWS = 2048
+"""Keys that blocks of queries of 64 channels read on average, from which on windows gain by these kernels. With windows
+of 1,024 everywhere they take 1.1 times as long as the kernel whose tiles have 64 keys where other kernels ran between,
+as that is far less code to fetch anew; of 8 sequences at once 0.9 times as long, windows of 512 0.93 times."""
 _MANY_TURNS = 16
-"""Items of a program from which on half as many keys are enough: how a launch begins and ends matters little then."""
+"""Items of a program from which on a quarter of these keys is enough: it matters little then how a launch begins."""
 
 
 class Warps(NamedTuple):
@@ -36,8 +36,6 @@ class Warps(NamedTuple):
         columns: Keys of a tile.
         stages: Tiles in a ring.
         alternate: Whether the groups begin their products one after the other.
-        resident: Whether as many programs as multiprocessors compute all items in turn, which hides how each begins
-            and ends, or each item has a program.
         ahead: Whether queries come an item ahead.
         least: Keys that a block of queries must read on average, lest tiles at the edges of windows be too many.
     """
@@ -47,17 +45,16 @@ class Warps(NamedTuple):
     columns: int
     stages: int
     alternate: bool
-    resident: bool
     ahead: bool = False
     least: int = 0
 
     def pays(self, read: int, entries: int, rows: int, programs: int) -> bool:
         """Whether so many blocks of queries, `rows` of all heads each, read enough keys, `read` in all.
 
-        Half of them are enough where each of the programs, 0 for none that are resident, computes many items.
+        A quarter of them is enough where each of the programs computes many items.
         """
-        many = 0 < _MANY_TURNS * programs * 64 * self.groups <= entries * rows
-        return read * (2 if many else 1) >= self.least * entries
+        many = _MANY_TURNS * programs * 64 * self.groups <= entries * rows
+        return read * (4 if many else 1) >= self.least * entries
 
     @property
     def rows(self) -> int:
@@ -74,18 +71,18 @@ def warps_of(dim: int, groups: int, windows: bool) -> Warps | None:
         windows: Whether some head has a window.
     """
     if dim == 128:
-        return Warps(2, 1, 128, 2, True, True, ahead=True)
+        return Warps(2, 1, 128, 2, windows, ahead=True)
     if dim == 64:
         together = 3 if groups % 3 == 0 else 1
         # to bring queries ahead is code that has to be fetched anew: 1 to 2 % slower here, 2 to 7 % faster above
-        return Warps(3, together, 128, 2, True, True, least=_LEAST_OF_WINDOWS if windows else 0)
+        return Warps(3, together, 128, 2, True, least=_LEAST_OF_WINDOWS if windows else 0)
     return None
 
 
 def warps_of_kept(dim: int, groups: int, block: int) -> Warps | None:
     """The same over kept blocks, which are its tiles: two heads at a time share their lists."""
     if dim == 128 and groups % 2 == 0 and block in (64, 128):
-        return Warps(2, 2, block, 3 if block == 64 else 2, False, False)
+        return Warps(2, 2, block, 3 if block == 64 else 2, False)
     return None
 
 
@@ -124,7 +121,7 @@ def _fits(device: torch.device) -> bool:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """As many programs as are resident at once."""
+    """As many programs as are resident at once; they compute all items, which hides how each begins and ends."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

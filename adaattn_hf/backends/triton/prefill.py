@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, other_devices
 from ...attention.structure import Segment
-from ..capability import GRID
 from ..launcher import BYTES, Launcher, aligned
 from ..relaunch import Relaunch
 from ..windows import HeadWindows
@@ -115,7 +114,7 @@ class Prefill:
         self._special: Way | None = None
         if self._heavy and dim == value_dim and self._cap is None and hopper.usable(query.device):
             warps = hopper.warps_of(dim, groups, windows is not None)
-            programs = hopper.multiprocessors(query.device) if warps is not None and warps.resident else 0
+            programs = hopper.multiprocessors(query.device)
             if warps is not None and warps.pays(table.read, len(table.entries), tile.rows * groups, programs):
                 pieces = 1 if windows is None else 2
                 keys, parts = warps.columns // pieces, groups // warps.together
@@ -204,7 +203,7 @@ class Prefill:
         if even and query.is_cuda and not constants["HAS_SINK"]:
             tables = aligned(way.work.entries), aligned(rules)
             kind = query.dtype, *strides, None if lse is None else lse.stride(), *tables
-        forms = {} if bulk is None else {_K_BULK: bulk[0].of, _V_BULK: bulk[1].of}
+        forms = {} if bulk is None else {_K_BULK: bulk[0], _V_BULK: bulk[1]}
         return tuple(
             Relaunch(
                 way.launcher, grid, (segments, entries, rules), (*numbers, *last), constants, kind, forms
@@ -216,13 +215,12 @@ class Prefill:
 def _special(
     warps: hopper.Warps, work: Work, box: tuple[int, int | None], facts: dict[str, Any], programs: int
 ) -> Way:
-    """The kernel for Hopper: so many programs compute its items in turn, or one each."""
+    """The kernel for Hopper: so many programs compute its items in turn."""
     constants = facts | {
         "TOGETHER": warps.together, "GROUPS_OF_WARPS": warps.groups, "ALTERNATE": warps.alternate,
         "AHEAD": warps.ahead, "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
     }  # fmt: skip
-    most = programs or GRID
-    launches = tuple(((min(most, len(items)),), items, (len(items),)) for items in work.launches())
+    launches = tuple(((min(programs, len(items)),), items, (len(items),)) for items in work.launches())
     return Way(hopper.launch_specialised(), work, launches, constants, box, True)
 
 

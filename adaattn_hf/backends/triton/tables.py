@@ -74,7 +74,7 @@ def work_of(
         silent: Blocks of queries outside of all segments come last, as segments without keys.
         parts: Items that an entry is told as, by `dealt`; 0 for none.
         pieces: Of a tile.
-        programs: That compute the items in turn; 0 for one each.
+        programs: That compute the items in turn.
     """
     key = ("triton", of, windows, kv_heads, blocks, device, silent, parts, pieces, programs)
 

@@ -28,9 +28,9 @@ ROWS = gl.constexpr(64)  # queries of a group of four warps
 
 
 @gluon.jit
-def ring(
+def ring(  # type: ignore[no-untyped-def]
     like, BLOCK_N: gl.constexpr, HEAD: gl.constexpr, STAGES: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr
-):  # type: ignore[no-untyped-def]
+):  # fmt: skip
     """Shared memory for STAGES tiles, as boxes of a descriptor and whole, and two barriers a tile.
 
     The barriers tell that it has come, and that all groups are done with it. Boxes are tiles, or halves of their keys
