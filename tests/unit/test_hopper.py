@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,7 @@ from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E40
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
 from adaattn_hf.backends.choice import launch as choice  # noqa: E402
+from adaattn_hf.backends.remembered import Remembered  # noqa: E402
 from adaattn_hf.backends.triton import blocks, dealing, hopper, launch, prefill, tables  # noqa: E402
 from adaattn_hf.backends.windows import ALL  # noqa: E402
 
@@ -101,14 +104,14 @@ def shapes(least: int = 1, most: int = 400) -> Any:
     )
 
 
-@given(shapes())
-def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int]) -> None:
+@given(shapes(), st.booleans())
+def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int], evenly: bool) -> None:
     count, parts, programs, seed = shape
     costs = np.sort(np.random.default_rng(seed).integers(1, 1000, count))[::-1]
     entries = np.stack([np.arange(count), 64 * np.arange(count), np.arange(count) % 3], axis=1).astype(
         np.int32
     )
-    items = dealing.dealt(entries, costs, parts, programs)
+    items = dealing.dealt(entries, costs, parts, programs, evenly)
     assert items.dtype == np.int32
     expected = {(i, 64 * i, i % 3 * parts + part) for i in range(count) for part in range(parts)}
     found = [tuple(item) for item in items.tolist() if item[2] >= 0]
@@ -118,15 +121,15 @@ def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int]) -> Non
         assert len(items) % programs == 0
 
 
-@given(shapes(least=100))
-def test_columns_come_to_about_the_same(shape: tuple[int, int, int, int]) -> None:
+@given(shapes(least=100), st.booleans())
+def test_columns_come_to_about_the_same(shape: tuple[int, int, int, int], evenly: bool) -> None:
     """No column has more than an average one and its longest item; few long items leave short ones to others."""
     count, parts, _, seed = shape
     random = np.random.default_rng(seed)
     costs = np.sort(random.choice([8, 60, 64], count) * random.integers(1, 9, count))[::-1]
     entries = np.stack([np.arange(count)] * 3, axis=1).astype(np.int32)
     programs = 24
-    items = dealing.dealt(entries, costs, parts, programs)
+    items = dealing.dealt(entries, costs, parts, programs, evenly)
     of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, programs).sum(0)
     assert of.max() <= costs.sum() * parts / programs + costs.max()
 
@@ -134,7 +137,7 @@ def test_columns_come_to_about_the_same(shape: tuple[int, int, int, int]) -> Non
 def _fullest(costs: NDArray[np.int64]) -> float:
     """What the fullest of 132 columns has, in means of all."""
     entries = np.stack([np.arange(len(costs))] * 3, axis=1).astype(np.int32)
-    items = dealing.dealt(entries, costs, 1, 132)
+    items = dealing.dealt(entries, costs, 1, 132, True)
     of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, 132).sum(0)
     return float(of.max() * 132 / costs.sum())
 
@@ -170,10 +173,11 @@ def test_items_whose_window_leaves_keys_out_cost_more(monkeypatch: pytest.Monkey
     structure = causal(1000)
     segments = structure.segments() or ()
     for windows, pieces in ((None, 1), (((ALL, 0), (256, 16)), 2)):
-        tables.work_of(
+        work = tables.work_of(
             "queries", structure, segments, windows, 2, (64, 128 // pieces), torch.device("cpu"),
             parts=1, pieces=pieces, programs=132,
         )  # fmt: skip
+        assert work.tables.entries.dtype == torch.int32
     (entries, plain), (others, windowed) = seen
     read = dict(zip(map(tuple, entries.tolist()), plain.tolist(), strict=True))
     for (segment, first, head), cost in zip(others.tolist(), windowed.tolist(), strict=True):
@@ -182,6 +186,66 @@ def test_items_whose_window_leaves_keys_out_cost_more(monkeypatch: pytest.Monkey
         keys = min(first + 64, 1000) - start + min(16, start)
         expected = -(-keys // 128) + 1 + 1 if left_out else read[segment, first, head]
         assert cost == expected
+
+
+class Capturing:
+    """In the place of `torch.cuda.is_current_stream_capturing`."""
+
+    now = False
+
+    def __call__(self) -> bool:
+        return self.now
+
+
+def test_items_are_dealt_out_evenly_once_launches_come_again(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in a graph that is captured, whose launches go on by the table that they know."""
+    capturing = Capturing()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    request = drawn(causal(N + 64), 64, 6)
+    for turn in range(8):
+        capturing.now = turn == 3
+        launch.attend(request)
+    tables_of = [arguments[9] for *_, arguments in launched]
+    first, later = tables_of[0], tables_of[-1]
+    assert all(table is first for table in tables_of[:4])
+    assert all(table is later for table in tables_of[4:])
+    assert sorted(first.tolist()) == sorted(later.tolist())
+    fullest = [_loads(table).max() for table in (first, later)]
+    assert fullest[1] < fullest[0]
+    gone = weakref.ref(first)
+    del first, tables_of, launched[:]
+    gc.collect()
+    assert gone() is not None
+
+
+def test_a_call_for_hopper_makes_no_tables_of_the_other_kernel(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables take longer than a launch: a prompt of a new length under a plan has some for each layer."""
+    made: list[int] = []
+    placed = tables._placed
+
+    def noted(segments: Any, entries: Any, *rest: Any) -> Any:
+        made.append(len(entries))
+        return placed(segments, entries, *rest)
+
+    monkeypatch.setattr(tables, "_placed", noted)
+    monkeypatch.setattr(tables, "_made", Remembered(256))
+    request = drawn(causal(), 64, 6)
+    launch.attend(request)
+    launch.attend(request)
+    assert [name for name, *_ in launched] == ["specialised"] * 2
+    assert made == [len(launched[0][3][9])]
+    launch.attend(replace(request, key=shifted(request.key)))
+    assert len(made) == 2
+
+
+def _loads(items: Tensor) -> NDArray[np.int64]:
+    """Tiles of each program, of causal calls in blocks of 64 queries."""
+    rows = items.numpy().reshape(-1, PROGRAMS, 3)
+    return np.asarray(np.where(rows[..., 2] < 0, 0, rows[..., 1] // 128 + 2).sum(0))
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,9 @@ def attend_blocks(
     for entries, *its_lists in zip(work.launches(), *(t.split(MOST_ENTRIES) for t in lists), strict=True):
         asked = (
             query, key, value, k_bulk if bulk else key, v_bulk if bulk else value, out, lse_at, sink_at, bitmap,
-            *its_lists, work.segments, entries, work.rules, *query.stride(), *key.stride(), *value.stride(),
-            *out.stride(), *(lse.stride()[:2] if lse is not None else (0, 0)), *bits.shape[1:], blocks, scale,
-            cap or 0.0,
+            *its_lists, work.tables.segments, entries, work.tables.rules, *query.stride(), *key.stride(),
+            *value.stride(), *out.stride(), *(lse.stride()[:2] if lse is not None else (0, 0)), *bits.shape[1:], blocks,
+            scale, cap or 0.0,
         )  # fmt: skip
         if warps is None:
             launch(launch_over_lists, (groups, len(entries)), asked, facts)
@@ -108,7 +108,7 @@ def walk_of(
     )
     blocks = -(-key.shape[2] // block)
     lists = lists_of(
-        bits, work.segments, work.entries, work.rules if windows else None,
+        bits, work.tables.segments, work.tables.entries, work.tables.rules if windows else None,
         causal=structure.causal, rows=tile.rows, block=block, blocks=blocks,
     )  # fmt: skip
     return Walk(bits, tile, work, lists, blocks)

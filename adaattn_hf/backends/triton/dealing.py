@@ -19,8 +19,13 @@ def beside_tiles(edges: NDArray[np.bool_] | bool) -> NDArray[np.int64] | int:
     return _BESIDE_TILES + _EDGE_TILES * edges
 
 
+def uneven(items: int, programs: int) -> bool:
+    """Whether programs of so many items may end at different times, unless these are dealt out evenly."""
+    return programs < items <= _FEW_TURNS * programs
+
+
 def dealt(
-    entries: NDArray[np.int32], costs: NDArray[np.int64], parts: int, programs: int
+    entries: NDArray[np.int32], costs: NDArray[np.int64], parts: int, programs: int, evenly: bool
 ) -> NDArray[np.int32]:
     """The items of all entries, in rows of as many as there are programs: each computes a column.
 
@@ -29,6 +34,8 @@ def dealt(
         costs: `[entries]`, in tiles, `beside_tiles` counted.
         parts: Items of an entry, numbered on from those of the head before.
         programs: Columns.
+        evenly: Exchange items of few turns until programs end together, which takes several times as long: as long as
+            some hundred launches gain by it.
 
     Returns:
         `[items, 3]`: segment, first row, number of the part, -1 where a column has no further item.
@@ -38,7 +45,7 @@ def dealt(
     if len(items) <= programs:
         return items
     none = np.array([0, 0, -1], dtype=np.int32)
-    if len(items) > _FEW_TURNS * programs:
+    if not uneven(len(items), programs):
         # every other row is turned round, so that columns come to about the same
         missing = -len(items) % programs
         rows = np.concatenate([items, np.tile(none, (missing, 1))]).reshape(-1, programs, 3)
@@ -47,7 +54,8 @@ def dealt(
     order = np.argsort(-cost, kind="stable")
     items, cost = items[order], cost[order]
     # items of the same cost, told apart: an exchange has something to gain then, where whole tiles would leave nothing
-    column = _columns(cost * (4 * _TIES) + np.arange(len(cost)) % _TIES, programs)
+    cost = cost * (4 * _TIES) + np.arange(len(cost)) % _TIES
+    column = _columns(cost, programs, _MOST_SWAPS if evenly else 0)
     counts = np.bincount(column, minlength=programs)
     order = np.argsort(column, kind="stable")
     place = np.arange(len(items)) - np.repeat(counts.cumsum() - counts, counts)
@@ -56,8 +64,8 @@ def dealt(
     return rows.reshape(-1, 3)
 
 
-def _columns(cost: NDArray[np.int64], programs: int) -> NDArray[np.int64]:
-    """A column for each item, those of most cost first, such that the fullest one has little more than the others."""
+def _columns(cost: NDArray[np.int64], programs: int, swaps: int) -> NDArray[np.int64]:
+    """A column for each item, those of most cost first; exchanges leave the fullest one little more than the others."""
     loads, column = np.zeros(programs, dtype=np.int64), np.empty(len(cost), dtype=np.int64)
     # half a row at a time, the longest item to the column that has least to do
     step = max(programs // 2, 1)
@@ -68,7 +76,7 @@ def _columns(cost: NDArray[np.int64], programs: int) -> NDArray[np.int64]:
         column[begin : begin + step] = least
     # then an item of the fullest column for a shorter one of another, as long as the larger of the two sums falls
     enough = _EVEN * cost.sum() / programs
-    for _ in range(_MOST_SWAPS):
+    for _ in range(swaps):
         fullest = int(loads.argmax())
         if loads[fullest] <= enough:
             break

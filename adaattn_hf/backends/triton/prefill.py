@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ _BULK_EDGES = True
 # Products of numbers from which on a call has the copy engine bring its tiles. Smaller calls gain less by it (4 to 6 us
 # on an H200 at 5e9) than the host takes to describe keys and values at addresses that it has not met (some 15 us).
 _LEAST_PRODUCTS = 1 << 33
+_COMES_AGAIN = 4
+"""Launches behind which programs are to end together: prompts of a length that is met once do not wait for that."""
 _K_BULK, _V_BULK = 3, 4
 """Where a kernel takes keys and values for the copy engine."""
 
@@ -108,14 +111,14 @@ class Prefill:
             "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim),
             "HAS_CAP": self._cap is not None, "BULK": False, "EDGES": False, **tile.constants(),
         }  # fmt: skip
-        launches = tuple(((groups, len(entries)), entries, ()) for entries in table.launches())
-        self._plain = Way(launch_forward, table, launches, constants, (tile.columns, None), False)
+        # told by what it reads: its tables are made if it is launched
+        self._plain_way = partial(_plain, table, groups, constants, tile.columns)
         self._heavy = table.read * tile.rows * groups * (dim + value_dim) >= _LEAST_PRODUCTS
         self._special: Way | None = None
         if self._heavy and dim == value_dim and self._cap is None and hopper.usable(query.device):
             warps = hopper.warps_of(dim, groups, windows is not None)
             programs = hopper.multiprocessors(query.device)
-            if warps is not None and warps.pays(table.read, len(table.entries), tile.rows * groups, programs):
+            if warps is not None and warps.pays(table.read, table.count, tile.rows * groups, programs):
                 pieces = 1 if windows is None else 2
                 keys, parts = warps.columns // pieces, groups // warps.together
                 table = work(warps.rows, keys, parts, pieces, programs)
@@ -123,6 +126,11 @@ class Prefill:
                     box = keys, None if windows is None else 64
                     self._special = _special(warps, table, box, facts | {"HEAD": dim}, programs)
         self._forms: dict[Hashable, tuple[Relaunch, ...]] = {}
+        self._left, self._before = _COMES_AGAIN, self._special
+
+    @cached_property
+    def _plain(self) -> Way:
+        return self._plain_way()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Returns the output `[batch, q_len, heads, head_dim_v]`.
@@ -147,6 +155,9 @@ class Prefill:
         sink: Tensor | None = None,
     ) -> None:
         """Writes output and log-sum-exp: one launch over all segments and heads, several for very many documents."""
+        self._left -= 1
+        if not self._left:
+            self._deal_again()
         q_at, k_at, v_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
         even = not (q_at | k_at | v_at) % BYTES
         known = query.stride(), key.stride(), value.stride(), scaling, even
@@ -168,6 +179,21 @@ class Prefill:
         for run in runs:
             run(tensors, addresses)
 
+    def _deal_again(self) -> None:
+        """Has items dealt out evenly from now on; captured graphs go on by the table that they know, which stays."""
+        way = self._special
+        work = None if way is None else way.work.again()
+        if way is None or work is None:
+            return
+        if torch.cuda.is_current_stream_capturing():  # nothing can be copied to the device now
+            self._left = 1
+            return
+        launches = tuple(
+            (grid, items, last) for (grid, _, last), items in zip(way.launches, work.launches(), strict=True)
+        )
+        self._special = way._replace(work=work, launches=launches)
+        self._forms.clear()
+
     def _runs(
         self,
         query: Tensor,
@@ -183,13 +209,13 @@ class Prefill:
         They are shared by calls whose strides, alignment and factor are the same.
         """
         strides = query.stride(), key.stride(), value.stride(), out.stride()
-        way, bulk = self._plain, None
+        way, bulk = self._special, None
         in_lines = query.stride(3) == 1 and not any(step % 16 for step in query.stride()[:3])
-        if even and self._special is not None and in_lines:
-            bulk = _forms_of(key, value, self._special.box, hopper.layout())
-            way = self._plain if bulk is None else self._special
-        if even and self._heavy and bulk is None:
-            bulk = _forms_of(key, value, way.box, None)
+        if even and way is not None and in_lines:
+            bulk = _forms_of(key, value, way.box, hopper.layout())
+        if way is None or bulk is None:
+            way = self._plain
+            bulk = _forms_of(key, value, way.box, None) if even and self._heavy else None
         constants = way.constants
         if bulk is not None and not way.specialised:
             constants = {**constants, "BULK": True, "EDGES": way.work.ends and _BULK_EDGES}
@@ -197,19 +223,31 @@ class Prefill:
             *itertools.chain(*strides), *((0, 0) if lse is None else lse.stride()[:2]),
             abs(scale_of(scaling, self._cap)), float(self._cap or 0.0),
         )  # fmt: skip
-        segments, rules = way.work.segments, way.work.rules
+        tables = way.work.tables
         kind: Hashable | None = None
         # learned sinks come from elsewhere, and begin at any address
         if even and query.is_cuda and not constants["HAS_SINK"]:
-            tables = aligned(way.work.entries), aligned(rules)
-            kind = query.dtype, *strides, None if lse is None else lse.stride(), *tables
+            even_tables = aligned(tables.entries), aligned(tables.rules)
+            kind = query.dtype, *strides, None if lse is None else lse.stride(), *even_tables
         forms = {} if bulk is None else {_K_BULK: bulk[0], _V_BULK: bulk[1]}
         return tuple(
             Relaunch(
-                way.launcher, grid, (segments, entries, rules), (*numbers, *last), constants, kind, forms
+                way.launcher,
+                grid,
+                tables._replace(entries=entries),
+                (*numbers, *last),
+                constants,
+                kind,
+                forms,
             )
             for grid, entries, last in way.launches
         )
+
+
+def _plain(work: Work, groups: int, constants: dict[str, Any], columns: int) -> Way:
+    """The kernel for all devices: a program for each entry and query head of its group."""
+    launches = tuple(((groups, len(entries)), entries, ()) for entries in work.launches())
+    return Way(launch_forward, work, launches, constants, (columns, None), False)
 
 
 def _special(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from ...attention.structure import CallStructure, Segment
 from ..capability import GRID
 from ..remembered import Remembered
 from ..windows import ALL, HeadWindows
-from .dealing import beside_tiles, dealt
+from .dealing import beside_tiles, dealt, uneven
 
 _made = Remembered(256)
 """Tables of the last few kinds of calls, so that calls of one shape make theirs once."""
@@ -25,27 +26,57 @@ MOST_ENTRIES = GRID // 4 * 4
 """Entries of one launch; those of the next one begin at a multiple of 16 bytes, too."""
 
 
-class Work(NamedTuple):
-    """Tables of a launch.
+class Tables(NamedTuple):
+    """What kernels read of a launch.
 
     Attributes:
         segments: int32 `[segments, 6]`.
         entries: int32 `[entries, 3]`: segment, first row, key/value head; those with most to do come first; or
             the items of `dealt`.
         rules: int32 `[kv_heads, 2]`, window and sinks; the entries where no head has a window.
-        ends: Whether every segment's keys end with one of their tiles or with the tensor.
-        read: What all entries read, in keys for blocks of queries and in queries for blocks of keys.
     """
 
     segments: Tensor
     entries: Tensor
     rules: Tensor
-    ends: bool
-    read: int
+
+
+class Work:
+    """What is to be done by a launch, and its tables, which are made where they are asked for."""
+
+    def __init__(
+        self,
+        count: int,
+        read: int,
+        ends: bool,
+        make: Callable[[], Tables],
+        evenly: Callable[[], Tables] | None = None,
+    ) -> None:
+        """Of work whose tables are made at first use.
+
+        Args:
+            count: Entries.
+            read: What all entries read, in keys for blocks of queries and in queries for blocks of keys.
+            ends: Whether every segment's keys end with one of their tiles or with the tensor.
+            make: Makes the tables.
+            evenly: Makes them with items that are dealt out evenly, where that is another thing.
+        """
+        self.count, self.read, self.ends = count, read, ends
+        self._make, self._evenly = make, evenly
+
+    @cached_property
+    def tables(self) -> Tables:
+        """On the device."""
+        return self._make()
+
+    def again(self) -> Work | None:
+        """The same work, dealt out evenly, for launches that come again; None where it is, or need not be."""
+        return None if self._evenly is None else Work(self.count, self.read, self.ends, self._evenly)
 
     def launches(self) -> tuple[Tensor, ...]:
         """The entries of each launch: of more than one for very many documents alone."""
-        return (self.entries,) if len(self.entries) <= MOST_ENTRIES else self.entries.split(MOST_ENTRIES)
+        entries = self.tables.entries
+        return (entries,) if len(entries) <= MOST_ENTRIES else entries.split(MOST_ENTRIES)
 
 
 def work_of(
@@ -81,20 +112,26 @@ def work_of(
     def find() -> Work:
         runs = (*segments, *(_silent(structure, segments) if silent else ()))
 
-        def make() -> Work:
-            entries, costs = _entries(of == "queries", structure.causal, runs, windows, kv_heads, blocks)
-            read = int(costs.sum())
-            table = np.array(runs, dtype=np.int32).reshape(-1, 6)
-            if parts:
-                stands = entries[:, 1] + table[entries[:, 0], 5]
-                edges = windows is not None and stands >= np.array(windows)[entries[:, 2], 0]
-                entries = dealt(
-                    entries, -(-costs // (blocks[1] * pieces)) + beside_tiles(edges), parts, programs
-                )
-            ends = all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == structure.kv_len for s in runs)
-            return _placed(table, entries, read, windows, ends, device)
+        causal, kv_len = structure.causal, structure.kv_len  # tables are not to keep the structure
 
-        return _made.get((key, structure.causal, structure.kv_len, runs), make)
+        def make() -> Work:
+            table = np.array(runs, dtype=np.int32).reshape(-1, 6)
+            segment, first, cost = _costs(of == "queries", causal, runs, windows, kv_heads, blocks)
+
+            def tables(evenly: bool) -> Tables:
+                entries, costs = _longest_first(segment, first, cost)
+                if parts:
+                    stands = entries[:, 1] + table[entries[:, 0], 5]
+                    edges = windows is not None and stands >= np.array(windows)[entries[:, 2], 0]
+                    tiles = -(-costs // (blocks[1] * pieces)) + beside_tiles(edges)
+                    entries = dealt(entries, tiles, parts, programs, evenly)
+                return _placed(table, entries, windows, device)
+
+            ends = all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == kv_len for s in runs)
+            evenly = partial(tables, True) if parts and uneven(cost.size * parts, programs) else None
+            return Work(cost.size, int(cost.sum()), ends, partial(tables, False), evenly)
+
+        return _made.get((key, causal, kv_len, runs), make)
 
     return structure.cached(key, find)
 
@@ -113,19 +150,14 @@ def _silent(structure: CallStructure, segments: Sequence[Segment]) -> list[Segme
 
 
 def _placed(
-    segments: NDArray[np.int32],
-    entries: NDArray[np.int32],
-    read: int,
-    windows: HeadWindows | None,
-    ends: bool,
-    device: torch.device,
-) -> Work:
+    segments: NDArray[np.int32], entries: NDArray[np.int32], windows: HeadWindows | None, device: torch.device
+) -> Tables:
     """The tables in one copy to the device."""
     rules = np.array(windows or (), dtype=np.int32).ravel()
     parts = [segments.ravel(), entries.ravel(), rules]
     table = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
     a, b, c = table.split([len(part) for part in parts])
-    return Work(a.view(-1, 6), b.view(-1, 3), c.view(-1, 2) if windows else b, ends, read)
+    return Tables(a.view(-1, 6), b.view(-1, 3), c.view(-1, 2) if windows else b)
 
 
 def _tiles(lengths: NDArray[np.int64], block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -136,15 +168,15 @@ def _tiles(lengths: NDArray[np.int64], block: int) -> tuple[NDArray[np.int64], N
     return segment, (np.arange(len(segment)) - before) * block
 
 
-def _entries(
+def _costs(
     queries: bool,
     causal: bool,
     segments: Sequence[Segment],
     windows: HeadWindows | None,
     kv_heads: int,
     blocks: tuple[int, int],
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The entries of blocks of queries or of keys, and what each of them reads."""
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Segment and first row of blocks of queries or of keys, and what each of them reads, `[kv_heads, blocks]`."""
     table = np.array(segments, dtype=np.int64).reshape(-1, 6)
     block = blocks[0] if queries else blocks[1]
     segment, first = _tiles(table[:, 2 if queries else 4], block)
@@ -160,7 +192,7 @@ def _entries(
             start = np.maximum(first - offset - (0 if causal else window - 1), 0)
             stop = np.where(first < sinks, q_len, np.minimum(q_len, last + window - offset))
             costs.append(np.maximum(stop - start, 0))
-    return _longest_first(segment, first, costs)
+    return segment, first, np.stack(costs)
 
 
 _RANKS = 16
@@ -168,14 +200,13 @@ _RANKS = 16
 
 
 def _longest_first(
-    segment: NDArray[np.int64], first: NDArray[np.int64], costs: list[NDArray[np.int64]]
+    segment: NDArray[np.int64], first: NDArray[np.int64], cost: NDArray[np.int64]
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Entries of all heads and their costs, those of most keys first.
 
     Entries of about the same cost are ordered by head: programs that run at the same time then read the same keys.
     """
-    cost = np.stack(costs)
-    heads = np.repeat(np.arange(len(costs)), len(segment))
+    heads = np.repeat(np.arange(len(cost)), len(segment))
     rank = -(cost.ravel() * _RANKS // max(int(cost.max(initial=0)), 1))
     order = np.lexsort((-cost.ravel(), heads, rank))
     tile = order % max(len(segment), 1)

@@ -136,16 +136,16 @@ def _gradients(
         bulk = q_bulk is not None and g_bulk is not None
         asked = (
             query, key, value, grad, q_bulk if bulk else query, g_bulk if bulk else grad, shift, sums, dk, dv,
-            work.segments, work.entries, work.rules, *strides, *dk.stride()[:3], *dv.stride()[:3], *numbers,
+            *work.tables, *strides, *dk.stride()[:3], *dv.stride()[:3], *numbers,
         )  # fmt: skip
-        launch_of_keys((work.entries.shape[0],), asked, {**facts, "BULK": bulk, **tile.constants()}, None)
+        launch_of_keys((work.count,), asked, {**facts, "BULK": bulk, **tile.constants()}, None)
         tile = queries_tile(max(pad, value_pad))
         work = work_of(
             "queries", structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device
         )
         for entries in work.launches():
             asked = (
-                query, key, value, grad, shift, sums, dq, work.segments, entries, work.rules, *strides,
+                query, key, value, grad, shift, sums, dq, work.tables.segments, entries, work.tables.rules, *strides,
                 *dq.stride()[:3], *numbers,
             )  # fmt: skip
             grid = heads // kv_heads, entries.shape[0]
