@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from adaattn_hf.backends.windows import ALL
+
 _WINDOW = re.compile(r"w(\d+)\+(\d+)")
 _ALL = ("exact", "bf16", "int8")
 """Labels of parts that change no pair."""
@@ -21,16 +23,25 @@ def fewer_pairs(picks: Sequence[str], length: int) -> float | None:
     """
     every, read = length * (length + 1) // 2, 0
     for label in picks:
-        window, sinks = length, 0
-        for part in set(label.split()).difference(_ALL):
-            found = _WINDOW.fullmatch(part)
-            if found is None:
-                return None
-            window, sinks = map(int, found.groups())
+        found = window_of(label)
+        if found is None:
+            return None
+        window, sinks = found
         hidden = max(length - window, 0)  # keys before the last row's window
         sinks = min(sinks, hidden)
         read += every - hidden * (hidden + 1) // 2 + sinks * hidden - sinks * (sinks - 1) // 2
     return every * len(picks) / read
+
+
+def window_of(label: str) -> tuple[int, int] | None:
+    """Window and sinks of a choice, `ALL` and none where it is exact; None where what it reads depends on the data."""
+    window, sinks = ALL, 0
+    for part in set(label.split()).difference(_ALL):
+        found = _WINDOW.fullmatch(part)
+        if found is None:
+            return None
+        window, sinks = map(int, found.groups())
+    return window, sinks
 
 
 def lines_of(records: Sequence[Mapping[str, Any]], words: str) -> list[str]:

@@ -26,6 +26,7 @@ from ..pages import loss, percent, table
 from .curve_report import curve_sections
 from .masked_report import verdicts_of
 from .pairs import lines_of
+from .tiles import section as bounds_section
 
 PARTS = ("prices", "curve", "speed", "replay", "peers")
 KEPT = ("curve", "speed", "peers")
@@ -392,6 +393,8 @@ def markdown(study: dict[str, Any]) -> str:
             if part in study.get("kept", ()):
                 found.insert(1, "\nOf an earlier study: with its plans, its prices and its machine.")
             lines += found
+        if part == "speed":
+            lines += bounds_section(study)
     return "\n".join(lines)
 
 

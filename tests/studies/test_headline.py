@@ -97,7 +97,7 @@ def test_another_figure_would_show() -> None:
     timed = reports["budget_cuda"]["speed"]
     timed["attention"]["8192"]["plan-1%"]["seconds"] *= 2
     assert (after := headline.device_budget_block(reports["budget_cuda"])) != before
-    timed["attention"] = {shape: timed["attention"]["8192"] for shape in ("8192", "4 x 8192")}
+    timed["attention"] = dict.fromkeys(("8192", "4 x 8192"), timed["attention"]["8192"])
     timed.pop("model", None)
     alone = headline.device_budget_block(reports["budget_cuda"])
     rows = [line.split(" | ") for line in alone.splitlines()[2:]]
