@@ -99,6 +99,7 @@ def forward(
     if cache is not None:
         from transformers import DynamicCache
 
+        from adaattn_hf.patches.cache.keyword import with_cache
         from adaattn_hf.patches.cache.stored import AdaAttnCache
 
         keys: Any = (
@@ -106,11 +107,10 @@ def forward(
             if cache == "dynamic"
             else AdaAttnCache(model, cache, streaming=streaming)
         )
+        held = with_cache(model, keys)
         with torch.inference_mode():
             parts = batch.keywords["input_ids"].split(piece, dim=1)
-            return torch.cat(
-                [model(part, past_key_values=keys, use_cache=True).logits for part in parts], dim=1
-            )
+            return torch.cat([model(part, use_cache=True, **held).logits for part in parts], dim=1)
     keywords: dict[str, Any] = {"use_cache": False} if model.can_generate() else {}
     with torch.inference_mode():
         return model(**batch.keywords, **keywords).logits  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from adaattn_hf.backends.select import BACKENDS, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.store import plan_of
 
+from .cache.keyword import cache_in, with_cache
 from .cache.memory import CacheMemory, memory_of
 from .cache.stored import AdaAttnCache
 from .support import refuse_other_attention
@@ -226,7 +227,7 @@ def _phases(
         # with a cache Transformers does not look for packed documents, which would need data
         keywords: dict[str, Any] = {"use_cache": True} if cached else {}
         if stored != "model":
-            keywords["past_key_values"] = AdaAttnCache(ghost, stored)
+            keywords |= with_cache(ghost, AdaAttnCache(ghost, stored))
         out = ghost(**inputs, **keywords)
     yield "prefill", first.calls
     if "input_ids" in inputs:
@@ -235,12 +236,13 @@ def _phases(
         with torch.no_grad(), recording(padded):
             ghost(**inputs, attention_mask=mask)
         yield "padded", padded.calls
-    if cached and getattr(out, "past_key_values", None) is not None:
-        if isinstance(out.past_key_values, Cache):
-            kept.append(memory_of(out.past_key_values, stored, spans))
+    filled = cache_in(out) if cached else None
+    if filled is not None:
+        if isinstance(filled, Cache):
+            kept.append(memory_of(filled, stored, spans))
         step = Recorder(dry=True)
         with torch.no_grad(), recording(step):
-            ghost(input_ids=inputs["input_ids"][:, :1], past_key_values=out.past_key_values, use_cache=True)
+            ghost(input_ids=inputs["input_ids"][:, :1], use_cache=True, **with_cache(ghost, filled))
         yield "decode", step.calls
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from .cache.kept import holds_tokens
+from .cache.keyword import cache_in, cache_keyword
 from .cache.layers import GrowingCache
 from .cache.stored import check_stored, convert, stored_as
 from .fast_path import tracing
@@ -38,8 +39,8 @@ class PrepareError(ValueError):
 class _CacheHook:
     """Gives every call that starts an empty `DynamicCache` layers that grow in place and store as asked."""
 
-    def __init__(self, model: PreTrainedModel, stored: str, streaming: bool) -> None:
-        self.stored, self.streaming = stored, streaming
+    def __init__(self, model: PreTrainedModel, keyword: str, stored: str, streaming: bool) -> None:
+        self.keyword, self.stored, self.streaming = keyword, stored, streaming
         self.signature = inspect.signature(type(model).forward)
         self.handle: RemovableHandle = model.register_forward_pre_hook(self, with_kwargs=True)
 
@@ -47,15 +48,15 @@ class _CacheHook:
         if tracing():
             return None
         arguments = arguments_of(self.signature, args, kwargs)
-        cache = arguments.get("past_key_values")
+        cache = cache_in(arguments)
         if cache is None:
             if module.config.is_encoder_decoder or not makes_cache(module, arguments, module.config):
                 return None
             config = module.config.get_text_config(decoder=True)
             if self.stored == "model" and not self.streaming:
-                return (), {**arguments, "past_key_values": GrowingCache(config=config)}
+                return (), {**arguments, self.keyword: GrowingCache(config=config)}
             made = convert(DynamicCache(config=config), module, self.stored, self.streaming)
-            return (), {**arguments, "past_key_values": made}
+            return (), {**arguments, self.keyword: made}
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
         if type(cache) is DynamicCache and not holds_tokens(cache):
@@ -130,7 +131,7 @@ def prepare(
             prepared = tower.__dict__[_SLOT] = _Prepared()
             if fold_rank:
                 prepared.parts.append(_folded(tower))
-            caches = "past_key_values" in inspect.signature(type(tower).forward).parameters
+            caches = cache_keyword(inspect.signature(type(tower).forward))
             stored, streams = stored_as(tower, cache, streaming, "model")
             if (stored != "model" or streams) and not (caches and has_cache(tower.config)):
                 raise PrepareError(
@@ -138,7 +139,7 @@ def prepare(
                 )
             check_stored(tower, stored, streams)
             if caches and (growing_cache or stored != "model" or streams):
-                prepared.parts.append(_CacheHook(tower, stored, streams).handle)
+                prepared.parts.append(_CacheHook(tower, caches, stored, streams).handle)
             if unpad:
                 prepared.unpadding = _unpadded(tower, on_padded)
                 prepared.parts.append(prepared.unpadding)

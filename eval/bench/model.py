@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 import adaattn_hf
+from adaattn_hf.patches.cache.keyword import with_cache
 
 from .grid import Cell
 from .work import Work, padding_of
@@ -103,9 +104,11 @@ def _step(
         for layer, (keys, values) in enumerate(pasts):
             cache.update(keys, values, layer)
 
+    held = with_cache(model, cache)
+
     def work() -> Any:
         with torch.no_grad():
-            logits = model(ids, past_key_values=cache, use_cache=True).logits
+            logits = model(ids, use_cache=True, **held).logits
             cache.crop(-cell.q_len)
         return logits
 

@@ -72,7 +72,7 @@ def memory_of(cache: Cache, stored: str, spans: Mapping[int, Spans] | None = Non
     for index, layer in enumerate(held):
         if getattr(layer, "keys", None) is None:
             continue
-        plain = sum(t.shape[1] * t.shape[3] * layer.dtype.itemsize for t in (layer.keys, layer.values))
+        plain = sum(t.shape[1] * t.shape[3] * t.dtype.itemsize for t in (layer.keys, layer.values))
         window = getattr(layer, "sliding_window", None)
         most = None if window is None else window - 1
         tokens = getattr(layer, "tokens", None)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
+from ..cache.keyword import CACHE_KEYWORDS, cache_in, cache_keyword
 from ..families import family_of
 from ..registry import NAMES
 from .layout import PackedLayout
@@ -58,7 +59,7 @@ class PackedCall:
 def arguments_of(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Every argument of a call by its name."""
+    """Every argument of a call by its name; a cache by the name that this forward has for it."""
     bound = signature.bind_partial(None, *args, **kwargs).arguments
     named: dict[str, Any] = {}
     for name, value in list(bound.items())[1:]:
@@ -66,6 +67,10 @@ def arguments_of(
             named.update(value)
         else:
             named[name] = value
+    keyword = cache_keyword(signature)
+    for other in CACHE_KEYWORDS:
+        if keyword is not None and other != keyword and other in named:
+            named.setdefault(keyword, named.pop(other))
     return named
 
 
@@ -81,7 +86,7 @@ def read_layout(
     """
     inputs = arguments.get("input_ids")
     inputs = arguments.get("inputs_embeds") if inputs is None else inputs
-    mask, past = arguments.get("attention_mask"), arguments.get("past_key_values")
+    mask, past = arguments.get("attention_mask"), cache_in(arguments)
     if mask is None:
         return NO_MASK
     if inputs is None or inputs.ndim != (2 if arguments.get("input_ids") is not None else 3):
@@ -154,7 +159,7 @@ def pack_call(
     rule: PositionRule,
     config: Any,
     *,
-    takes_cache: bool,
+    cache: str | None,
     shifted_labels: bool = False,
 ) -> PackedCall:
     """The packed call: one row of real tokens with their positions, and `cu_seq_lens` for the borders between rows.
@@ -165,7 +170,7 @@ def pack_call(
         layout: Where its real tokens are.
         rule: How the model numbers positions when it is passed none.
         config: The model's configuration.
-        takes_cache: Whether the model's forward has `past_key_values`.
+        cache: What the model's forward calls its cache; None if it takes none.
         shifted_labels: Whether `labels[t + 1]` is scored at `t`; the first token of a row is never scored, then.
     """
     mask = arguments["attention_mask"]
@@ -187,11 +192,11 @@ def pack_call(
     kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_k"] = layout.cu_seq_lens.to(like.device)
     kwargs["max_length_q"] = kwargs["max_length_k"] = longest
     prefill = None
-    if takes_cache and has_cache(config):
-        past: Cache | None = arguments.get("past_key_values")
+    if cache is not None and has_cache(config):
+        past: Cache | None = arguments.get(cache)
         if past is None and makes_cache(module, arguments, config):
             past = DynamicCache(config=config)
-        prefill = kwargs["past_key_values"] = PackedPrefill(past, layout)
+        prefill = kwargs[cache] = PackedPrefill(past, layout)
     return PackedCall(kwargs, layout, prefill)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
+from ..cache.keyword import cache_keyword
 from ..fast_path import tracing
 from .call import PackedCall, Pass, arguments_of, has_cache, pack_call, read_layout, scored_padding
 from .positions import position_rule
@@ -180,7 +181,7 @@ class Unpadding:
             layout,
             self._rule,
             self.config,
-            takes_cache="past_key_values" in signature.parameters,
+            cache=cache_keyword(signature),
             shifted_labels=shifted,
         )
         return (), frame.call.kwargs

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.keyword import CACHE_KEYWORDS
 from .hooks import Unpadding
 
 # Relative to the largest value; a token at a wrong position, or one that sees another row, is off by far more.
@@ -35,7 +36,7 @@ def probe(unpadding: Unpadding) -> tuple[str, ...]:
     target.eval()
     try:
         with torch.no_grad():
-            keywords = {"use_cache": False} if "past_key_values" in unpadding.trunk_parameters else {}
+            keywords = {"use_cache": False} if unpadding.trunk_parameters.intersection(CACHE_KEYWORDS) else {}
             unpadding.enabled = False
             padded = target(input_ids=ids, attention_mask=mask, **keywords)
             unpadding.enabled = True

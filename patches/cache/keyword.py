@@ -1,0 +1,43 @@
+"""What a forward pass calls its key/value cache: `cache` since Transformers 5.24, `past_key_values` before.
+
+Transformers renamed it in its own models; models that come with their own code keep the name they were written with.
+Callers may pass the former name to a forward that has the new one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+CACHE_KEYWORDS = ("cache", "past_key_values")
+"""Both names, the new one first."""
+
+
+def cache_keyword(signature: inspect.Signature) -> str | None:
+    """The name under which a forward of this signature takes a cache; None if it takes none."""
+    return next((name for name in CACHE_KEYWORDS if name in signature.parameters), None)
+
+
+def cache_in(named: Mapping[str, Any]) -> Any:
+    """The cache among a call's arguments or a model's outputs, whatever its name; None if there is none."""
+    return next((named[name] for name in CACHE_KEYWORDS if named.get(name) is not None), None)
+
+
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """The keyword that hands `cache` to this model's forward.
+
+    Args:
+        model: A Transformers model that takes a cache.
+        cache: What it shall read and extend.
+
+    Raises:
+        TypeError: Its forward takes none.
+    """
+    name = cache_keyword(inspect.signature(type(model).forward))
+    if name is None:
+        raise TypeError(
+            f"model: the forward of {type(model).__name__} takes no cache, expected a parameter "
+            f"{' or '.join(CACHE_KEYWORDS)}; call a model that generates text"
+        )
+    return {name: cache}
