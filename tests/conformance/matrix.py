@@ -1,7 +1,7 @@
 """Runs the test-suite under every pair of Python and Transformers at hand, each in a virtual environment of
 its own.
 
-    python tests/conformance/matrix.py [--pairs 3.11:5.17.0,3.11:5.23.0] [--torch 2.13.0] [-- PYTEST_ARGUMENT
+    python tests/conformance/matrix.py [--pairs 3.11:5.17.0,3.11:5.24.0] [--torch 2.13.0] [-- PYTEST_ARGUMENT
     ...]
     python tests/conformance/matrix.py --lowest
     python tests/conformance/matrix.py --ready PYTHON --record docs/results/versions.json [-- PYTEST_ARGUMENT ...]
@@ -30,7 +30,7 @@ from typing import NamedTuple
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIRS = "3.10:5.17.0,3.11:5.17.0,3.11:5.18.0,3.11:5.23.0,3.12:5.23.0,3.13:5.23.0"
+PAIRS = "3.10:5.17.0,3.11:5.17.0,3.11:5.18.0,3.11:5.24.0,3.12:5.24.0,3.13:5.24.0"
 
 
 TOOLS = ["accelerate", "hypothesis", "matplotlib", "packaging", "pillow", "psutil", "pytest", "pytest-xdist"]

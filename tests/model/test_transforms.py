@@ -27,7 +27,8 @@ class Layer(torch.nn.Module):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, name: str = "adaattn") -> Tensor:
-    out: Tensor = AttentionInterface._global_mapping[name](Layer(), query, key, value, None)[0]
+    serve: Any = AttentionInterface._global_mapping[name]
+    out: Tensor = serve(Layer(), query, key, value, None)[0]
     return out
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from adaattn_hf.eval.demo import demo_model_path, pages_path
+from adaattn_hf.patches.cache.keyword import cache_in
 from studies.cache import app
 from studies.cache_arms import ARMS, shaped, weights_read
 from studies.cache_page import page
@@ -254,7 +255,7 @@ def test_a_press_is_at_work_while_the_prompt_is_read_and_no_longer() -> None:
     def press(inside: Any) -> Iterator[None]:
         def half(module: Any, args: Any, kwargs: Any, out: Any) -> None:
             seen.append(len(kwargs["cache_position"]))
-            layer = kwargs["past_key_values"].layers[0]
+            layer = cache_in(kwargs).layers[0]
             layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
 
         hook = inside.model.layers[0].self_attn.register_forward_hook(half, with_kwargs=True)
