@@ -34,6 +34,9 @@ from .measure import (  # fmt: skip
     timed,
 )
 
+PROMPTS = (50, 700, 1311, 3000, 87, 420, 2222, 930, 15, 1700, 640, 512, 333, 2048, 99, 4000)
+"""Tokens of a batch of prompts, whose padding `prepare` takes out."""
+
 
 def packed(section: Section) -> None:
     """All cells."""
@@ -41,6 +44,9 @@ def packed(section: Section) -> None:
     documents = torch.repeat_interleave(torch.arange(16), n)[None].to(DEVICE)
     runs = CallStructure(1, 16 * n, 16 * n, causal=True, q_segments=documents, k_segments=documents)
     section.add("packed 16 × 1k", lambda row: _beside_dense(row, runs, [(16, n)]))
+    for name, lengths in (("8 × 3000", (3000,) * 8), ("16 prompts of 15 to 4,000 tokens", PROMPTS)):
+        uneven = tuple(length(n) for n in lengths)
+        section.add(f"packed {name}", partial(_documents, lengths=uneven))
     n = length(4096)
     left = torch.ones(8, n, dtype=torch.bool)
     for i in range(8):
@@ -51,6 +57,14 @@ def packed(section: Section) -> None:
     section.add("BERT-base, 16 rows of 512 to 12 tokens", _bert)
     for n in (1024, 4096):
         section.add(f"float32, causal {n // 1024}k, 32/8 × 128", lambda row, n=n: _grouped(row, length(n)))  # type: ignore[misc]
+
+
+def _documents(row: Cell, lengths: tuple[int, ...]) -> None:
+    """Documents of these lengths in one row."""
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(DEVICE)
+    n = sum(lengths)
+    runs = CallStructure(1, n, n, causal=True, q_segments=numbers, k_segments=numbers)
+    _beside_dense(row, runs, [(1, n) for n in lengths])
 
 
 def _beside_dense(row: Cell, structure: CallStructure, runs: list[tuple[int, int]]) -> None:

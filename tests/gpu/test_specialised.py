@@ -44,6 +44,19 @@ STRUCTURES: dict[str, Callable[[int], CallStructure]] = {
     "window and sinks": lambda n: CallStructure(2, n, n, causal=True, window=200, sinks=130),
     "left padding": lambda n: CallStructure(2, n, n, causal=True, key_padding=_left(n), pads_queries=True),
     "whole documents": lambda n: CallStructure(2, n, n, causal=True, **_documents(n, 256)),
+    "documents": lambda n: CallStructure(2, n, n, causal=True, **_documents(n, 230)),
+    "documents, not causal": lambda n: CallStructure(2, n, n, **_documents(n, 331)),
+    "some short documents": lambda n: CallStructure(
+        1, n, n, causal=True, **_uneven(n, 300, 20, 0, 129, 127, 64)
+    ),
+    "right padding": lambda n: CallStructure(
+        2, n, n, causal=True, key_padding=_left(n).flip(1), pads_queries=True
+    ),
+    "static cache, odd": lambda n: CallStructure(2, 140, n, causal=True, q_offset=361),
+    "window over documents": lambda n: CallStructure(2, n, n, causal=True, window=150, **_documents(n, 331)),
+    "sinks over documents": lambda n: CallStructure(
+        2, n, n, causal=True, window=99, sinks=130, **_documents(n, 331)
+    ),
 }
 WINDOWS = {
     "narrow": ((40, 0), (5, 0)),
@@ -56,6 +69,15 @@ def _left(n: int) -> torch.Tensor:
     real = torch.ones(2, n, dtype=torch.bool, device="cuda")
     real[0, :300] = False
     return real
+
+
+def _uneven(n: int, *lengths: int) -> dict[str, torch.Tensor]:
+    """Documents of these lengths, and one of the rest."""
+    numbers = torch.repeat_interleave(
+        torch.arange(len(lengths) + 1, device="cuda"),
+        torch.tensor([*lengths, n - sum(lengths)], device="cuda"),
+    )[None]
+    return {"q_segments": numbers, "k_segments": numbers}
 
 
 def _documents(n: int, length: int) -> dict[str, torch.Tensor]:
@@ -96,9 +118,10 @@ def served(request: AttentionRequest, kernel: str) -> Any:
 
 
 @pytest.fixture
-def any_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of heads of 64 channels are served however narrow they are."""
+def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 64 channels are served however few keys their queries read."""
     monkeypatch.setattr(hopper, "_LEAST_OF_WINDOWS", 0)
+    monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", 0)
 
 
 def check(request: AttentionRequest, kernel: str = "specialised") -> None:
@@ -122,27 +145,61 @@ def test_heads_of_128_channels(name: str, heads: int, n: int) -> None:
 
 @pytest.mark.parametrize("n", [1024, 1200])
 @pytest.mark.parametrize("heads", [2, 6, 8])
-@pytest.mark.parametrize("name", ["causal", "full", "suffix", "static cache", "cross", "left padding"])
-def test_heads_of_64_channels(name: str, heads: int, n: int) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal",
+        "full",
+        "suffix",
+        "static cache",
+        "cross",
+        "left padding",
+        "documents",
+        "some short documents",
+    ],
+)
+def test_heads_of_64_channels(name: str, heads: int, n: int, any_length: None) -> None:
     """Three groups of warps: with six heads those of a group together, else rows of one head."""
     check(drawn(STRUCTURES[name](n), 64, heads, torch.float16, need_lse=True))
 
 
 @pytest.mark.parametrize("rules", WINDOWS)
-@pytest.mark.parametrize("name", ["causal", "full", "suffix"])
+@pytest.mark.parametrize("name", ["causal", "full", "suffix", "documents", "some short documents"])
 @pytest.mark.parametrize(("dim", "heads"), [(128, 8), (64, 6), (64, 8)])
-def test_windows_per_head(name: str, rules: str, dim: int, heads: int, any_window: None) -> None:
+def test_windows_per_head(name: str, rules: str, dim: int, heads: int, any_length: None) -> None:
     windows, sinks = WINDOWS[rules]
     rule = HeadRules(windows, sinks, (0.0, 0.0), ("model",) * 2)
     check(drawn(STRUCTURES[name](1500), dim, heads, torch.bfloat16, per_head=rule, need_lse=True))
 
 
 @pytest.mark.parametrize("name", ["window", "window both ways", "window and sinks"])
-def test_windows_of_64_channels(name: str, any_window: None) -> None:
+def test_windows_of_64_channels(name: str, any_length: None) -> None:
     check(drawn(STRUCTURES[name](1200), 64, 6, torch.float16, need_lse=True))
 
 
-def test_more_items_than_programs(any_window: None) -> None:
+@pytest.mark.parametrize("rules", [None, "narrow"])
+@pytest.mark.parametrize(("dim", "heads"), [(128, 8), (64, 6)])
+def test_what_is_not_a_number_stays_in_its_document(
+    dim: int, heads: int, rules: str | None, any_length: None
+) -> None:
+    """A weight of 0 would not keep it out: nothing behind a document may be brought with its last tile."""
+    extra = {} if rules is None else {"per_head": HeadRules(*WINDOWS[rules], (0.0, 0.0), ("model",) * 2)}
+    n = 1000
+    whole = drawn(
+        CallStructure(1, n, n, causal=True, **_uneven(n, 300, 401, 20)), dim, heads, torch.bfloat16, **extra
+    )
+    expected = served(whole, "specialised").out
+    for start, stop in ((0, 300), (300, 701), (701, 721), (721, n)):
+        lost = replace(whole, key=whole.key.clone(), value=whole.value.clone())
+        lost.key[:, :, start:stop] = float("nan")
+        lost.value[:, :, start:stop] = float("inf")
+        out = served(lost, "specialised").out
+        assert not out[:, start:stop].isfinite().all()
+        assert torch.equal(out[:, :start], expected[:, :start])
+        assert torch.equal(out[:, stop:], expected[:, stop:])
+
+
+def test_more_items_than_programs(any_length: None) -> None:
     """Two turns and many, dealt out in both ways."""
     for n, heads in ((5000, 6), (30_000, 8)):
         rule = HeadRules((0, 700), (0, 16), (0.0, 0.0), ("model",) * 2)
@@ -196,11 +253,11 @@ def test_a_capture_replays_what_the_tensors_hold_then() -> None:
 
 
 def test_other_calls_go_to_the_kernels_of_one_task() -> None:
-    """A softcap, runs that end within a tile, other head sizes, windows of small heads: by `forward`, and as exact."""
+    """A softcap, short documents alone, other head sizes, windows of small heads: by `forward`, and as exact."""
     n = 700
     others = [
         drawn(STRUCTURES["causal"](n), 128, 8, torch.bfloat16, softcap=20.0),
-        drawn(CallStructure(2, n, n, causal=True, **_documents(n, 230)), 128, 8, torch.bfloat16),
+        drawn(CallStructure(2, n, n, causal=True, **_documents(n, 30)), 128, 8, torch.bfloat16),
         drawn(STRUCTURES["causal"](n), 96, 8, torch.bfloat16),
         drawn(STRUCTURES["window"](n), 64, 8, torch.bfloat16),
     ]

@@ -6,6 +6,7 @@ One line per kernel: its name, and the bytes of shared memory that it takes.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -88,20 +89,29 @@ def replace_kernels(capability: int) -> None:
     vars(prefill)["_LEAST_PRODUCTS"] = 0
     vars(bulk)["_copies_tiles"] = lambda device: capability >= 90
     vars(hopper)["usable"] = lambda device: capability == 90
+    vars(hopper)["_LEAST_OF_WINDOWS"] = 0
     vars(hopper)["multiprocessors"] = lambda device: 132
     for name in ("launch_specialised", "launch_specialised_kept"):
         vars(hopper)[name] = functools.partial(Compiled, vars(hopper)[name]()._kernel, capability)
 
 
 def call(
-    queries: int, keys: int, rules: HeadRules | None = None, grad: bool = False, dim: int = 64
+    queries: int,
+    keys: int,
+    rules: HeadRules | None = None,
+    grad: bool = False,
+    dim: int = 64,
+    document: int | None = None,
 ) -> AttentionRequest:
-    """A call of 8 heads over 2 key/value heads in bfloat16."""
+    """A call of 8 heads over 2 key/value heads in bfloat16, of documents of so many tokens."""
     query, key, value = (
         torch.randn(1, count, heads, dim, dtype=torch.bfloat16).transpose(1, 2).requires_grad_(grad)
         for count, heads in ((queries, 8), (keys, 2), (keys, 2))
     )
     structure = CallStructure(1, queries, keys, causal=True, q_offset=keys - queries)
+    if document is not None:
+        numbers = (torch.arange(keys) // document)[None]
+        structure = CallStructure(1, queries, keys, causal=True, q_segments=numbers, k_segments=numbers)
     return AttentionRequest(query, key, value, structure, 0.125, per_head=rules)
 
 
@@ -120,6 +130,10 @@ def main(capability: int) -> None:
         step.attend_step(graph, graph=True, windows=pairs, until=None if pairs is None else 256)
     for rules in (None, windows, kept):
         launch.attend(call(256, 256, rules, dim=128))
+    for rules, dim in itertools.product((None, windows), (64, 128)):  # documents end within tiles
+        launch.attend(call(600, 600, rules, dim=dim, document=200))
+    for dim in (32, 96):  # head sizes that no device has kernels of its own for
+        launch.attend(call(256, 256, windows, dim=dim))
     trained = call(256, 256, windows, grad=True)
     launch.attend(trained).out.sum().backward()
     for stored in ("int8", "k8v4"):

@@ -45,6 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, bulk_always: None) -> Launched:
         return run
 
     monkeypatch.setattr(hopper, "usable", lambda device: True)
+    monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", 0)
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: PROGRAMS)
     monkeypatch.setattr(hopper, "launch_specialised", lambda: named("specialised"))
     monkeypatch.setattr(hopper, "launch_specialised_kept", lambda: named("specialised_kept"))
@@ -263,8 +264,40 @@ def test_windows_of_64_channels_must_leave_enough_keys(
     assert [name for name, *_ in launched] == [kernel]
 
 
+def documents(*lengths: int) -> CallStructure:
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    n = sum(lengths)
+    return CallStructure(1, n, n, causal=True, q_segments=numbers, k_segments=numbers)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "close"), [((256, 128, 384), False), ((200, 312), True), ((256, 60), False)]
+)
+def test_tiles_move_back_where_documents_end_within_them(
+    launched: Launched, lengths: tuple[int, ...], close: bool
+) -> None:
+    """But not at the end of the tensor, behind which the copy engine brings zeros."""
+    launch.attend(drawn(documents(*lengths)))
+    ((name, _, constants, _),) = launched
+    assert (name, constants["CLOSE"]) == ("specialised", close)
+
+
+def test_documents_shorter_than_a_tile_go_to_the_other_kernel(launched: Launched) -> None:
+    """Moved back, their tile would begin within the document before; the last one ends with the tensor."""
+    lengths = (300, 20, 127, 129, 50)
+    launch.attend(drawn(documents(*lengths)))
+    computed = [{arguments[8][entry[0], 2].item() for entry in arguments[9]} for *_, arguments in launched]
+    assert [name for name, *_ in launched] == ["specialised", "forward"]
+    assert computed == [{300, 129, 50}, {20, 127}]
+
+
+def test_a_call_of_short_documents_is_one_launch(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", 1 << 20)  # the last document alone is less
+    launch.attend(drawn(documents(*[100] * 20, 10)))
+    assert [name for name, *_ in launched] == ["forward"]
+
+
 def test_others_go_to_the_kernel_of_one_task(launched: Launched) -> None:
-    numbers = (torch.arange(N)[None] // 200).expand(1, -1)
     whole = drawn(causal())
     odd = replace(whole, key=shifted(whole.key))
     spread = replace(whole, query=torch.zeros(1, 4, N, 256, dtype=torch.bfloat16)[..., ::2])
@@ -272,13 +305,21 @@ def test_others_go_to_the_kernel_of_one_task(launched: Launched) -> None:
         drawn(causal(), softcap=10.0),
         drawn(causal(), 96),
         drawn(causal(), 64, per_head=WINDOWS),
-        drawn(CallStructure(1, N, N, causal=True, q_segments=numbers, k_segments=numbers)),
         odd,
         spread,
     ]
     for request in others:
         launch.attend(request)
     assert [name for name, *_ in launched] == ["forward"] * len(others)
+
+
+@pytest.mark.parametrize(("least", "kernel"), [(320, "specialised"), (321, "forward")])
+def test_rows_of_one_narrow_head_must_read_enough_keys(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, least: int, kernel: str
+) -> None:
+    monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", least)  # blocks of 128 queries read 320 on average
+    launch.attend(drawn(causal(), 64))
+    assert [name for name, *_ in launched] == [kernel]
 
 
 def test_light_calls_go_without(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from .bulk import bulk_of
 from .kept import over_lists
 from .prefill import blank
 from .sizes import Tile, padded, scale_of
-from .tables import MOST_ENTRIES, Work, work_of
+from .tables import MOST_ENTRIES, Work, silent_runs, work_of
 
 launch_over_lists = Launcher(over_lists)
 
@@ -104,7 +104,7 @@ def walk_of(
         key.shape[1],
         (tile.rows, tile.columns),
         key.device,
-        silent=True,
+        silent=silent_runs(structure, segments),
     )
     blocks = -(-key.shape[2] // block)
     lists = lists_of(

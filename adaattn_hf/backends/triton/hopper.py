@@ -23,8 +23,11 @@ _LEAST_OF_WINDOWS = 2048
 """Keys that blocks of queries of 64 channels read on average, from which on windows gain by these kernels. With windows
 of 1,024 everywhere they take 1.1 times as long as the kernel whose tiles have 64 keys where other kernels ran between,
 as that is far less code to fetch anew; of 8 sequences at once 0.9 times as long, windows of 512 0.93 times."""
+_LEAST_OF_ROWS = 700
+"""The same without windows where all groups of warps have rows of one head, 192 an item: in documents of 1,000 tokens
+smaller blocks, of the other kernel, take 0.9 times as long."""
 _MANY_TURNS = 16
-"""Items of a program from which on a quarter of these keys is enough: it matters little then how a launch begins."""
+"""Items of a program from which on a quarter of the keys of windows is enough: how it begins matters little then."""
 
 
 class Warps(NamedTuple):
@@ -37,7 +40,8 @@ class Warps(NamedTuple):
         stages: Tiles in a ring.
         alternate: Whether the groups begin their products one after the other.
         ahead: Whether queries come an item ahead.
-        least: Keys that a block of queries must read on average, lest tiles at the edges of windows be too many.
+        least: Keys that a block of queries must read on average, lest rows or tiles at edges be too many.
+        least_of_many: The same where each of the programs computes many items.
     """
 
     groups: int
@@ -47,14 +51,12 @@ class Warps(NamedTuple):
     alternate: bool
     ahead: bool = False
     least: int = 0
+    least_of_many: int = 0
 
     def pays(self, read: int, entries: int, rows: int, programs: int) -> bool:
-        """Whether so many blocks of queries, `rows` of all heads each, read enough keys, `read` in all.
-
-        A quarter of them is enough where each of the programs computes many items.
-        """
+        """Whether so many blocks of queries, `rows` of all heads each, read enough keys, `read` in all."""
         many = _MANY_TURNS * programs * 64 * self.groups <= entries * rows
-        return read * (4 if many else 1) >= self.least * entries
+        return read >= (self.least_of_many if many else self.least) * entries
 
     @property
     def rows(self) -> int:
@@ -75,7 +77,8 @@ def warps_of(dim: int, groups: int, windows: bool) -> Warps | None:
     if dim == 64:
         together = 3 if groups % 3 == 0 else 1
         # to bring queries ahead is code that has to be fetched anew: 1 to 2 % slower here, 2 to 7 % faster above
-        return Warps(3, together, 128, 2, True, least=_LEAST_OF_WINDOWS if windows else 0)
+        least = _LEAST_OF_WINDOWS if windows else 0 if together > 1 else _LEAST_OF_ROWS
+        return Warps(3, together, 128, 2, True, least=least, least_of_many=least // 4 if windows else least)
     return None
 
 

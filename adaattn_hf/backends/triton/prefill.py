@@ -19,7 +19,7 @@ from . import hopper
 from .bulk import BulkForm, bulk_form
 from .forward import forward
 from .sizes import Tile, padded, scale_of
-from .tables import Work, work_of
+from .tables import Work, ends_with_tiles, silent_runs, work_of
 
 launch_forward = Launcher(forward)
 
@@ -99,32 +99,53 @@ class Prefill:
             "HAS_SINK": request.sink_logits is not None, "HAS_LSE": need_lse,
         }  # fmt: skip
 
-        def work(rows: int, columns: int, parts: int = 0, pieces: int = 1, programs: int = 0) -> Work:
+        silent, kv_len = silent_runs(structure, segments), structure.kv_len
+
+        def work(
+            runs: Sequence[Segment],
+            rows: int,
+            columns: int,
+            parts: int = 0,
+            pieces: int = 1,
+            programs: int = 0,
+        ) -> Work:
             return work_of(
-                "queries", structure, segments, windows, kv_heads, (rows, columns), query.device, silent=True,
+                "queries", structure, runs, windows, kv_heads, (rows, columns), query.device,
+                silent=() if parts and runs is not segments else silent,
                 parts=parts, pieces=pieces, programs=programs,
             )  # fmt: skip
 
         tile = forward_tile(max(padded(dim), padded(value_dim)), windows is not None)
-        table = work(tile.rows, tile.columns)
+        table = work(segments, tile.rows, tile.columns)
         constants = facts | {
             "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim),
             "HAS_CAP": self._cap is not None, "BULK": False, "EDGES": False, **tile.constants(),
         }  # fmt: skip
         # told by what it reads: its tables are made if it is launched
         self._plain_way = partial(_plain, table, groups, constants, tile.columns)
-        self._heavy = table.read * tile.rows * groups * (dim + value_dim) >= _LEAST_PRODUCTS
+        products = tile.rows * groups * (dim + value_dim)
+        self._heavy = table.read * products >= _LEAST_PRODUCTS
         self._special: Way | None = None
-        if self._heavy and dim == value_dim and self._cap is None and hopper.usable(query.device):
-            warps = hopper.warps_of(dim, groups, windows is not None)
+        self._rest: Way | None = None
+        """What the kernel for Hopper leaves out: runs of fewer keys than a tile, which would reach into others."""
+        able = self._heavy and dim == value_dim and self._cap is None and hopper.usable(query.device)
+        warps = hopper.warps_of(dim, groups, windows is not None) if able else None
+        if warps is not None:
             programs = hopper.multiprocessors(query.device)
-            if warps is not None and warps.pays(table.read, table.count, tile.rows * groups, programs):
-                pieces = 1 if windows is None else 2
-                keys, parts = warps.columns // pieces, groups // warps.together
-                table = work(warps.rows, keys, parts, pieces, programs)
-                if table.ends:
-                    box = keys, None if windows is None else 64
-                    self._special = _special(warps, table, box, facts | {"HEAD": dim}, programs)
+            pieces = 1 if windows is None else 2
+            keys, parts = warps.columns // pieces, groups // warps.together
+            short = [s for s in segments if s.k_len < keys and not ends_with_tiles(s, keys, kv_len)]
+            left_out = frozenset(short)
+            long = [s for s in segments if s not in left_out] if short else segments
+            read = work(long, tile.rows, tile.columns)
+            heavy = read.read * products >= _LEAST_PRODUCTS
+            if heavy and warps.pays(read.read, read.count, tile.rows * groups, programs):
+                table = work(long, warps.rows, keys, parts, pieces, programs)
+                box = keys, None if windows is None else 64
+                self._special = _special(warps, table, box, facts | {"HEAD": dim}, programs)
+                if short:
+                    table = work(short, tile.rows, tile.columns)
+                    self._rest = _plain(table, groups, constants, tile.columns)
         self._forms: dict[Hashable, tuple[Relaunch, ...]] = {}
         self._left, self._before = _COMES_AGAIN, self._special
 
@@ -209,39 +230,41 @@ class Prefill:
         They are shared by calls whose strides, alignment and factor are the same.
         """
         strides = query.stride(), key.stride(), value.stride(), out.stride()
-        way, bulk = self._special, None
+        way, bulk, rest = self._special, None, self._rest
         in_lines = query.stride(3) == 1 and not any(step % 16 for step in query.stride()[:3])
         if even and way is not None and in_lines:
             bulk = _forms_of(key, value, way.box, hopper.layout())
         if way is None or bulk is None:
-            way = self._plain
+            way, rest = self._plain, None
             bulk = _forms_of(key, value, way.box, None) if even and self._heavy else None
-        constants = way.constants
-        if bulk is not None and not way.specialised:
-            constants = {**constants, "BULK": True, "EDGES": way.work.ends and _BULK_EDGES}
         numbers = (
             *itertools.chain(*strides), *((0, 0) if lse is None else lse.stride()[:2]),
             abs(scale_of(scaling, self._cap)), float(self._cap or 0.0),
         )  # fmt: skip
-        tables = way.work.tables
         kind: Hashable | None = None
         # learned sinks come from elsewhere, and begin at any address
-        if even and query.is_cuda and not constants["HAS_SINK"]:
-            even_tables = aligned(tables.entries), aligned(tables.rules)
-            kind = query.dtype, *strides, None if lse is None else lse.stride(), *even_tables
-        forms = {} if bulk is None else {_K_BULK: bulk[0], _V_BULK: bulk[1]}
-        return tuple(
-            Relaunch(
-                way.launcher,
-                grid,
-                tables._replace(entries=entries),
-                (*numbers, *last),
-                constants,
-                kind,
-                forms,
-            )
-            for grid, entries, last in way.launches
+        if even and query.is_cuda and not way.constants["HAS_SINK"]:
+            kind = query.dtype, *strides, None if lse is None else lse.stride()
+        runs = _relaunches(way, bulk, numbers, kind)
+        return runs if rest is None else (*runs, *_relaunches(rest, None, numbers, kind))
+
+
+def _relaunches(
+    way: Way, bulk: tuple[BulkForm, BulkForm] | None, numbers: tuple[Any, ...], kind: Hashable | None
+) -> tuple[Relaunch, ...]:
+    """The launches of a kernel; `kind` is None where Triton is to look for the compiled one each time."""
+    constants, tables = way.constants, way.work.tables
+    if bulk is not None and not way.specialised:
+        constants = {**constants, "BULK": True, "EDGES": way.work.ends and _BULK_EDGES}
+    if kind is not None:
+        kind = kind, aligned(tables.entries), aligned(tables.rules)
+    forms = {} if bulk is None else {_K_BULK: bulk[0], _V_BULK: bulk[1]}
+    return tuple(
+        Relaunch(
+            way.launcher, grid, tables._replace(entries=entries), (*numbers, *last), constants, kind, forms
         )
+        for grid, entries, last in way.launches
+    )
 
 
 def _plain(work: Work, groups: int, constants: dict[str, Any], columns: int) -> Way:
@@ -256,7 +279,7 @@ def _special(
     """The kernel for Hopper: so many programs compute its items in turn."""
     constants = facts | {
         "TOGETHER": warps.together, "GROUPS_OF_WARPS": warps.groups, "ALTERNATE": warps.alternate,
-        "AHEAD": warps.ahead, "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
+        "AHEAD": warps.ahead, "CLOSE": not work.ends, "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
     }  # fmt: skip
     launches = tuple(((min(programs, len(items)),), items, (len(items),)) for items in work.launches())
     return Way(hopper.launch_specialised(), work, launches, constants, box, True)

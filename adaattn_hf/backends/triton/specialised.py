@@ -105,49 +105,72 @@ def _first_key(piece, tiles, WINDOW: gl.constexpr, PART: gl.constexpr):  # type:
 
 
 @gluon.jit
-def _bounds_of_piece(p, piece, tiles, rules, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PART: gl.constexpr):  # type: ignore[no-untyped-def]
+def _brought(n, k_len, CLOSE: gl.constexpr, PART: gl.constexpr):  # type: ignore[no-untyped-def]
+    """First key that is brought for the piece from `n` on; with CLOSE the last piece is moved back to end with the keys.
+
+    What lies behind them may be of others, and what is not a number there would remain so by a weight of 0.
+    """
+    return gl.minimum(n, gl.maximum(k_len - PART, 0)) if CLOSE else n
+
+
+@gluon.jit
+def _bounds_of_piece(  # type: ignore[no-untyped-def]
+    p, piece, tiles, rules, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CLOSE: gl.constexpr, PART: gl.constexpr
+):  # fmt: skip
     """Each row's last key of a piece, and the one before its window; sinks end before `apart`, where others begin."""
     k_len, _offset, window, sinks, apart = rules
     n = _first_key(piece, tiles, WINDOW, PART)
+    at = _brought(n, k_len, CLOSE, PART)
     limit = k_len
     if WINDOW:
         limit = gl.where(piece < tiles[0], apart, k_len)
-    last, before, _sinks = bounds_of(p, n, limit, window, sinks, CAUSAL, WINDOW)
+    last, before, _sinks = bounds_of(p, at, limit, window, sinks, CAUSAL, WINDOW)
+    own = n - 1 - at  # keys before its own, of a piece that was moved, are of the one before
     if WINDOW:
-        before = gl.where(piece < tiles[0], -1, gl.maximum(before, apart - 1 - n))
+        before = gl.where(piece < tiles[0], own, gl.maximum(before, gl.maximum(apart - 1 - at, own)))
+    elif CLOSE:
+        before = gl.zeros_like(p) + own
     return last, before
 
 
 @gluon.jit
-def _bounds(p, t, tiles, rules, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
+def _bounds(  # type: ignore[no-untyped-def]
+    p, t, tiles, rules, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CLOSE: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
     """The bounds of `seen` in an item's tile `t`."""
     PIECES: gl.constexpr = 2 if WINDOW else 1
     PART: gl.constexpr = BLOCK_N // PIECES
-    last, before = _bounds_of_piece(p, PIECES * t, tiles, rules, CAUSAL, WINDOW, PART)
-    return last, before, _bounds_of_piece(p, PIECES * t + PIECES - 1, tiles, rules, CAUSAL, WINDOW, PART)
+    last, before = _bounds_of_piece(p, PIECES * t, tiles, rules, CAUSAL, WINDOW, CLOSE, PART)
+    if PIECES == 1:
+        then = last - BLOCK_N // 2, before - BLOCK_N // 2
+    else:
+        then = _bounds_of_piece(p, PIECES * t + 1, tiles, rules, CAUSAL, WINDOW, CLOSE, PART)
+    return last, before, then
 
 
 @gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
     k_bulk, v_bulk, tables, k_ring, v_ring, GROUPS: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, CLOSE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fetches the tiles of all items into the rings."""
     count = 0
     following = _entry(tables, 0)
     for turn in range(0, gl.cdiv(tables[3], gl.num_programs(0))):
         entry, following = following, _entry(tables, turn + 1)
-        place, _rules, tiles = _item(tables, entry, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+        place, rules, tiles = _item(tables, entry, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         row, _q_start, _q_len, k_start, kv_head, _head, _first = place
         for t in range(0, tiles[3]):
             if WINDOW:
                 PART: gl.constexpr = BLOCK_N // 2
                 # a piece behind what is seen brings the last one that is: what lies there may be of others
                 most = (tiles[7] - 1) // PART * PART
-                n = k_start + gl.minimum(_first_key(2 * t, tiles, True, PART), most)
-                then = k_start + gl.minimum(_first_key(2 * t + 1, tiles, True, PART), most)
+                n = gl.minimum(_first_key(2 * t, tiles, True, PART), most)
+                then = gl.minimum(_first_key(2 * t + 1, tiles, True, PART), most)
+                n = k_start + _brought(n, rules[0], CLOSE, PART)
+                then = k_start + _brought(then, rules[0], CLOSE, PART)
             else:
-                n = k_start + _first_key(t, tiles, False, BLOCK_N)
+                n = k_start + _brought(_first_key(t, tiles, False, BLOCK_N), rules[0], CLOSE, BLOCK_N)
                 then = n
             fetch(k_bulk, k_ring, count, row, kv_head, n, then, STAGES)
             fetch(v_bulk, v_ring, count, row, kv_head, n, then, STAGES)
@@ -175,8 +198,8 @@ def _begin_queries(  # type: ignore[no-untyped-def]
 def _consume(  # type: ignore[no-untyped-def]
     WHICH: gl.constexpr, tensors, tables, strides, scale, q_tiles, rings, GROUPS: gl.constexpr, TOGETHER: gl.constexpr,
     HEAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr,
-    GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, AHEAD: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, AHEAD: gl.constexpr, CLOSE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of every item of the program, of a head of their own with TOGETHER.
 
@@ -227,17 +250,17 @@ def _consume(  # type: ignore[no-untyped-def]
         m, l = begin_rows(sink_ptr, head, HAS_SINK, OF_ROWS)
         acc = gl.zeros([ROWS, HEAD], gl.float32, O_LAYOUT)
         if total > 0:
-            bounds = _bounds(p, 0, tiles, rules, CAUSAL, WINDOW, BLOCK_N)
+            bounds = _bounds(p, 0, tiles, rules, CAUSAL, WINDOW, CLOSE, BLOCK_N)
             m, l, pairs = first_tile(
-                m, l, q, rings, count, scale, bounds, WINDOW, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES,
+                m, l, q, rings, count, scale, bounds, WINDOW or CLOSE, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES,
                 S_LAYOUT, dtype,
             )  # fmt: skip
             count += 1
             # one loop for both edges of a window: what runs once an item should be little code, which is fetched anew
             for t in range(1, edges):
-                bounds = _bounds(p, t, tiles, rules, CAUSAL, WINDOW, BLOCK_N)
+                bounds = _bounds(p, t, tiles, rules, CAUSAL, WINDOW, CLOSE, BLOCK_N)
                 acc, m, l, pairs = add_tile(
-                    (acc, m, l, pairs), q, rings, count, scale, bounds, True, WINDOW, WHICH, GROUPS_OF_WARPS, ALTERNATE,
+                    (acc, m, l, pairs), q, rings, count, scale, bounds, True, WINDOW or CLOSE, WHICH, GROUPS_OF_WARPS, ALTERNATE,
                     HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
                 )  # fmt: skip
                 count += 1
@@ -259,15 +282,16 @@ def specialised(  # type: ignore[no-untyped-def]
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_n, o_h, o_d, l_b, l_h, scale, softcap, items,
     GROUPS: gl.constexpr, TOGETHER: gl.constexpr, HEAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr,
-    AHEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr, CLOSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Items of the work table, dealt out to the programs; arguments as of `forward`.
 
     An item is (segment, first row, number of its TOGETHER heads): 64 queries of these heads, one for each group of warps,
     or as many times 64 of one head; of a number below 0 it is none. A program computes the items of its column, where
     rows of the table have as many as there are programs. With ALTERNATE the groups begin their products one after the
-    other, with AHEAD queries are brought an item ahead. Heads have HEAD channels, which lie side by side; keys and values are read by their descriptors alone, and
-    scores have no softcap.
+    other, with AHEAD queries are brought an item ahead. With CLOSE the keys of a segment may end within a tile and before
+    the tensor does; then there are as many as a tile's piece at least. Heads have HEAD channels, which lie side by side;
+    keys and values are read by their descriptors alone, and scores have no softcap.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 64 * GROUPS_OF_WARPS // TOGETHER
@@ -289,9 +313,9 @@ def specialised(  # type: ignore[no-untyped-def]
     if GROUPS_OF_WARPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, BLOCK_M, BLOCK_N, STAGES)),
-                (_consume, (1, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, BLOCK_M, BLOCK_N, STAGES)),
-                (_produce, (k_bulk, v_bulk, tables, k_ring, v_ring, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (0, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, CLOSE, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (1, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, CLOSE, BLOCK_M, BLOCK_N, STAGES)),
+                (_produce, (k_bulk, v_bulk, tables, k_ring, v_ring, GROUPS, TOGETHER, CAUSAL, WINDOW, CLOSE, BLOCK_M, BLOCK_N, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -299,10 +323,10 @@ def specialised(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, BLOCK_M, BLOCK_N, STAGES)),
-                (_consume, (1, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, BLOCK_M, BLOCK_N, STAGES)),
-                (_consume, (2, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, BLOCK_M, BLOCK_N, STAGES)),
-                (_produce, (k_bulk, v_bulk, tables, k_ring, v_ring, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (0, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, CLOSE, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (1, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, CLOSE, BLOCK_M, BLOCK_N, STAGES)),
+                (_consume, (2, tensors, tables, strides, scale, q_tiles, rings, GROUPS, TOGETHER, HEAD, CAUSAL, WINDOW, HAS_SINK, HAS_LSE, GROUPS_OF_WARPS, ALTERNATE, AHEAD, CLOSE, BLOCK_M, BLOCK_N, STAGES)),
+                (_produce, (k_bulk, v_bulk, tables, k_ring, v_ring, GROUPS, TOGETHER, CAUSAL, WINDOW, CLOSE, BLOCK_M, BLOCK_N, STAGES)),
             ],
             [4, 4, 1],
             [160, 160, 32],

@@ -87,7 +87,7 @@ def work_of(
     kv_heads: int,
     blocks: tuple[int, int],
     device: torch.device,
-    silent: bool = False,
+    silent: Sequence[Segment] = (),
     parts: int = 0,
     pieces: int = 1,
     programs: int = 0,
@@ -97,21 +97,33 @@ def work_of(
     Args:
         of: What the blocks are of.
         structure: The call's.
-        segments: Its runs.
+        segments: Its runs, or some of them: of one structure always all, or parts that begin with different ones.
         windows: Of `head_windows`.
         kv_heads: Key/value heads.
         blocks: Queries and keys per tile, or keys per piece of one.
         device: Where the tables go.
-        silent: Blocks of queries outside of all segments come last, as segments without keys.
+        silent: Runs of queries without keys, which come last; see `silent_runs`.
         parts: Items that an entry is told as, by `dealt`; 0 for none.
         pieces: Of a tile.
         programs: That compute the items in turn.
     """
-    key = ("triton", of, windows, kv_heads, blocks, device, silent, parts, pieces, programs)
+    key = (
+        "triton",
+        of,
+        windows,
+        kv_heads,
+        blocks,
+        device,
+        len(silent),
+        len(segments),
+        *segments[:1],
+        parts,
+        pieces,
+        programs,
+    )
 
     def find() -> Work:
-        runs = (*segments, *(_silent(structure, segments) if silent else ()))
-
+        runs = (*segments, *silent)
         causal, kv_len = structure.causal, structure.kv_len  # tables are not to keep the structure
 
         def make() -> Work:
@@ -127,7 +139,7 @@ def work_of(
                     entries = dealt(entries, tiles, parts, programs, evenly)
                 return _placed(table, entries, windows, device)
 
-            ends = all(s.k_len % blocks[1] == 0 or s.k_start + s.k_len == kv_len for s in runs)
+            ends = all(ends_with_tiles(s, blocks[1], kv_len) for s in runs)
             evenly = partial(tables, True) if parts and uneven(cost.size * parts, programs) else None
             return Work(cost.size, int(cost.sum()), ends, partial(tables, False), evenly)
 
@@ -136,7 +148,12 @@ def work_of(
     return structure.cached(key, find)
 
 
-def _silent(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
+def ends_with_tiles(segment: Segment, columns: int, kv_len: int) -> bool:
+    """Whether no tile of a segment reaches keys behind its own, of which a tensor has `kv_len`."""
+    return segment.k_len % columns == 0 or segment.k_start + segment.k_len == kv_len
+
+
+def silent_runs(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
     """The runs of queries between segments and around them: they see no key, and stand before the first."""
     found, n = [], structure.q_len
     taken: list[list[tuple[int, int]]] = [[] for _ in range(structure.batch)]
