@@ -19,8 +19,8 @@ from adaattn_hf.attention.tap import tapping
 from adaattn_hf.backends.select import attend
 from adaattn_hf.plans import store
 from adaattn_hf.plans.choices import rank_of
-from adaattn_hf.plans.fit import Weights
 from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.weights import Weights
 
 _PAIRS = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"))
 _TOLERANCE = 1e-3

@@ -56,7 +56,7 @@ class PlannedCall:
         """
         if self._raw != self._settings:  # a value was set in place
             return None
-        known = resolved(module.__dict__, self._raw)
+        known = None if module.training else resolved(module.__dict__, self._raw)
         program = program_of(module) if known is None else known.program
         if program is None or program.is_exact_for(structure.q_len):
             if self._exact is None:

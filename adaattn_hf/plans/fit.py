@@ -11,8 +11,6 @@ import hashlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
-from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +20,8 @@ from ..attention.tap import listening
 from .plan import LayerPlan, Plan, PlanError
 from .program import Program
 from .tensors import LayerTensors
+from .trained import say_unproven, trains
+from .weights import Weights
 
 CONFIG_KEY = "plan"
 """Key of the plan in a configuration's settings."""
@@ -107,59 +107,6 @@ def _sampled(parameter: torch.Tensor) -> bytes:
     return f"{tuple(parameter.shape)} {parameter.dtype}".encode() + entries
 
 
-_version, _pointer = attrgetter("_version"), torch.Tensor.data_ptr
-_values: Any = dict.values
-
-
-class Weights(NamedTuple):
-    """A snapshot of a module's weights, compared in every call to notice changes after the check.
-
-    Attributes:
-        parameters: Its parameters.
-        versions: Version counter of each, which counts changes in place.
-        pointers: Memory address of each.
-        holders: The dictionaries of parameters and children of all submodules.
-        lengths: Values of each dictionary.
-        held: All these values, one dictionary after the other.
-    """
-
-    parameters: tuple[torch.Tensor, ...]
-    versions: list[int]
-    pointers: list[int]
-    holders: tuple[dict[str, Any], ...]
-    lengths: list[int]
-    held: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Weights:
-        """Takes a snapshot of a module's weights."""
-        parameters = tuple(module.parameters())
-        holders = tuple(
-            held for part in module.modules() for held in (part._parameters, part._modules) if held
-        )
-        return cls(
-            parameters,
-            [*map(_version, parameters)],
-            [*map(_pointer, parameters)],
-            holders,
-            [*map(len, holders)],
-            tuple(chain.from_iterable(map(_values, holders))),
-        )
-
-    def same(self) -> bool:
-        """Whether nothing has changed: no weight was modified in place, replaced, cast or wrapped.
-
-        Every planned layer of every pass asks: it is all done by iterators, without a step of the interpreter for each
-        weight.
-        """
-        return (
-            [*map(_version, self.parameters)] == self.versions
-            and [*map(_pointer, self.parameters)] == self.pointers
-            and [*map(len, self.holders)] == self.lengths
-            and all(map(is_, chain.from_iterable(map(_values, self.holders)), self.held))
-        )
-
-
 class Resolved(NamedTuple):
     """What became of a module's part of a plan.
 
@@ -169,6 +116,7 @@ class Resolved(NamedTuple):
         weights: The module's weights when they were checked.
         held: The settings again, empty where they are no mapping, and so hold no plan.
         plan: What they held, which may be set anew in place.
+        trained: Whether the module was trained under its part since its weights were looked at.
     """
 
     raw: Any
@@ -176,12 +124,14 @@ class Resolved(NamedTuple):
     weights: Weights
     held: Mapping[str, Any]
     plan: Any
+    trained: bool = False
 
     @classmethod
     def of(cls, module: nn.Module, raw: Any, program: Program | None) -> Resolved:
         """What became of a module's part of the plan that its settings hold now."""
         held = raw if isinstance(raw, Mapping) else {}
-        return cls(raw, program, Weights.of(module), held, held.get(CONFIG_KEY))
+        trained = module.training and trains(program)
+        return cls(raw, program, Weights.of(module), held, held.get(CONFIG_KEY), trained)
 
 
 def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Resolved | None:
@@ -195,7 +145,19 @@ def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Res
     known: Resolved | None = slots.get(PROGRAM_SLOT)
     if known is None or known.raw is not raw or known.held.get(CONFIG_KEY) is not known.plan:
         return None
+    if known.trained:
+        return known if compiling or slots["training"] else None
     return known if compiling or known.program is None or known.weights.same() else None
+
+
+def _after_training(module: nn.Module, known: Resolved) -> Resolved:
+    """What a module's part becomes when training under it has ended or pauses.
+
+    Optimizers may write into weights without a trace (fused ones count no version), so that hashes are compared.
+    """
+    if known.program is not None and weight_hash(module) != known.program.plan.weights:
+        say_unproven(str(known.plan.get("weight_hash")))
+    return Resolved.of(module, known.raw, known.program)
 
 
 def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -> Program | None:
@@ -223,7 +185,18 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
     slots = module.__dict__ if seat is None else seat.slots
     known = resolved(slots, raw, compiling)
     if known is not None:
+        if module.training and not (known.trained or compiling) and trains(known.program):
+            slots[PROGRAM_SLOT] = known._replace(trained=True)
         return known.program
+    before: Resolved | None = slots.get(PROGRAM_SLOT)
+    if (
+        before is not None
+        and before.trained
+        and before.raw is raw
+        and before.held.get(CONFIG_KEY) is before.plan
+    ):
+        slots[PROGRAM_SLOT] = _after_training(module, before)
+        return before.program
     if compiling:
         raise PlanError(
             "the plan was not read before compiling; call the model once, or adaattn_hf.load_plan(model), "

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from adaattn_hf.plans.fit import Weights
+from adaattn_hf.plans.weights import Weights
 
 
 def module() -> Any:

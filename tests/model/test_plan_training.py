@@ -1,0 +1,97 @@
+"""Fine-tuning under a plan: windows go on while weights change, and no budget is claimed for what comes of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import adaattn_hf
+from adaattn_hf.plans import trained
+from adaattn_hf.plans.plan import PlanError
+
+from ..support.choices import make_choice
+from ..support.models import fresh_pair, tokens
+from ..support.plans import give
+from .test_training import arguments, examples
+
+WINDOW = 4
+
+
+def planned(**more: Any) -> Any:
+    model = fresh_pair("llama").ours
+    give(model, make_choice("window", window=WINDOW, **more))
+    return model
+
+
+def train(model: Any, directory: Path, **changes: Any) -> list[float]:
+    trainer = tf.Trainer(
+        model=model,
+        args=arguments(directory, max_steps=6, **changes),
+        train_dataset=examples(32),
+        eval_dataset=examples(8, seed=1),
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def windowed() -> Any:
+    """The same weights as a model whose every layer has that window."""
+    llama = fresh_pair("llama").ours
+    config = tf.MistralConfig(**{**llama.config.to_dict(), "model_type": "mistral", "sliding_window": WINDOW})
+    model = tf.MistralForCausalLM._from_config(config, attn_implementation="eager").eval()
+    model.load_state_dict(llama.state_dict())
+    return model
+
+
+def test_steps_under_a_plan_of_windows_are_those_of_a_model_with_windows(tmp_path: Path) -> None:
+    ours, theirs = train(planned(), tmp_path / "a"), train(windowed(), tmp_path / "b")
+    exact = train(fresh_pair("llama").ours, tmp_path / "c")
+    assert len(ours) == len(theirs) == 6
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert ours != pytest.approx(exact, abs=1e-3)
+
+
+def test_evaluation_in_between_goes_on_under_the_plan_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trained, "_said", set())
+    monkeypatch.setattr(logging.getLogger("adaattn_hf"), "propagate", True)
+    model = planned()
+    with caplog.at_level("WARNING", "adaattn_hf"):
+        train(model, tmp_path, eval_strategy="steps", eval_steps=2)
+    said = [record.message for record in caplog.records if "trained under its plan" in record.message]
+    assert len(said) == len({*said}) >= 1
+    ids = tokens(length=20)
+    with torch.no_grad():
+        under = model.eval()(ids).logits
+        adaattn_hf.remove_plan(model)
+        assert not torch.allclose(under, model(ids).logits, atol=1e-4)
+
+
+def test_a_checkpoint_of_trained_weights_refuses_the_plan(tmp_path: Path) -> None:
+    model = planned()
+    train(model, tmp_path)
+    model.save_pretrained(tmp_path / "trained")
+    loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "trained", attn_implementation="adaattn")
+    with pytest.raises(PlanError, match="are not those that the plan was calibrated on"):
+        loaded(tokens())
+
+
+def test_weights_that_change_otherwise_refuse_the_plan() -> None:
+    model = planned().eval()
+    model(tokens())
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    with pytest.raises(PlanError, match="are not those that the plan was calibrated on"):
+        model(tokens())
+
+
+def test_a_plan_of_int8_does_not_go_on(tmp_path: Path) -> None:
+    """It has no gradient: the first step says so."""
+    with pytest.raises(ValueError, match="no gradient"):
+        train(planned(precision="int8"), tmp_path)
