@@ -196,6 +196,10 @@ def _pages(rows: Iterable[dict[str, Any]], where: str) -> Iterator[str]:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
+    if path.exists() and not path.is_dir():
+        raise DataUnavailable(
+            f"data: got {path}, a pipe or device, which is read but once; expected a file or a directory of them"
+        )
     files = sorted(
         f for f in path.rglob("*") if f.suffix.lower() in TEXT_SUFFIXES + ROW_SUFFIXES and f.is_file()
     )

@@ -23,6 +23,7 @@ from .cache.layers import GrowingCache
 from .cache.stored import check_stored, convert, stored_as
 from .fast_path import tracing
 from .fold import FoldError, Folding
+from .support import refuse_no_model
 from .unpad import Unpadding, probe, refusals, trunk_of
 from .unpad.call import arguments_of, has_cache, makes_cache
 from .unpad.direct import DirectForward, called_directly
@@ -119,6 +120,7 @@ def prepare(
         ValueError: Unknown `on_padded`, a `cache` that this model cannot read, or `streaming` without a plan that has
             windows.
     """
+    refuse_no_model(model)
     if on_padded not in _ON_PADDED:
         raise ValueError(f"on_padded: got {on_padded!r}, expected one of {', '.join(_ON_PADDED)}")
     towers = list(_outermost(model))

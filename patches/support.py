@@ -38,6 +38,19 @@ def unsupported(
     )
 
 
+def refuse_no_model(model: Any, *others: type) -> None:
+    """Refuses what is no model, such as the name of one; `others` are welcome, too.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(model, (nn.Module, *others)):
+        raise TypeError(
+            f"model: got {model!r:.80}, expected a loaded model; load it with "
+            'AutoModel.from_pretrained(name, attn_implementation="adaattn")'
+        )
+
+
 def check(model: PreTrainedModel | PreTrainedConfig) -> None:
     """Raise if a model would not run on adaattn, though Transformers accepts the name for it.
 
@@ -47,7 +60,9 @@ def check(model: PreTrainedModel | PreTrainedConfig) -> None:
 
     Raises:
         UnsupportedModel: A part of the model computes attention itself.
+        TypeError: It is neither.
     """
+    refuse_no_model(model, PreTrainedConfig)
     for config in _configs(model):
         reason = refusal_of(config)
         if reason is not None:
@@ -62,6 +77,7 @@ def refuse_other_attention(model: nn.Module) -> None:
     """
     from adaattn_hf.plans.store import implementations  # masks import this module, and need nothing of plans
 
+    refuse_no_model(model)
     names = implementations(model)
     if not any(name.startswith("adaattn") for name in names):
         raise ValueError(

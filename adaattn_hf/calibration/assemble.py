@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -217,6 +218,14 @@ def _direct(measurement: Measurement) -> list[dict[str, Any]]:
     return found
 
 
+def _with_dtype(config: bytes, before: bytes) -> bytes:
+    """A configuration whose dtype is that of the checkpoint, in whatever dtype the model was calibrated."""
+    new, old = json.loads(config), json.loads(before)
+    kept = {name: old[name] for name in ("dtype", "torch_dtype") if name in old}
+    stated = {name: value for name, value in new.items() if name not in ("dtype", "torch_dtype")}
+    return (json.dumps({**stated, **kept}, indent=2, sort_keys=True) + "\n").encode()
+
+
 def save_plan(model: nn.Module, result: Calibration, directory: Path) -> None:
     """Writes the plan beside a model's weights: to `config.json`, and its bases and means to a safetensors file.
 
@@ -230,6 +239,9 @@ def save_plan(model: nn.Module, result: Calibration, directory: Path) -> None:
     with tempfile.TemporaryDirectory() as apart:
         model.config.save_pretrained(apart)  # type: ignore[union-attr, operator]
         for file in Path(apart).iterdir():
-            write_atomically(directory / file.name, file.read_bytes())
+            data = file.read_bytes()
+            if file.name == "config.json" and (directory / file.name).is_file():
+                data = _with_dtype(data, (directory / file.name).read_bytes())
+            write_atomically(directory / file.name, data)
     write_atomically(directory / "adaattn_plan.json", result.plan.to_json())
     CalibrationState.forget(directory)

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
+from ..plans import store
 from ..policy.prices import PriceTable
 from .arms import Progress, silent
 from .assemble import save_plan
@@ -56,7 +57,7 @@ def calibrate(
     progress: Progress = silent,
     say: Callable[[str], None] = unsaid,
 ) -> Calibration:
-    """Returns a plan for a model, verified on held-out text.
+    """Returns a plan for a model, verified on held-out text. A plan that the model carries is removed from it.
 
     Args:
         model: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
@@ -74,6 +75,8 @@ def calibrate(
     Raises:
         ValueError: If the model cannot carry a plan, or the text is too short.
     """
+    # losses are those beside the exact model, and a plan for other weights, fine-tuned since, would be refused
+    store.remove_plan(model)
     if settings.with_cache and not scoring.generates:
         raise ValueError(
             f"optimize, kv_bytes: got {settings.optimize!r} and {settings.kv_bytes} for a model that generates nothing "

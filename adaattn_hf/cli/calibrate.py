@@ -143,7 +143,7 @@ def calibrate(
     from ..calibration.settings import CalibrationSettings
     from ..calibration.state import refuse_interrupted
     from ..calibration.team import join, leave
-    from .calibration_job import Job, fitted, named_or_packaged, print_calibration, run
+    from .calibration_job import Job, fitted, named_or_packaged, print_calibration, refuse_other_model, run
     from .loading import load
     from .options import kinds, known_prices, share, times, tokens, use_threads, writable
 
@@ -152,7 +152,8 @@ def calibrate(
     try:
         if out is None and model is not None and not target.is_dir():
             raise ValueError(
-                f"out is absent and {model!r} is no directory; say where the plan goes with --out DIRECTORY"
+                f"out is absent and {model!r} is no directory: where it is one, check the path; where it is a model of "
+                "the hub, say where the plan goes with --out DIRECTORY"
             )
         use_threads(threads)
         resolve_device(device)
@@ -194,6 +195,7 @@ def calibrate(
             quiet=quiet,
         )
         refuse_repeats(job.data, job.verify_data)
+        refuse_other_model(target, material.model)
         writable(target, "out")
         if not resume:
             refuse_interrupted(target)
@@ -204,9 +206,9 @@ def calibrate(
             loaded = load(
                 material.model, dtype=dtype, gguf_file=gguf_file, mask_share=mask_share, maskings=maskings
             )
-            code = run(job, loaded, console, team, rank)
+            code, found = run(job, loaded, console, team, rank)
         if as_json and team.leads:
-            print_calibration(target)
+            print_calibration(found)
     except KeyboardInterrupt:
         interrupted(f"finished work is kept in {target}; the same command with --resume goes on")
     except (ValueError, FileNotFoundError) as error:

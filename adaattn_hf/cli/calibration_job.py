@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -20,8 +21,11 @@ from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
 from ..calibration.settings import CalibrationSettings
+from ..calibration.state import CalibrationState
 from ..calibration.team import Team
 from ..plans.page import plan_page
+from ..plans.plan import PlanError
+from ..plans.reading import read_plan
 from ..plans.render import heat_map, summary
 from ..policy.prices import PriceTable
 from .fit import fit_to_text
@@ -67,7 +71,7 @@ def named_or_packaged(
             raise ValueError(f"preset {preset!r} has no budget: it is exact as it is, and needs no plan")
         allowed = math.log1p(relative)
     else:
-        allowed = nats(budget or ("1%" if model is None else "0.1%"))
+        allowed = nats(("1%" if model is None else "0.1%") if budget is None else budget)
     held = tuple(verify_data) if verify_data else None
     if data:
         return Material(model or str(demo_model_path("llama")), tuple(data), held, allowed)
@@ -124,8 +128,17 @@ class Job:
     quiet: bool
 
 
-def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> int:
-    """Calibrates a loaded checkpoint, stores and shows its plan; returns the exit code.
+class Outcome(NamedTuple):
+    """What a calibration came to: an exit code, and plan and report as JSON, empty but where a process leads a team."""
+
+    code: int
+    found: dict[str, Any]
+
+
+def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Outcome:
+    """Calibrates a loaded checkpoint, stores and shows its plan.
+
+    A plan of these weights that was proven before stays where no plan could be proven now.
 
     Args:
         job: What is asked for.
@@ -159,11 +172,22 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> in
         )
     code = 0 if result.met else BUDGET_NOT_MET
     if not team.leads:
-        return code
-    write_atomically(job.target / "adaattn_prices.json", result.report.pop("prices"))
-    write_atomically(
-        job.target / "adaattn_report.json", json_text(result.report, indent=1, sort_keys=True) + "\n"
-    )
+        return Outcome(code, {})
+    prices, report = result.report.pop("prices"), json_text(result.report, indent=1, sort_keys=True)
+    found = {"plan": json.loads(result.plan.to_json()), "report": json.loads(report)}
+    if not result.met and _proven(job.target, result.plan.weight_hash):
+        failed = job.target / "adaattn_failed.json"
+        write_atomically(failed, json_text(found, indent=1, sort_keys=True) + "\n")
+        CalibrationState.forget(job.target)
+        for line in (
+            result.sentence,
+            f"kept: the plan in {job.target}, which was proven before",
+            f"report: {failed}",
+        ):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return Outcome(code, found)
+    write_atomically(job.target / "adaattn_prices.json", prices)
+    write_atomically(job.target / "adaattn_report.json", report + "\n")
     calibration.save_plan(model, result, job.target)  # last: it ends what --resume goes on with
     console.print(heat_map(result.plan))
     lines = summary(result.plan)
@@ -181,7 +205,38 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> in
         f"other budgets: adaattn plan explore {job.target} --html FILE",
     ]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return code
+    return Outcome(code, found)
+
+
+def _proven(directory: Path, weights: str) -> bool:
+    """Whether a directory holds a plan of these weights that passed on held-out text."""
+    try:
+        plan = read_plan(directory)
+    except PlanError:
+        return False
+    return plan.weight_hash == weights and plan.verified is not None and plan.verified.passed
+
+
+def refuse_other_model(target: Path, model: str) -> None:
+    """Refuses a directory whose `config.json` a calibration did not write and would overwrite.
+
+    Raises:
+        ValueError: It holds a checkpoint, or a configuration, and is not the model's own directory.
+    """
+    if Path(model).is_dir() and target.resolve() == Path(model).resolve():
+        return
+    weights = [
+        file.name
+        for kind in ("*.safetensors", "*.bin", "*.gguf")
+        for file in sorted(target.glob(kind))
+        if not file.name.startswith("adaattn_")
+    ]
+    ours = (target / "adaattn_plan.json").is_file()
+    if weights or ((target / "config.json").is_file() and not ours):
+        raise ValueError(
+            f"out: {target} holds {weights[0] if weights else 'config.json'}, of a model that is not {model}, and its "
+            "config.json would be overwritten; give the model's own directory, or one for the plan alone"
+        )
 
 
 def evaluation(job: Job, dtype: str) -> str:
@@ -194,8 +249,6 @@ def evaluation(job: Job, dtype: str) -> str:
     return shlex.join(words)
 
 
-def print_calibration(directory: Path) -> None:
-    """Prints the plan of a directory and what its making found as JSON."""
-    files = {"plan": "adaattn_plan.json", "report": "adaattn_report.json"}
-    found = {name: json.loads((directory / file).read_text(encoding="utf-8")) for name, file in files.items()}
+def print_calibration(found: dict[str, Any]) -> None:
+    """Prints a plan and what its making found as JSON."""
     print(json.dumps(found, indent=1))

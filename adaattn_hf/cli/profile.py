@@ -78,6 +78,8 @@ def profile(
         for directory, name in ((out, "out"), (figure and figure.parent, "figure")):
             if directory is not None:
                 writable(directory, name)
+        if figure is not None:
+            _refuse_unwritable(figure)
         if against is not None and not maps:
             raise UsageError(
                 "against: got a plan and no map, expected --map layer.head of the head to look at"
@@ -118,6 +120,19 @@ def _layer_and_head(text: str) -> tuple[int, int]:
     if not (layer.isdecimal() and head.isdecimal()):
         raise UsageError(f"map: got {text!r}, expected layer.head such as 3.7")
     return int(layer), int(head)
+
+
+def _refuse_unwritable(figure: Path) -> None:
+    """Refuses a picture of a kind that Matplotlib does not write.
+
+    Raises:
+        UsageError: It is one, or has no suffix.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if figure.suffix.lower().removeprefix(".") not in kinds:
+        raise UsageError(f"figure: got {figure}, expected a file that ends with one of {', '.join(kinds)}")
 
 
 def _run(

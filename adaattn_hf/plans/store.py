@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ from .fit import module_dtype as module_dtype
 from .fit import weight_hash as weight_hash
 from .plan import TENSORS_FILE, Plan, PlanError
 from .program import Program
+from .reading import holds_plan
+from .reading import read_plan as read_plan
 from .tensors import MOST_CARRIED, LayerTensors, carried_bytes
 
-MOST_BYTES = 1 << 24
-"""Largest size of a plan file."""
 CARRIED = "tensors"
 """Key of the bases and means in a configuration's settings."""
 _NUMBERED = "_adaattn_numbered"
@@ -174,6 +173,11 @@ def settings_for(
     if directory is not None:
         read_tensors(plan, directory)
     modules = dict(attention_modules(model, plan.model_type))
+    if not modules:
+        own = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise PlanError(
+            f"the plan was made for model type {plan.model_type!r}, this is {own!r}; give the plan of this model"
+        )
     missing = [layer.layer for layer in plan.layers if layer.layer not in modules]
     if missing:
         raise PlanError(f"the plan has layers {missing}, the model's attention layers are {sorted(modules)}")
@@ -203,28 +207,6 @@ def with_tensors(plan: Plan | str | Path) -> Plan:
     path, plan = Path(plan), read_plan(plan)
     read_tensors(plan, path if path.is_dir() else path.parent)
     return plan
-
-
-def read_plan(path: str | Path) -> Plan:
-    """Returns the plan in a JSON file, or in the `adaattn_plan.json` or `config.json` of a model directory.
-
-    Raises:
-        PlanError: If there is none.
-    """
-    file = Path(path)
-    if file.is_dir():
-        own = file / "adaattn_plan.json"
-        file = own if own.is_file() else file / "config.json"
-    if not file.is_file():
-        raise PlanError(
-            f"{file} does not exist; expected a plan, or a directory that `adaattn calibrate` wrote"
-        )
-    if file.name != "config.json":
-        return Plan.from_json(_text_of(file))
-    data = _settings_of(file).get(CONFIG_KEY)
-    if data is None:
-        raise PlanError(f"{file} carries no plan; make one with `adaattn calibrate`")
-    return Plan.from_dict(data)
 
 
 def remove_plan(model: nn.Module) -> None:
@@ -276,8 +258,10 @@ def load_plan(model: nn.Module, directory: str | Path | None = None, *, unverifi
         PlanError: The model has no plan, or one that does not belong to it, or runs another attention.
     """
     plan = plan_of(model)
-    if directory is not None and (plan is None or _holds_plan(Path(directory))):
-        plan = read_plan(directory)
+    if directory is not None:
+        path = Path(directory)
+        if plan is None or holds_plan(path) or not (path / TENSORS_FILE).is_file():
+            plan = read_plan(path)
     if plan is None:
         raise PlanError(
             f"model: the configuration of this {type(model).__name__} holds no plan; make one with "
@@ -302,49 +286,6 @@ def refuse_stock_attention(model: nn.Module) -> None:
             f"model: its attention implementation is {', '.join(sorted(names))}, which knows no plans; load it with "
             'attn_implementation="adaattn" or call model.set_attn_implementation("adaattn") first'
         )
-
-
-def _holds_plan(path: Path) -> bool:
-    """Whether a file or directory holds a plan, and not only bases and means."""
-    if path.is_file() or (path / "adaattn_plan.json").is_file():
-        return True
-    config = path / "config.json"
-    if not config.is_file():
-        return False
-    return CONFIG_KEY in _settings_of(config)
-
-
-def _text_of(file: Path) -> str:
-    """Returns the text of a plan file.
-
-    Raises:
-        PlanError: If it cannot be read, is too large, or is not text.
-    """
-    try:
-        size = file.stat().st_size
-        if size > MOST_BYTES:
-            raise PlanError(f"{file} has {size} bytes, expected a plan of at most {MOST_BYTES}")
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"{file} cannot be read ({error.strerror}); give a plan that can") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{file} is no UTF-8 text: {error}; expected a plan as JSON") from error
-
-
-def _settings_of(config: Path) -> Mapping[str, Any]:
-    """Returns this package's settings in a model's `config.json`.
-
-    Raises:
-        PlanError: If the file is not a configuration.
-    """
-    try:
-        data = json.loads(_text_of(config))
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{config} is not JSON: {error}") from error
-    settings = data.get("adaattn") if isinstance(data, Mapping) else None
-    if not isinstance(data, Mapping) or not isinstance(settings, Mapping | None):
-        raise PlanError(f"{config} is no model configuration, expected an object whose adaattn is one, too")
-    return settings or {}
 
 
 def implementations(model: nn.Module) -> set[str]:

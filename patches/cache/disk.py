@@ -13,19 +13,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adaattn_hf._files import write_atomically
+from adaattn_hf.plans.fit import model_hash
 
-from .stored import AdaAttnCache
+from .stored import AdaAttnCache, made_for
 
-_VERSION = 2
+_VERSION = 3
 _KEY = "adaattn_cache"
 
 
-def save_cache(cache: AdaAttnCache, path: str | Path) -> Path:
+def save_cache(cache: AdaAttnCache, path: str | Path, model: PreTrainedModel | None = None) -> Path:
     """Writes a cache as safetensors: its tokens as they are stored, spare room left out.
 
     Args:
         cache: Any `AdaAttnCache`.
         path: The file, replaced as a whole.
+        model: Whose keys and values they are. Then `load_cache` refuses the file for other weights, too, and not only
+            for a model of another kind or size.
 
     Raises:
         TypeError: It is a cache of another kind.
@@ -50,7 +53,14 @@ def save_cache(cache: AdaAttnCache, path: str | Path) -> Path:
         )
         for name, tensor in _held(cache, layer).items():
             tensors[f"{index}.{name}"] = tensor.detach().cpu().contiguous()
-    about = {"version": _VERSION, "stored": cache.stored, "streaming": cache.streaming, "layers": layers}
+    about = {
+        "version": _VERSION,
+        "stored": cache.stored,
+        "streaming": cache.streaming,
+        "made_for": cache.made_for,
+        "weights": None if model is None else model_hash(model),
+        "layers": layers,
+    }
     write_atomically(Path(path), save(tensors, {_KEY: json.dumps(about)}))
     return Path(path)
 
@@ -64,7 +74,7 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
         room: `reserve`, `max_cache_len`, `growth` of `AdaAttnCache`.
 
     Raises:
-        ValueError: The file holds no cache, or one of other layers than this model has.
+        ValueError: The file holds no cache, or one of another model than this, or of other weights.
     """
     try:
         opened = safe_open(str(path), framework="pt", device=str(model.device))
@@ -78,6 +88,7 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
             raise ValueError(
                 f"path: {path} holds no cache of this version, expected a file written by save_cache"
             )
+        _check_model(path, about, model)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     cache = AdaAttnCache(model, about["stored"], streaming=about.get("streaming", False), **room)
     count = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -102,6 +113,30 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
             held = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             _fill(cache, index, held, layer_about["length"], model.dtype)
     return cache
+
+
+def _check_model(path: str | Path, about: Any, model: PreTrainedModel) -> None:
+    """Refuses a file of a model of another kind or size, or of other weights where the file names them."""
+    own = made_for(model)
+    other = {
+        name: about["made_for"].get(name)
+        for name, value in own.items()
+        if about["made_for"].get(name) != value
+    }
+    if other:
+        raise ValueError(
+            f"path: {path} was made for a model with {_listed(other)}, expected {_listed(own, *other)} of this "
+            f"{type(model).__name__}; load it with the model that made it, or read the prompt again"
+        )
+    if about["weights"] is not None and about["weights"] != model_hash(model):
+        raise ValueError(
+            f"path: {path} was made by a {type(model).__name__} with other weights (fine-tuned, another checkpoint), "
+            "expected those that made it; load it with that model, or read the prompt again"
+        )
+
+
+def _listed(sizes: dict[str, Any], *names: str) -> str:
+    return ", ".join(f"{name} {sizes[name]}" for name in names or sizes)
 
 
 def _held(cache: AdaAttnCache, layer: Any) -> dict[str, Tensor]:

@@ -168,6 +168,17 @@ class StoredSlidingLayer(_Stored, DynamicSlidingWindowLayer):
         self.look()
 
 
+_SIZES = (
+    "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"
+)  # fmt: skip
+
+
+def made_for(model: PreTrainedModel) -> dict[str, Any]:
+    """What a configuration says of a model's keys and values: its type and sizes, None where it has no such name."""
+    config = model.config.get_text_config(decoder=True)
+    return {name: getattr(config, name, None) for name in _SIZES}
+
+
 def _check_channels(stored: str, head_dim: int) -> None:
     if stored == "k8v4" and head_dim % CHANNELS:
         raise ValueError(
@@ -285,6 +296,7 @@ class AdaAttnCache(DynamicCache):
             )
         self.stored, self.streaming = stored_as(model, stored, streaming, "int8")
         check_stored(model, self.stored, self.streaming)
+        self.made_for = made_for(model)
         if offloading and model.device.type == "cpu":
             raise ValueError(
                 "offloading: got True for a model on cpu, expected one on a CUDA device, whose memory it saves; leave "

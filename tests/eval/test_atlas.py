@@ -116,6 +116,8 @@ def test_the_packages_text_is_for_the_packages_model_alone(
     [
         (("--map", "1"), 2, "layer.head"),
         (("--map", "9.0"), 2, "layer.head of this model"),
+        (("--figure", "f.xyz"), 2, "expected a file that ends with one of"),
+        (("--figure", "plain"), 2, "expected a file that ends with one of"),
         (("--against", "nowhere"), 2, "no map"),
         (("--map", "0.0", "--against", "nowhere"), 2, "does not exist"),
         (("--length", "65"), 2, "at most the 64"),

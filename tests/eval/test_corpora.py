@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,10 @@ def test_a_passage_without_a_prompt_needs_a_prefix(llama: Path) -> None:
     tokenizer = tf.AutoTokenizer.from_pretrained(llama)
     with pytest.raises(UsageError, match="prefix token"):
         lambada.causal_window(tokenizer, " two", 40, 3)
+
+
+def test_a_pipe_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(DataUnavailable, match="a pipe or device, which is read but once; expected a file"):
+        corpora.load(str(pipe))

@@ -206,6 +206,96 @@ def test_a_budget_that_cannot_be_met_has_a_code_and_a_sentence(
     assert json.loads((model / "adaattn_plan.json").read_text())["layers"] == []
 
 
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def test_a_proven_plan_stays_where_none_can_be_proven(model: Path, material: tuple[str, str]) -> None:
+    assert run(model, material, "--budget", "1%").exit_code == 0
+    before = files(model)
+    done = run(model, material, "--budget", "1e-9", "--json")
+    assert done.exit_code == BUDGET_NOT_MET
+    assert f"kept: the plan in {model}, which was proven before" in done.stderr
+    assert json.loads(done.stdout)["plan"]["layers"] == []
+    after = files(model)
+    assert json.loads(after.pop("adaattn_failed.json"))["report"]
+    assert after == before
+
+
+def test_a_plan_that_was_not_proven_or_is_of_other_weights_does_not_stay(
+    model: Path, material: tuple[str, str]
+) -> None:
+    assert run(model, material, "--budget", "1%").exit_code == 0
+    trained = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        trained.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
+    trained.save_pretrained(model)
+    done = run(model, material, "--budget", "1e-9")
+    assert (done.exit_code, "the plan is exact" in done.output) == (BUDGET_NOT_MET, True), done.output
+    assert json.loads((model / "adaattn_plan.json").read_text())["layers"] == []
+
+
+def test_a_fine_tuned_checkpoint_that_carries_a_plan_is_calibrated_again(
+    model: Path, material: tuple[str, str], tmp_path: Path
+) -> None:
+    """Its plan would refuse the weights; losses are those beside the exact model in any case."""
+    assert run(model, material, "--budget", "1%").exit_code == 0
+    trained = AutoModelForCausalLM.from_pretrained(model)
+    assert trained.config.adaattn["plan"]
+    with torch.no_grad():
+        trained.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
+    again = tmp_path / "trained"
+    shutil.copytree(model, again, ignore=shutil.ignore_patterns("adaattn_*"))
+    trained.save_pretrained(again)
+    done = run(again, material, "--budget", "1%")
+    assert done.exit_code == 0, done.output
+    loaded = AutoModelForCausalLM.from_pretrained(again, attn_implementation="adaattn")
+    adaattn_hf.load_plan(loaded)
+
+
+def test_the_directory_of_another_model_is_refused_before_any_work(
+    model: Path, material: tuple[str, str], tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(demo_model_path("gpt2"), tmp_path / "other"))
+    before = files(other)
+    done = run(model, material, "--budget", "1%", "--out", str(other))
+    assert (done.exit_code, "of a model that is not" in done.stderr) == (2, True), done.output
+    for path in other.glob("*.safetensors"):
+        path.unlink()
+    done = run(model, material, "--budget", "1%", "--out", str(other))
+    assert (done.exit_code, "holds config.json, of a model" in done.stderr) == (2, True), done.output
+    assert files(other) == {name: data for name, data in before.items() if not name.endswith(".safetensors")}
+    alone = tmp_path / "plan"
+    for _ in range(2):  # into a new directory, and into one that a calibration wrote
+        assert run(model, material, "--budget", "1%", "--out", str(alone)).exit_code == 0
+
+
+def test_the_checkpoint_keeps_the_dtype_that_it_states(model: Path, material: tuple[str, str]) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    assert run(model, material, "--budget", "1%", "--dtype", "float32").exit_code == 0
+    assert json.loads((model / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (["--budget", ""], "budget is '', expected a rise of the perplexity"),
+        (["--budget", " "], "expected a rise of the perplexity"),
+    ],
+)
+def test_an_empty_budget_is_none(
+    model: Path, material: tuple[str, str], changed: list[str], words: str
+) -> None:
+    done = run(model, material, *changed)
+    assert (done.exit_code, words in done.stderr) == (2, True), done.output
+
+
+def test_a_mistyped_model_is_told_to_be_no_directory(material: tuple[str, str]) -> None:
+    done = run(Path("models/mistyped"), material, "--budget", "1%")
+    assert (done.exit_code, "is no directory: where it is one, check the path" in done.stderr) == (2, True)
+
+
 def test_a_report_is_json_where_a_number_is_not_finite(
     model: Path, material: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

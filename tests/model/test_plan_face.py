@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import adaattn_hf
-from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, Verified
-from adaattn_hf.plans.store import model_hash, remember_tensors
+from adaattn_hf.plans.plan import TENSORS_FILE, LayerPlan, Plan, PlanError, Verified
+from adaattn_hf.plans.store import attach, model_hash, remember_tensors
 
 from ..support.choices import make_choice
 from ..support.models import assert_same, fresh_pair, tokens
@@ -51,10 +51,31 @@ def test_the_plan_of_a_directory_takes_the_place_of_another(tmp_path: Path) -> N
         assert adaattn_hf.load_plan(ours, tmp_path) == wider
         assert float((ours(input_ids=ids).logits - narrow).abs().max()) > 1e-4
     (tmp_path / "adaattn_plan.json").unlink()
-    assert adaattn_hf.load_plan(twin, tmp_path) == plan  # nothing but bases could lie there
+    for wrong in (tmp_path, tmp_path / "mistyped", tmp_path / "mistyped" / "adaattn_plan.json"):
+        with pytest.raises(PlanError, match="does not exist; expected a plan, or a directory that"):
+            adaattn_hf.load_plan(twin, wrong)
+    (tmp_path / TENSORS_FILE).write_bytes(b"")
+    assert adaattn_hf.load_plan(twin, tmp_path) == plan  # the plan that the model carries, with these bases
     twin.set_attn_implementation("sdpa")
     with pytest.raises(PlanError, match=r"is sdpa, which knows no plans; .*set_attn_implementation"):
         adaattn_hf.load_plan(twin)
+
+
+def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("Call me Ishmael.", encoding="utf-8")
+    with pytest.raises(
+        PlanError, match=r"book\.txt: the plan is not JSON.*expected the adaattn_plan\.json of"
+    ):
+        adaattn_hf.load_plan(planned_pair()[1], book)
+
+
+def test_a_plan_of_another_kind_of_model_names_both() -> None:
+    _, _, plan = planned_pair()
+    with pytest.raises(
+        PlanError, match="was made for model type 'llama', this is 'gpt2'; give the plan of this"
+    ):
+        attach(fresh_pair("gpt2").ours, plan)
 
 
 def test_what_is_watched_is_counted() -> None:

@@ -275,6 +275,37 @@ def test_a_saved_cache_goes_on_where_it_was(tmp_path: Path, family: str, stored:
     )
 
 
+def test_a_file_of_other_weights_is_refused_where_it_knows_them(tmp_path: Path) -> None:
+    model = llama()
+    cache = AdaAttnCache(model, "int8")
+    in_pieces(model, ids(1, 8), cache, 8)
+    path = adaattn_hf.save_cache(cache, tmp_path / "a", model)
+    assert adaattn_hf.load_cache(path, model).get_seq_length() == 8
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    with pytest.raises(ValueError, match=r"with other weights \(fine-tuned, another checkpoint\)"):
+        adaattn_hf.load_cache(path, other)
+
+
+def test_a_file_of_a_model_of_another_kind_or_size_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    cache = AdaAttnCache(model, "int8")
+    in_pieces(model, ids(1, 8), cache, 8)
+    path = adaattn_hf.save_cache(cache, tmp_path / "a")
+    kind, size = copy.deepcopy(model), copy.deepcopy(model)
+    kind.config.model_type = "mistral"
+    size.config.num_key_value_heads = 1
+    with pytest.raises(
+        ValueError, match="made for a model with model_type llama, expected model_type mistral of"
+    ):
+        adaattn_hf.load_cache(path, kind)
+    with pytest.raises(
+        ValueError, match=r"num_key_value_heads \d, expected num_key_value_heads 1 of this Llama"
+    ):
+        adaattn_hf.load_cache(path, size)
+
+
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     model = mistral()
     cache = AdaAttnCache(model, "int8")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from adaattn_hf.cli.main import app
 from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import LayerPlan
-from adaattn_hf.plans.store import MOST_BYTES
+from adaattn_hf.plans.reading import MOST_BYTES
 
 from ..support.choices import make_choice
 from .test_plan import make_plan
