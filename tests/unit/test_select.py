@@ -159,6 +159,25 @@ def test_runs_that_fill_their_rows_go_to_flash_attn(changes: dict[str, Any], fir
     assert select.order(spec(**ragged))[0] == first
 
 
+@pytest.mark.parametrize(
+    ("groups", "dim", "hopper", "first"),
+    [(3, 64, True, "triton"), (3, 64, False, "fa3_fwd"), (7, 64, True, "fa3_fwd"), (3, 128, True, "fa3_fwd")],
+)
+def test_packed_rows_of_three_narrow_heads_a_group_go_to_our_kernel_for_hopper(
+    groups: int, dim: int, hopper: bool, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(select.BACKENDS["triton"]), "specialised", lambda self, asked: hopper)
+    packed: dict[str, Any] = {
+        "device": "cuda",
+        "kind": "ragged",
+        "holes": False,
+        "gapless": True,
+        "pairs": 1 << 33,
+    }
+    heads: dict[str, Any] = {"groups": groups, "head_dim": dim, "head_dim_v": dim}
+    assert select.order(spec(**packed, **heads))[0] == first
+
+
 def test_kept_blocks_light_calls_and_small_heads_go_to_our_own_kernel_and_other_windows_to_flash_attn() -> (
     None
 ):
