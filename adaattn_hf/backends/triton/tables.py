@@ -154,7 +154,11 @@ def ends_with_tiles(segment: Segment, columns: int, kv_len: int) -> bool:
 
 
 def silent_runs(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
-    """The runs of queries between segments and around them: they see no key, and stand before the first."""
+    """The runs of queries between all segments and around them: they see no key, and stand before the first."""
+    return structure.cached(("triton", "silent"), lambda: _silent(structure, segments))
+
+
+def _silent(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
     found, n = [], structure.q_len
     taken: list[list[tuple[int, int]]] = [[] for _ in range(structure.batch)]
     for s in segments:
