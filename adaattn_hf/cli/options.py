@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -106,8 +106,14 @@ def writable(directory: Path, argument: str) -> None:
         raise ValueError(
             f"{argument}: {directory} cannot be made ({error.strerror}); give a directory that can be written"
         ) from error
-    if not os.access(directory, os.W_OK):
-        raise ValueError(f"{argument}: {directory} cannot be written to; give a directory that can")
+    try:
+        # permissions do not say it all: nobody can make a file in /proc, on a full disk or on one mounted for reading
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{argument}: {directory} cannot be written to ({error.strerror}); give a directory that can"
+        ) from error
 
 
 def known_prices(path: Path | None) -> PriceTable | None:

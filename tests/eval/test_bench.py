@@ -457,6 +457,17 @@ def test_files_that_would_be_lost_or_are_no_reports_are_refused(tmp_path: Path) 
     assert_fits(json.loads(kept.read_text(encoding="utf-8")))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, where nobody can make a file")
+def test_a_place_that_permissions_alone_allow_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_module, "ways", None)
+    grid = write_grid(tmp_path / "grid.yaml", ATTENTION[0])
+    refused = bench("--grid", grid, "--output", "/proc/bench.json")
+    assert refused.exit_code == UsageError.exit_code, refused.output
+    assert "output: /proc cannot be written to" in refused.stderr
+
+
 @pytest.mark.parametrize(
     "text", ["[1, 2]", "cells: 3", "a: [", "cells: [{name: x, dtypes: [float32]}]\ndefaults: {}"]
 )

@@ -114,8 +114,9 @@ REFUSALS = {
 
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refuses_with_the_reason(reason: str) -> None:
-    """What the host's processor lacks, and ONNX, have tests beside their own subjects."""
+    """What the host's processor lacks comes on top; it has a test beside its own subject, as ONNX has."""
     spec = CallSpec.of(request(STRUCTURES["causal"]))
     assert NativeBackend().refusals(spec) == ()
-    (said,) = NativeBackend().refusals(spec._replace(**REFUSALS[reason]))
+    refusals = NativeBackend().refusals(spec._replace(**REFUSALS[reason]))
+    (said,) = (refusal for refusal in refusals if "this processor runs" not in refusal)
     assert reason in said

@@ -12,6 +12,9 @@ _FEW_TURNS = 8
 """Items of a program, on average, up to which it matters who computes which one."""
 _MOST_SWAPS, _TIES, _EVEN = 256, 4, 1.01
 """Exchanges at most, kinds of items of one cost, and what the fullest column may have, in means of all."""
+_WORTH = 0.004
+"""By how much an exchange must relieve the fullest column, in means: windows of many kinds leave less to gain than the
+host takes to find it, once for each layer of a plan."""
 
 
 def beside_tiles(edges: NDArray[np.bool_] | bool) -> NDArray[np.int64] | int:
@@ -40,8 +43,10 @@ def dealt(
     Returns:
         `[items, 3]`: segment, first row, number of the part, -1 where a column has no further item.
     """
-    items, cost = entries.repeat(parts, axis=0), costs.repeat(parts)
-    items[:, 2] = items[:, 2] * parts + np.tile(np.arange(parts, dtype=np.int32), len(entries))
+    items, cost = entries, costs
+    if parts > 1:
+        items, cost = entries.repeat(parts, axis=0), costs.repeat(parts)
+        items[:, 2] = items[:, 2] * parts + np.tile(np.arange(parts, dtype=np.int32), len(entries))
     if len(items) <= programs:
         return items
     none = np.array([0, 0, -1], dtype=np.int32)
@@ -52,16 +57,17 @@ def dealt(
         rows[1::2] = rows[1::2, ::-1].copy()
         return rows.reshape(-1, 3)
     order = np.argsort(-cost, kind="stable")
-    items, cost = items[order], cost[order]
+    items, cost = items.take(order, axis=0), cost[order]
     # items of the same cost, told apart: an exchange has something to gain then, where whole tiles would leave nothing
     cost = cost * (4 * _TIES) + np.arange(len(cost)) % _TIES
     column = _columns(cost, programs, _MOST_SWAPS if evenly else 0)
     counts = np.bincount(column, minlength=programs)
     order = np.argsort(column, kind="stable")
     place = np.arange(len(items)) - np.repeat(counts.cumsum() - counts, counts)
-    rows = np.tile(none, (int(counts.max()), programs, 1))
-    rows[place, column[order]] = items[order]
-    return rows.reshape(-1, 3)
+    rows = np.empty((int(counts.max()) * programs, 3), dtype=np.int32)
+    rows[:] = none
+    rows[place * programs + column[order]] = items.take(order, axis=0)
+    return rows
 
 
 def _columns(cost: NDArray[np.int64], programs: int, swaps: int) -> NDArray[np.int64]:
@@ -75,17 +81,17 @@ def _columns(cost: NDArray[np.int64], programs: int, swaps: int) -> NDArray[np.i
         loads[least] += some
         column[begin : begin + step] = least
     # then an item of the fullest column for a shorter one of another, as long as the larger of the two sums falls
-    enough = _EVEN * cost.sum() / programs
+    mean = cost.sum() / programs
     for _ in range(swaps):
         fullest = int(loads.argmax())
-        if loads[fullest] <= enough:
+        if loads[fullest] <= _EVEN * mean:
             break
         mine = np.flatnonzero(column == fullest)
         less = cost[mine, None] - cost
         larger = np.maximum(loads[fullest] - less, loads[column] + less)
         larger[:, mine] = loads[fullest]
         best = int(larger.argmin())
-        if larger.flat[best] >= loads[fullest]:
+        if larger.flat[best] > loads[fullest] - _WORTH * mean:
             break
         one, other = int(mine[best // len(cost)]), best % len(cost)
         loads[[fullest, column[other]]] += cost[[other, one]] - cost[[one, other]]

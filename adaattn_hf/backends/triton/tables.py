@@ -17,6 +17,7 @@ from ..capability import GRID
 from ..remembered import Remembered
 from ..windows import ALL, HeadWindows
 from .dealing import beside_tiles, dealt, uneven
+from .reads import Blocks
 
 _made = Remembered(256)
 """Tables of the last few kinds of calls, so that calls of one shape make theirs once."""
@@ -107,41 +108,31 @@ def work_of(
         pieces: Of a tile.
         programs: That compute the items in turn.
     """
-    key = (
-        "triton",
-        of,
-        windows,
-        kv_heads,
-        blocks,
-        device,
-        len(silent),
-        len(segments),
-        *segments[:1],
-        parts,
-        pieces,
-        programs,
-    )
+    same = "triton", of, blocks, len(silent), len(segments), *segments[:1]
+    key = (*same, windows, kv_heads, device, parts, pieces, programs)
 
     def find() -> Work:
         runs = (*segments, *silent)
         causal, kv_len = structure.causal, structure.kv_len  # tables are not to keep the structure
 
         def make() -> Work:
-            table = np.array(runs, dtype=np.int32).reshape(-1, 6)
-            segment, first, cost = _costs(of == "queries", causal, runs, windows, kv_heads, blocks)
+            found = structure.cached(
+                ("blocks", *same), lambda: Blocks(of == "queries", causal, kv_len, runs, blocks)
+            )
+            reads = [found.read(*rule) for rule in windows or ((ALL, 0),) * kv_heads]
 
             def tables(evenly: bool) -> Tables:
-                entries, costs = _longest_first(segment, first, cost)
+                entries, costs = found.longest_first([each for each, _ in reads])
                 if parts:
-                    stands = entries[:, 1] + table[entries[:, 0], 5]
+                    stands = entries[:, 1] + found.runs[entries[:, 0], 5]
                     edges = windows is not None and stands >= np.array(windows)[entries[:, 2], 0]
                     tiles = -(-costs // (blocks[1] * pieces)) + beside_tiles(edges)
                     entries = dealt(entries, tiles, parts, programs, evenly)
-                return _placed(table, entries, windows, device)
+                return _placed(found.runs, entries, windows, device)
 
-            ends = all(ends_with_tiles(s, blocks[1], kv_len) for s in runs)
-            evenly = partial(tables, True) if parts and uneven(cost.size * parts, programs) else None
-            return Work(cost.size, int(cost.sum()), ends, partial(tables, False), evenly)
+            count, read = len(found.segment) * len(reads), sum(all_of_them for _, all_of_them in reads)
+            evenly = partial(tables, True) if parts and uneven(count * parts, programs) else None
+            return Work(count, read, found.ends, partial(tables, False), evenly)
 
         return _made.get((key, causal, kv_len, runs), make)
 
@@ -179,57 +170,3 @@ def _placed(
     table = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
     a, b, c = table.split([len(part) for part in parts])
     return Tables(a.view(-1, 6), b.view(-1, 3), c.view(-1, 2) if windows else b)
-
-
-def _tiles(lengths: NDArray[np.int64], block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Segment and first row of every tile."""
-    counts = -(-lengths // block)
-    segment = np.repeat(np.arange(len(lengths)), counts)
-    before = np.repeat(counts.cumsum() - counts, counts)
-    return segment, (np.arange(len(segment)) - before) * block
-
-
-def _costs(
-    queries: bool,
-    causal: bool,
-    segments: Sequence[Segment],
-    windows: HeadWindows | None,
-    kv_heads: int,
-    blocks: tuple[int, int],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Segment and first row of blocks of queries or of keys, and what each of them reads, `[kv_heads, blocks]`."""
-    table = np.array(segments, dtype=np.int64).reshape(-1, 6)
-    block = blocks[0] if queries else blocks[1]
-    segment, first = _tiles(table[:, 2 if queries else 4], block)
-    _, _, q_len, _, k_len, offset = table[segment].T
-    last = np.minimum(first + block, q_len if queries else k_len) - 1
-    costs = []
-    for window, sinks in windows or ((ALL, 0),) * kv_heads:
-        if queries:
-            start = np.maximum(first + offset - window + 1, 0) // blocks[1] * blocks[1]
-            stop = np.minimum(k_len, last + offset + (1 if causal else window))
-            costs.append(np.maximum(stop - start, 0) + np.minimum(sinks, start))
-        else:
-            start = np.maximum(first - offset - (0 if causal else window - 1), 0)
-            stop = np.where(first < sinks, q_len, np.minimum(q_len, last + window - offset))
-            costs.append(np.maximum(stop - start, 0))
-    return segment, first, np.stack(costs)
-
-
-_RANKS = 16
-"""Classes of cost, from none to the largest, within which entries are ordered by head."""
-
-
-def _longest_first(
-    segment: NDArray[np.int64], first: NDArray[np.int64], cost: NDArray[np.int64]
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Entries of all heads and their costs, those of most keys first.
-
-    Entries of about the same cost are ordered by head: programs that run at the same time then read the same keys.
-    """
-    heads = np.repeat(np.arange(len(cost)), len(segment))
-    rank = -(cost.ravel() * _RANKS // max(int(cost.max(initial=0)), 1))
-    order = np.lexsort((-cost.ravel(), heads, rank))
-    tile = order % max(len(segment), 1)
-    entries = np.stack([segment[tile], first[tile], heads[order]], axis=1).astype(np.int32)
-    return entries, cost.ravel()[order]
