@@ -1,6 +1,9 @@
 """Turns the results of `run.py` into `docs/conformance.md`.
 
-python tests/conformance/table.py --results DIR docs/conformance.md
+    python tests/conformance/table.py --results DIR docs/conformance.md
+    python tests/conformance/table.py docs/conformance.md
+
+Without results the table of versions alone is made anew, from what `matrix.py --record` kept.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).parent
+VERSIONS = HERE.parents[1] / "docs" / "results" / "versions.json"
 
 NAME = "adaattn"
 GOOD = "passed"
@@ -166,6 +170,20 @@ def versions_table(record: Path) -> list[str]:
     return lines if kept else ["None yet."]
 
 
+def with_versions(page: str, record: Path) -> str:
+    """Returns a page with another table of versions.
+
+    Raises:
+        ValueError: The page has none, or several.
+    """
+    table = "\n".join(versions_table(record))
+    head = re.escape(table.partition("\n")[0])
+    renewed, count = re.subn(rf"^{head}\n(?:\|.*\n)*", lambda _: f"{table}\n", page, flags=re.MULTILINE)
+    if count != 1:
+        raise ValueError(f"the page: got {count} tables of versions, expected one; run with --results")
+    return renewed
+
+
 def document(results: Results) -> str:
     """Returns the page."""
     versions = {
@@ -196,7 +214,7 @@ def document(results: Results) -> str:
         alone="\n".join(alone(results)),
         matrix="\n".join(matrix(results)),
         plain=prose(", ".join(f"`{name}`" for name in plain)),
-        versions="\n".join(versions_table(HERE.parents[1] / "docs" / "results" / "versions.json")),
+        versions="\n".join(versions_table(VERSIONS)),
         tables=prose(", ".join(f"`{name}`" for name in tables)),
     )
 
@@ -220,14 +238,18 @@ def alone(results: Results) -> list[str]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--results", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
-    results = read(args.results)
-    if not results:
-        parser.error(f"--results: no family in {args.results} was run under both implementations")
+    if args.results is None:
+        page = with_versions(args.out.read_text(encoding="utf-8"), VERSIONS)
+    else:
+        results = read(args.results)
+        if not results:
+            parser.error(f"--results: no family in {args.results} was run under both implementations")
+        page = document(results)
     temporary = args.out.with_suffix(".tmp")
-    temporary.write_text(document(results), encoding="utf-8")
+    temporary.write_text(page, encoding="utf-8")
     os.replace(temporary, args.out)
 
 
