@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import adaattn_hf
 import adaattn_hf.eval
 import adaattn_hf.patches
 from adaattn_hf.backends import capability
+from adaattn_hf.backends.native.library import level_here
 
 PACKAGES = (
     "adaattn-hf",
@@ -31,12 +33,16 @@ PACKAGES = (
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Versions, machine, threads, the commit of the checkout (None outside one) and a digest of the source that ran."""
+    """Versions, machine, threads, the commit of the checkout (None outside one) and a digest of the source that ran.
+
+    Processors of one name differ in what they have: the instruction set is that of the native kernels.
+    """
     return {
         "versions": _versions(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": capability.cpu_name(),
+        "instructions": level_here(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -44,6 +50,12 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "commit": commit(Path(adaattn_hf.__file__).parent),
         "source": source_digest(),
     }
+
+
+def processor(made: Mapping[str, Any]) -> str:
+    """The processor of a record in words, with its instruction set where that was recorded."""
+    known = made.get("instructions", "none")
+    return str(made["cpu"]) if known == "none" else f"{made['cpu']} ({known})"
 
 
 def driver(device: torch.device) -> str | None:

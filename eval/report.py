@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .pages import plain
+from .provenance import processor
 
 Report = Mapping[str, Any]
 Rows = list[tuple[str, list[str]]]
@@ -145,7 +146,7 @@ def _section(report: Report) -> str:
         f"weights `{report['model']['weights_sha256'][:16]}…`.",
         f"* Confidence: clusters are {report['quality']['comparisons'][0]['clusters_are']}, "
         f"{report['quality']['comparisons'][0]['delta_nll']['clusters']} of them.",
-        f"* Machine: {source['cpu']}, {source['threads']} threads, device {source['device']}; python "
+        f"* Machine: {processor(source)}, {source['threads']} threads, device {source['device']}; python "
         f"{source['python']}, {versions}; commit {source['commit'] or 'none'}.",
     ]
     lines += [

@@ -21,7 +21,7 @@ from adaattn_hf._files import write_atomically
 from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.backends.capability import cpu_name, driver
 from adaattn_hf.backends.clocks import Clock
-from adaattn_hf.backends.native.library import library
+from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.backends.select import order, refusals_of, use_measured
 from adaattn_hf.backends.table import Cell, Table, TableError, cell_of, clearly_faster
 from adaattn_hf.backends.tuning import measure
@@ -71,8 +71,7 @@ def key_of(device: str) -> dict[str, str]:
     if device == "cuda":
         key |= {"device": torch.cuda.get_device_name(), "driver": driver(), "cuda": str(torch.version.cuda)}
     else:
-        loaded = library()
-        key |= {"device": cpu_name(), "level": "none" if loaded is None else loaded.level_name}
+        key |= {"device": cpu_name(), "level": level_here()}
     for name in PACKAGES[device]:
         try:
             key[name] = torch.__version__ if name == "torch" else metadata.version(name)

@@ -15,7 +15,6 @@ told.
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +28,9 @@ from ..attention.request import AttentionRequest
 from ..attention.structure import CallStructure
 from ..backends import select
 from ..backends.base import layer_call, spec_of
+from ..backends.capability import cpu_name
 from ..backends.clocks import clock_of, quartiles
+from ..backends.native.library import level_here
 from ..plans import execute
 from ..plans.choices import Choice
 from ..plans.plan import LayerPlan
@@ -49,13 +50,10 @@ STEPS = 20
 """Decode steps that a CPU runs at once: one takes microseconds, below the clock's resolution."""
 
 
-def machine() -> str:
-    """Returns the machine in words: processor or device, threads, torch."""
-    name = (
-        torch.cuda.get_device_name(0)
-        if torch.cuda.is_available()
-        else platform.processor() or platform.machine()
-    )
+def machine(device: torch.device) -> str:
+    """Returns the machine in words: the processor with its instruction set, or the device; threads, torch."""
+    on_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_cuda else f"{cpu_name()} ({level_here()})"
     return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
@@ -233,7 +231,7 @@ def measure_prices(
             lines = prices_of(list(parts), spreads, choices[0].label, on_cuda)
             table[phase][length] = {launch_label(choice, own): lines[choice.label] for choice in choices}
     longest = repeated(requests[max(requests)], batch)
-    return PriceTable(machine(), execute.launch_names(choices, longest), table)
+    return PriceTable(machine(longest.query.device), execute.launch_names(choices, longest), table)
 
 
 def check_prices(

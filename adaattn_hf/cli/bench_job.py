@@ -152,6 +152,8 @@ def _earlier(output: Path | None, report: dict[str, Any], overwrite: bool) -> di
         old = json.loads(output.read_text(encoding="utf-8"))
         made, cells = old["provenance"], {cell["title"]: cell for cell in old["cells"]}
         changed = [f"{name} was {made[name]}, is {here[name]}" for name in same if made[name] != here[name]]
+        if made.get("instructions", here["instructions"]) != here["instructions"]:  # older reports have none
+            changed.append(f"instructions were {made['instructions']}, are {here['instructions']}")
         changed += [f"ours was {old['ours']}, is {report['ours']}"] * (old["ours"] != report["ours"])
         holds = "cells that were measured otherwise"
     except (ValueError, KeyError, TypeError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..pages import harmless
+from ..provenance import processor
 
 SLOWER = 0.97
 """Ratio below which a cell is listed as slower."""
@@ -47,7 +48,7 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
     commits = ", ".join(sorted({(cell["commit"] or "not known")[:12] for cell in report["cells"]}))
     machine = (
-        f"Machine: {made['cpu']}, {made['cores']} cores, {made['threads']} threads, device {made['device']}. "
+        f"Machine: {processor(made)}, {made['cores']} cores, {made['threads']} threads, device {made['device']}. "
         f"Python {made['python']}; {versions}. Commits {commits}. Rounds: {report['rounds']}."
     )
     lines = [_HEAD.format(source=harmless(source), machine=machine)]

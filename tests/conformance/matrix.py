@@ -139,9 +139,10 @@ def ready(python: str, label: str | None, arguments: list[str], record: Path) ->
     row = kept.setdefault(
         " ".join(versions), dict(zip(("python", "torch", "transformers"), versions, strict=True))
     )
-    for part in [label] if label else arguments or ["tests"]:
+    ran = [argument for argument in arguments if argument.startswith("tests")] or ["tests"]
+    for part in [label] if label else ran:
         row.setdefault("runs", {}).pop(part, None)
-    row.setdefault("runs", {})[label or " ".join(arguments or ["tests"])] = counts(line)
+    row.setdefault("runs", {})[label or " ".join(ran)] = counts(line)
     temporary = record.with_suffix(".tmp")
     temporary.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(temporary, record)

@@ -421,6 +421,11 @@ def test_a_run_of_some_cells_keeps_the_figures_of_the_others(tmp_path: Path) -> 
     assert after["cells"][0] == before["cells"][0]
     assert after["cells"][1]["times"] != before["cells"][1]["times"]
     # what another version measured is no neighbour, and is not thrown away unasked
+    there, after["provenance"]["instructions"] = after["provenance"]["instructions"], "another set"
+    output.write_text(json.dumps(after), encoding="utf-8")
+    refused = bench(*arguments, "--only", "padded")
+    assert refused.exit_code == UsageError.exit_code
+    assert f"instructions were another set, are {there}" in " ".join(refused.output.split())
     after["provenance"]["versions"]["torch"] = "0.1"
     output.write_text(json.dumps(after), encoding="utf-8")
     refused = bench(*arguments, "--only", "padded")

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.native.library import library, missing
+from adaattn_hf.backends.native.library import level_here, library, missing
 from adaattn_hf.backends.select import by_name
 from adaattn_hf.eval import activation, bounds, corpora, provenance, report, runner, showcase, timing
 from adaattn_hf.eval.activation import Counts
@@ -93,8 +93,21 @@ def test_provenance_is_complete(reports: dict[str, Any]) -> None:
     assert source["threads"] == torch.get_num_threads()
     assert source["device"] == "cpu"
     assert source["cpu"]
+    assert source["instructions"] == level_here()
     assert reports["pages"]["data"]["sha256"] == corpora.wikitext_corpus(PAGES, "elsewhere").sha256
     assert re.fullmatch(r"[0-9a-f]{64}", reports["pages"]["model"]["weights_sha256"])
+
+
+def test_processors_of_one_name_are_told_apart_by_their_instructions(reports: dict[str, Any]) -> None:
+    source = reports["pages"]["provenance"]
+    for level, words in (
+        ("avx2", f"Machine: {source['cpu']} (avx2), "),
+        ("none", f"Machine: {source['cpu']}, "),
+    ):
+        other = {**reports["pages"], "provenance": {**source, "instructions": level}}
+        assert words in report.markdown([other])
+    earlier = {name: value for name, value in source.items() if name != "instructions"}
+    assert provenance.processor(earlier) == source["cpu"]
 
 
 def test_the_source_has_a_digest_where_there_is_no_commit(reports: dict[str, Any]) -> None:

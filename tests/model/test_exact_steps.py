@@ -11,6 +11,8 @@ import torch
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.capability import cpu_name
+from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.calibration import pricing
 from adaattn_hf.calibration.calibrate import calibrate
 from adaattn_hf.patches.explain import explain
@@ -92,6 +94,7 @@ def test_prices_are_measured_with_the_batch_that_is_asked_for(monkeypatch: pytes
     choices = [EXACT, make_choice("window", 32, 4)]
     options = {"phases": pricing.PHASES, "own": None, "batch": 3}
     table = pricing.measure_prices({64: request}, choices, LayerTensors(), **options)
+    assert table.machine.startswith(f"{cpu_name()} ({level_here()}), ")
     assert set(seen) == {(3, 3, 64), (3, 3, 1)}
     assert pricing.repeated(request, 1) is request, "no copy, whose layout would be another"
     assert set(table.prices["decode"][64]) == {"exact", "w32+4"}

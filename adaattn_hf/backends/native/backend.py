@@ -115,7 +115,7 @@ def _refused_rules(spec: CallSpec) -> list[str]:
     """Why rules per head cannot be served."""
     from ...attention.blocks import BLOCK
     from ..capability import of_level
-    from .library import library
+    from .library import level_here
 
     reasons = []
     if spec.needs_grad:
@@ -131,8 +131,7 @@ def _refused_rules(spec: CallSpec) -> list[str]:
             f"the native kernels read keys stored as {spec.stored} without kept blocks and without int8 products"
         )
     if spec.head_precision in ("int8", "mixed"):
-        loaded = library()
-        level = "none" if loaded is None else loaded.level_name
+        level = level_here()
         if not of_level(level).int8:
             reasons.append(
                 f"the native kernels multiply int8 at level avx512_bf16 or amx, this processor runs {level}"

@@ -204,6 +204,12 @@ def library() -> Library | None:
     return None if missing() else _library
 
 
+def level_here() -> str:
+    """Name of the instruction set that calls use on this machine, `none` without the library."""
+    loaded = library()
+    return "none" if loaded is None else loaded.level_name
+
+
 def level_names() -> tuple[str, ...]:
     """Instruction sets that can run on this machine; empty without a library."""
     loaded = library()

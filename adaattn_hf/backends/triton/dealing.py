@@ -80,7 +80,7 @@ def _columns(cost: NDArray[np.int64], programs: int, swaps: int) -> NDArray[np.i
         least = np.argsort(loads, kind="stable")[: len(some)]
         loads[least] += some
         column[begin : begin + step] = least
-    # then an item of the fullest column for a shorter one of another, as long as the larger of the two sums falls
+    # then an item of the fullest column for a shorter one of another, as long as the larger sum falls by enough
     mean = cost.sum() / programs
     for _ in range(swaps):
         fullest = int(loads.argmax())

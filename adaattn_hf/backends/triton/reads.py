@@ -83,7 +83,7 @@ class Blocks:
         """
         cost, count = np.concatenate(costs), max(len(self.segment), 1)
         most = int(cost.max(initial=0))
-        # one number says class, head and cost in turn, as sorting by one is several times as fast as by three
+        # one number says class, head and cost in turn, as it sorts faster than three
         head = np.arange(len(cost)) // count
         rank = _RANKS - cost * _RANKS // max(most, 1)
         order = np.argsort((rank * len(costs) + head) * (most + 1) - cost, kind="stable")
