@@ -420,7 +420,7 @@ def test_a_run_of_some_cells_keeps_the_figures_of_the_others(tmp_path: Path) -> 
     after = json.loads(output.read_text(encoding="utf-8"))
     assert after["cells"][0] == before["cells"][0]
     assert after["cells"][1]["times"] != before["cells"][1]["times"]
-    # what another version measured is no neighbour, and is not thrown away unasked
+    # what another version or processor measured is no neighbour, and is not thrown away unasked
     there, after["provenance"]["instructions"] = after["provenance"]["instructions"], "another set"
     output.write_text(json.dumps(after), encoding="utf-8")
     refused = bench(*arguments, "--only", "padded")

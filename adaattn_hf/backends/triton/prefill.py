@@ -18,8 +18,9 @@ from ..windows import HeadWindows
 from . import hopper
 from .bulk import BulkForm, bulk_form
 from .forward import forward
+from .reads import ends_with_tiles
 from .sizes import Tile, padded, scale_of
-from .tables import Work, ends_with_tiles, silent_runs, work_of
+from .tables import Work, silent_runs, work_of
 
 launch_forward = Launcher(forward)
 
@@ -134,7 +135,11 @@ class Prefill:
             programs = hopper.multiprocessors(query.device)
             pieces = 1 if windows is None else 2
             keys, parts = warps.columns // pieces, groups // warps.together
-            short = [s for s in segments if s.k_len < keys and not ends_with_tiles(s, keys, kv_len)]
+            short = [
+                s
+                for s in segments
+                if s.k_len < keys and not ends_with_tiles(s.k_start, s.k_len, keys, kv_len)
+            ]
             left_out = frozenset(short)
             long = [s for s in segments if s not in left_out] if short else segments
             read = work(long, tile.rows, tile.columns)

@@ -40,8 +40,7 @@ class Blocks:
         block = tile[0] if queries else tile[1]
         self.segment, self.first = _tiles(table[:, 2 if queries else 4], block)
         _, _, self._q_len, _, self._k_len, self._offset = table[self.segment].T
-        start, length = table[:, 3], table[:, 4]
-        self.ends = bool(np.all((length % tile[1] == 0) | (start + length == kv_len)))
+        self.ends = bool(np.all(ends_with_tiles(table[:, 3], table[:, 4], tile[1], kv_len)))
         self._last = np.minimum(self.first + block, self._q_len if queries else self._k_len) - 1
         self._queries, self._causal, self._columns = queries, causal, tile[1]
         self._known: dict[tuple[int, int], tuple[NDArray[np.int64], int]] = {}
@@ -91,6 +90,14 @@ class Blocks:
         entries = np.empty((len(cost), 3), dtype=np.int32)
         entries[:, 0], entries[:, 1], entries[:, 2] = self.segment[block], self.first[block], head[order]
         return entries, cost[order]
+
+
+def ends_with_tiles(
+    start: NDArray[np.int64] | int, length: NDArray[np.int64] | int, columns: int, kv_len: int
+) -> NDArray[np.bool_] | bool:
+    """Whether no tile of a run's keys reaches those behind them, of which a tensor has `kv_len`; of one run or many."""
+    ends: NDArray[np.bool_] | bool = (length % columns == 0) | (start + length == kv_len)
+    return ends
 
 
 def _tiles(lengths: NDArray[np.int64], block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -139,11 +139,6 @@ def work_of(
     return structure.cached(key, find)
 
 
-def ends_with_tiles(segment: Segment, columns: int, kv_len: int) -> bool:
-    """Whether no tile of a segment reaches keys behind its own, of which a tensor has `kv_len`."""
-    return segment.k_len % columns == 0 or segment.k_start + segment.k_len == kv_len
-
-
 def silent_runs(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
     """The runs of queries between all segments and around them: they see no key, and stand before the first."""
     return structure.cached(("triton", "silent"), lambda: _silent(structure, segments))
