@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .launcher import Launcher
-from .straight import Described, Straight, launcher_in_c, watched, with_descriptors
+from .straight import Described, Straight, straight_of, watched, with_descriptors
 
 
 class Relaunch:
@@ -88,6 +88,4 @@ class Relaunch:
         compiled, constants = found
         grid = (*self._grid, 1, 1)[:3]
         rest = *(table.data_ptr() for table in self._tables), *self._numbers, *constants
-        past = launcher_in_c(compiled, len(self._described)) is not None
-        straight = Straight(compiled, grid, tensors, rest, self._described) if past else None
-        return compiled[grid], rest, straight
+        return compiled[grid], rest, straight_of(compiled, grid, tensors, rest, self._described)

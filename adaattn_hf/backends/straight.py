@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import triton
 from torch import Tensor
 
+from .remembered import Remembered
+
 
 class Form(Protocol):
     """What descriptors of tensors say that differ in their addresses alone."""
@@ -31,6 +33,8 @@ Described = Mapping[int, Form]
 """By the places of arguments that are descriptors of tiles: what these say."""
 _MOST = 2048
 """Most encoded descriptors that are kept of a form."""
+_known = Remembered(256)
+"""By identity of a compiled kernel and of what descriptors of its tensors say: both, and what the kernel is passed."""
 _PLACES = "self", "gridX", "gridY", "gridZ", "stream", "function"
 _HOOKS = "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"
 _TAKEN = (*_PLACES, "args"), (*_PLACES, *_HOOKS, "args")
@@ -73,61 +77,109 @@ def with_descriptors(described: Described, tensors: Sequence[Tensor], others: Se
     return [described[i].of(tensors[i]) if i in described else one for i, one in enumerate(others)]
 
 
-class Straight:
-    """Launches of one compiled kernel that differ in the tensors of their first arguments."""
+class _Mark(int):
+    """A number that is found again among what a launcher in C is passed, whatever is computed with it before."""
+
+
+class _Passed:
+    """What the launcher in C of a compiled kernel is passed, read off one launch, for tensors described alike."""
 
     def __init__(
-        self, compiled: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], rest: Sequence[Any],
-        described: Described,
-    ) -> None:  # fmt: skip
+        self, compiled: Any, launch: Any, tensors: Sequence[Tensor], others: int, described: Described
+    ) -> None:
         """From one of the launches, no tensor of which is kept.
 
         Args:
-            compiled: A kernel that has a `launcher_in_c`; its code is unloaded with it.
-            grid: Programs, in three extents.
+            compiled: The kernel.
+            launch: Its `launcher_in_c`.
             tensors: The first arguments.
-            rest: The others, with the constants.
+            others: How many it takes behind them.
             described: Which of the tensors are passed as descriptors.
         """
-        self._compiled, self._rest, self._described = compiled, list(rest), described
-        self._launch = launcher_in_c(compiled, len(described))
-        stream, marks, seen = object(), [object() for _ in tensors], list[Any]()
+        self.launch, self.described = launch, described
+        stream, grid, seen = object(), [_Mark(1) for _ in range(3)], list[Any]()
+        marks, self._rest = [object() for _ in tensors], [object() for _ in range(others)]
         shown = copy.copy(compiled.run)
         shown.launch = lambda *passed: seen.extend(passed)
-        shown(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *marks, *rest)
-        self._together = isinstance(seen[-1], tuple)  # from 3.7 on the kernel's arguments are passed as one
-        self._base = seen[:-1] if self._together else seen[: -len(marks) - len(rest)]
-        place = self._base.index(stream)
-        self._before, self._between = self._base[:place], self._base[place + 1 :]
+        told = compiled.function, compiled.packed_metadata, None, None, None
+        shown(*grid, stream, *told, *marks, *self._rest)
+        self.together = isinstance(seen[-1], tuple)  # from 3.7 on the kernel's arguments are passed as one
+        self.base = seen[:-1] if self.together else seen[: -len(marks) - others]
+        self.stream, *self.grid = (_place(one, self.base) for one in (stream, *grid))
         driver, kinds = sys.modules[type(compiled.run).__module__], dict(compiled.src.signature)
         meta = compiled.metadata.tensordesc_meta
         self._encode = driver.wrap_handle_tensordesc(lambda *passed: passed, kinds, meta)
-        self._kernel = kernel = self._encoded(tensors, marks)
-        maps = [place for place, one in enumerate(kernel) if isinstance(one, driver.PyCUtensorMap)]
-        self._kept = [
+        self.kernel = self.encoded(tensors, marks)
+        maps = [place for place, one in enumerate(self.kernel) if isinstance(one, driver.PyCUtensorMap)]
+        self.maps = [
             (i, at, described[i].encoded.setdefault(repr(said), {}))
             for i, at, said in zip(sorted(described), maps, meta, strict=True)
         ]
-        found = {id(one): place for place, one in enumerate(kernel)}
-        self._places = [(i, found[id(mark)]) for i, mark in enumerate(marks) if i not in described]
+        self.tensors = [(i, _place(mark, self.kernel)) for i, mark in enumerate(marks) if i not in described]
+        self.others = [_place(one, self.kernel) for one in self._rest]
+
+    def encoded(self, tensors: Sequence[Tensor], addresses: Sequence[Any]) -> list[Any]:
+        """The kernel's arguments as they are passed in C, marks in the place of those behind the tensors."""
+        kernel = with_descriptors(self.described, tensors, addresses) + self._rest
+        passed = self._encode(*self.base, *((tuple(kernel),) if self.together else kernel))
+        return list(passed[-1] if self.together else passed[len(self.base) :])
+
+
+def _place(mark: Any, among: Sequence[Any]) -> int:
+    """Where a mark is."""
+    return next(place for place, one in enumerate(among) if one is mark)
+
+
+class Straight:
+    """Launches of one compiled kernel that differ in the tensors of their first arguments."""
+
+    def __init__(self, passed: _Passed, grid: tuple[int, ...], rest: Sequence[Any]) -> None:
+        """From what the kernel's launcher in C is passed; see `straight_of`."""
+        self._passed, self._kernel, base = passed, passed.kernel.copy(), passed.base.copy()
+        for place, one in zip(passed.others, rest, strict=True):
+            self._kernel[place] = one
+        for place, extent in zip(passed.grid, grid, strict=True):
+            base[place] = extent
+        self._launch, self._together = passed.launch, passed.together
+        self._before, self._between = base[: passed.stream], base[passed.stream + 1 :]
+        self._tensors, self._maps = passed.tensors, passed.maps
 
     def __call__(self, stream: int, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """Launches on a stream of the current device, which holds the tensors at these addresses."""
         kernel, new = self._kernel.copy(), None
-        for i, place in self._places:
+        for i, place in self._tensors:
             kernel[place] = addresses[i]
-        for i, place, kept in self._kept:
+        for i, place, kept in self._maps:
             one = kept.get(addresses[i])
             if one is None:
-                new = new or self._encoded(tensors, addresses)
+                new = new or self._passed.encoded(tensors, addresses)
                 if len(kept) >= _MOST:
                     kept.clear()
                 one = kept[addresses[i]] = new[place]
             kernel[place] = one
         self._launch(*self._before, stream, *self._between, *((kernel,) if self._together else kernel))
 
-    def _encoded(self, tensors: Sequence[Tensor], others: Sequence[Any]) -> list[Any]:
-        """The kernel's arguments as they are passed in C."""
-        kernel = with_descriptors(self._described, tensors, others) + self._rest
-        passed = self._encode(*self._base, *((tuple(kernel),) if self._together else kernel))
-        return list(passed[-1] if self._together else passed[len(self._base) :])
+
+def straight_of(
+    compiled: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], rest: Sequence[Any], described: Described
+) -> Straight | None:
+    """Launches of a compiled kernel, from one of them, no tensor of which is kept; None without a `launcher_in_c`.
+
+    Layers of a model differ in their tables: what else is passed is read off once for all that are shaped alike.
+
+    Args:
+        compiled: The kernel; its code is unloaded with it.
+        grid: Programs, in three extents.
+        tensors: The first arguments.
+        rest: The others, with the constants.
+        described: Which of the tensors are passed as descriptors.
+    """
+
+    def read() -> tuple[Any, Described, _Passed | None]:
+        launch = launcher_in_c(compiled, len(described))
+        passed = None if launch is None else _Passed(compiled, launch, tensors, len(rest), described)
+        return compiled, described, passed  # the first two are kept, so that nothing else has their identity
+
+    key = id(compiled), len(rest), *(item for i, form in described.items() for item in (i, id(form)))
+    passed = _known.get(key, read)[2]
+    return None if passed is None else Straight(passed, grid, rest)

@@ -30,17 +30,16 @@ def tiles_of(windows: HeadWindows | None, kv_heads: int, length: int, batch: int
         batch: Sequences.
     """
     from adaattn_hf.backends.triton import hopper
-    from adaattn_hf.backends.triton.tables import work_of
+    from adaattn_hf.backends.triton.tables import Kind, work_of
 
     structure = CallStructure(batch, length, length, causal=True)
     warps = hopper.warps_of(_DIM, _GROUPS, windows is not None)
     if warps is None:
         raise ValueError(f"heads of {_DIM} channels: got no kernel for Hopper, expected one")
     pieces = 1 if windows is None else 2
-    work = work_of(
-        "queries", structure, structure.segments() or (), windows, kv_heads, (warps.rows, warps.columns // pieces),
-        torch.device("cpu"), parts=_GROUPS // warps.together, pieces=pieces, programs=_PROGRAMS,
-    )  # fmt: skip
+    tile, parts = (warps.rows, warps.columns // pieces), _GROUPS // warps.together
+    kind = Kind("queries", tile, kv_heads, torch.device("cpu"), parts, pieces, _PROGRAMS)
+    work = work_of(kind, structure, structure.segments() or (), windows)
     entries = (work.again() or work).tables.entries.numpy()
     none = np.full((-len(entries) % _PROGRAMS, 3), -1, dtype=entries.dtype)
     items = np.concatenate([entries, none]).reshape(-1, _PROGRAMS, 3)

@@ -23,6 +23,7 @@ from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
 from adaattn_hf.backends.choice import launch as choice  # noqa: E402
 from adaattn_hf.backends.remembered import Remembered  # noqa: E402
+from adaattn_hf.backends.repeats import as_if_repeated  # noqa: E402
 from adaattn_hf.backends.triton import blocks, dealing, hopper, launch, prefill, tables  # noqa: E402
 from adaattn_hf.backends.windows import ALL  # noqa: E402
 
@@ -105,6 +106,33 @@ def shapes(least: int = 1, most: int = 400) -> Any:
     )
 
 
+def _dealt(entries: NDArray[np.int32], costs: NDArray[np.int64], *rest: Any) -> NDArray[np.int32]:
+    """Of one table."""
+    (items,) = dealing.dealt(entries[None], costs[None], *rest)
+    return np.asarray(items)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=300))
+def test_equal_keys_are_ordered_by_their_places(keys: list[int]) -> None:
+    found = dealing.ordered(np.array([keys, keys[::-1]]))
+    assert found.tolist() == [np.argsort(one, kind="stable").tolist() for one in (keys, keys[::-1])]
+
+
+@given(shapes(), st.integers(1, 4), st.booleans())
+def test_tables_that_are_dealt_out_together_are_those_dealt_out_alone(
+    shape: tuple[int, int, int, int], tables: int, evenly: bool
+) -> None:
+    """But for columns that have nothing more to do."""
+    count, parts, programs, seed = shape
+    costs = -np.sort(-np.random.default_rng(seed).integers(1, 1000, (tables, count)), axis=1)
+    entries = np.stack([np.arange(count)] * 3, axis=1).astype(np.int32)
+    together = dealing.dealt(np.stack([entries] * tables), costs, parts, programs, evenly)
+    for items, cost in zip(together, costs, strict=True):
+        alone = _dealt(entries, cost, parts, programs, evenly)
+        assert items[: len(alone)].tolist() == alone.tolist()
+        assert (items[len(alone) :, 2] == -1).all()
+
+
 @given(shapes(), st.booleans())
 def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int], evenly: bool) -> None:
     count, parts, programs, seed = shape
@@ -112,7 +140,7 @@ def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int], evenly
     entries = np.stack([np.arange(count), 64 * np.arange(count), np.arange(count) % 3], axis=1).astype(
         np.int32
     )
-    items = dealing.dealt(entries, costs, parts, programs, evenly)
+    items = _dealt(entries, costs, parts, programs, evenly)
     assert items.dtype == np.int32
     expected = {(i, 64 * i, i % 3 * parts + part) for i in range(count) for part in range(parts)}
     found = [tuple(item) for item in items.tolist() if item[2] >= 0]
@@ -130,7 +158,7 @@ def test_columns_come_to_about_the_same(shape: tuple[int, int, int, int], evenly
     costs = np.sort(random.choice([8, 60, 64], count) * random.integers(1, 9, count))[::-1]
     entries = np.stack([np.arange(count)] * 3, axis=1).astype(np.int32)
     programs = 24
-    items = dealing.dealt(entries, costs, parts, programs, evenly)
+    items = _dealt(entries, costs, parts, programs, evenly)
     of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, programs).sum(0)
     assert of.max() <= costs.sum() * parts / programs + costs.max()
 
@@ -138,7 +166,7 @@ def test_columns_come_to_about_the_same(shape: tuple[int, int, int, int], evenly
 def _fullest(costs: NDArray[np.int64]) -> float:
     """What the fullest of 132 columns has, in means of all."""
     entries = np.stack([np.arange(len(costs))] * 3, axis=1).astype(np.int32)
-    items = dealing.dealt(entries, costs, 1, 132, True)
+    items = _dealt(entries, costs, 1, 132, True)
     of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, 132).sum(0)
     return float(of.max() * 132 / costs.sum())
 
@@ -174,12 +202,10 @@ def test_items_whose_window_leaves_keys_out_cost_more(monkeypatch: pytest.Monkey
     structure = causal(1000)
     segments = structure.segments() or ()
     for windows, pieces in ((None, 1), (((ALL, 0), (256, 16)), 2)):
-        work = tables.work_of(
-            "queries", structure, segments, windows, 2, (64, 128 // pieces), torch.device("cpu"),
-            parts=1, pieces=pieces, programs=132,
-        )  # fmt: skip
+        kind = tables.Kind("queries", (64, 128 // pieces), 2, torch.device("cpu"), 1, pieces, 132)
+        work = tables.work_of(kind, structure, segments, windows)
         assert work.tables.entries.dtype == torch.int32
-    (entries, plain), (others, windowed) = seen
+    (entries, plain), (others, windowed) = ((one[0], two[0]) for one, two in seen)
     read = dict(zip(map(tuple, entries.tolist()), plain.tolist(), strict=True))
     for (segment, first, head), cost in zip(others.tolist(), windowed.tolist(), strict=True):
         left_out = head == 1 and first >= 256
@@ -204,6 +230,7 @@ def test_items_are_dealt_out_evenly_once_launches_come_again(
     """Not in a graph that is captured, whose launches go on by the table that they know."""
     capturing = Capturing()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    monkeypatch.setattr(prefill, "_COMES_AGAIN", 4)
     request = drawn(causal(N + 64), 64, 6)
     for turn in range(8):
         capturing.now = turn == 3
@@ -221,6 +248,24 @@ def test_items_are_dealt_out_evenly_once_launches_come_again(
     assert gone() is not None
 
 
+def test_calls_that_stand_for_hundreds_are_dealt_out_evenly_at_once(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Timed ones do; in a graph that is captured the next call has to."""
+    capturing = Capturing()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    request = drawn(causal(N + 64), 64, 6)
+    launch.attend(request)
+    with as_if_repeated():
+        capturing.now = True
+        launch.attend(request)
+        capturing.now = False
+        launch.attend(request)
+    launch.attend(request)
+    first, captured, later, last = (_loads(arguments[9]).max() for *_, arguments in launched)
+    assert first == captured > later == last
+
+
 def test_a_call_for_hopper_makes_no_tables_of_the_other_kernel(
     launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,11 +274,12 @@ def test_a_call_for_hopper_makes_no_tables_of_the_other_kernel(
     placed = tables._placed
 
     def noted(segments: Any, entries: Any, *rest: Any) -> Any:
-        made.append(len(entries))
+        made.append(entries.shape[1])
         return placed(segments, entries, *rest)
 
     monkeypatch.setattr(tables, "_placed", noted)
     monkeypatch.setattr(tables, "_made", Remembered(256))
+    monkeypatch.setattr(tables, "_lately", {})
     request = drawn(causal(), 64, 6)
     launch.attend(request)
     launch.attend(request)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from adaattn_hf.attention.structure import CallStructure, Segment
+from adaattn_hf.backends.remembered import Remembered
 from adaattn_hf.backends.triton import tables
 from adaattn_hf.backends.triton.reads import Blocks
 from adaattn_hf.backends.windows import ALL
@@ -63,10 +66,73 @@ def test_layers_whose_windows_differ_share_their_blocks(monkeypatch: pytest.Monk
             return super()._of_queries(window, sinks)
 
     monkeypatch.setattr(tables, "Blocks", Noted)
+    monkeypatch.setattr(tables, "_lately", {})
+    monkeypatch.setattr(tables, "_made", Remembered(256))
     structure = CallStructure(1, 1003, 1003, causal=True)
     segments = structure.segments() or ()
     narrow, wide = (100, 4), (300, 4)
+    kind = tables.Kind("queries", (64, 64), 2, torch.device("cpu"))
     for windows in ((narrow, wide), (wide, narrow), (wide, (ALL, 0)), None):
-        work = tables.work_of("queries", structure, segments, windows, 2, (64, 64), torch.device("cpu"))
+        work = tables.work_of(kind, structure, segments, windows)
         assert len(work.tables.entries) == work.count == 32
     assert made == [narrow, wide, (ALL, 0)]
+
+
+def test_tables_of_a_new_length_are_made_together_for_all_windows_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And are those that each layer would have had alone."""
+    together: list[int] = []
+    make = tables.Sheet.make
+
+    def noted(sheet: tables.Sheet, windows: Any, evenly: bool = False) -> Any:
+        together.append(len(windows))
+        return make(sheet, windows, evenly)
+
+    monkeypatch.setattr(tables.Sheet, "make", noted)
+    monkeypatch.setattr(tables, "_lately", {})
+    monkeypatch.setattr(tables, "_made", Remembered(256))
+    layers = [((100, 4), (300, 4)), ((300, 4), (ALL, 0)), None, ((5, 0), (1000, 16))]
+    for dealt in ((), (1, 2, 12)):
+        kind = tables.Kind("queries", (64, 64), 2, torch.device("cpu"), *dealt)
+        for n in (1003, 2050, 1531):
+            structure = CallStructure(1, n, n, causal=True)
+            segments = structure.segments() or ()
+            del together[:]
+            for windows in layers:
+                work = tables.work_of(kind, structure, segments, windows)
+                (alone,) = make(work._sheet, [windows])
+                found = work.tables
+                assert not any(table.data_ptr() % 16 for table in found)
+                assert found.segments.tolist() == alone.segments.tolist()
+                assert windows is None or found.rules.tolist() == alone.rules.tolist()
+                count = len(alone.entries)
+                assert found.entries[:count].tolist() == alone.entries.tolist()
+                assert (found.entries[count:, 2] == -1).all()
+            assert together == ([1] * 4 if n == 1003 else [4])
+
+
+def test_windows_that_nobody_asks_for_any_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_lately", {})
+    monkeypatch.setattr(tables, "_made", Remembered(256))
+    monkeypatch.setattr(tables, "_MOST_WINDOWS", 3)
+    kind = tables.Kind("queries", (64, 64), 1, torch.device("cpu"))
+    for n in (100, 200):
+        structure = CallStructure(1, n, n, causal=True)
+        for window in (10, 20, 30, 40, 20):
+            assert tables.work_of(kind, structure, structure.segments() or (), ((window, 0),)).tables
+    assert list(tables._lately[kind]) == [((20, 0),), ((30, 0),), ((40, 0),)]
+
+
+def test_tables_of_many_entries_are_made_as_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of another plan are not to keep a long prompt waiting, nor to take memory."""
+    monkeypatch.setattr(tables, "_lately", {})
+    monkeypatch.setattr(tables, "_made", Remembered(256))
+    monkeypatch.setattr(tables, "_TOGETHER", 8)
+    kind = tables.Kind("queries", (64, 64), 1, torch.device("cpu"))
+    for n in (640, 512):
+        structure = CallStructure(1, n, n, causal=True)
+        for window in (10, 20):
+            work = tables.work_of(kind, structure, structure.segments() or (), ((window, 0),))
+            assert work.tables
+            assert len(work._sheet._made) == (1 if window == 10 else 2)

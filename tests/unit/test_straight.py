@@ -76,6 +76,19 @@ def of_3_7(log: list[Any], signature: dict[str, str]) -> Compiled:
     return Compiled(log, Together(), signature)
 
 
+def straight_of(
+    compiled: Compiled,
+    grid: tuple[int, ...],
+    tensors: tuple[Tensor, ...],
+    rest: tuple[Any, ...],
+    described: straight.Described,
+) -> straight.Straight:
+    """Of a kernel that has a launcher in C."""
+    found = straight.straight_of(compiled, grid, tensors, rest, described)
+    assert found is not None
+    return found
+
+
 ALL = pytest.mark.parametrize("make", [installed, of_3_6, of_3_7])
 
 
@@ -95,7 +108,7 @@ def test_passes_what_triton_passes(make: Made, encoded: list[int], described: st
     compiled = make(log, kinds)
     assert straight.launcher_in_c(compiled, len(described)) is not None
     sets = [drawn() for _ in range(3)]
-    again = straight.Straight(compiled, GRID, sets[0], REST, described)
+    again = straight_of(compiled, GRID, sets[0], REST, described)
     for _ in range(2):
         for tensors in sets:
             at = addresses(tensors)
@@ -112,7 +125,7 @@ def test_passes_what_triton_passes(make: Made, encoded: list[int], described: st
 def test_another_stream_is_heard(make: Made, encoded: list[int]) -> None:
     log: list[Any] = []
     tensors = drawn()
-    again = straight.Straight(make(log, KINDS), GRID, tensors, REST, of_tiles())
+    again = straight_of(make(log, KINDS), GRID, tensors, REST, of_tiles())
     for stream in (70, 71, 0):
         again(stream, tensors, addresses(tensors))
     assert [passed[3] for passed in log] == [70, 71, 0]
@@ -123,7 +136,7 @@ def test_launches_share_no_arguments(make: Made, encoded: list[int]) -> None:
     """Two threads may launch at once: what one has put together is not changed by the other."""
     log: list[Any] = []
     sets = [drawn() for _ in range(3)]
-    again = straight.Straight(make(log, KINDS), GRID, sets[0], REST, of_tiles())
+    again = straight_of(make(log, KINDS), GRID, sets[0], REST, of_tiles())
     for tensors in sets:
         again(70, tensors, addresses(tensors))
     passed = [one[-1] if isinstance(one[-1], list) else one for one in log]
@@ -133,7 +146,7 @@ def test_launches_share_no_arguments(make: Made, encoded: list[int]) -> None:
 @ALL
 def test_an_address_is_encoded_once(make: Made, encoded: list[int]) -> None:
     tensors, others = drawn(), drawn()
-    again = straight.Straight(make([], KINDS), GRID, tensors, REST, of_tiles())
+    again = straight_of(make([], KINDS), GRID, tensors, REST, of_tiles())
     del encoded[:]
     for _ in range(3):
         again(70, tensors, addresses(tensors))
@@ -151,11 +164,44 @@ def test_an_address_is_encoded_once_for_all_kernels_with_the_same_tiles(
 ) -> None:
     """Layers with windows of their own launch variants and tables of their own, over keys at the same places."""
     tensors, described = drawn(), of_tiles()
-    first, second = (straight.Straight(make([], KINDS), GRID, tensors, REST, described) for _ in range(2))
+    first, second = (straight_of(make([], KINDS), GRID, tensors, REST, described) for _ in range(2))
     first(70, tensors, addresses(tensors))
     del encoded[:]
     second(70, tensors, addresses(tensors))
     assert not encoded
+
+
+@ALL
+def test_launches_that_differ_in_grid_and_tables_are_read_off_once(
+    make: Made, encoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer of a plan has its own, and a prompt of a new length waits for all of them."""
+    read: list[int] = []
+    launcher_in_c = straight.launcher_in_c
+
+    def noted(compiled: Any, descriptors: int) -> Any:
+        read.append(descriptors)
+        return launcher_in_c(compiled, descriptors)
+
+    monkeypatch.setattr(straight, "launcher_in_c", noted)
+    log: list[Any] = []
+    compiled, tensors, described = make(log, KINDS), drawn(), of_tiles()
+    for grid, rest in ((GRID, REST), ((7, 3, 1), (1 << 41, 0.5, 1)), (GRID, (1 << 42, 0.25, 1))):
+        again = straight_of(compiled, grid, tensors, rest, described)
+        at = addresses(tensors)
+        compiled[grid](*straight.with_descriptors(described, tensors, at), *rest, stream=70)
+        again(70, tensors, at)
+        by_triton, past = log[-2:]
+        assert without_hooks(by_triton) == without_hooks(past)
+    assert read == [2]
+    straight_of(compiled, GRID, tensors, REST, of_tiles())  # of tensors of another shape
+    straight_of(make([], KINDS), GRID, tensors, REST, described)
+    assert read == [2, 2, 2]
+
+
+def test_a_kernel_without_a_launcher_in_c_is_left_to_triton() -> None:
+    compiled = Compiled([], Other(), KINDS)
+    assert straight.straight_of(compiled, GRID, drawn(), REST, of_tiles()) is None
 
 
 def test_no_more_addresses_are_kept_than_are_asked_for(
@@ -164,19 +210,19 @@ def test_no_more_addresses_are_kept_than_are_asked_for(
     monkeypatch.setattr(straight, "_MOST", 4)
     log: list[Any] = []
     first, *sets = [drawn() for _ in range(11)]
-    again = straight.Straight(of_3_6(log, KINDS), GRID, first, REST, of_tiles())
+    again = straight_of(of_3_6(log, KINDS), GRID, first, REST, of_tiles())
     for tensors in sets:
         again(70, tensors, addresses(tensors))
         assert [one for one in log[-1] if isinstance(one, PyCUtensorMap)] == [
             PyCUtensorMap(tensors[place].data_ptr()) for place in (1, 2)
         ]
-    assert all(len(kept) <= 4 for _, _, kept in again._kept)
+    assert all(len(kept) <= 4 for _, _, kept in again._maps)
 
 
 @ALL
 def test_keeps_no_tensor(make: Made, encoded: list[int]) -> None:
     tensors = drawn()
-    again = straight.Straight(make([], KINDS), GRID, tensors, REST, of_tiles())
+    again = straight_of(make([], KINDS), GRID, tensors, REST, of_tiles())
     again(70, tensors, addresses(tensors))
     kept = [weakref.ref(tensor) for tensor in tensors]
     gc.disable()

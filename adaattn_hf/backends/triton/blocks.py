@@ -19,7 +19,7 @@ from .bulk import bulk_of
 from .kept import over_lists
 from .prefill import blank
 from .sizes import Tile, padded, scale_of
-from .tables import MOST_ENTRIES, Work, silent_runs, work_of
+from .tables import MOST_ENTRIES, Kind, Work, silent_runs, work_of
 
 launch_over_lists = Launcher(over_lists)
 
@@ -96,16 +96,8 @@ def walk_of(
     key, structure, block = request.key, request.structure, rules.block
     bits = chosen_bits(request, rules, segments)
     tile = lists_tile(max(padded(request.query.shape[3]), padded(request.value.shape[3])), block)
-    work = work_of(
-        "queries",
-        structure,
-        segments,
-        windows,
-        key.shape[1],
-        (tile.rows, tile.columns),
-        key.device,
-        silent=silent_runs(structure, segments),
-    )
+    kind = Kind("queries", (tile.rows, tile.columns), key.shape[1], key.device)
+    work = work_of(kind, structure, segments, windows, silent_runs(structure, segments))
     blocks = -(-key.shape[2] // block)
     lists = lists_of(
         bits, work.tables.segments, work.tables.entries, work.tables.rules if windows else None,

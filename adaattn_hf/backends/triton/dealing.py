@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
+
+Number = TypeVar("Number", np.int32, np.int64)
 
 _BESIDE_TILES, _EDGE_TILES = 1, 1
 """Tiles that could be computed in the time in which an item begins and ends, about, on an H200, and in that which its
@@ -27,73 +31,110 @@ def uneven(items: int, programs: int) -> bool:
     return programs < items <= _FEW_TURNS * programs
 
 
+def ordered(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Places along the last axis in the order of keys that are not negative; equal ones keep theirs.
+
+    As numpy's `argsort` finds them, several times as fast: numbers are sorted with their places in the lowest bits.
+    """
+    bits = max(keys.shape[-1] - 1, 1).bit_length()
+    order: NDArray[np.int64] = np.sort((keys << bits) | np.arange(keys.shape[-1])) & ((1 << bits) - 1)
+    return order
+
+
+def taken(among: NDArray[Number], places: NDArray[np.int64]) -> NDArray[Number]:
+    """What is at places `[tables or 1, n]` of each table `[tables, items, …]`; faster than `np.take_along_axis`."""
+    tables, width = among.shape[:2]
+    flat = among.reshape(tables * width, *among.shape[2:])
+    found: NDArray[Number] = flat[places + np.arange(tables)[:, None] * width]
+    return found
+
+
 def dealt(
     entries: NDArray[np.int32], costs: NDArray[np.int64], parts: int, programs: int, evenly: bool
 ) -> NDArray[np.int32]:
     """The items of all entries, in rows of as many as there are programs: each computes a column.
 
     Args:
-        entries: `[entries, 3]`: segment, first row, key/value head; those of most cost come about first.
-        costs: `[entries]`, in tiles, `beside_tiles` counted.
+        entries: `[tables, entries, 3]`: segment, first row, key/value head; those of most cost come about first.
+        costs: `[tables, entries]`, in tiles, `beside_tiles` counted.
         parts: Items of an entry, numbered on from those of the head before.
         programs: Columns.
         evenly: Exchange items of few turns until programs end together, which takes several times as long: as long as
             some hundred launches gain by it.
 
     Returns:
-        `[items, 3]`: segment, first row, number of the part, -1 where a column has no further item.
+        `[tables, items, 3]`: segment, first row, number of the part, -1 where a column has no further item.
     """
-    items, cost = entries, costs
-    if parts > 1:
-        items, cost = entries.repeat(parts, axis=0), costs.repeat(parts)
-        items[:, 2] = items[:, 2] * parts + np.tile(np.arange(parts, dtype=np.int32), len(entries))
-    if len(items) <= programs:
-        return items
-    none = np.array([0, 0, -1], dtype=np.int32)
-    if not uneven(len(items), programs):
+    tables, count = len(costs), costs.shape[1] * parts
+    if count <= programs:
+        slots = np.arange(count)[None]
+    elif not uneven(count, programs):
         # every other row is turned round, so that columns come to about the same
-        missing = -len(items) % programs
-        rows = np.concatenate([items, np.tile(none, (missing, 1))]).reshape(-1, programs, 3)
-        rows[1::2] = rows[1::2, ::-1].copy()
-        return rows.reshape(-1, 3)
-    order = np.argsort(-cost, kind="stable")
-    items, cost = items.take(order, axis=0), cost[order]
-    # items of the same cost, told apart: an exchange has something to gain then, where whole tiles would leave nothing
-    cost = cost * (4 * _TIES) + np.arange(len(cost)) % _TIES
-    column = _columns(cost, programs, _MOST_SWAPS if evenly else 0)
-    counts = np.bincount(column, minlength=programs)
-    order = np.argsort(column, kind="stable")
-    place = np.arange(len(items)) - np.repeat(counts.cumsum() - counts, counts)
-    rows = np.empty((int(counts.max()) * programs, 3), dtype=np.int32)
-    rows[:] = none
-    rows[place * programs + column[order]] = items.take(order, axis=0)
+        slots = np.arange(count + -count % programs).reshape(-1, programs)
+        slots[1::2] = slots[1::2, ::-1].copy()
+        slots = np.minimum(slots.reshape(1, -1), count)
+    else:
+        slots = _slots(costs.repeat(parts, axis=1), programs, evenly)
+    # items by entry and part; behind all entries comes the one of no work
+    none = np.broadcast_to(np.array([0, 0, -1], dtype=np.int32), (tables, 1, 3))
+    rows = taken(np.concatenate([entries, none], axis=1), slots // parts)
+    if parts > 1:
+        rows[..., 2] = np.where(slots < count, rows[..., 2] * parts + slots % parts, -1)
     return rows
 
 
-def _columns(cost: NDArray[np.int64], programs: int, swaps: int) -> NDArray[np.int64]:
-    """A column for each item, those of most cost first; exchanges leave the fullest one little more than the others."""
-    loads, column = np.zeros(programs, dtype=np.int64), np.empty(len(cost), dtype=np.int64)
+def _slots(cost: NDArray[np.int64], programs: int, evenly: bool) -> NDArray[np.int64]:
+    """The numbers of items `[tables, items]` in rows of as many as there are programs; as many as items are is none."""
+    tables, count = cost.shape
+    order = ordered(cost.max() - cost)
+    # items of the same cost, told apart: an exchange has something to gain then, where whole tiles would leave nothing
+    cost = taken(cost, order) * (4 * _TIES) + np.arange(count) % _TIES
+    column, loads = _columns(cost, programs)
+    if evenly:
+        for of_table in zip(cost, column, loads, strict=True):
+            _exchange(*of_table)
+    by_column = ordered(column)
+    column, numbers = taken(column, by_column), np.arange(tables)[:, None]
+    counts = np.bincount((column + numbers * programs).ravel(), minlength=tables * programs).reshape(
+        tables, -1
+    )
+    row = np.arange(count) - taken(counts.cumsum(1) - counts, column)
+    slots = np.full((tables, int(counts.max()) * programs), count)
+    slots[numbers, row * programs + column] = taken(order, by_column)
+    return slots
+
+
+def _columns(cost: NDArray[np.int64], programs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """A column for each item `[tables, items]`, those of most cost first, and what all columns come to."""
+    loads, column = np.zeros((len(cost), programs), dtype=np.int64), np.empty_like(cost)
+    numbers = np.arange(len(cost))[:, None]
     # half a row at a time, the longest item to the column that has least to do
     step = max(programs // 2, 1)
-    for begin in range(0, len(cost), step):
-        some = cost[begin : begin + step]
-        least = np.argsort(loads, kind="stable")[: len(some)]
-        loads[least] += some
-        column[begin : begin + step] = least
-    # then an item of the fullest column for a shorter one of another, as long as the larger sum falls by enough
-    mean = cost.sum() / programs
-    for _ in range(swaps):
+    for begin in range(0, cost.shape[1], step):
+        some = cost[:, begin : begin + step]
+        least = ordered(loads)[:, : some.shape[1]]
+        loads[numbers, least] += some
+        column[:, begin : begin + step] = least
+    return column, loads
+
+
+def _exchange(cost: NDArray[np.int64], column: NDArray[np.int64], loads: NDArray[np.int64]) -> None:
+    """Has an item of the fullest column and a shorter one of another change places while that relieves it by enough.
+
+    Columns of items and what they come to are changed in place, for one table.
+    """
+    mean = cost.sum() / len(loads)
+    for _ in range(_MOST_SWAPS):
         fullest = int(loads.argmax())
         if loads[fullest] <= _EVEN * mean:
-            break
+            return
         mine = np.flatnonzero(column == fullest)
         less = cost[mine, None] - cost
         larger = np.maximum(loads[fullest] - less, loads[column] + less)
         larger[:, mine] = loads[fullest]
         best = int(larger.argmin())
         if larger.flat[best] > loads[fullest] - _WORTH * mean:
-            break
+            return
         one, other = int(mine[best // len(cost)]), best % len(cost)
         loads[[fullest, column[other]]] += cost[[other, one]] - cost[[one, other]]
         column[[one, other]] = column[[other, one]]
-    return column

@@ -14,13 +14,14 @@ from ...attention.request import AttentionRequest, AttentionResult, other_device
 from ...attention.structure import Segment
 from ..launcher import BYTES, Launcher, aligned
 from ..relaunch import Relaunch
+from ..repeats import asked
 from ..windows import HeadWindows
 from . import hopper
 from .bulk import BulkForm, bulk_form
 from .forward import forward
 from .reads import ends_with_tiles
 from .sizes import Tile, padded, scale_of
-from .tables import Work, silent_runs, work_of
+from .tables import Kind, Work, silent_runs, work_of
 
 launch_forward = Launcher(forward)
 
@@ -29,8 +30,10 @@ _BULK_EDGES = True
 # Products of numbers from which on a call has the copy engine bring its tiles. Smaller calls gain less by it (4 to 6 us
 # on an H200 at 5e9) than the host takes to describe keys and values at addresses that it has not met (some 15 us).
 _LEAST_PRODUCTS = 1 << 33
-_COMES_AGAIN = 4
-"""Launches behind which programs are to end together: prompts of a length that is met once do not wait for that."""
+_COMES_AGAIN = 256
+"""Launches behind which programs are to end together. To find out who computes what takes the host 0.3 to 3 ms for each
+layer of a plan, or once for exact ones, and saves the device some 10 us a launch: lengths that are met a few times, as
+prompts are, would wait for it in vain."""
 _K_BULK, _V_BULK = 3, 4
 """Where a kernel takes keys and values for the copy engine."""
 
@@ -110,11 +113,8 @@ class Prefill:
             pieces: int = 1,
             programs: int = 0,
         ) -> Work:
-            return work_of(
-                "queries", structure, runs, windows, kv_heads, (rows, columns), query.device,
-                silent=() if parts and runs is not segments else silent,
-                parts=parts, pieces=pieces, programs=programs,
-            )  # fmt: skip
+            kind = Kind("queries", (rows, columns), kv_heads, query.device, parts, pieces, programs)
+            return work_of(kind, structure, runs, windows, () if parts and runs is not segments else silent)
 
         tile = forward_tile(max(padded(dim), padded(value_dim)), windows is not None)
         table = work(segments, tile.rows, tile.columns)
@@ -182,7 +182,7 @@ class Prefill:
     ) -> None:
         """Writes output and log-sum-exp: one launch over all segments and heads, several for very many documents."""
         self._left -= 1
-        if not self._left:
+        if not self._left or asked():
             self._deal_again()
         q_at, k_at, v_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
         even = not (q_at | k_at | v_at) % BYTES
@@ -212,7 +212,7 @@ class Prefill:
         if way is None or work is None:
             return
         if torch.cuda.is_current_stream_capturing():  # nothing can be copied to the device now
-            self._left = 1
+            self._left = max(self._left, 1)
             return
         launches = tuple(
             (grid, items, last) for (grid, _, last), items in zip(way.launches, work.launches(), strict=True)

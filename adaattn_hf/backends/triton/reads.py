@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...attention.structure import Segment
+from .dealing import ordered, taken
 
 _RANKS = 16
 """Classes of cost, from none to the largest, within which entries are ordered by head."""
@@ -67,29 +68,26 @@ class Blocks:
         read: NDArray[np.int64] = np.maximum(stop - start, 0)
         return read
 
-    def longest_first(
-        self, costs: Sequence[NDArray[np.int64]]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def longest_first(self, costs: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Entries of all heads and their costs, those of most first.
 
         Entries of about the same cost are ordered by head: programs that run at the same time then read the same keys.
 
         Args:
-            costs: What `read` returned for each key/value head.
+            costs: `[tables, kv_heads, blocks]`, what `read` returned for each head.
 
         Returns:
-            `[entries, 3]`: segment, first row, key/value head; and `[entries]`.
+            `[tables, entries, 3]`: segment, first row, key/value head; and `[tables, entries]`.
         """
-        cost, count = np.concatenate(costs), max(len(self.segment), 1)
-        most = int(cost.max(initial=0))
+        tables, heads, count = costs.shape
+        cost = costs.reshape(tables, -1)
+        most = cost.max(axis=1, initial=0, keepdims=True)
         # one number says class, head and cost in turn, as it sorts faster than three
-        head = np.arange(len(cost)) // count
-        rank = _RANKS - cost * _RANKS // max(most, 1)
-        order = np.argsort((rank * len(costs) + head) * (most + 1) - cost, kind="stable")
-        block = order % count
-        entries = np.empty((len(cost), 3), dtype=np.int32)
-        entries[:, 0], entries[:, 1], entries[:, 2] = self.segment[block], self.first[block], head[order]
-        return entries, cost[order]
+        rank = _RANKS - cost * _RANKS // np.maximum(most, 1)
+        order = ordered((rank * heads + np.arange(heads).repeat(count)) * (most + 1) + (most - cost))
+        places = np.empty((heads, count, 3), dtype=np.int32)
+        places[..., 0], places[..., 1], places[..., 2] = self.segment, self.first, np.arange(heads)[:, None]
+        return places.reshape(-1, 3)[order], taken(cost, order)
 
 
 def ends_with_tiles(

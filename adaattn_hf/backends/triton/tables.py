@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...attention.structure import CallStructure, Segment
 from ..capability import GRID
+from ..launcher import BYTES
 from ..remembered import Remembered
 from ..windows import ALL, HeadWindows
 from .dealing import beside_tiles, dealt, uneven
@@ -21,7 +22,12 @@ from .reads import Blocks
 
 _made = Remembered(256)
 """Tables of the last few kinds of calls, so that calls of one shape make theirs once."""
-
+_lately: dict[Kind, dict[HeadWindows | None, None]] = {}
+"""By kind, the windows whose tables were asked for, the last ones at the end."""
+_MOST_WINDOWS, _TOGETHER = 64, 1 << 16
+"""How many of them are kept, and entries of all tables that are made together: more of them take as long alone."""
+_ALIGNED = BYTES // 4
+"""Numbers at whose multiples each table begins."""
 
 MOST_ENTRIES = GRID // 4 * 4
 """Entries of one launch; those of the next one begin at a multiple of 16 bytes, too."""
@@ -42,37 +48,61 @@ class Tables(NamedTuple):
     rules: Tensor
 
 
+class Kind(NamedTuple):
+    """What tables depend on beside runs and windows; layers of a plan differ in their windows alone.
+
+    Attributes:
+        of: What the blocks are of.
+        blocks: Queries and keys per tile, or keys per piece of one.
+        kv_heads: Key/value heads.
+        device: Where the tables go.
+        parts: Items that an entry is told as, by `dealt`; 0 for none.
+        pieces: Of a tile.
+        programs: That compute the items in turn.
+    """
+
+    of: Literal["queries", "keys"]
+    blocks: tuple[int, int]
+    kv_heads: int
+    device: torch.device
+    parts: int = 0
+    pieces: int = 1
+    programs: int = 0
+
+
 class Work:
     """What is to be done by a launch, and its tables, which are made where they are asked for."""
 
-    def __init__(
-        self,
-        count: int,
-        read: int,
-        ends: bool,
-        make: Callable[[], Tables],
-        evenly: Callable[[], Tables] | None = None,
-    ) -> None:
-        """Of work whose tables are made at first use.
+    def __init__(self, sheet: Sheet, windows: HeadWindows | None, evenly: bool = False) -> None:
+        """Of a launch.
 
         Args:
-            count: Entries.
-            read: What all entries read, in keys for blocks of queries and in queries for blocks of keys.
-            ends: Whether every segment's keys end with one of their tiles or with the tensor.
-            make: Makes the tables.
-            evenly: Makes them with items that are dealt out evenly, where that is another thing.
+            sheet: Of its runs.
+            windows: Of `head_windows`.
+            evenly: Whether items are dealt out evenly.
         """
-        self.count, self.read, self.ends = count, read, ends
-        self._make, self._evenly = make, evenly
+        kind, found = sheet.kind, sheet.found
+        rules = windows or ((ALL, 0),) * kind.kv_heads
+        self.count = len(found.segment) * len(rules)
+        """Entries."""
+        self.read = sum(found.read(*rule)[1] for rule in rules)
+        """What all entries read, in keys for blocks of queries and in queries for blocks of keys."""
+        self.ends = found.ends
+        """Whether every segment's keys end with one of their tiles or with the tensor."""
+        self._sheet, self._windows, self._evenly = sheet, windows, evenly
 
     @cached_property
     def tables(self) -> Tables:
         """On the device."""
-        return self._make()
+        if self._evenly:
+            return self._sheet.make([self._windows], evenly=True)[0]
+        return self._sheet.tables(self._windows)
 
     def again(self) -> Work | None:
         """The same work, dealt out evenly, for launches that come again; None where it is, or need not be."""
-        return None if self._evenly is None else Work(self.count, self.read, self.ends, self._evenly)
+        kind = self._sheet.kind
+        able = not self._evenly and kind.parts and uneven(self.count * kind.parts, kind.programs)
+        return Work(self._sheet, self._windows, evenly=True) if able else None
 
     def launches(self) -> tuple[Tensor, ...]:
         """The entries of each launch: of more than one for very many documents alone."""
@@ -80,63 +110,86 @@ class Work:
         return (entries,) if len(entries) <= MOST_ENTRIES else entries.split(MOST_ENTRIES)
 
 
+class Sheet:
+    """The tables of some runs for heads of different windows, made together for all windows that are in use.
+
+    A prompt of a length that was not met before needs one for each layer of a plan: its first layer has them made for
+    all whose windows earlier runs were asked for, in one go and one copy to the device.
+    """
+
+    def __init__(self, found: Blocks, kind: Kind) -> None:
+        """Of the blocks of some runs."""
+        self.found, self.kind = found, kind
+        self._made: dict[HeadWindows | None, Tables] = {}
+
+    def tables(self, windows: HeadWindows | None) -> Tables:
+        """Those for heads with windows of `head_windows`."""
+        lately = _lately.setdefault(self.kind, {})
+        lately.pop(windows, None)
+        lately[windows] = None  # the last ones at the end
+        if len(lately) > _MOST_WINDOWS:
+            del lately[next(iter(lately))]
+        if windows not in self._made:
+            each = max(len(self.found.segment) * self.kind.kv_heads, 1)
+            wanted = [one for one in reversed(lately) if one not in self._made][: max(_TOGETHER // each, 1)]
+            self._made.update(zip(wanted, self.make(wanted), strict=True))
+        return self._made[windows]
+
+    def make(self, windows: Sequence[HeadWindows | None], evenly: bool = False) -> list[Tables]:
+        """Tables for heads with each of some windows.
+
+        Args:
+            windows: Of `head_windows`.
+            evenly: Deal items out evenly; see `dealt`.
+        """
+        found, kind = self.found, self.kind
+        none = ((ALL, 0),) * kind.kv_heads
+        rules = [one or none for one in windows]
+        reads = np.array([[found.read(*rule)[0] for rule in one] for one in rules], dtype=np.int64)
+        entries, costs = found.longest_first(reads)
+        limits = np.array(rules)
+        if kind.parts:
+            stands = entries[..., 1] + found.runs[entries[..., 0], 5]
+            edges = stands >= np.take_along_axis(limits[..., 0], entries[..., 2], 1)
+            tiles = -(-costs // (kind.blocks[1] * kind.pieces)) + beside_tiles(edges)
+            entries = dealt(entries, tiles, kind.parts, kind.programs, evenly)
+        return _placed(found.runs, entries, limits, windows, kind.device)
+
+
 def work_of(
-    of: Literal["queries", "keys"],
+    kind: Kind,
     structure: CallStructure,
     segments: Sequence[Segment],
     windows: HeadWindows | None,
-    kv_heads: int,
-    blocks: tuple[int, int],
-    device: torch.device,
     silent: Sequence[Segment] = (),
-    parts: int = 0,
-    pieces: int = 1,
-    programs: int = 0,
 ) -> Work:
     """Blocks of queries, by the number of keys that they read, or of keys, by the number of queries that read them.
 
     Args:
-        of: What the blocks are of.
+        kind: Of the tables.
         structure: The call's.
         segments: Its runs, or some of them: of one structure always all, or parts that begin with different ones.
         windows: Of `head_windows`.
-        kv_heads: Key/value heads.
-        blocks: Queries and keys per tile, or keys per piece of one.
-        device: Where the tables go.
         silent: Runs of queries without keys, which come last; see `silent_runs`.
-        parts: Items that an entry is told as, by `dealt`; 0 for none.
-        pieces: Of a tile.
-        programs: That compute the items in turn.
     """
-    same = "triton", of, blocks, len(silent), len(segments), *segments[:1]
-    key = (*same, windows, kv_heads, device, parts, pieces, programs)
+    same = "triton", len(silent), len(segments), *segments[:1]
 
     def find() -> Work:
         runs = (*segments, *silent)
         causal, kv_len = structure.causal, structure.kv_len  # tables are not to keep the structure
 
-        def make() -> Work:
-            found = structure.cached(
-                ("blocks", *same), lambda: Blocks(of == "queries", causal, kv_len, runs, blocks)
-            )
-            reads = [found.read(*rule) for rule in windows or ((ALL, 0),) * kv_heads]
+        def blocks() -> Blocks:
+            return Blocks(kind.of == "queries", causal, kv_len, runs, kind.blocks)
 
-            def tables(evenly: bool) -> Tables:
-                entries, costs = found.longest_first([each for each, _ in reads])
-                if parts:
-                    stands = entries[:, 1] + found.runs[entries[:, 0], 5]
-                    edges = windows is not None and stands >= np.array(windows)[entries[:, 2], 0]
-                    tiles = -(-costs // (blocks[1] * pieces)) + beside_tiles(edges)
-                    entries = dealt(entries, tiles, parts, programs, evenly)
-                return _placed(found.runs, entries, windows, device)
+        def make() -> Sheet:
+            return Sheet(structure.cached(("blocks", kind.of, kind.blocks, *same), blocks), kind)
 
-            count, read = len(found.segment) * len(reads), sum(all_of_them for _, all_of_them in reads)
-            evenly = partial(tables, True) if parts and uneven(count * parts, programs) else None
-            return Work(count, read, found.ends, partial(tables, False), evenly)
+        sheet = structure.cached(
+            ("sheet", kind, *same), lambda: _made.get((kind, causal, kv_len, runs), make)
+        )
+        return Work(sheet, windows)
 
-        return _made.get((key, causal, kv_len, runs), make)
-
-    return structure.cached(key, find)
+    return structure.cached((kind, windows, *same), find)
 
 
 def silent_runs(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
@@ -157,11 +210,26 @@ def _silent(structure: CallStructure, segments: Sequence[Segment]) -> list[Segme
 
 
 def _placed(
-    segments: NDArray[np.int32], entries: NDArray[np.int32], windows: HeadWindows | None, device: torch.device
-) -> Tables:
-    """The tables in one copy to the device."""
-    rules = np.array(windows or (), dtype=np.int32).ravel()
-    parts = [segments.ravel(), entries.ravel(), rules]
-    table = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
-    a, b, c = table.split([len(part) for part in parts])
-    return Tables(a.view(-1, 6), b.view(-1, 3), c.view(-1, 2) if windows else b)
+    segments: NDArray[np.int32],
+    entries: NDArray[np.int32],
+    limits: NDArray[np.int64],
+    windows: Sequence[HeadWindows | None],
+    device: torch.device,
+) -> list[Tables]:
+    """The tables in one copy to the device, each of them at an address for which Triton compiles the same variant."""
+    numbers: list[NDArray[Any]] = [segments.reshape(1, -1), entries, limits]
+    flat = [one.reshape(len(one), -1) for one in numbers]
+    widths = [-(-one.shape[1] // _ALIGNED) * _ALIGNED for one in flat]
+    rooms = [np.zeros((len(one), width), dtype=np.int32) for one, width in zip(flat, widths, strict=True)]
+    for room, one in zip(rooms, flat, strict=True):
+        room[:, : one.shape[1]] = one
+    table = torch.from_numpy(np.concatenate([room.ravel() for room in rooms])).to(device, non_blocking=True)
+    runs, items, rules = (
+        part.view(-1, width)[:, : one.shape[1]].unbind(0)
+        for part, width, one in zip(table.split([room.size for room in rooms]), widths, flat, strict=True)
+    )
+    run = runs[0].view(-1, 6)
+    return [
+        Tables(run, item.view(-1, 3), item.view(-1, 3) if of is None else rule.view(-1, 2))
+        for item, rule, of in zip(items, rules, windows, strict=True)
+    ]

@@ -18,7 +18,7 @@ from .backward import of_keys, of_queries, prepare
 from .bulk import bulk_of
 from .prefill import attend_forward
 from .sizes import Tile, padded, scale_of
-from .tables import work_of
+from .tables import Kind, work_of
 
 launch_prepare, launch_of_keys, launch_of_queries = Launcher(prepare), Launcher(of_keys), Launcher(of_queries)
 
@@ -129,9 +129,8 @@ def _gradients(
         strides = (*query.stride(), *key.stride(), *value.stride(), *grad.stride())
         numbers = (*lse.stride()[:2], scale_of(scaling, softcap), scaling, softcap or 0.0)
         tile = keys_tile(max(pad, value_pad), windows is not None or len(segments) > batch)
-        work = work_of(
-            "keys", structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device
-        )
+        kind = Kind("keys", (tile.rows, tile.columns), kv_heads, query.device)
+        work = work_of(kind, structure, segments, windows)
         q_bulk, g_bulk = bulk_of(query, tile.rows), bulk_of(by_head, tile.rows)
         bulk = q_bulk is not None and g_bulk is not None
         asked = (
@@ -140,9 +139,8 @@ def _gradients(
         )  # fmt: skip
         launch_of_keys((work.count,), asked, {**facts, "BULK": bulk, **tile.constants()}, None)
         tile = queries_tile(max(pad, value_pad))
-        work = work_of(
-            "queries", structure, segments, windows, kv_heads, (tile.rows, tile.columns), query.device
-        )
+        kind = Kind("queries", (tile.rows, tile.columns), kv_heads, query.device)
+        work = work_of(kind, structure, segments, windows)
         for entries in work.launches():
             asked = (
                 query, key, value, grad, shift, sums, dq, work.tables.segments, entries, work.tables.rules, *strides,
