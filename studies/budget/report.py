@@ -296,6 +296,12 @@ def _seeds(study: dict[str, Any]) -> list[str]:
     ]
 
 
+NEW_LENGTH = (
+    "A length is new where no pass of it came before: tables of who computes what are made while the first one waits, "
+    "and the caching allocator may have to ask the device for memory."
+)
+
+
 def _commit(made: dict[str, Any]) -> str:
     """The commit that measured; a copy without git does not know its own."""
     return (made.get("commit") or "not known")[:9]
@@ -322,25 +328,35 @@ def _speed(speed: dict[str, Any]) -> list[str]:
         "",
     ]
     for level, title in (("attention", "attention of all layers"), ("model", "the whole model, one prefill")):
+        cells = speed.get(level, {})
+        news = any("new_length" in arm for arms in cells.values() for arm in arms.values())
+        ratios = ["times stock", "times our exact"]
+        both = [*ratios, *(f"{one}, of a new length" for one in ratios)] if news else ratios
         rows = []
-        for length, arms in speed.get(level, {}).items():
-            stock, exact = arms["stock sdpa"]["seconds"], arms["exact"]["seconds"]
+        for length, arms in cells.items():
             for name, arm in sorted(arms.items(), key=lambda item: -item[1]["seconds"]):
-                kl = loss(arm["kl"]) if "kl" in arm else ""
                 seconds = arm["seconds"]
-                watching = f"{arm['watching'] / seconds:.2%}" if "watching" in arm else ""
-                cells = [
-                    length,
-                    name,
-                    f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.4f}",
-                    f"{stock / seconds:.2f}",
-                    f"{exact / seconds:.2f}",
-                    kl,
-                ]
-                rows.append([*cells, watching])
-        head = ["length", title, "seconds", "times stock", "times our exact", "KL on this text", "watching"]
+                rows.append(
+                    [
+                        length,
+                        name,
+                        f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.4f}",
+                        *_times(arms, arm, "seconds"),
+                        *(_times(arms, arm, "new_length") if news else ()),
+                        loss(arm["kl"]) if "kl" in arm else "",
+                        f"{arm['watching'] / seconds:.2%}" if "watching" in arm else "",
+                    ]
+                )
+        head = ["length", title, "seconds", *both, "KL on this text", "watching"]
         lines += table(head, rows) if rows else []
+        if news:
+            lines += [NEW_LENGTH, ""]
     return lines
+
+
+def _times(arms: dict[str, Any], arm: dict[str, Any], what: str) -> list[str]:
+    """How many times as fast as stock and as our exact attention an arm is, where that was timed."""
+    return [f"{arms[one][what] / arm[what]:.2f}" if what in arm else "" for one in ("stock sdpa", "exact")]
 
 
 def _replay(replay: dict[str, Any]) -> list[str]:

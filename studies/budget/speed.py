@@ -223,6 +223,9 @@ def model_level(
 ) -> dict[str, dict[str, float]]:
     """Returns seconds of one prefill of the whole model to its last logits, per arm, and the KL of each plan there.
 
+    Beside a pass behind one of the same length stands one of a length that was not met before, `new_length`: each is
+    a few tokens shorter than the last.
+
     Args:
         model: Loaded with `attn_implementation="adaattn"`.
         plans: By name.
@@ -233,8 +236,8 @@ def model_level(
     """
     from adaattn_hf.calibration.arms import ModelArms
 
-    def call() -> Any:
-        return model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+    def call(length: int = tokens.shape[1]) -> Any:
+        return model(input_ids=tokens[:, :length], use_cache=False, logits_to_keep=1)
 
     scores = ModelArms(model)
     arms: dict[str, tuple[str, Any, bool]] = {
@@ -246,6 +249,7 @@ def model_level(
         arms[f"{monitor}, monitored"] = ("adaattn", plans[monitor], True)
     found: dict[str, dict[str, float]] = {name: {"seconds": float("inf")} for name in arms}
     exact = scores.exact(tokens) if loss else None
+    shorter = iter(range(tokens.shape[1] - 1, 0, -1))
     for turn in range(rounds):
         for name, (implementation, plan, watched) in arms.items():
             model.set_attn_implementation(implementation)
@@ -259,6 +263,8 @@ def model_level(
                 found[name]["seconds"] = taken
                 if watched:
                     found[name]["watching"] = _watching(model) - before
+            met_first = seconds(partial(call, next(shorter)), tokens.device)
+            found[name]["new_length"] = min(met_first, found[name].get("new_length", met_first))
             if plan is not None and not watched and turn == 0 and exact is not None:
                 found[name]["kl"] = _kl(scores, exact, tokens)
             store.remove_plan(model)

@@ -208,7 +208,7 @@ def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Pa
     assert set(found["attention"][str(LENGTH)]) == {"stock sdpa", "exact", "much"}
     cells = found["model"][str(LENGTH)]
     assert set(cells) == {"stock sdpa", "exact", "much", "much, monitored"}
-    assert all(cell["seconds"] > 0 for cell in cells.values())
+    assert all(cell["seconds"] > 0 and cell["new_length"] > 0 for cell in cells.values())
     assert cells["much"]["kl"] > 0
     assert cells["much, monitored"]["watching"] > 0  # on the wall's clock, the others in CPU time
     record = json.loads(seed.read_text())

@@ -154,6 +154,18 @@ def test_speeds_that_were_timed_later_replace_their_cells(tmp_path: Path, checko
     assert found["attention"] == speed["attention"]
     page = target.with_suffix(".md").read_text(encoding="utf-8")
     assert f"Timed later: model, {shape}, behind a walk, on a device at commit" in page
+    assert "new length" not in page
+    for name, arm in arms.items():
+        arm["new_length"] = 3.0 if name == "exact" else 6.0
+    source.write_text(json.dumps({**later, "model": {shape: arms}}), encoding="utf-8")
+    renewed.main(target, source)
+    lines = target.with_suffix(".md").read_text(encoding="utf-8").splitlines()
+    (head,) = [line for line in lines if "times our exact, of a new length" in line]
+    place = head.split(" | ").index("times our exact, of a new length")
+    found = {
+        cells[1]: cells[place] for cells in (line.split(" | ") for line in lines) if cells[0] == f"| {shape}"
+    }
+    assert (found["exact"], found["stock sdpa"]) == ("1.00", "0.50")
     plan = "1 %"
     other = {**speed["model"]["8192"], plan: {**speed["model"]["8192"][plan], "kl": 1.0}}
     missing = {name: arm for name, arm in speed["model"]["8192"].items() if name != plan}
