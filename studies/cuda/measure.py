@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,14 +33,13 @@ from adaattn_hf.backends import select
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.clocks import warmed
 from adaattn_hf.eval.provenance import commit
-from adaattn_hf.eval.timing import turn
 
 Cell = dict[str, Any]
 ON_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
 DTYPE = torch.bfloat16 if ON_CUDA else torch.float16
 HEADS, KV_HEADS, DIM = (32, 8, 128) if ON_CUDA else (16, 8, 32)
-ROUNDS = 3 if ON_CUDA else 1
+ROUNDS = 7 if ON_CUDA else 1
 FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, AssertionError, TritonError)
 """What a call that a device or a version cannot run ends in."""
 SMALLER = 1 if ON_CUDA else 128
@@ -181,9 +181,11 @@ def said(error: BaseException) -> str:
 
 
 def race(row: Cell, arms: Mapping[str, Callable[[], Any]], rep: int = 15) -> None:
-    """Microseconds of arms into a row: the median of rounds that take them in turn.
+    """Microseconds of arms into a row: the median of rounds that take them in an order of their own.
 
-    One after another they would not be alike: a device that multiplies for long lowers its clock.
+    One after another they would not be alike: a device that multiplies for long lowers its clock, so that an arm behind
+    one that keeps it busy is slower than the same behind one that does not; and so it would in every round, if they
+    only took turns at being the first.
     """
     found: dict[str, list[float]] = {}
     for name, call in arms.items():
@@ -194,8 +196,7 @@ def race(row: Cell, arms: Mapping[str, Callable[[], Any]], rep: int = 15) -> Non
             row[name] = None
             row.setdefault("refused", {})[name] = said(error)
     for number in range(ROUNDS):
-        for place in turn(len(found), number):
-            name = list(found)[place]
+        for name in np.random.default_rng(number).permutation(list(found)):
             found[name].append(microseconds(arms[name], rep))
     row |= {name: statistics.median(times) for name, times in found.items()}
 
