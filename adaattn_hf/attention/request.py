@@ -255,15 +255,17 @@ class CallSpec(NamedTuple):
     """The facts of a call on which the choice of a backend may depend: hashable, without data.
 
     `kind` is that of the structure, or `irregular` if the padding has holes, so that rows are not contiguous runs.
-    `holes` says whether it has, None if the padding was not read; `gapless`: every query and key lies in a run, as in a
-    packed row; `aligned`: the queries of every run end with its last key, or were not looked at.
+    `holes` says whether it has, None if the padding was not read; `aligned`: the queries of every run end with its last
+    key, or were not looked at.
     `head_windows`, `head_blocks` and `head_precision` say what `HeadRules` ask for: any window, the keys per kept block
     (0 where all are kept), and the precision of the products, `mixed` where heads differ; `head_until`, whether these
     rules end with a position of the sequence.
     `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
     Sizes are rounded, so that few specs differ, and 0 where no choice depends on them: `length`, the keys up to a power
-    of two; on CUDA `keys`, for one query down to a multiple of 128, for more to a power of two, and the pairs of
-    queries and keys of all heads, down to a power of two; elsewhere one query's bytes of keys and values, up to one.
+    of two; `packed`, keys of the longest run where every query and key was seen to lie in one, as in a packed row, down
+    to a power of two; on CUDA `keys`, for one query down to a multiple of 128, for more to a power of two, and the
+    pairs of queries and keys of all heads, down to a power of two; elsewhere one query's bytes of keys and values, up
+    to one.
     `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): operations of torch alone can
     compute with them. `device_index` says which of several GPUs holds the tensors, which need not be the current one;
     None stands for the current one.
@@ -301,7 +303,7 @@ class CallSpec(NamedTuple):
     kv_bytes: int = 0
     pairs: int = 0
     length: int = 0
-    gapless: bool = False
+    packed: int = 0
     aligned: bool = True
     device_index: int | None = None
     head_until: bool = False
@@ -360,9 +362,10 @@ class CallSpec(NamedTuple):
             kind = "irregular"
         if compiling and device == "cuda" and kind == "ragged" and not structure.one_run_a_row:
             kind = "irregular"  # nobody can look where chunks and documents begin
-        holes, gapless, aligned = None, False, True
+        holes, packed, aligned = None, 0, True
         if look and kind == "ragged" and not (compiling or opaque or device == "meta"):
-            holes, gapless, aligned = structure.segments() is None, structure.gapless, structure.aligned
+            holes, aligned = structure.segments() is None, structure.aligned
+            packed = 1 << structure.longest_packed.bit_length() >> 1
             # kernels that walk runs are no better off than with a dense mask
             kind = "irregular" if holes else kind
         _, heads, q_len, head_dim = q.shape
@@ -382,6 +385,6 @@ class CallSpec(NamedTuple):
             structure.window is not None and structure.windowed, structure.sinks > 0, q_len == 1, grad,
             request.dropout > 0, request.softcap is not None, sink_logits is not None, bias is not None,
             request.need_lse, compiling, *per_head, None if request.stored is None else format_of(v), opaque,
-            holes, keys, kv_bytes, pairs, length, gapless, aligned, index,
+            holes, keys, kv_bytes, pairs, length, packed, aligned, index,
             rules is not None and rules.until is not None,
         )  # fmt: skip

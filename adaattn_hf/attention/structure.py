@@ -321,17 +321,15 @@ class CallStructure:
         return self.cached("segments", lambda: find_segments(self))
 
     @property
-    def gapless(self) -> bool:
-        """Every query and every key lies in one of the `segments`, as in a row of packed documents."""
+    def longest_packed(self) -> int:
+        """Keys of the longest of the `segments` if they hold every query and key, as in packed documents; else 0."""
 
-        def find() -> bool:
-            runs, (q_rows, k_rows) = self.segments(), (self.batch * self.q_len, self.batch * self.kv_len)
-            return runs is not None and (sum(s.q_len for s in runs), sum(s.k_len for s in runs)) == (
-                q_rows,
-                k_rows,
-            )
+        def find() -> int:
+            runs, rows = self.segments() or (), (self.batch * self.q_len, self.batch * self.kv_len)
+            whole = (sum(s.q_len for s in runs), sum(s.k_len for s in runs)) == rows
+            return max((s.k_len for s in runs), default=0) if whole else 0
 
-        return self.cached("gapless", find)
+        return self.cached("longest_packed", find)
 
     @property
     def aligned(self) -> bool:

@@ -43,10 +43,18 @@ def spec_of(request: AttentionRequest, backend: str | None = None) -> CallSpec:
 
 
 @torch.compiler.assume_constant_result
-def installed(module: str) -> bool:
-    """Whether a module can be imported; it is not. A traced graph cannot look for it, and takes the answer as it is."""
+def installed(module: str, whole: bool = False) -> bool:
+    """Whether a module can be imported; it is not. A traced graph cannot look for it, and takes the answer as it is.
+
+    Args:
+        module: Its name.
+        whole: A directory of that name without a file of its own does not count.
+    """
     package = module.partition(".")[0]
-    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
+    if importlib.util.find_spec(package) is None:
+        return False
+    found = importlib.util.find_spec(module)
+    return found is not None and (not whole or found.origin is not None)
 
 
 class Backend(Protocol):

@@ -44,6 +44,7 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
         "probes",
         "relaunch",
         "remembered",
+        "repeats",
         "sinks",
         "straight",
         "table",

@@ -7,6 +7,7 @@ import itertools
 import sys
 import types
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
@@ -266,6 +267,11 @@ REFUSALS = {
 }
 
 
+def found(name: str) -> ModuleSpec:
+    """Of a module that is installed."""
+    return ModuleSpec(name, None, origin=f"{name}/__init__.py")
+
+
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm((9, 0)))
@@ -277,7 +283,7 @@ def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -
 
 def test_lists_need_triton_and_dense_calls_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability_module, "capability", lambda _: of_sm((9, 0)))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
     spec, backend = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda"), Flash4Backend()
     assert backend.missing() == backend.refusals(spec) == ()
     for listed in ({"head_windows": True}, {"head_blocks": 64}, {"windowed": True, "window_sinks": True}):
@@ -298,9 +304,20 @@ def test_serves_devices_that_it_was_written_for(
 
 @pytest.mark.parametrize("lacking", ["cutlass", "quack"])
 def test_says_when_the_package_was_not_installed_whole(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == lacking else object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == lacking else found(name))
     (reason,) = Flash4Backend().missing()
     assert f"not installed whole (no module {lacking})" in reason
+
+
+def test_a_compiler_of_which_only_libraries_are_there_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie in its directory, from a wheel of their own: `import cutlass` works, `cutlass.cute` is missing."""
+
+    def find(name: str) -> ModuleSpec:
+        return ModuleSpec(name, None, is_package=True) if name == "cutlass" else found(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    (reason,) = Flash4Backend().missing()
+    assert "not installed whole (no module cutlass)" in reason
 
 
 def test_says_when_the_package_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "first"),
-    [({"gapless": True}, "fa3_fwd"), ({}, "triton"), ({"gapless": True, "pairs": 1 << 29}, "triton")],
+    [({"packed": 1024}, "fa3_fwd"), ({}, "triton"), ({"packed": 1024, "pairs": 1 << 29}, "triton")],
     ids=["packed row", "padded batch", "light"],
 )
 def test_runs_that_fill_their_rows_go_to_flash_attn(changes: dict[str, Any], first: str) -> None:
@@ -160,18 +160,26 @@ def test_runs_that_fill_their_rows_go_to_flash_attn(changes: dict[str, Any], fir
 
 
 @pytest.mark.parametrize(
-    ("groups", "dim", "hopper", "first"),
-    [(3, 64, True, "triton"), (3, 64, False, "fa3_fwd"), (7, 64, True, "fa3_fwd"), (3, 128, True, "fa3_fwd")],
+    ("groups", "dim", "longest", "hopper", "first"),
+    [
+        (3, 64, 4096, True, "triton"),
+        (3, 64, 4096, False, "fa3_fwd"),
+        (7, 64, 4096, True, "fa3_fwd"),
+        (3, 128, 2048, True, "fa3_fwd"),
+        (4, 128, 1024, True, "triton"),
+        (4, 128, 1024, False, "fa3_fwd"),
+        (4, 64, 1024, True, "fa3_fwd"),
+    ],
 )
-def test_packed_rows_of_three_narrow_heads_a_group_go_to_our_kernel_for_hopper(
-    groups: int, dim: int, hopper: bool, first: str, monkeypatch: pytest.MonkeyPatch
+def test_packed_rows_of_three_narrow_heads_a_group_or_short_documents_go_to_our_kernel_for_hopper(
+    groups: int, dim: int, longest: int, hopper: bool, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(select.BACKENDS["triton"]), "specialised", lambda self, asked: hopper)
     packed: dict[str, Any] = {
         "device": "cuda",
         "kind": "ragged",
         "holes": False,
-        "gapless": True,
+        "packed": longest,
         "pairs": 1 << 33,
     }
     heads: dict[str, Any] = {"groups": groups, "head_dim": dim, "head_dim_v": dim}
@@ -191,13 +199,13 @@ def test_kept_blocks_light_calls_and_small_heads_go_to_our_own_kernel_and_other_
     assert select.order(spec(device="cuda", kind="causal", pairs=1 << 33))[:2] == ("fa3_fwd", "fa4")
 
 
-def test_a_packed_row_is_gapless_and_a_padded_one_is_not() -> None:
+def test_a_packed_row_is_known_by_its_longest_document_and_a_padded_one_is_not() -> None:
     documents, padding = torch.tensor([[0] * 5 + [1] * 7]), torch.arange(12)[None] >= 4
     packed = CallStructure(1, 12, 12, causal=True, q_segments=documents, k_segments=documents)
     padded = CallStructure(1, 12, 12, causal=True, key_padding=padding, pads_queries=True)
     x = torch.zeros(1, 2, 12, 4)
-    seen = [CallSpec.of(AttentionRequest(x, x, x, s, 1.0), look=True).gapless for s in (packed, padded)]
-    assert seen == [True, False]
+    seen = [CallSpec.of(AttentionRequest(x, x, x, s, 1.0), look=True).packed for s in (packed, padded)]
+    assert seen == [4, 0]
 
 
 def test_what_was_chosen_does_not_pile_up(three: dict[str, Picky], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from ..base import Backend, head_refusals, installed, nothing_seen, run_refusals
 
 _MODULES = ("flash_attn", "flash_attn.cute", "cutlass", "quack")
 """Modules to look for: its own, parents first, and its compiler's, which an interrupted installation may lack."""
+_COMPILER = "cutlass"
+"""Of several wheels: the directory alone may be there of one that holds libraries."""
 
 
 class Flash4Backend(Backend):
@@ -26,7 +28,7 @@ class Flash4Backend(Backend):
     def missing(self) -> tuple[str, ...]:
         """Looks for the package and its imports without importing them; flash-attn 2 has the same package name."""
         for module in _MODULES:
-            if not installed(module):
+            if not installed(module, whole=module == _COMPILER):
                 what = "is not installed" if module.startswith("flash_attn") else "is not installed whole"
                 return (f"flash-attn-4 {what} (no module {module}); pip install 'flash-attn-4>=4.0.0b1'",)
         return ()
