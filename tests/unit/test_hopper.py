@@ -106,10 +106,18 @@ def shapes(least: int = 1, most: int = 400) -> Any:
     )
 
 
-def _dealt(entries: NDArray[np.int32], costs: NDArray[np.int64], *rest: Any) -> NDArray[np.int32]:
-    """Of one table."""
-    (items,) = dealing.dealt(entries[None], costs[None], *rest)
-    return np.asarray(items)
+def _dealt(
+    entries: NDArray[np.int32], costs: NDArray[np.int64], parts: int, programs: int, evenly: bool
+) -> NDArray[np.int32]:
+    """Items of one table, by the numbers that they are dealt out by."""
+    items = entries.repeat(parts, axis=0)
+    items[:, 2] = items[:, 2] * parts + np.tile(np.arange(parts), len(entries))
+    if dealing.uneven(len(items), programs):
+        (slots,) = dealing.balanced(costs.repeat(parts)[None], programs, evenly)
+    else:
+        slots = dealing.turned(len(items), programs)
+    none = np.array([[0, 0, -1]], dtype=np.int32)
+    return np.concatenate([items, none])[slots]
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=300))
@@ -123,14 +131,12 @@ def test_tables_that_are_dealt_out_together_are_those_dealt_out_alone(
     shape: tuple[int, int, int, int], tables: int, evenly: bool
 ) -> None:
     """But for columns that have nothing more to do."""
-    count, parts, programs, seed = shape
-    costs = -np.sort(-np.random.default_rng(seed).integers(1, 1000, (tables, count)), axis=1)
-    entries = np.stack([np.arange(count)] * 3, axis=1).astype(np.int32)
-    together = dealing.dealt(np.stack([entries] * tables), costs, parts, programs, evenly)
-    for items, cost in zip(together, costs, strict=True):
-        alone = _dealt(entries, cost, parts, programs, evenly)
-        assert items[: len(alone)].tolist() == alone.tolist()
-        assert (items[len(alone) :, 2] == -1).all()
+    count, _, programs, seed = shape
+    costs = np.random.default_rng(seed).integers(1, 1000, (tables, count))
+    for slots, cost in zip(dealing.balanced(costs, programs, evenly), costs, strict=True):
+        (alone,) = dealing.balanced(cost[None], programs, evenly)
+        assert slots[: len(alone)].tolist() == alone.tolist()
+        assert (slots[len(alone) :] == count).all()
 
 
 @given(shapes(), st.booleans())
@@ -192,26 +198,28 @@ def test_items_of_the_same_cost_leave_exchanges_something_to_gain() -> None:
 
 def test_items_whose_window_leaves_keys_out_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sinks and the edge of their window come on top of the keys that they read."""
-    seen: list[Any] = []
+    seen: list[NDArray[np.int64]] = []
 
-    def noted(entries: Any, costs: Any, *_: int) -> Any:
-        seen.append((entries, costs))
-        return entries
+    def noted(costs: NDArray[np.int64], programs: int, evenly: bool) -> NDArray[np.int64]:
+        seen.append(costs[0])
+        return np.arange(costs.shape[1])[None]
 
-    monkeypatch.setattr(tables, "dealt", noted)
+    monkeypatch.setattr(tables, "balanced", noted)
+    monkeypatch.setattr(tables, "_lately", {})
     structure = causal(1000)
     segments = structure.segments() or ()
+    found: list[dict[tuple[int, ...], int]] = []
     for windows, pieces in ((None, 1), (((ALL, 0), (256, 16)), 2)):
-        kind = tables.Kind("queries", (64, 128 // pieces), 2, torch.device("cpu"), 1, pieces, 132)
-        work = tables.work_of(kind, structure, segments, windows)
-        assert work.tables.entries.dtype == torch.int32
-    (entries, plain), (others, windowed) = ((one[0], two[0]) for one, two in seen)
-    read = dict(zip(map(tuple, entries.tolist()), plain.tolist(), strict=True))
-    for (segment, first, head), cost in zip(others.tolist(), windowed.tolist(), strict=True):
+        kind = tables.Kind("queries", (64, 128 // pieces), 2, torch.device("cpu"), 1, pieces, 8)
+        items = tables.work_of(kind, structure, segments, windows).tables.entries
+        assert items.dtype == torch.int32
+        found.append(dict(zip(map(tuple, items.tolist()), seen.pop().tolist(), strict=True)))
+    plain, windowed = found
+    for (segment, first, head), cost in windowed.items():
         left_out = head == 1 and first >= 256
         start = (first - 255) // 64 * 64
         keys = min(first + 64, 1000) - start + min(16, start)
-        expected = -(-keys // 128) + 1 + 1 if left_out else read[segment, first, head]
+        expected = -(-keys // 128) + 1 + 1 if left_out else plain[segment, first, head]
         assert cost == expected
 
 

@@ -112,16 +112,28 @@ def test_tables_of_a_new_length_are_made_together_for_all_windows_in_use(
             assert together == ([1] * 4 if n == 1003 else [4])
 
 
-def test_windows_that_nobody_asks_for_any_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_another_plan_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor kept for ever."""
     monkeypatch.setattr(tables, "_lately", {})
     monkeypatch.setattr(tables, "_made", Remembered(256))
-    monkeypatch.setattr(tables, "_MOST_WINDOWS", 3)
+    monkeypatch.setattr(tables, "_MOST_WINDOWS", 4)
     kind = tables.Kind("queries", (64, 64), 1, torch.device("cpu"))
-    for n in (100, 200):
+    plans = [[((window, 0),) for window in plan] for plan in ((10, 20), (30, 40, 20), (50, 60))]
+
+    def made(n: int, plan: list[Any]) -> list[Any]:
         structure = CallStructure(1, n, n, causal=True)
-        for window in (10, 20, 30, 40, 20):
-            assert tables.work_of(kind, structure, structure.segments() or (), ((window, 0),)).tables
-    assert list(tables._lately[kind]) == [((20, 0),), ((30, 0),), ((40, 0),)]
+        works = [tables.work_of(kind, structure, structure.segments() or (), windows) for windows in plan]
+        assert all(work.tables for work in works)
+        return list(works[0]._sheet._made)
+
+    first, second = ([made(n + 64 * at, plan) for at, plan in enumerate(plans[:2])] for n in (100, 300))
+    assert first == [
+        plans[0],
+        [*plans[1], plans[0][0]],
+    ]  # which one window of the second plan came with before
+    assert second == plans[:2]
+    assert made(500, plans[2]) == plans[2]
+    assert list(tables._lately[kind]) == [*plans[1][1:], *plans[2]]
 
 
 def test_tables_of_many_entries_are_made_as_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

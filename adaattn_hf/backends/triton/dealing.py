@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import numpy as np
 from numpy.typing import NDArray
-
-Number = TypeVar("Number", np.int32, np.int64)
 
 _BESIDE_TILES, _EDGE_TILES = 1, 1
 """Tiles that could be computed in the time in which an item begins and ends, about, on an H200, and in that which its
@@ -41,50 +37,38 @@ def ordered(keys: NDArray[np.int64]) -> NDArray[np.int64]:
     return order
 
 
-def taken(among: NDArray[Number], places: NDArray[np.int64]) -> NDArray[Number]:
-    """What is at places `[tables or 1, n]` of each table `[tables, items, …]`; faster than `np.take_along_axis`."""
-    tables, width = among.shape[:2]
-    flat = among.reshape(tables * width, *among.shape[2:])
-    found: NDArray[Number] = flat[places + np.arange(tables)[:, None] * width]
+def taken(among: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What is at places `[tables or 1, n]` of each table `[tables, items]`; faster than `np.take_along_axis`."""
+    tables, width = among.shape
+    found: NDArray[np.int64] = among.ravel().take(places + np.arange(tables)[:, None] * width)
     return found
 
 
-def dealt(
-    entries: NDArray[np.int32], costs: NDArray[np.int64], parts: int, programs: int, evenly: bool
-) -> NDArray[np.int32]:
-    """The items of all entries, in rows of as many as there are programs: each computes a column.
+def turned(count: int, programs: int) -> NDArray[np.int64]:
+    """The numbers of so many items, those of most cost first, in rows of as many as there are programs.
+
+    Each program computes a column. Every other row is turned round, so that columns come to about the same, unless each
+    has few items. Where a column has no further item stands the number of all items; one row is as long as they are.
+    """
+    if count <= programs:
+        return np.arange(count)
+    rows = np.arange(count + -count % programs).reshape(-1, programs)
+    rows[1::2] = rows[1::2, ::-1].copy()
+    return np.minimum(rows.ravel(), count)
+
+
+def balanced(cost: NDArray[np.int64], programs: int, evenly: bool) -> NDArray[np.int64]:
+    """The same of each of some tables `[tables, items]` where columns of few items are to come to about the same.
 
     Args:
-        entries: `[tables, entries, 3]`: segment, first row, key/value head; those of most cost come about first.
-        costs: `[tables, entries]`, in tiles, `beside_tiles` counted.
-        parts: Items of an entry, numbered on from those of the head before.
+        cost: Of the items, in tiles, `beside_tiles` counted.
         programs: Columns.
-        evenly: Exchange items of few turns until programs end together, which takes several times as long: as long as
-            some hundred launches gain by it.
+        evenly: Exchange items until programs end together, which takes several times as long: as long as some hundred
+            launches gain by it.
 
     Returns:
-        `[tables, items, 3]`: segment, first row, number of the part, -1 where a column has no further item.
+        `[tables, rows * programs]`.
     """
-    tables, count = len(costs), costs.shape[1] * parts
-    if count <= programs:
-        slots = np.arange(count)[None]
-    elif not uneven(count, programs):
-        # every other row is turned round, so that columns come to about the same
-        slots = np.arange(count + -count % programs).reshape(-1, programs)
-        slots[1::2] = slots[1::2, ::-1].copy()
-        slots = np.minimum(slots.reshape(1, -1), count)
-    else:
-        slots = _slots(costs.repeat(parts, axis=1), programs, evenly)
-    # items by entry and part; behind all entries comes the one of no work
-    none = np.broadcast_to(np.array([0, 0, -1], dtype=np.int32), (tables, 1, 3))
-    rows = taken(np.concatenate([entries, none], axis=1), slots // parts)
-    if parts > 1:
-        rows[..., 2] = np.where(slots < count, rows[..., 2] * parts + slots % parts, -1)
-    return rows
-
-
-def _slots(cost: NDArray[np.int64], programs: int, evenly: bool) -> NDArray[np.int64]:
-    """The numbers of items `[tables, items]` in rows of as many as there are programs; as many as items are is none."""
     tables, count = cost.shape
     order = ordered(cost.max() - cost)
     # items of the same cost, told apart: an exchange has something to gain then, where whole tiles would leave nothing
@@ -95,9 +79,8 @@ def _slots(cost: NDArray[np.int64], programs: int, evenly: bool) -> NDArray[np.i
             _exchange(*of_table)
     by_column = ordered(column)
     column, numbers = taken(column, by_column), np.arange(tables)[:, None]
-    counts = np.bincount((column + numbers * programs).ravel(), minlength=tables * programs).reshape(
-        tables, -1
-    )
+    of_tables = (column + numbers * programs).ravel()
+    counts = np.bincount(of_tables, minlength=tables * programs).reshape(tables, -1)
     row = np.arange(count) - taken(counts.cumsum(1) - counts, column)
     slots = np.full((tables, int(counts.max()) * programs), count)
     slots[numbers, row * programs + column] = taken(order, by_column)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...attention.structure import Segment
-from .dealing import ordered, taken
+from .dealing import ordered
 
 _RANKS = 16
 """Classes of cost, from none to the largest, within which entries are ordered by head."""
@@ -21,6 +21,7 @@ class Blocks:
         runs: int32 `[runs, 6]`, as kernels take them.
         segment: int64 `[blocks]`, the run that each is of.
         first: int64 `[blocks]`, its first row in that.
+        stands: int64 `[blocks]`, the first row's place among the keys.
         ends: Whether no tile of a run reaches keys behind its own.
     """
 
@@ -41,6 +42,7 @@ class Blocks:
         block = tile[0] if queries else tile[1]
         self.segment, self.first = _tiles(table[:, 2 if queries else 4], block)
         _, _, self._q_len, _, self._k_len, self._offset = table[self.segment].T
+        self.stands = self.first + self._offset
         self.ends = bool(np.all(ends_with_tiles(table[:, 3], table[:, 4], tile[1], kv_len)))
         self._last = np.minimum(self.first + block, self._q_len if queries else self._k_len) - 1
         self._queries, self._causal, self._columns = queries, causal, tile[1]
@@ -68,26 +70,34 @@ class Blocks:
         read: NDArray[np.int64] = np.maximum(stop - start, 0)
         return read
 
-    def longest_first(self, costs: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Entries of all heads and their costs, those of most first.
+    def longest_first(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The order of the blocks of all heads, as `places` numbers them, those of most cost first.
 
-        Entries of about the same cost are ordered by head: programs that run at the same time then read the same keys.
+        Blocks of about the same cost are ordered by head: programs that run at the same time then read the same keys.
 
         Args:
             costs: `[tables, kv_heads, blocks]`, what `read` returned for each head.
 
         Returns:
-            `[tables, entries, 3]`: segment, first row, key/value head; and `[tables, entries]`.
+            `[tables, kv_heads * blocks]`.
         """
         tables, heads, count = costs.shape
         cost = costs.reshape(tables, -1)
         most = cost.max(axis=1, initial=0, keepdims=True)
         # one number says class, head and cost in turn, as it sorts faster than three
-        rank = _RANKS - cost * _RANKS // np.maximum(most, 1)
-        order = ordered((rank * heads + np.arange(heads).repeat(count)) * (most + 1) + (most - cost))
-        places = np.empty((heads, count, 3), dtype=np.int32)
-        places[..., 0], places[..., 1], places[..., 2] = self.segment, self.first, np.arange(heads)[:, None]
-        return places.reshape(-1, 3)[order], taken(cost, order)
+        rank = _RANKS - (cost * (_RANKS / np.maximum(most, 1))).astype(np.int64)
+        return ordered((rank * heads + np.arange(heads).repeat(count)) * (most + 1) + (most - cost))
+
+    def places(self, heads: int) -> NDArray[np.int32]:
+        """Segment, first row and head of the blocks of all heads, `[heads * blocks + 1, 3]`; -1 is the last one's head.
+
+        That one stands for none.
+        """
+        found = np.zeros((heads * len(self.first) + 1, 3), dtype=np.int32)
+        each = found[:-1].reshape(heads, -1, 3)
+        each[..., 0], each[..., 1], each[..., 2] = self.segment, self.first, np.arange(heads)[:, None]
+        found[-1, 2] = -1
+        return found
 
 
 def ends_with_tiles(

@@ -17,15 +17,15 @@ from ..capability import GRID
 from ..launcher import BYTES
 from ..remembered import Remembered
 from ..windows import ALL, HeadWindows
-from .dealing import beside_tiles, dealt, uneven
+from .dealing import balanced, beside_tiles, taken, turned, uneven
 from .reads import Blocks
 
 _made = Remembered(256)
 """Tables of the last few kinds of calls, so that calls of one shape make theirs once."""
-_lately: dict[Kind, dict[HeadWindows | None, None]] = {}
-"""By kind, the windows whose tables were asked for, the last ones at the end."""
-_MOST_WINDOWS, _TOGETHER = 64, 1 << 16
-"""How many of them are kept, and entries of all tables that are made together: more of them take as long alone."""
+_lately: dict[Kind, dict[HeadWindows | None, dict[HeadWindows | None, None]]] = {}
+"""By kind and by windows, the last ones at the end: all windows of whose tables the same runs were asked."""
+_MOST_WINDOWS, _TOGETHER = 256, 1 << 16
+"""How many are kept, and entries of all tables that are made together: more of them take as long alone."""
 _ALIGNED = BYTES // 4
 """Numbers at whose multiples each table begins."""
 
@@ -39,7 +39,7 @@ class Tables(NamedTuple):
     Attributes:
         segments: int32 `[segments, 6]`.
         entries: int32 `[entries, 3]`: segment, first row, key/value head; those with most to do come first; or
-            the items of `dealt`.
+            items in rows of as many as there are programs, each of which computes a column, -1 for none.
         rules: int32 `[kv_heads, 2]`, window and sinks; the entries where no head has a window.
     """
 
@@ -56,7 +56,8 @@ class Kind(NamedTuple):
         blocks: Queries and keys per tile, or keys per piece of one.
         kv_heads: Key/value heads.
         device: Where the tables go.
-        parts: Items that an entry is told as, by `dealt`; 0 for none.
+        parts: Items that an entry is told as, numbered on from those of the head before, which are dealt out to
+            programs; 0 for entries as they are.
         pieces: Of a tile.
         programs: That compute the items in turn.
     """
@@ -111,27 +112,30 @@ class Work:
 
 
 class Sheet:
-    """The tables of some runs for heads of different windows, made together for all windows that are in use.
+    """The tables of some runs for heads of different windows, made together for all that are likely to be asked for.
 
     A prompt of a length that was not met before needs one for each layer of a plan: its first layer has them made for
-    all whose windows earlier runs were asked for, in one go and one copy to the device.
+    all windows that came with its own in an earlier prompt, in one go and one copy to the device.
     """
 
     def __init__(self, found: Blocks, kind: Kind) -> None:
         """Of the blocks of some runs."""
         self.found, self.kind = found, kind
         self._made: dict[HeadWindows | None, Tables] = {}
+        self._asked: dict[HeadWindows | None, None] = {}
 
     def tables(self, windows: HeadWindows | None) -> Tables:
         """Those for heads with windows of `head_windows`."""
         lately = _lately.setdefault(self.kind, {})
-        lately.pop(windows, None)
-        lately[windows] = None  # the last ones at the end
+        together = lately.pop(windows, {})
+        self._asked[windows] = None
+        lately[windows] = self._asked
         if len(lately) > _MOST_WINDOWS:
             del lately[next(iter(lately))]
         if windows not in self._made:
             each = max(len(self.found.segment) * self.kind.kv_heads, 1)
-            wanted = [one for one in reversed(lately) if one not in self._made][: max(_TOGETHER // each, 1)]
+            others = (one for one in together if one not in self._made and one != windows)
+            wanted = [windows, *itertools.islice(others, max(_TOGETHER // each - 1, 0))]
             self._made.update(zip(wanted, self.make(wanted), strict=True))
         return self._made[windows]
 
@@ -140,20 +144,29 @@ class Sheet:
 
         Args:
             windows: Of `head_windows`.
-            evenly: Deal items out evenly; see `dealt`.
+            evenly: Have programs end together; see `balanced`.
         """
         found, kind = self.found, self.kind
-        none = ((ALL, 0),) * kind.kv_heads
-        rules = [one or none for one in windows]
-        reads = np.array([[found.read(*rule)[0] for rule in one] for one in rules], dtype=np.int64)
-        entries, costs = found.longest_first(reads)
+        rules = [one or ((ALL, 0),) * kind.kv_heads for one in windows]
         limits = np.array(rules)
-        if kind.parts:
-            stands = entries[..., 1] + found.runs[entries[..., 0], 5]
-            edges = stands >= np.take_along_axis(limits[..., 0], entries[..., 2], 1)
-            tiles = -(-costs // (kind.blocks[1] * kind.pieces)) + beside_tiles(edges)
-            entries = dealt(entries, tiles, kind.parts, kind.programs, evenly)
-        return _placed(found.runs, entries, limits, windows, kind.device)
+        reads = np.array([[found.read(*rule)[0] for rule in one] for one in rules], dtype=np.int64)
+        order, places = found.longest_first(reads), found.places(kind.kv_heads)
+        if not kind.parts:
+            return _placed(found.runs, places.take(order, axis=0), limits, windows, kind.device)
+        count = order.shape[1] * kind.parts
+        if uneven(count, kind.programs):
+            edges = found.stands >= limits[..., :1]
+            tiles = -(-reads // (kind.blocks[1] * kind.pieces)) + beside_tiles(edges)
+            costs = taken(tiles.reshape(len(rules), -1), order).repeat(kind.parts, axis=1)
+            slots = balanced(costs, kind.programs, evenly)
+        else:
+            slots = turned(count, kind.programs)[None]
+        entry, part = np.divmod(slots, kind.parts) if kind.parts > 1 else (slots, 0)
+        none = np.full((len(rules), 1), len(places) - 1)
+        items = places.take(taken(np.concatenate([order, none], axis=1), entry), axis=0)
+        if kind.parts > 1:
+            items[..., 2] = np.where(slots < count, items[..., 2] * kind.parts + part, -1)
+        return _placed(found.runs, items, limits, windows, kind.device)
 
 
 def work_of(
