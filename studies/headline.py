@@ -236,8 +236,9 @@ def plans_block(report: Mapping[str, Any]) -> str:
     Raises:
         UsageError: A cell was not measured.
     """
+    devices = dict.fromkeys(_device_of(report, section) for _, section, *_ in _PLANS)
     rows = [
-        f"| windows per head, bfloat16, {report['setting']['device']} | times stock sdpa, with flash-attn 4 "
+        f"| windows per head, bfloat16, {' and '.join(devices)} | times stock sdpa, with flash-attn 4 "
         "| times stock sdpa, Triton alone |",
         "|---|---|---|",
     ]
@@ -291,13 +292,20 @@ def device_budget_block(study: Mapping[str, Any]) -> str:
     length = max((shape for shape in speed["attention"] if shape.isdigit()), key=int)
     shapes = [length, *(shape for shape in speed["attention"] if shape.endswith(f" x {length}"))]
     model = speed["settings"]["model"].partition("-Instruct")[0]
+    later = speed.get("renewed", {})
+    devices = dict.fromkeys(
+        later.get(f"{level}, {shape}", speed)["provenance"]["device"]
+        for level in ("attention", "model")
+        for shape in shapes
+        if shape in speed.get(level, {})
+    )
     told = "".join(
         f" | {level}: speed-up vs {name}"
         for level in ("attention", "whole prefill")
         for name in ("SDPA", "exact AdaAttn")
     )
     rows = [
-        f"| loss budget, {model} at {length} tokens, {speed['settings']['dtype']}, {speed['provenance']['device']} "
+        f"| loss budget, {model} at {length} tokens, {speed['settings']['dtype']}, {' and '.join(devices)} "
         f"| seeds within budget | largest bound of Δnll | sequences at once{told} |",
         "|---" * 8 + "|",
     ]

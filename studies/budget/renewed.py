@@ -18,8 +18,9 @@ from .speed import LEVELS
 from .study import write
 
 _SAME = ("model", "dtype", "data")
-_CLOSE = 1e-3
-"""Relative difference that the KL of one plan on one text may have in two runs."""
+_CLOSE = 1e-2
+"""Relative difference that the KL of one plan on one text may have in two runs: kernels that add up in another order
+have changed it by 0.005 in bfloat16."""
 
 
 def renewed(study: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:

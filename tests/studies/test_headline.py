@@ -95,6 +95,9 @@ def test_another_figure_would_show() -> None:
     assert headline.budget_block(reports["budget"]) != before
     before = headline.device_budget_block(reports["budget_cuda"])
     timed = reports["budget_cuda"]["speed"]
+    later = timed["renewed"]["attention, 8192"]["provenance"]
+    later["device"] = "another"
+    assert "another" in headline.device_budget_block(reports["budget_cuda"])
     timed["attention"]["8192"]["plan-1%"]["seconds"] *= 2
     assert (after := headline.device_budget_block(reports["budget_cuda"])) != before
     timed["attention"] = dict.fromkeys(("8192", "4 x 8192"), timed["attention"]["8192"])
@@ -134,6 +137,12 @@ def test_the_page_of_cuda_backends_is_that_of_its_json() -> None:
     assert (results / "gpu_kernels.md").read_text(encoding="utf-8") == script.table(report)
     report["rows"][0]["triton"] += 1
     assert (results / "gpu_kernels.md").read_text(encoding="utf-8") != script.table(report)
+
+
+def test_windows_are_told_by_the_devices_of_their_own_sections() -> None:
+    report = headline.kept_reports()["gpu_plans"]
+    report["settings"]["prefill"] = {**report["setting"], "device": "another"}
+    assert "another" in headline.plans_block(report).splitlines()[0]
 
 
 def test_generation_is_told_by_its_own_section() -> None:

@@ -117,7 +117,8 @@ def _dealt(
     else:
         slots = dealing.turned(len(items), programs)
     none = np.array([[0, 0, -1]], dtype=np.int32)
-    return np.concatenate([items, none])[slots]
+    found: NDArray[np.int32] = np.concatenate([items, none]).take(slots, axis=0)
+    return found
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=300))

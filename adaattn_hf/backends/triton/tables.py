@@ -24,7 +24,7 @@ _made = Remembered(256)
 """Tables of the last few kinds of calls, so that calls of one shape make theirs once."""
 _lately: dict[Kind, dict[HeadWindows | None, dict[HeadWindows | None, None]]] = {}
 """By kind and by windows, the last ones at the end: all windows of whose tables the same runs were asked."""
-_MOST_WINDOWS, _TOGETHER = 256, 1 << 16
+_MOST_WINDOWS, _TOGETHER = 256, 1 << 18
 """How many are kept, and entries of all tables that are made together: more of them take as long alone."""
 _ALIGNED = BYTES // 4
 """Numbers at whose multiples each table begins."""
