@@ -90,13 +90,13 @@ class _Passed:
         """From one of the launches, no tensor of which is kept.
 
         Args:
-            compiled: The kernel.
+            compiled: The kernel; its code is unloaded with it.
             launch: Its `launcher_in_c`.
             tensors: The first arguments.
             others: How many it takes behind them.
             described: Which of the tensors are passed as descriptors.
         """
-        self.launch, self.described = launch, described
+        self.compiled, self.launch, self.described = compiled, launch, described
         stream, grid, seen = object(), [_Mark(1) for _ in range(3)], list[Any]()
         marks, self._rest = [object() for _ in tensors], [object() for _ in range(others)]
         shown = copy.copy(compiled.run)

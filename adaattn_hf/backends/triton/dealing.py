@@ -48,7 +48,7 @@ def turned(count: int, programs: int) -> NDArray[np.int64]:
     """The numbers of so many items, those of most cost first, in rows of as many as there are programs.
 
     Each program computes a column. Every other row is turned round, so that columns come to about the same, unless each
-    has few items. Where a column has no further item stands the number of all items; one row is as long as they are.
+    has few items. Where a column has no further item stands the number of all items; a single row ends with the last.
     """
     if count <= programs:
         return np.arange(count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -22,6 +23,7 @@ from .reads import Blocks
 
 _made = Remembered(256)
 """Tables of the last few kinds of calls, so that calls of one shape make theirs once."""
+_lock = threading.Lock()
 _lately: dict[Kind, dict[HeadWindows | None, dict[HeadWindows | None, None]]] = {}
 """By kind and by windows, the last ones at the end: all windows of whose tables the same runs were asked."""
 _MOST_WINDOWS, _TOGETHER = 256, 1 << 18
@@ -126,16 +128,17 @@ class Sheet:
 
     def tables(self, windows: HeadWindows | None) -> Tables:
         """Those for heads with windows of `head_windows`."""
-        lately = _lately.setdefault(self.kind, {})
-        together = lately.pop(windows, {})
-        self._asked[windows] = None
-        lately[windows] = self._asked
-        if len(lately) > _MOST_WINDOWS:
-            del lately[next(iter(lately))]
+        with _lock:
+            lately = _lately.setdefault(self.kind, {})
+            together = list(lately.pop(windows, ()))
+            self._asked[windows] = None
+            lately[windows] = self._asked
+            if len(lately) > _MOST_WINDOWS:
+                del lately[next(iter(lately))]
         if windows not in self._made:
             each = max(len(self.found.segment) * self.kind.kv_heads, 1)
-            others = (one for one in together if one not in self._made and one != windows)
-            wanted = [windows, *itertools.islice(others, max(_TOGETHER // each - 1, 0))]
+            others = [one for one in together if one not in self._made and one != windows]
+            wanted = [windows, *others[: max(_TOGETHER // each - 1, 0)]]
             self._made.update(zip(wanted, self.make(wanted), strict=True))
         return self._made[windows]
 
