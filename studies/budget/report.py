@@ -310,7 +310,7 @@ def _commit(made: dict[str, Any]) -> str:
 def _clock(where: dict[str, Any]) -> str:
     """The machine, and what was measured there."""
     if where["device"] != "cpu":
-        return f"{where['device']}; attention: the device's time; passes: wall time"
+        return f"{where['device']}; attention: the device's time of calls that come again; passes: wall time"
     return f"{where['cpu']}, {where['threads']} thread(s), CPU time"
 
 

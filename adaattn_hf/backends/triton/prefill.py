@@ -31,9 +31,9 @@ _BULK_EDGES = True
 # on an H200 at 5e9) than the host takes to describe keys and values at addresses that it has not met (some 15 us).
 _LEAST_PRODUCTS = 1 << 33
 _COMES_AGAIN = 256
-"""Launches behind which programs are to end together. To find out who computes what takes the host 0.3 to 3 ms for each
-layer of a plan, or once for exact ones, and saves the device some 10 us a launch: lengths that are met a few times, as
-prompts are, would wait for it in vain."""
+"""Launches behind which programs are to end together. To find out who computes what takes the host some 0.2 to 0.7 ms
+for each layer of a plan at 8k, 3 ms for all exact layers, and saves the device some 10 us a launch: prompts of a length
+that is met a few times would wait for it in vain."""
 _K_BULK, _V_BULK = 3, 4
 """Where a kernel takes keys and values for the copy engine."""
 
