@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
-
-class _Asked:
-    """By whom it was asked for, of whatever thread: to do it early changes no result."""
-
-    times = 0
+_asked = ContextVar("_asked", default=False)
 
 
 def asked() -> bool:
     """Whether calls are made `as_if_repeated` now."""
-    return _Asked.times > 0
+    return _asked.get()
 
 
 @contextmanager
 def as_if_repeated() -> Iterator[None]:
     """Within it, a call leaves behind what it would after hundreds of its kind."""
-    _Asked.times += 1
+    before = _asked.set(True)
     try:
         yield
     finally:
-        _Asked.times -= 1
+        _asked.reset(before)

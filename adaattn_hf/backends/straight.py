@@ -140,24 +140,22 @@ class Straight:
             self._kernel[place] = one
         for place, extent in zip(passed.grid, grid, strict=True):
             base[place] = extent
-        self._launch, self._together = passed.launch, passed.together
         self._before, self._between = base[: passed.stream], base[passed.stream + 1 :]
-        self._tensors, self._maps = passed.tensors, passed.maps
 
     def __call__(self, stream: int, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """Launches on a stream of the current device, which holds the tensors at these addresses."""
-        kernel, new = self._kernel.copy(), None
-        for i, place in self._tensors:
+        passed, kernel, new = self._passed, self._kernel.copy(), None
+        for i, place in passed.tensors:
             kernel[place] = addresses[i]
-        for i, place, kept in self._maps:
+        for i, place, kept in passed.maps:
             one = kept.get(addresses[i])
             if one is None:
-                new = new or self._passed.encoded(tensors, addresses)
+                new = new or passed.encoded(tensors, addresses)
                 if len(kept) >= _MOST:
                     kept.clear()
                 one = kept[addresses[i]] = new[place]
             kernel[place] = one
-        self._launch(*self._before, stream, *self._between, *((kernel,) if self._together else kernel))
+        passed.launch(*self._before, stream, *self._between, *((kernel,) if passed.together else kernel))
 
 
 def straight_of(

@@ -148,9 +148,7 @@ def _on_processor(calls: Calls, bundle: int) -> dict[tuple[str, int], Spread]:
 
 
 def _on_device(calls: Calls, host: bool) -> dict[tuple[str, int], Spread]:
-    """Seconds of each launch on CUDA, after one that compiles it; the host's time counts if `host`."""
-    for call in calls.values():
-        call()
+    """Seconds of each launch on CUDA; the host's time counts if `host`."""
     names = {f"{label} of {count}": (label, count) for label, count in calls}
     runs = clock_of("cuda", host)({name: calls[key] for name, key in names.items()})
     found = {}

@@ -33,6 +33,10 @@ KEPT = ("curve", "speed", "peers")
 """Parts that are kept from an earlier study where this one has none."""
 WARM_UP = "a pass of 32 tokens"
 """What came before each timed pass in records that do not say so."""
+NEW_LENGTH = (
+    "A length is new where no pass of it came before: tables of who computes what are made while the first one waits, "
+    "and the caching allocator may have to ask the device for memory."
+)
 WITHIN = 1.5
 """Factor that a prediction is meant to keep."""
 
@@ -294,12 +298,6 @@ def _seeds(study: dict[str, Any]) -> list[str]:
         "",
         *table(head + [f"times exact, {n}" for n in lengths], rows),
     ]
-
-
-NEW_LENGTH = (
-    "A length is new where no pass of it came before: tables of who computes what are made while the first one waits, "
-    "and the caching allocator may have to ask the device for memory."
-)
 
 
 def _commit(made: dict[str, Any]) -> str:

@@ -49,9 +49,7 @@ def tuned(section: Section) -> None:
 
 
 def medians(found: Mapping[str, Call]) -> dict[str, float]:
-    """Microseconds of calls that are taken in turn, once each has been compiled."""
-    for call in found.values():
-        call()
+    """Microseconds of calls that are taken in turn, once the clock has had each compiled."""
     return {way: quartiles(runs)[1] for way, runs in clock_of(DEVICE.type)(found).items()}
 
 

@@ -127,10 +127,8 @@ def test_windows_of_another_plan_are_not_made(monkeypatch: pytest.MonkeyPatch) -
         return list(works[0]._sheet._made)
 
     first, second = ([made(n + 64 * at, plan) for at, plan in enumerate(plans[:2])] for n in (100, 300))
-    assert first == [
-        plans[0],
-        [*plans[1], plans[0][0]],
-    ]  # which one window of the second plan came with before
+    came_before = plans[0][0]  # with a window that both plans have
+    assert first == [plans[0], [*plans[1], came_before]]
     assert second == plans[:2]
     assert made(500, plans[2]) == plans[2]
     assert list(tables._lately[kind]) == [*plans[1][1:], *plans[2]]

@@ -216,7 +216,7 @@ def test_no_more_addresses_are_kept_than_are_asked_for(
         assert [one for one in log[-1] if isinstance(one, PyCUtensorMap)] == [
             PyCUtensorMap(tensors[place].data_ptr()) for place in (1, 2)
         ]
-    assert all(len(kept) <= 4 for _, _, kept in again._maps)
+    assert all(len(kept) <= 4 for _, _, kept in again._passed.maps)
 
 
 @ALL

@@ -152,7 +152,7 @@ class Prefill:
                     table = work(short, tile.rows, tile.columns)
                     self._rest = _plain(table, groups, constants, tile.columns)
         self._forms: dict[Hashable, tuple[Relaunch, ...]] = {}
-        self._left, self._before = _COMES_AGAIN, self._special
+        self._left = _COMES_AGAIN
 
     @cached_property
     def _plain(self) -> Way:
@@ -206,7 +206,7 @@ class Prefill:
             run(tensors, addresses)
 
     def _deal_again(self) -> None:
-        """Has items dealt out evenly from now on; captured graphs go on by the table that they know, which stays."""
+        """Has items dealt out evenly from now on; captured graphs go on by their table, which its sheet keeps."""
         way = self._special
         work = None if way is None else way.work.again()
         if way is None or work is None:
