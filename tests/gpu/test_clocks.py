@@ -32,7 +32,7 @@ def test_the_hosts_time_counts_only_where_it_is_asked_for() -> None:
     assert both["host"] >= 300
     assert alone["host"] < both["host"] / 2
     assert alone["device"] > alone["host"]
-    assert 0.5 < alone["device"] / both["device"] < 2
+    assert 0.2 < alone["device"] / both["device"] < 5  # others may compute on the device meanwhile
 
 
 def test_a_host_that_takes_long_does_not_show_in_the_devices_time() -> None:
