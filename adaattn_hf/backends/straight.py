@@ -81,7 +81,7 @@ class _Mark(int):
     """A number that is found again among what a launcher in C is passed, whatever is computed with it before."""
 
 
-class _Passed:
+class Passed:
     """What the launcher in C of a compiled kernel is passed, read off one launch, for tensors described alike."""
 
     def __init__(
@@ -133,8 +133,14 @@ def _place(mark: Any, among: Sequence[Any]) -> int:
 class Straight:
     """Launches of one compiled kernel that differ in the tensors of their first arguments."""
 
-    def __init__(self, passed: _Passed, grid: tuple[int, ...], rest: Sequence[Any]) -> None:
-        """From what the kernel's launcher in C is passed; see `straight_of`."""
+    def __init__(self, passed: Passed, grid: tuple[int, ...], rest: Sequence[Any]) -> None:
+        """Of a kernel.
+
+        Args:
+            passed: Of `passed_of`.
+            grid: Programs, in three extents.
+            rest: The arguments behind the tensors, with the constants.
+        """
         self._passed, self._kernel, base = passed, passed.kernel.copy(), passed.base.copy()
         for place, one in zip(passed.others, rest, strict=True):
             self._kernel[place] = one
@@ -158,26 +164,22 @@ class Straight:
         passed.launch(*self._before, stream, *self._between, *((kernel,) if passed.together else kernel))
 
 
-def straight_of(
-    compiled: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], rest: Sequence[Any], described: Described
-) -> Straight | None:
-    """Launches of a compiled kernel, from one of them, no tensor of which is kept; None without a `launcher_in_c`.
+def passed_of(compiled: Any, tensors: Sequence[Tensor], others: int, described: Described) -> Passed | None:
+    """What a compiled kernel's launcher in C is passed, from one of its launches; None without a `launcher_in_c`.
 
-    Layers of a model differ in their tables: what else is passed is read off once for all that are shaped alike.
+    It is read off once for all launches that are described alike, and no tensor of them is kept.
 
     Args:
         compiled: The kernel; its code is unloaded with it.
-        grid: Programs, in three extents.
         tensors: The first arguments.
-        rest: The others, with the constants.
+        others: How many come behind them, with the constants.
         described: Which of the tensors are passed as descriptors.
     """
 
-    def read() -> tuple[Any, Described, _Passed | None]:
+    def read() -> tuple[Any, Described, Passed | None]:
         launch = launcher_in_c(compiled, len(described))
-        passed = None if launch is None else _Passed(compiled, launch, tensors, len(rest), described)
+        passed = None if launch is None else Passed(compiled, launch, tensors, others, described)
         return compiled, described, passed  # the first two are kept, so that nothing else has their identity
 
-    key = id(compiled), len(rest), *(item for i, form in described.items() for item in (i, id(form)))
-    passed = _known.get(key, read)[2]
-    return None if passed is None else Straight(passed, grid, rest)
+    key = id(compiled), others, *(item for i, form in described.items() for item in (i, id(form)))
+    return _known.get(key, read)[2]

@@ -34,8 +34,8 @@ KEPT = ("curve", "speed", "peers")
 WARM_UP = "a pass of 32 tokens"
 """What came before each timed pass in records that do not say so."""
 NEW_LENGTH = (
-    "A length is new where no pass of it came before: tables of who computes what are made while the first one waits, "
-    "and the caching allocator may have to ask the device for memory."
+    "A length is new where no pass of it came before, but passes of others with the same plan: tables of who computes "
+    "what are made while the first one waits, and the caching allocator may have to ask the device for memory."
 )
 WITHIN = 1.5
 """Factor that a prediction is meant to keep."""

@@ -30,7 +30,7 @@ def tiles_of(windows: HeadWindows | None, kv_heads: int, length: int, batch: int
         batch: Sequences.
     """
     from adaattn_hf.backends.triton import hopper
-    from adaattn_hf.backends.triton.tables import Kind, work_of
+    from adaattn_hf.backends.triton.tables import Kind, sheet_of
 
     structure = CallStructure(batch, length, length, causal=True)
     warps = hopper.warps_of(_DIM, _GROUPS, windows is not None)
@@ -39,8 +39,8 @@ def tiles_of(windows: HeadWindows | None, kv_heads: int, length: int, batch: int
     pieces = 1 if windows is None else 2
     tile, parts = (warps.rows, warps.columns // pieces), _GROUPS // warps.together
     kind = Kind("queries", tile, kv_heads, torch.device("cpu"), parts, pieces, _PROGRAMS)
-    work = work_of(kind, structure, structure.segments() or (), windows)
-    entries = (work.again() or work).tables.entries.numpy()
+    sheet = sheet_of(kind, structure, structure.segments() or ())
+    entries = sheet.tables(windows, evenly=True).entries.numpy()
     none = np.full((-len(entries) % _PROGRAMS, 3), -1, dtype=entries.dtype)
     items = np.concatenate([entries, none]).reshape(-1, _PROGRAMS, 3)
     rules = np.array(windows or ((ALL, 0),) * kv_heads)[np.maximum(items[..., 2], 0)]

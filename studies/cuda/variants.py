@@ -11,7 +11,7 @@ import torch
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.choice import launch as choice_launch
 from adaattn_hf.backends.triton import blocks as blocks_launch
-from adaattn_hf.backends.triton import prefill, step, training
+from adaattn_hf.backends.triton import shapes, step, training
 from adaattn_hf.backends.triton.sizes import Tile
 
 from .kernels import PLANS, kept_request
@@ -123,9 +123,9 @@ def variants(section: Section) -> None:
             r = request(s, rules, heads=heads, kv_heads=heads if heads == 16 and HEADS != 16 else 8, dim=dim)
             if s.plain and rules is None:
                 row["FLOP"] = 2.0 * s.batch * heads * s.q_len * s.q_len * dim
-            _each(row, prefill, "forward_tile", FORWARD, by("triton", r), structure=s)
+            _each(row, shapes, "forward_tile", FORWARD, by("triton", r), structure=s)
             if not s.plain or rules is not None:
-                with _instead(prefill, "_BULK_EDGES", False, s):
+                with _instead(shapes, "_BULK_EDGES", False, s):
                     row["edges without the copy engine"] = microseconds(by("triton", r), 30)
 
         section.add(name, cell)

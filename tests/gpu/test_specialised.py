@@ -110,7 +110,9 @@ def served(request: AttentionRequest, kernel: str) -> Any:
 
     with (
         mock.patch.object(Launcher, "__call__", note(Launcher.__call__, lambda launcher: launcher)),
-        mock.patch.object(Relaunch, "__call__", note(Relaunch.__call__, lambda again: again._launcher)),
+        mock.patch.object(
+            Relaunch, "__call__", note(Relaunch.__call__, lambda again: again._variant.launcher)
+        ),
     ):
         result = BACKENDS["triton"].attend(request)
     assert kernel in launched

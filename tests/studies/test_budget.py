@@ -211,6 +211,8 @@ def test_speed_under_a_recorded_plan(text: list[Path], table: Path, tmp_path: Pa
     assert all(cell["seconds"] > 0 and cell["new_length"] > 0 for cell in cells.values())
     assert cells["much"]["kl"] > 0
     assert cells["much, monitored"]["watching"] > 0  # on the wall's clock, the others in CPU time
+    with pytest.raises(UsageError, match=f"pass at most {(LENGTH - 1) // 4}"):  # each pass has its own length
+        speed.model_level(model, {}, torch.zeros(1, LENGTH, dtype=torch.long), LENGTH, None, False)
     record = json.loads(seed.read_text())
     plan = speed.plan_of_record(record, model)
     assert [choice.label for layer in plan.layers for choice in layer.choices] == record["picks"]

@@ -26,7 +26,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.choice import launch as choice
 from adaattn_hf.backends.launcher import _OPTIONS as FUSED
-from adaattn_hf.backends.triton import blocks, bulk, hopper, launch, prefill, step, training
+from adaattn_hf.backends.triton import blocks, bulk, hopper, launch, shapes, step, training
 from adaattn_hf.calibration.over_codes import over_codes
 
 NAMES = {
@@ -81,12 +81,12 @@ def _type(argument: Any) -> str:
 
 def replace_kernels(capability: int) -> None:
     """Puts a `Compiled` in the place of every kernel that is launched."""
-    modules: tuple[ModuleType, ...] = (prefill, step, training, blocks, choice)
+    modules: tuple[ModuleType, ...] = (shapes, step, training, blocks, choice)
     for module in modules:
         for name, one in list(vars(module).items()):
             if isinstance(one, triton.runtime.JITFunction) or hasattr(one, "_kernel"):
                 setattr(module, name, Compiled(one, capability))
-    vars(prefill)["_LEAST_PRODUCTS"] = 0
+    vars(shapes)["_LEAST_PRODUCTS"] = 0
     vars(bulk)["_copies_tiles"] = lambda device: capability >= 90
     vars(hopper)["usable"] = lambda device: capability == 90
     vars(hopper)["_LEAST_OF_WINDOWS"] = 0

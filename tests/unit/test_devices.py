@@ -22,7 +22,7 @@ from adaattn_hf.backends.flash import Flash4Backend  # noqa: E402
 from adaattn_hf.backends.launcher import Launcher  # noqa: E402
 from adaattn_hf.backends.sdpa import kernels  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
-from adaattn_hf.backends.triton import blocks, hopper, prefill, step, training  # noqa: E402
+from adaattn_hf.backends.triton import blocks, hopper, shapes, step, training  # noqa: E402
 
 from ..support.on_device import Devices, OnSecond  # noqa: E402
 
@@ -95,7 +95,7 @@ class Noted:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Which device was current at each launch of a Triton kernel over tensors of the second one."""
     found: list[int] = []
-    for module in (prefill, step, training, blocks, choice):
+    for module in (shapes, step, training, blocks, choice):
         for one in vars(module).values():
             if isinstance(one, Launcher):
                 monkeypatch.setattr(one, "_kernel", Noted(found))

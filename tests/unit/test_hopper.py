@@ -24,7 +24,7 @@ from adaattn_hf.backends import capability, select  # noqa: E402
 from adaattn_hf.backends.choice import launch as choice  # noqa: E402
 from adaattn_hf.backends.remembered import Remembered  # noqa: E402
 from adaattn_hf.backends.repeats import as_if_repeated  # noqa: E402
-from adaattn_hf.backends.triton import blocks, dealing, hopper, launch, prefill, tables  # noqa: E402
+from adaattn_hf.backends.triton import blocks, dealing, hopper, launch, prefill, shapes, tables  # noqa: E402
 from adaattn_hf.backends.windows import ALL  # noqa: E402
 
 from ..support.on_device import shifted  # noqa: E402
@@ -50,7 +50,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, bulk_always: None) -> Launched:
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: PROGRAMS)
     monkeypatch.setattr(hopper, "launch_specialised", lambda: named("specialised"))
     monkeypatch.setattr(hopper, "launch_specialised_kept", lambda: named("specialised_kept"))
-    monkeypatch.setattr(prefill, "launch_forward", named("forward"))
+    monkeypatch.setattr(shapes, "launch_forward", named("forward"))
     monkeypatch.setattr(blocks, "launch_over_lists", named("over_lists"))
     for name in ("launch_pool", "launch_choose", "launch_listing"):
         monkeypatch.setattr(choice, name, lambda *_: None)
@@ -100,7 +100,7 @@ def test_heavy_calls_are_dealt_out(
     assert arguments[3].block_shape == [1, 1, *expected]
 
 
-def shapes(least: int = 1, most: int = 400) -> Any:
+def drawn_shapes(least: int = 1, most: int = 400) -> Any:
     return st.tuples(
         st.integers(least, most), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2**32 - 1)
     )
@@ -127,7 +127,7 @@ def test_equal_keys_are_ordered_by_their_places(keys: list[int]) -> None:
     assert found.tolist() == [np.argsort(one, kind="stable").tolist() for one in (keys, keys[::-1])]
 
 
-@given(shapes(), st.integers(1, 4), st.booleans())
+@given(drawn_shapes(), st.integers(1, 4), st.booleans())
 def test_tables_that_are_dealt_out_together_are_those_dealt_out_alone(
     shape: tuple[int, int, int, int], tables: int, evenly: bool
 ) -> None:
@@ -140,7 +140,7 @@ def test_tables_that_are_dealt_out_together_are_those_dealt_out_alone(
         assert (slots[len(alone) :] == count).all()
 
 
-@given(shapes(), st.booleans())
+@given(drawn_shapes(), st.booleans())
 def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int], evenly: bool) -> None:
     count, parts, programs, seed = shape
     costs = np.sort(np.random.default_rng(seed).integers(1, 1000, count))[::-1]
@@ -157,7 +157,7 @@ def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int], evenly
         assert len(items) % programs == 0
 
 
-@given(shapes(least=100), st.booleans())
+@given(drawn_shapes(least=100), st.booleans())
 def test_columns_come_to_about_the_same(shape: tuple[int, int, int, int], evenly: bool) -> None:
     """No column has more than an average one and its longest item; few long items leave short ones to others."""
     count, parts, _, seed = shape
@@ -212,7 +212,7 @@ def test_items_whose_window_leaves_keys_out_cost_more(monkeypatch: pytest.Monkey
     found: list[dict[tuple[int, ...], int]] = []
     for windows, pieces in ((None, 1), (((ALL, 0), (256, 16)), 2)):
         kind = tables.Kind("queries", (64, 128 // pieces), 2, torch.device("cpu"), 1, pieces, 8)
-        items = tables.work_of(kind, structure, segments, windows).tables.entries
+        items = tables.sheet_of(kind, structure, segments).tables(windows).entries
         assert items.dtype == torch.int32
         found.append(dict(zip(map(tuple, items.tolist()), seen.pop().tolist(), strict=True)))
     plain, windowed = found
@@ -346,8 +346,14 @@ def test_documents_shorter_than_a_tile_go_to_the_other_kernel(launched: Launched
     assert computed == [{300, 129, 50}, {20, 127}]
 
 
+def test_a_call_of_short_runs_alone_is_one_launch(launched: Launched) -> None:
+    """The first tokens in a static cache have fewer keys than a tile, behind which there is room for more."""
+    launch.attend(drawn(CallStructure(1, 40, N, causal=True, q_offset=60)))
+    assert [name for name, *_ in launched] == ["forward"]
+
+
 def test_a_call_of_short_documents_is_one_launch(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", 1 << 20)  # the last document alone is less
+    monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", 1 << 20)  # the last document alone is less
     launch.attend(drawn(documents(*[100] * 20, 10)))
     assert [name for name, *_ in launched] == ["forward"]
 
@@ -378,7 +384,7 @@ def test_rows_of_one_narrow_head_must_read_enough_keys(
 
 
 def test_light_calls_go_without(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", 1 << 40)
+    monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", 1 << 40)
     launch.attend(drawn(causal()))
     assert [name for name, *_ in launched] == ["forward"]
 

@@ -23,7 +23,7 @@ from adaattn_hf.attention.request import AttentionRequest  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends.launcher import Launcher  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
-from adaattn_hf.backends.triton import prefill  # noqa: E402
+from adaattn_hf.backends.triton import prefill, shapes  # noqa: E402
 from adaattn_hf.patches import fast_path  # noqa: E402
 from adaattn_hf.patches.interface import attention_function  # noqa: E402
 from adaattn_hf.patches.masks import adaattn_mask  # noqa: E402
@@ -181,7 +181,7 @@ def test_no_more_layers_are_remembered_than_are_asked_for(monkeypatch: pytest.Mo
 
 def test_a_structure_that_is_kept_keeps_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors would live as long as the lengths that a process has met."""
-    monkeypatch.setattr(prefill, "launch_forward", lambda *_: None)
+    monkeypatch.setattr(shapes, "launch_forward", lambda *_: None)
     model = planned()
     mask = mask_for(model)
     attended(model, mask, *draw())
@@ -232,7 +232,7 @@ def test_a_planned_layer_calls_few_functions_more_than_an_exact_one(monkeypatch:
             monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the tensors'
             monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
             monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-            monkeypatch.setattr(prefill, "launch_forward", Launcher(Kernel()))
+            monkeypatch.setattr(shapes, "launch_forward", Launcher(Kernel()))
         attend, mask, module = attention_function(name), mask_for(one), modules(one)[1]
 
         def layer(attend: Any = attend, module: Any = module, mask: Any = mask) -> object:

@@ -73,8 +73,8 @@ def test_layers_whose_windows_differ_share_their_blocks(monkeypatch: pytest.Monk
     narrow, wide = (100, 4), (300, 4)
     kind = tables.Kind("queries", (64, 64), 2, torch.device("cpu"))
     for windows in ((narrow, wide), (wide, narrow), (wide, (ALL, 0)), None):
-        work = tables.work_of(kind, structure, segments, windows)
-        assert len(work.tables.entries) == work.count == 32
+        sheet = tables.sheet_of(kind, structure, segments)
+        assert len(sheet.tables(windows).entries) == sheet.count == 32
     assert made == [narrow, wide, (ALL, 0)]
 
 
@@ -100,9 +100,9 @@ def test_tables_of_a_new_length_are_made_together_for_all_windows_in_use(
             segments = structure.segments() or ()
             del together[:]
             for windows in layers:
-                work = tables.work_of(kind, structure, segments, windows)
-                (alone,) = make(work._sheet, [windows])
-                found = work.tables
+                sheet = tables.sheet_of(kind, structure, segments)
+                (alone,) = make(sheet, [windows])
+                found = sheet.tables(windows)
                 assert not any(table.data_ptr() % 16 for table in found)
                 assert found.segments.tolist() == alone.segments.tolist()
                 assert windows is None or found.rules.tolist() == alone.rules.tolist()
@@ -110,6 +110,14 @@ def test_tables_of_a_new_length_are_made_together_for_all_windows_in_use(
                 assert found.entries[:count].tolist() == alone.entries.tolist()
                 assert (found.entries[count:, 2] == -1).all()
             assert together == ([1] * 4 if n == 1003 else [4])
+
+
+@pytest.mark.parametrize("windows", [None, ((100, 4), (ALL, 0))])
+@pytest.mark.parametrize("dealt", [(), (1, 2, 12)])
+def test_no_runs_have_tables_of_no_entries(windows: Any, dealt: tuple[int, ...]) -> None:
+    kind = tables.Kind("queries", (64, 64), 2, torch.device("cpu"), *dealt)
+    found = tables.sheet_of(kind, CallStructure(1, 100, 100, causal=True), ()).tables(windows)
+    assert [list(found.segments.shape), list(found.entries.shape)] == [[0, 6], [0, 3]]
 
 
 def test_windows_of_another_plan_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +130,9 @@ def test_windows_of_another_plan_are_not_made(monkeypatch: pytest.MonkeyPatch) -
 
     def made(n: int, plan: list[Any]) -> list[Any]:
         structure = CallStructure(1, n, n, causal=True)
-        works = [tables.work_of(kind, structure, structure.segments() or (), windows) for windows in plan]
-        assert all(work.tables for work in works)
-        return list(works[0]._sheet._made)
+        sheet = tables.sheet_of(kind, structure, structure.segments() or ())
+        assert all(sheet.tables(windows) for windows in plan)
+        return list(sheet._made)
 
     first, second = ([made(n + 64 * at, plan) for at, plan in enumerate(plans[:2])] for n in (100, 300))
     came_before = plans[0][0]  # with a window that both plans have
@@ -143,6 +151,6 @@ def test_tables_of_many_entries_are_made_as_they_are_asked_for(monkeypatch: pyte
     for n in (640, 512):
         structure = CallStructure(1, n, n, causal=True)
         for window in (10, 20):
-            work = tables.work_of(kind, structure, structure.segments() or (), ((window, 0),))
-            assert work.tables
-            assert len(work._sheet._made) == (1 if window == 10 else 2)
+            sheet = tables.sheet_of(kind, structure, structure.segments() or ())
+            assert sheet.tables(((window, 0),))
+            assert len(sheet._made) == (1 if window == 10 else 2)

@@ -9,8 +9,9 @@ import torch
 
 triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs came with Triton 3.6")
 
+from adaattn_hf.backends import straight  # noqa: E402  (imports triton)
 from adaattn_hf.backends.launcher import _OPTIONS, Launcher  # noqa: E402  (imports triton)
-from adaattn_hf.backends.relaunch import Relaunch  # noqa: E402
+from adaattn_hf.backends.relaunch import Relaunch, Variant  # noqa: E402
 
 from ..support import c_launcher  # noqa: E402
 from ..support.on_device import Devices, Kernel, OnSecond  # noqa: E402
@@ -44,8 +45,8 @@ def in_c(log: list[Any]) -> c_launcher.Compiled:
 
 
 def by_tiles(kernel: Kernel) -> Relaunch:
-    constants = CONSTANTS, "kind", {1: c_launcher.Form()}
-    return Relaunch(Launcher(kernel), (2, 3), (TABLE,), (5,), *constants)
+    variant = Variant(Launcher(kernel), (5,), CONSTANTS, "kind", {1: c_launcher.Form()})
+    return Relaunch(variant, (2, 3), (TABLE,))
 
 
 def made() -> Kernel:
@@ -60,7 +61,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Devices:
 
 
 def relaunch(kernel: Kernel, launcher: Launcher | None = None) -> Relaunch:
-    return Relaunch(launcher or Launcher(kernel), (2, 3), (TABLE,), (5,), CONSTANTS, "kind")
+    return Relaunch(Variant(launcher or Launcher(kernel), (5,), CONSTANTS, "kind"), (2, 3), (TABLE,))
 
 
 def test_the_first_launch_is_looked_at_and_the_others_are_given_addresses(device: Devices) -> None:
@@ -108,7 +109,7 @@ def test_a_version_of_triton_that_is_not_passed_by_looks_every_time(
 def test_without_a_kind_triton_looks_each_time(device: Devices) -> None:
     """Where an address may lie anywhere, what an earlier launch was compiled for need not hold."""
     kernel = made()
-    again = Relaunch(Launcher(kernel), (2, 3), (TABLE,), (5,), CONSTANTS, None)
+    again = Relaunch(Variant(Launcher(kernel), (5,), CONSTANTS, None), (2, 3), (TABLE,))
     for _ in range(3):
         again((X,), (1 << 40,))
     assert [entry[0] for entry in kernel.log] == ["looked"] * 3
@@ -124,6 +125,33 @@ def test_descriptors_are_made_where_triton_asks_for_them(device: Devices) -> Non
     for tiles in (looked[1], passed[1]):
         assert isinstance(tiles, c_launcher.Described)
         assert tiles.base is X
+
+
+def test_launches_of_a_variant_differ_in_grid_tables_and_last_arguments(
+    device: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer of a plan has its own, and a prompt of a new length waits for all of them."""
+    read: list[Any] = []
+    launcher_in_c = straight.launcher_in_c
+
+    def noted(compiled: Any, descriptors: int) -> Any:
+        read.append(compiled)
+        return launcher_in_c(compiled, descriptors)
+
+    monkeypatch.setattr(straight, "launcher_in_c", noted)
+    kernel = Kernel(tuple(KINDS), in_c)
+    variant = Variant(Launcher(kernel), (), CONSTANTS, "kind", {1: c_launcher.Form()})
+    other = torch.zeros(4, dtype=torch.int32).as_subclass(OnSecond)
+    first, second = Relaunch(variant, (2, 3), (TABLE,), (7,)), Relaunch(variant, (4,), (other,), (8,))
+    for again in (first, second, first):
+        again((X, X), (X.data_ptr(),) * 2)
+    looked, *_ = kernel.log
+    assert looked[2][2:] == (TABLE, 7)
+    in_turn = [(passed[:3], passed[-4:]) for passed in kernel.log if isinstance(passed[0], int)]
+    assert in_turn == [
+        ((4, 1, 1), (other.data_ptr(), 8, 64, True)), ((2, 3, 1), (TABLE.data_ptr(), 7, 64, True)),
+    ]  # fmt: skip
+    assert len(read) == 1
 
 
 def test_a_launcher_in_c_is_called_past_triton(device: Devices) -> None:

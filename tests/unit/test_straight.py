@@ -84,9 +84,9 @@ def straight_of(
     described: straight.Described,
 ) -> straight.Straight:
     """Of a kernel that has a launcher in C."""
-    found = straight.straight_of(compiled, grid, tensors, rest, described)
-    assert found is not None
-    return found
+    passed = straight.passed_of(compiled, tensors, len(rest), described)
+    assert passed is not None
+    return straight.Straight(passed, grid, rest)
 
 
 ALL = pytest.mark.parametrize("make", [installed, of_3_6, of_3_7])
@@ -201,7 +201,7 @@ def test_launches_that_differ_in_grid_and_tables_are_read_off_once(
 
 def test_a_kernel_without_a_launcher_in_c_is_left_to_triton() -> None:
     compiled = Compiled([], Other(), KINDS)
-    assert straight.straight_of(compiled, GRID, drawn(), REST, of_tiles()) is None
+    assert straight.passed_of(compiled, drawn(), len(REST), of_tiles()) is None
 
 
 def test_no_more_addresses_are_kept_than_are_asked_for(

@@ -21,7 +21,7 @@ from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.relaunch import Relaunch
 from adaattn_hf.backends.select import BACKENDS
-from adaattn_hf.backends.triton import prefill
+from adaattn_hf.backends.triton import prefill, shapes
 from adaattn_hf.backends.triton.launch import attend
 from adaattn_hf.backends.triton.prefill import Prefill
 
@@ -73,7 +73,7 @@ def call(fast: Any, request: AttentionRequest) -> Tensor:
 def test_equals_the_definition(
     monkeypatch: pytest.MonkeyPatch, name: str, rules: HeadRules | None, least: int
 ) -> None:
-    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
+    monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", least)
     fast = fast_call(first := make(structure(name), rules))
     assert torch.equal(call(fast, first), attend(first).out)
     for other in (make(first.structure, rules), replace(make(first.structure, rules), scaling=0.1)):
@@ -87,13 +87,13 @@ def test_equals_the_definition(
 def test_layers_may_lie_otherwise_in_memory(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Each kind of strides and alignment has a form; the copy engine brings no tensors that begin elsewhere."""
     launched: list[bool] = []
-    real = prefill.launch_forward
+    real = shapes.launch_forward
 
     def noted(grid: Any, arguments: Any, constants: Any, kind: Any) -> None:
         launched.append(constants["BULK"])
         real(grid, arguments, constants, kind)
 
-    monkeypatch.setattr(prefill, "launch_forward", noted)
+    monkeypatch.setattr(shapes, "launch_forward", noted)
     request = make(structure("causal"))
     fast, truth = fast_call(request), reference.attention(request).out
     tensor = getattr(request, what)
@@ -143,7 +143,7 @@ def test_tensors_of_other_devices_are_refused(what: int) -> None:
 
 
 def test_keeps_neither_tensors_nor_the_structure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "launch_forward", lambda *_: None)
+    monkeypatch.setattr(shapes, "launch_forward", lambda *_: None)
     request = make(structure("left padding"))
     fast = fast_call(request)
     assert isinstance(fast, Prefill)
@@ -182,15 +182,16 @@ def test_on_a_device_addresses_stand_in_the_place_of_tensors(
         """Launches what it is given with Triton's look, under the interpreter."""
 
         def __call__(self, tensors: Any, addresses: Any) -> None:
-            if self._kind is not None:
+            variant = self._variant
+            if variant.kind is not None:
                 assert addresses == tuple(one.data_ptr() for one in tensors)
-                launched.append(self._constants["BULK"])
-                assert sorted(self._described) == ([3, 4] if launched[-1] else [])
-                assert all(form.of(tensors[i]).base is tensors[i] for i, form in self._described.items())
-            self._kind = None
+                launched.append(variant.constants["BULK"])
+                assert sorted(variant.described) == ([3, 4] if launched[-1] else [])
+                assert all(form.of(tensors[i]).base is tensors[i] for i, form in variant.described.items())
+            variant.kind = None
             super().__call__(tensors, addresses)
 
-    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
+    monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", least)
     monkeypatch.setattr(prefill, "Relaunch", Noted)
     request = make(structure("left padding"))
     query = request.query.as_subclass(OnCuda)

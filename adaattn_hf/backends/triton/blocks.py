@@ -19,7 +19,7 @@ from .bulk import bulk_of
 from .kept import over_lists
 from .prefill import blank
 from .sizes import Tile, padded, scale_of
-from .tables import MOST_ENTRIES, Kind, Work, silent_runs, work_of
+from .tables import MOST_ENTRIES, Kind, Tables, sheet_of, silent_runs
 
 launch_over_lists = Launcher(over_lists)
 
@@ -37,7 +37,7 @@ def attend_blocks(
     """
     query, key, value, structure = request.query, request.key, request.value, request.structure
     shown = windows_beside(rules, windows)
-    bits, tile, work, lists, blocks = walk_of(request, rules, segments, shown)
+    bits, tile, tables, lists, blocks = walk_of(request, rules, segments, shown)
     if request.scaling < 0:
         query = -query
     dim, value_dim, block = query.shape[3], value.shape[3], rules.block
@@ -64,10 +64,10 @@ def attend_blocks(
             "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim), "HAS_CAP": cap is not None,
             "BULK": bulk, "EDGES": bulk and ends and _BULK_EDGES, "PIECES": block // tile.columns, **tile.constants(),
         }  # fmt: skip
-    for entries, *its_lists in zip(work.launches(), *(t.split(MOST_ENTRIES) for t in lists), strict=True):
+    for entries, *its_lists in zip(tables.launches(), *(t.split(MOST_ENTRIES) for t in lists), strict=True):
         asked = (
             query, key, value, k_bulk if bulk else key, v_bulk if bulk else value, out, lse_at, sink_at, bitmap,
-            *its_lists, work.tables.segments, entries, work.tables.rules, *query.stride(), *key.stride(),
+            *its_lists, tables.segments, entries, tables.rules, *query.stride(), *key.stride(),
             *value.stride(), *out.stride(), *(lse.stride()[:2] if lse is not None else (0, 0)), *bits.shape[1:], blocks,
             scale, cap or 0.0,
         )  # fmt: skip
@@ -84,7 +84,7 @@ class Walk(NamedTuple):
 
     bits: Tensor
     tile: Tile
-    work: Work
+    tables: Tables
     lists: Lists
     blocks: int
 
@@ -97,13 +97,13 @@ def walk_of(
     bits = chosen_bits(request, rules, segments)
     tile = lists_tile(max(padded(request.query.shape[3]), padded(request.value.shape[3])), block)
     kind = Kind("queries", (tile.rows, tile.columns), key.shape[1], key.device)
-    work = work_of(kind, structure, segments, windows, silent_runs(structure, segments))
+    tables = sheet_of(kind, structure, segments, silent_runs(structure, segments)).tables(windows)
     blocks = -(-key.shape[2] // block)
     lists = lists_of(
-        bits, work.tables.segments, work.tables.entries, work.tables.rules if windows else None,
+        bits, tables.segments, tables.entries, tables.rules if windows else None,
         causal=structure.causal, rows=tile.rows, block=block, blocks=blocks,
     )  # fmt: skip
-    return Walk(bits, tile, work, lists, blocks)
+    return Walk(bits, tile, tables, lists, blocks)
 
 
 def lists_tile(pad: int, block: int) -> Tile:

@@ -60,6 +60,8 @@ def turned(count: int, programs: int) -> NDArray[np.int64]:
 def balanced(cost: NDArray[np.int64], programs: int, evenly: bool) -> NDArray[np.int64]:
     """The same of each of some tables `[tables, items]` where columns of few items are to come to about the same.
 
+    The longest items come first in each column, but for those that were exchanged.
+
     Args:
         cost: Of the items, in tiles, `beside_tiles` counted.
         programs: Columns.
@@ -73,40 +75,39 @@ def balanced(cost: NDArray[np.int64], programs: int, evenly: bool) -> NDArray[np
     order = ordered(cost.max() - cost)
     # items of the same cost, told apart: an exchange has something to gain then, where whole tiles would leave nothing
     cost = taken(cost, order) * (4 * _TIES) + np.arange(count) % _TIES
-    column, loads = _columns(cost, programs)
+    place, loads = _places(cost, programs)
     if evenly:
-        for of_table in zip(cost, column, loads, strict=True):
+        for of_table in zip(cost, place, loads, strict=True):
             _exchange(*of_table)
-    by_column = ordered(column)
-    column, numbers = taken(column, by_column), np.arange(tables)[:, None]
-    of_tables = (column + numbers * programs).ravel()
-    counts = np.bincount(of_tables, minlength=tables * programs).reshape(tables, -1)
-    row = np.arange(count) - taken(counts.cumsum(1) - counts, column)
-    slots = np.full((tables, int(counts.max()) * programs), count)
-    slots[numbers, row * programs + column] = taken(order, by_column)
+    slots = np.full((tables, (int(place.max()) // programs + 1) * programs), count)
+    slots[np.arange(tables)[:, None], place] = order
     return slots
 
 
-def _columns(cost: NDArray[np.int64], programs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """A column for each item `[tables, items]`, those of most cost first, and what all columns come to."""
-    loads, column = np.zeros((len(cost), programs), dtype=np.int64), np.empty_like(cost)
-    numbers = np.arange(len(cost))[:, None]
+def _places(cost: NDArray[np.int64], programs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """A place for each item `[tables, items]`, those of most cost first, and what all columns come to."""
+    tables = len(cost)
+    loads, place = np.zeros((tables, programs), dtype=np.int64), np.empty_like(cost)
+    free = np.tile(np.arange(programs), (tables, 1))  # of each column, the first
+    numbers = np.arange(tables)[:, None]
     # half a row at a time, the longest item to the column that has least to do
     step = max(programs // 2, 1)
     for begin in range(0, cost.shape[1], step):
         some = cost[:, begin : begin + step]
         least = ordered(loads)[:, : some.shape[1]]
         loads[numbers, least] += some
-        column[:, begin : begin + step] = least
-    return column, loads
+        place[:, begin : begin + step] = free[numbers, least]
+        free[numbers, least] += programs
+    return place, loads
 
 
-def _exchange(cost: NDArray[np.int64], column: NDArray[np.int64], loads: NDArray[np.int64]) -> None:
+def _exchange(cost: NDArray[np.int64], place: NDArray[np.int64], loads: NDArray[np.int64]) -> None:
     """Has an item of the fullest column and a shorter one of another change places while that relieves it by enough.
 
-    Columns of items and what they come to are changed in place, for one table.
+    Places of items and what columns come to are changed in place, for one table.
     """
     mean = cost.sum() / len(loads)
+    column = place % len(loads)
     for _ in range(_MOST_SWAPS):
         fullest = int(loads.argmax())
         if loads[fullest] <= _EVEN * mean:
@@ -120,4 +121,5 @@ def _exchange(cost: NDArray[np.int64], column: NDArray[np.int64], loads: NDArray
             return
         one, other = int(mine[best // len(cost)]), best % len(cost)
         loads[[fullest, column[other]]] += cost[[other, one]] - cost[[one, other]]
-        column[[one, other]] = column[[other, one]]
+        for moved in (column, place):
+            moved[[one, other]] = moved[[other, one]]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,6 +49,11 @@ class Tables(NamedTuple):
     entries: Tensor
     rules: Tensor
 
+    def launches(self) -> tuple[Tensor, ...]:
+        """The entries of each launch: of more than one for very many documents alone."""
+        entries = self.entries
+        return (entries,) if entries.shape[0] <= MOST_ENTRIES else entries.split(MOST_ENTRIES)
+
 
 class Kind(NamedTuple):
     """What tables depend on beside runs and windows; layers of a plan differ in their windows alone.
@@ -73,61 +78,46 @@ class Kind(NamedTuple):
     programs: int = 0
 
 
-class Work:
-    """What is to be done by a launch, and its tables, which are made where they are asked for."""
-
-    def __init__(self, sheet: Sheet, windows: HeadWindows | None, evenly: bool = False) -> None:
-        """Of a launch.
-
-        Args:
-            sheet: Of its runs.
-            windows: Of `head_windows`.
-            evenly: Whether items are dealt out evenly.
-        """
-        kind, found = sheet.kind, sheet.found
-        rules = windows or ((ALL, 0),) * kind.kv_heads
-        self.count = len(found.segment) * len(rules)
-        """Entries."""
-        self.read = sum(found.read(*rule)[1] for rule in rules)
-        """What all entries read, in keys for blocks of queries and in queries for blocks of keys."""
-        self.ends = found.ends
-        """Whether every segment's keys end with one of their tiles or with the tensor."""
-        self._sheet, self._windows, self._evenly = sheet, windows, evenly
-
-    @cached_property
-    def tables(self) -> Tables:
-        """On the device."""
-        if self._evenly:
-            return self._sheet.make([self._windows], evenly=True)[0]
-        return self._sheet.tables(self._windows)
-
-    def again(self) -> Work | None:
-        """The same work, dealt out evenly, for launches that come again; None where it is, or need not be."""
-        kind = self._sheet.kind
-        able = not self._evenly and kind.parts and uneven(self.count * kind.parts, kind.programs)
-        return Work(self._sheet, self._windows, evenly=True) if able else None
-
-    def launches(self) -> tuple[Tensor, ...]:
-        """The entries of each launch: of more than one for very many documents alone."""
-        entries = self.tables.entries
-        return (entries,) if len(entries) <= MOST_ENTRIES else entries.split(MOST_ENTRIES)
-
-
 class Sheet:
-    """The tables of some runs for heads of different windows, made together for all that are likely to be asked for.
+    """What launches over some runs have to do, and their tables, for heads of any windows.
 
-    A prompt of a length that was not met before needs one for each layer of a plan: its first layer has them made for
-    all windows that came with its own in an earlier prompt, in one go and one copy to the device.
+    A prompt of a length that was not met before needs a table for each layer of a plan: its first layer has them made
+    for all windows that came with its own in an earlier prompt, in one go and one copy to the device.
+
+    Attributes:
+        kind: Of the tables.
+        count: Entries.
+        ends: Whether every run's keys end with one of their tiles or with the tensor.
+        dealt: Whether it matters which program computes which items.
     """
 
     def __init__(self, found: Blocks, kind: Kind) -> None:
         """Of the blocks of some runs."""
         self.found, self.kind = found, kind
+        self.count, self.ends = len(found.segment) * kind.kv_heads, found.ends
+        self.dealt = kind.parts > 0 and uneven(self.count * kind.parts, kind.programs)
         self._made: dict[HeadWindows | None, Tables] = {}
+        self._even: dict[HeadWindows | None, Tables] = {}
         self._asked: dict[HeadWindows | None, None] = {}
 
-    def tables(self, windows: HeadWindows | None) -> Tables:
-        """Those for heads with windows of `head_windows`."""
+    def read(self, windows: HeadWindows | None) -> int:
+        """What all entries read, in keys for blocks of queries and in queries for blocks of keys."""
+        return sum(self.found.read(*rule)[1] for rule in self._rules(windows))
+
+    def _rules(self, windows: HeadWindows | None) -> HeadWindows:
+        return windows or ((ALL, 0),) * self.kind.kv_heads
+
+    def tables(self, windows: HeadWindows | None, evenly: bool = False) -> Tables:
+        """Those for heads with windows of `head_windows`.
+
+        Args:
+            windows: Of each head.
+            evenly: Whether programs are to end together, where they do not anyway: for launches that come again.
+        """
+        if evenly and self.dealt:
+            if windows not in self._even:
+                (self._even[windows],) = self.make([windows], evenly=True)
+            return self._even[windows]
         with _lock:
             lately = _lately.setdefault(self.kind, {})
             together = list(lately.pop(windows, ()))
@@ -136,9 +126,8 @@ class Sheet:
             if len(lately) > _MOST_WINDOWS:
                 del lately[next(iter(lately))]
         if windows not in self._made:
-            each = max(len(self.found.segment) * self.kind.kv_heads, 1)
             others = [one for one in together if one not in self._made and one != windows]
-            wanted = [windows, *others[: max(_TOGETHER // each - 1, 0)]]
+            wanted = [windows, *others[: max(_TOGETHER // max(self.count, 1) - 1, 0)]]
             self._made.update(zip(wanted, self.make(wanted), strict=True))
         return self._made[windows]
 
@@ -150,62 +139,52 @@ class Sheet:
             evenly: Have programs end together; see `balanced`.
         """
         found, kind = self.found, self.kind
-        rules = [one or ((ALL, 0),) * kind.kv_heads for one in windows]
+        rules = [self._rules(one) for one in windows]
         limits = np.array(rules)
         reads = np.array([[found.read(*rule)[0] for rule in one] for one in rules], dtype=np.int64)
-        order, places = found.longest_first(reads), found.places(kind.kv_heads)
+        places = found.places(kind.kv_heads)
         if not kind.parts:
-            return _placed(found.runs, places.take(order, axis=0), limits, windows, kind.device)
-        count = order.shape[1] * kind.parts
-        if uneven(count, kind.programs):
+            items = places.take(found.longest_first(reads), axis=0)
+            return _placed(found.runs, items, limits, windows, kind.device)
+        count = self.count * kind.parts
+        if self.dealt:
             edges = found.stands >= limits[..., :1]
             tiles = -(-reads // (kind.blocks[1] * kind.pieces)) + beside_tiles(edges)
-            costs = taken(tiles.reshape(len(rules), -1), order).repeat(kind.parts, axis=1)
-            slots = balanced(costs, kind.programs, evenly)
+            slots = balanced(tiles.reshape(len(rules), -1).repeat(kind.parts, axis=1), kind.programs, evenly)
+            entry, part = np.divmod(slots, kind.parts) if kind.parts > 1 else (slots, 0)
         else:
             slots = turned(count, kind.programs)[None]
-        entry, part = np.divmod(slots, kind.parts) if kind.parts > 1 else (slots, 0)
-        none = np.full((len(rules), 1), len(places) - 1)
-        items = places.take(taken(np.concatenate([order, none], axis=1), entry), axis=0)
+            entry, part = np.divmod(slots, kind.parts)
+            none = np.full((len(rules), 1), self.count)
+            entry = taken(np.concatenate([found.longest_first(reads), none], axis=1), entry)
+        items = places.take(entry, axis=0)
         if kind.parts > 1:
             items[..., 2] = np.where(slots < count, items[..., 2] * kind.parts + part, -1)
         return _placed(found.runs, items, limits, windows, kind.device)
 
 
-def work_of(
-    kind: Kind,
-    structure: CallStructure,
-    segments: Sequence[Segment],
-    windows: HeadWindows | None,
-    silent: Sequence[Segment] = (),
-) -> Work:
+def sheet_of(
+    kind: Kind, structure: CallStructure, segments: Sequence[Segment], silent: Sequence[Segment] = ()
+) -> Sheet:
     """Blocks of queries, by the number of keys that they read, or of keys, by the number of queries that read them.
 
     Args:
         kind: Of the tables.
         structure: The call's.
         segments: Its runs, or some of them: of one structure always all, or parts that begin with different ones.
-        windows: Of `head_windows`.
         silent: Runs of queries without keys, which come last; see `silent_runs`.
     """
     same = "triton", len(silent), len(segments), *segments[:1]
+    runs = (*segments, *silent)
+    causal, kv_len = structure.causal, structure.kv_len  # tables are not to keep the structure
 
-    def find() -> Work:
-        runs = (*segments, *silent)
-        causal, kv_len = structure.causal, structure.kv_len  # tables are not to keep the structure
+    def blocks() -> Blocks:
+        return Blocks(kind.of == "queries", causal, kv_len, runs, kind.blocks)
 
-        def blocks() -> Blocks:
-            return Blocks(kind.of == "queries", causal, kv_len, runs, kind.blocks)
+    def make() -> Sheet:
+        return Sheet(structure.cached(("blocks", kind.of, kind.blocks, *same), blocks), kind)
 
-        def make() -> Sheet:
-            return Sheet(structure.cached(("blocks", kind.of, kind.blocks, *same), blocks), kind)
-
-        sheet = structure.cached(
-            ("sheet", kind, *same), lambda: _made.get((kind, causal, kv_len, runs), make)
-        )
-        return Work(sheet, windows)
-
-    return structure.cached((kind, windows, *same), find)
+    return structure.cached(("sheet", kind, *same), lambda: _made.get((kind, causal, kv_len, runs), make))
 
 
 def silent_runs(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
@@ -233,16 +212,17 @@ def _placed(
     device: torch.device,
 ) -> list[Tables]:
     """The tables in one copy to the device, each of them at an address for which Triton compiles the same variant."""
-    numbers: list[NDArray[Any]] = [segments.reshape(1, -1), entries, limits]
-    flat = [one.reshape(len(one), -1) for one in numbers]
-    widths = [-(-one.shape[1] // _ALIGNED) * _ALIGNED for one in flat]
-    rooms = [np.zeros((len(one), width), dtype=np.int32) for one, width in zip(flat, widths, strict=True)]
-    for room, one in zip(rooms, flat, strict=True):
-        room[:, : one.shape[1]] = one
-    table = torch.from_numpy(np.concatenate([room.ravel() for room in rooms])).to(device, non_blocking=True)
+    numbers: list[NDArray[Any]] = [segments.reshape(1, segments.size), entries, limits]
+    flat = [one.reshape(len(one), math.prod(one.shape[1:])) for one in numbers]
+    shapes = [(len(one), -(-one.shape[1] // _ALIGNED) * _ALIGNED) for one in flat]
+    ends = list(itertools.accumulate(map(math.prod, shapes), initial=0))
+    whole = np.zeros(ends[-1], dtype=np.int32)
+    for start, shape, one in zip(ends, shapes, flat, strict=False):
+        whole[start : start + math.prod(shape)].reshape(shape)[:, : one.shape[1]] = one
+    table = torch.from_numpy(whole).to(device, non_blocking=True)
     runs, items, rules = (
-        part.view(-1, width)[:, : one.shape[1]].unbind(0)
-        for part, width, one in zip(table.split([room.size for room in rooms]), widths, flat, strict=True)
+        table[start : start + math.prod(shape)].view(shape)[:, : one.shape[1]].unbind(0)
+        for start, shape, one in zip(ends, shapes, flat, strict=False)
     )
     run = runs[0].view(-1, 6)
     return [

@@ -18,7 +18,7 @@ from .backward import of_keys, of_queries, prepare
 from .bulk import bulk_of
 from .prefill import attend_forward
 from .sizes import Tile, padded, scale_of
-from .tables import Kind, work_of
+from .tables import Kind, sheet_of
 
 launch_prepare, launch_of_keys, launch_of_queries = Launcher(prepare), Launcher(of_keys), Launcher(of_queries)
 
@@ -130,20 +130,20 @@ def _gradients(
         numbers = (*lse.stride()[:2], scale_of(scaling, softcap), scaling, softcap or 0.0)
         tile = keys_tile(max(pad, value_pad), windows is not None or len(segments) > batch)
         kind = Kind("keys", (tile.rows, tile.columns), kv_heads, query.device)
-        work = work_of(kind, structure, segments, windows)
+        sheet = sheet_of(kind, structure, segments)
         q_bulk, g_bulk = bulk_of(query, tile.rows), bulk_of(by_head, tile.rows)
         bulk = q_bulk is not None and g_bulk is not None
         asked = (
             query, key, value, grad, q_bulk if bulk else query, g_bulk if bulk else grad, shift, sums, dk, dv,
-            *work.tables, *strides, *dk.stride()[:3], *dv.stride()[:3], *numbers,
+            *sheet.tables(windows), *strides, *dk.stride()[:3], *dv.stride()[:3], *numbers,
         )  # fmt: skip
-        launch_of_keys((work.count,), asked, {**facts, "BULK": bulk, **tile.constants()}, None)
+        launch_of_keys((sheet.count,), asked, {**facts, "BULK": bulk, **tile.constants()}, None)
         tile = queries_tile(max(pad, value_pad))
         kind = Kind("queries", (tile.rows, tile.columns), kv_heads, query.device)
-        work = work_of(kind, structure, segments, windows)
-        for entries in work.launches():
+        tables = sheet_of(kind, structure, segments).tables(windows)
+        for entries in tables.launches():
             asked = (
-                query, key, value, grad, shift, sums, dq, work.tables.segments, entries, work.tables.rules, *strides,
+                query, key, value, grad, shift, sums, dq, tables.segments, entries, tables.rules, *strides,
                 *dq.stride()[:3], *numbers,
             )  # fmt: skip
             grid = heads // kv_heads, entries.shape[0]
