@@ -35,7 +35,9 @@ WARM_UP = "a pass of 32 tokens"
 """What came before each timed pass in records that do not say so."""
 NEW_LENGTH = (
     "A length is new where no pass of it came before, but passes of others with the same plan: tables of who computes "
-    "what are made while the first one waits, and the caching allocator may have to ask the device for memory."
+    "what are made while the first one waits, and the caching allocator may have to ask the device for memory. Where a "
+    "model is so small that the device waits for the host's launches, as in a pass of one sequence here, the pass "
+    "takes as long as these, whatever a plan saves the device."
 )
 WITHIN = 1.5
 """Factor that a prediction is meant to keep."""
