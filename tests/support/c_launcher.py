@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from torch import Tensor
+
+from adaattn_hf.backends import straight
 
 
 @dataclass
@@ -20,6 +23,19 @@ class PyCUtensorMap:
 def encode(address: int) -> PyCUtensorMap:
     """Encodes the descriptor of a tensor at an address."""
     return PyCUtensorMap(address)
+
+
+def note_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of descriptors of launches that what is passed in C is read off, as they are read."""
+    read: list[int] = []
+    launcher_in_c = straight.launcher_in_c
+
+    def noted(compiled: Any, descriptors: int) -> Any:
+        read.append(descriptors)
+        return launcher_in_c(compiled, descriptors)
+
+    monkeypatch.setattr(straight, "launcher_in_c", noted)
+    return read
 
 
 class Described:

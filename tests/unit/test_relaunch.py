@@ -9,7 +9,6 @@ import torch
 
 triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs came with Triton 3.6")
 
-from adaattn_hf.backends import straight  # noqa: E402  (imports triton)
 from adaattn_hf.backends.launcher import _OPTIONS, Launcher  # noqa: E402  (imports triton)
 from adaattn_hf.backends.relaunch import Relaunch, Variant  # noqa: E402
 
@@ -131,14 +130,7 @@ def test_launches_of_a_variant_differ_in_grid_tables_and_last_arguments(
     device: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer of a plan has its own, and a prompt of a new length waits for all of them."""
-    read: list[Any] = []
-    launcher_in_c = straight.launcher_in_c
-
-    def noted(compiled: Any, descriptors: int) -> Any:
-        read.append(compiled)
-        return launcher_in_c(compiled, descriptors)
-
-    monkeypatch.setattr(straight, "launcher_in_c", noted)
+    read = c_launcher.note_reads(monkeypatch)
     kernel = Kernel(tuple(KINDS), in_c)
     variant = Variant(Launcher(kernel), (), CONSTANTS, "kind", {1: c_launcher.Form()})
     other = torch.zeros(4, dtype=torch.int32).as_subclass(OnSecond)

@@ -176,14 +176,7 @@ def test_launches_that_differ_in_grid_and_tables_are_read_off_once(
     make: Made, encoded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer of a plan has its own, and a prompt of a new length waits for all of them."""
-    read: list[int] = []
-    launcher_in_c = straight.launcher_in_c
-
-    def noted(compiled: Any, descriptors: int) -> Any:
-        read.append(descriptors)
-        return launcher_in_c(compiled, descriptors)
-
-    monkeypatch.setattr(straight, "launcher_in_c", noted)
+    read = c_launcher.note_reads(monkeypatch)
     log: list[Any] = []
     compiled, tensors, described = make(log, KINDS), drawn(), of_tiles()
     for grid, rest in ((GRID, REST), ((7, 3, 1), (1 << 41, 0.5, 1)), (GRID, (1 << 42, 0.25, 1))):

@@ -100,10 +100,13 @@ class Prefill:
         self._evenly = True
         self._forms.clear()
 
-    def _runs(self, known: Known, *tensors: Tensor | None) -> list[Relaunch]:
+    def _runs(
+        self, known: Known, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None
+    ) -> list[Relaunch]:
         """The launches of a call, shared by calls whose strides, alignment and factor are the same."""
         runs: list[Relaunch] = []
-        for kernel, variant in self._shape.variants(self._kernels, self._heavy, known, *tensors):
+        variants = self._shape.variants(self._kernels, self._heavy, known, query, key, value, out, lse)
+        for kernel, variant in variants:
             tables = kernel.sheet.tables(self._windows, self._evenly)
             runs += [
                 Relaunch(variant, grid, tables._replace(entries=entries), last)

@@ -181,23 +181,6 @@ class Shape:
         return (self.plain,), heavy
 
     def variants(
-        self, kernels: tuple[Kernel, ...], heavy: bool, known: Known, *tensors: Tensor | None
-    ) -> list[tuple[Kernel, Variant]]:
-        """What calls by these kernels launch: by the copy engine where it can bring keys and values, and pays.
-
-        Args:
-            kernels: Of `kernels`.
-            heavy: As it says.
-            known: Of the call.
-            *tensors: Queries, keys, values, output and log-sum-exp of one of them.
-        """
-        asked = len(kernels), kernels[0].programs, heavy, known
-        found = self._variants.get(asked)
-        if found is None:
-            found = self._variants[asked] = self._find(kernels, heavy, known, *tensors)  # type: ignore[arg-type]
-        return found
-
-    def _find(
         self,
         kernels: tuple[Kernel, ...],
         heavy: bool,
@@ -208,6 +191,21 @@ class Shape:
         out: Tensor,
         lse: Tensor | None,
     ) -> list[tuple[Kernel, Variant]]:
+        """What calls by these kernels launch: by the copy engine where it can bring keys and values, and pays.
+
+        Args:
+            kernels: Of `kernels`.
+            heavy: As it says.
+            known: Of the call.
+            query: Of one of them.
+            key: Of the same.
+            value: Of the same.
+            out: Its output.
+            lse: Its log-sum-exp, if that is written.
+        """
+        asked = kernels[0].programs, heavy, known
+        if asked in self._variants:
+            return self._variants[asked]
         *strides, scaling, even = *known[:3], out.stride(), *known[3:]
         bulk: Bulk | None = None
         if kernels[0].programs:
@@ -227,10 +225,10 @@ class Shape:
         if even and query.is_cuda and not self.plain.constants["HAS_SINK"]:
             kind = query.dtype, *strides, None if lse is None else lse.stride()
         first, *others = kernels
-        return [
-            (first, _variant(first, bulk, numbers, kind)),
-            *((one, _variant(one, None, numbers, kind)) for one in others),
-        ]
+        found = [(first, _variant(first, bulk, numbers, kind))]
+        found += [(one, _variant(one, None, numbers, kind)) for one in others]
+        self._variants[asked] = found
+        return found
 
 
 def _sheet(

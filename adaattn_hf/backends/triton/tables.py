@@ -120,13 +120,13 @@ class Sheet:
             return self._even[windows]
         with _lock:
             lately = _lately.setdefault(self.kind, {})
-            together = list(lately.pop(windows, ()))
+            came_with = lately.pop(windows, {})
+            others = [one for one in came_with if one not in self._made and one != windows]
             self._asked[windows] = None
             lately[windows] = self._asked
             if len(lately) > _MOST_WINDOWS:
                 del lately[next(iter(lately))]
         if windows not in self._made:
-            others = [one for one in together if one not in self._made and one != windows]
             wanted = [windows, *others[: max(_TOGETHER // max(self.count, 1) - 1, 0)]]
             self._made.update(zip(wanted, self.make(wanted), strict=True))
         return self._made[windows]
@@ -151,12 +151,12 @@ class Sheet:
             edges = found.stands >= limits[..., :1]
             tiles = -(-reads // (kind.blocks[1] * kind.pieces)) + beside_tiles(edges)
             slots = balanced(tiles.reshape(len(rules), -1).repeat(kind.parts, axis=1), kind.programs, evenly)
-            entry, part = np.divmod(slots, kind.parts) if kind.parts > 1 else (slots, 0)
         else:
-            slots = turned(count, kind.programs)[None]
-            entry, part = np.divmod(slots, kind.parts)
-            none = np.full((len(rules), 1), self.count)
-            entry = taken(np.concatenate([found.longest_first(reads), none], axis=1), entry)
+            numbers = found.longest_first(reads)[..., None] * kind.parts + np.arange(kind.parts)
+            none = np.full((len(rules), 1), count)
+            numbers = np.concatenate([numbers.reshape(len(rules), -1), none], axis=1)
+            slots = taken(numbers, turned(count, kind.programs)[None])
+        entry, part = np.divmod(slots, kind.parts)
         items = places.take(entry, axis=0)
         if kind.parts > 1:
             items[..., 2] = np.where(slots < count, items[..., 2] * kind.parts + part, -1)
@@ -175,16 +175,20 @@ def sheet_of(
         silent: Runs of queries without keys, which come last; see `silent_runs`.
     """
     same = "triton", len(silent), len(segments), *segments[:1]
-    runs = (*segments, *silent)
-    causal, kv_len = structure.causal, structure.kv_len  # tables are not to keep the structure
 
-    def blocks() -> Blocks:
-        return Blocks(kind.of == "queries", causal, kv_len, runs, kind.blocks)
+    def find() -> Sheet:
+        runs = (*segments, *silent)
+        causal, kv_len = structure.causal, structure.kv_len  # tables are not to keep the structure
 
-    def make() -> Sheet:
-        return Sheet(structure.cached(("blocks", kind.of, kind.blocks, *same), blocks), kind)
+        def blocks() -> Blocks:
+            return Blocks(kind.of == "queries", causal, kv_len, runs, kind.blocks)
 
-    return structure.cached(("sheet", kind, *same), lambda: _made.get((kind, causal, kv_len, runs), make))
+        def make() -> Sheet:
+            return Sheet(structure.cached(("blocks", kind.of, kind.blocks, *same), blocks), kind)
+
+        return _made.get((kind, causal, kv_len, runs), make)
+
+    return structure.cached(("sheet", kind, *same), find)
 
 
 def silent_runs(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
@@ -215,14 +219,14 @@ def _placed(
     numbers: list[NDArray[Any]] = [segments.reshape(1, segments.size), entries, limits]
     flat = [one.reshape(len(one), math.prod(one.shape[1:])) for one in numbers]
     shapes = [(len(one), -(-one.shape[1] // _ALIGNED) * _ALIGNED) for one in flat]
-    ends = list(itertools.accumulate(map(math.prod, shapes), initial=0))
-    whole = np.zeros(ends[-1], dtype=np.int32)
-    for start, shape, one in zip(ends, shapes, flat, strict=False):
-        whole[start : start + math.prod(shape)].reshape(shape)[:, : one.shape[1]] = one
-    table = torch.from_numpy(whole).to(device, non_blocking=True)
+    sizes = [math.prod(shape) for shape in shapes]
+    whole = np.zeros(sum(sizes), dtype=np.int32)
+    for room, shape, one in zip(np.split(whole, np.cumsum(sizes)[:-1]), shapes, flat, strict=True):
+        room.reshape(shape)[:, : one.shape[1]] = one
+    parts = torch.from_numpy(whole).to(device, non_blocking=True).split(sizes)
     runs, items, rules = (
-        table[start : start + math.prod(shape)].view(shape)[:, : one.shape[1]].unbind(0)
-        for start, shape, one in zip(ends, shapes, flat, strict=False)
+        part.view(shape)[:, : one.shape[1]].unbind(0)
+        for part, shape, one in zip(parts, shapes, flat, strict=True)
     )
     run = runs[0].view(-1, 6)
     return [
