@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 from ..property.test_memory import Largest
+from ..support.families import LISTED, models
 from ..support.models import assert_same, main_output, pair, tokens
 from ..support.versions import needs_tracing
-from .test_breadth import LISTED, models
 
 BORDER = 4
 POSITIONS = torch.cat([torch.arange(BORDER), torch.arange(11 - BORDER)])[None]
