@@ -35,6 +35,8 @@ class Family:
             all gradients NaN.
         loses_borders: The model makes its masks without positions, or does not pass `cu_seq_lens_*` to attention; a
             document starts wherever positions restart.
+        computes_with_cache: The model computes with what its cache hands to it before attention does, which codes are
+            not for.
         unrouted: How a part of the model bypasses Transformers' attention interface, where its source does not show
             it; empty if none does.
     """
@@ -44,6 +46,7 @@ class Family:
     dense_mask: bool = False
     fragile_padding: bool = False
     loses_borders: bool = False
+    computes_with_cache: bool = False
     unrouted: str = ""
 
 
@@ -65,6 +68,7 @@ FAMILIES: dict[str, Family] = {
     **{name: Family(name, encoder_only=True) for name in _ENCODERS.split()},
     **{name: Family(name, dense_mask=True) for name in _DENSE.split()},
     **{name: Family(name, loses_borders=True) for name in _BORDERLESS.split()},
+    **{name: Family(name, computes_with_cache=True) for name in ("cpmant", "diffllama", "doge", "jetmoe")},
     "gemma3n": Family("gemma3n", fragile_padding=True),
     "bigbird_pegasus": Family(
         "bigbird_pegasus", unrouted="adds the mask to scores of its own in the encoder"

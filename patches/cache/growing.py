@@ -3,6 +3,9 @@
 Appending by concatenation moves the whole past for every new token. Here tokens are written behind the past
 into spare room. Only when the room is used up is the past copied, into `growth` times the room, so that each
 appended token costs `1 / (growth - 1)` copied tokens on average, whatever the length.
+
+Memory that somebody may still read is not written again, as if every change had made new tensors: where a view of
+tokens that are taken off, or of rows that change, is held elsewhere, what is kept moves to another room first.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ class GrowingTensor:
     """`[batch, heads, length, …]`, of which `length` changes in place.
 
     `view()` is a window on the storage: its batch and head strides belong to the room, not to the length. A
-    window that was taken earlier stays right while tokens are appended; `crop`, `select` and `drop_front` may
-    write over it.
+    window that was taken earlier stays what it was, whatever follows. Before `crop` and `select` let go of windows
+    that nobody needs: those that are held cost a copy.
     """
 
     def __init__(
@@ -43,9 +46,12 @@ class GrowingTensor:
         self.reserve = reserve
         self.growth = growth
         self.most = most
-        self._start = 0
-        self._stop = 0
-        self._room = _room(like, like.shape[0], reserve)
+        self._hold(_room(like, like.shape[0], reserve), 0)
+
+    def _hold(self, room: Tensor, length: int) -> None:
+        """Hold the first `length` tokens of a room that nobody else has a view of."""
+        self._room, self._start, self._stop = room, 0, length
+        self._shared = False  # whether somebody holds a view of what lies behind the last token
 
     def __len__(self) -> int:
         """Tokens held."""
@@ -85,8 +91,8 @@ class GrowingTensor:
 
     def extend(self, count: int) -> Tensor:
         """Hold `count` tokens more behind what is there, to be written at once; returns all tokens, as `view` does."""
-        if self._stop + count > self._room.shape[2] or self._frozen():
-            self._make_room(count)
+        if self._stop + count > self._room.shape[2] or self._shared or self._frozen():
+            self.renew(count)
         self._stop += count
         return self._room.narrow(2, self._start, self._stop - self._start)
 
@@ -94,24 +100,30 @@ class GrowingTensor:
         """The room was made in inference mode and may not be written to outside of it."""
         return self._room.is_inference() and not torch.is_inference_mode_enabled()
 
-    def _make_room(self, count: int) -> None:
-        """Move what is there to the front: of the same room if half of it is free, else of another one."""
-        length = len(self)
-        needed = length + count
-        past = self.view()
-        if 2 * needed <= self.capacity and length <= self._start and not self._frozen():
-            self._room[:, :, :length] = past
-        else:
-            size = max(self.reserve, BLOCK * math.ceil(needed * self.growth / BLOCK))
-            size = size if self.most is None else min(size, max(self.most, needed))
-            room = _room(self._room, self._room.shape[0], size)
-            room[:, :, :length] = past
-            self._room = room
-        self._start, self._stop = 0, length
+    def _viewed(self) -> bool:
+        """Somebody else holds a tensor on the room."""
+        return _uses(self._room) > _uses(torch.empty(0, dtype=torch.uint8, device="cpu"))
+
+    def renew(self, count: int = 0) -> None:
+        """Move what is there to a room of its own, with space for `count` tokens more."""
+        needed = len(self) + count
+        size = self._size(needed)
+        self._refill(self.view(), size if self.most is None else min(size, max(self.most, needed)))
+
+    def _size(self, tokens: int) -> int:
+        return max(self.reserve, BLOCK * math.ceil(tokens * self.growth / BLOCK))
+
+    def _refill(self, past: Tensor, tokens: int) -> None:
+        """Hold what `past` holds, in a new room for so many tokens."""
+        room = _room(past, past.shape[0], tokens)
+        room[:, :, : past.shape[2]] = past
+        self._hold(room, past.shape[2])
 
     def crop(self, count: int) -> None:
-        """Forget the last `count` tokens; nothing moves."""
-        self._stop = max(self._start, self._stop - count)
+        """Forget the last `count` tokens; nothing moves before the next token comes."""
+        stop = max(self._start, self._stop - count)
+        self._shared = self._shared or (stop < self._stop and self._viewed())
+        self._stop = stop
 
     def drop_front(self, keep: int) -> None:
         """Forget all but the last `keep` tokens; nothing moves until room is needed."""
@@ -119,11 +131,9 @@ class GrowingTensor:
 
     def trim(self) -> None:
         """Give room back that the tokens held will not need soon."""
-        size = max(self.reserve, BLOCK * math.ceil((len(self) + 1) * self.growth / BLOCK))
+        size = self._size(len(self) + 1)
         if self.capacity > 2 * size:
-            room = _room(self._room, self._room.shape[0], size)
-            room[:, :, : len(self)] = self.view()
-            self._room, self._start, self._stop = room, 0, len(self)
+            self._refill(self.view(), size)
 
     @property
     def per_token(self) -> int:
@@ -144,13 +154,16 @@ class GrowingTensor:
         rows = rows.to(self.device)
         if rows.dtype == torch.bool:
             rows = rows.nonzero().flatten()
-        batch = self._room.shape[0]
-        if len(rows) == batch and not self._frozen():
-            moved = (rows != torch.arange(batch, device=self.device)).nonzero().flatten()
-            if len(moved) > 0:
+        if len(rows) == self.batch:
+            moved = (
+                (rows != torch.arange(len(rows), dtype=rows.dtype, device=rows.device)).nonzero().flatten()
+            )
+            if len(moved) == 0:
+                return
+            if not self._frozen() and not self._viewed():
                 past = self.view()
                 past[moved] = past[rows[moved]]
-            return
+                return
         self._replace(self.view()[rows])
 
     def repeat(self, times: int) -> None:
@@ -159,9 +172,7 @@ class GrowingTensor:
             self._replace(self.view().repeat_interleave(times, dim=0))
 
     def _replace(self, past: Tensor) -> None:
-        room = _room(past, past.shape[0], max(self.capacity - self._start, past.shape[2]))
-        room[:, :, : past.shape[2]] = past
-        self._room, self._start, self._stop = room, 0, past.shape[2]
+        self._refill(past, max(self.capacity - self._start, past.shape[2]))
 
     def to(self, device: torch.device | str) -> None:
         """Move the tokens to a device; spare room is not copied.
@@ -173,11 +184,7 @@ class GrowingTensor:
         past = self.view()
         room = _room(past.new_empty((0,), device=device), past.shape[0], self.capacity - self._start, past)
         room[:, :, : past.shape[2]].copy_(past, non_blocking=torch.device(device).type != "cpu")
-        self._room, self._start, self._stop = room, 0, past.shape[2]
-
-    def clear(self) -> None:
-        """Forget all tokens and keep the room."""
-        self._start = self._stop = 0
+        self._hold(room, past.shape[2])
 
 
 def check_room(reserve: int, growth: float, max_cache_len: int | None = None) -> None:
@@ -204,3 +211,8 @@ def _room(like: Tensor, batch: int, tokens: int, extents: Tensor | None = None) 
     """
     shape = like.shape if extents is None else extents.shape
     return torch.empty((batch, shape[1], tokens, *shape[3:]), dtype=like.dtype, device=like.device)
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many tensors lie on the storage of this one, and what this look itself adds."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ class KeptTokens(ABC):
 
     is_initialized: bool
     device: torch.device
+    keys: Any
+    values: Any
 
     @abstractmethod
     def kept(self) -> Sequence[GrowingTensor | Tokens]:
@@ -31,6 +34,14 @@ class KeptTokens(ABC):
     def look(self) -> None:
         """Point `keys` and `values` at what the storage holds now."""
 
+    def let_go(self) -> None:
+        """Hold no views of the storage, which looks for others that do before it is changed."""
+        self.keys = self.values = None
+
+    def __copy__(self) -> Any:
+        """A layer of its own, as a shallow copy of a layer that concatenates is: two must not append to one storage."""
+        return copy.deepcopy(self)
+
     def change(self, store: Callable[[Any], None], tensor: Callable[[Tensor], Tensor]) -> None:
         """Change all tokens.
 
@@ -38,7 +49,10 @@ class KeptTokens(ABC):
             store: Changes one of `kept` in place.
             tensor: Returns the same change of keys or values that are a plain tensor, in layers that have such.
         """
-        for one in self.kept():
+        kept = self.kept()
+        if kept:
+            self.let_go()
+        for one in kept:
             store(one)
         self.look()
 
@@ -126,6 +140,19 @@ def same_rows(held: int, key_states: Tensor) -> None:
         raise ValueError(
             f"past_key_values: got tokens of {key_states.shape[0]} sequences for a cache that holds {held}; begin a "
             "new cache, or call batch_repeat_interleave or batch_select_indices on this one"
+        )
+
+
+def refuse_assigned(keys: Any, kind: type) -> None:
+    """Refuse keys that somebody has put into a layer whose tokens lie elsewhere.
+
+    Raises:
+        TypeError: They are none of its own.
+    """
+    if not isinstance(keys, kind):
+        raise TypeError(
+            f"cache: its keys were replaced by a {type(keys).__name__}, expected them left as they are, since they "
+            'stand for codes or windows that lie elsewhere; choose tokens in a cache of numbers (cache="model")'
         )
 
 

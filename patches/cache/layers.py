@@ -23,18 +23,19 @@ from .kept import KeptTokens, negative, passed_window, refuse_used, room_for, sa
 
 
 class _InPlace(KeptTokens):
-    """What full and sliding layers share: `keys` and `values` are views of storage that grows in place."""
+    """What full and sliding layers share: `keys` and `values` are views of storage that grows in place.
 
-    keys: Any
-    values: Any
+    What somebody else assigns to `keys` and `values` is what the layer holds from then on, as in Transformers' own.
+    """
+
     reserve: int = 0
     growth: float = GROWTH
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make room for tokens shaped like these."""
         super().lazy_initialization(key_states, value_states)  # type: ignore[misc]
-        self._key_store: GrowingTensor | None = None
-        self._value_store: GrowingTensor | None = None
+        self._stores: tuple[GrowingTensor, ...] = ()
+        self._shown: tuple[Any, Any] = (None, None)
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> None:
         """Append in place; while autograd records, concatenate, since it forbids writing into tensors that it saved."""
@@ -42,39 +43,45 @@ class _InPlace(KeptTokens):
             past_keys, past_values = self._past(key_states, value_states)
             self.keys = torch.cat([past_keys, key_states], dim=2)
             self.values = torch.cat([past_values, value_states], dim=2)
-            self._key_store = self._value_store = None
             return
-        if self._key_store is None or self._value_store is None:
-            self._restart(*self._past(key_states, value_states))
-        assert self._key_store is not None
-        assert self._value_store is not None
-        same_rows(self._key_store.batch, key_states)
-        self.keys, self.values = self._key_store.append(key_states), self._value_store.append(value_states)
+        stores = self.kept() or self._restart(*self._past(key_states, value_states))
+        same_rows(stores[0].batch, key_states)
+        self._show(stores[0].append(key_states), stores[1].append(value_states))
 
-    def _restart(self, keys: Tensor, values: Tensor) -> None:
+    def _restart(self, keys: Tensor, values: Tensor) -> tuple[GrowingTensor, ...]:
         """New storage that holds these tokens."""
-        self._key_store = GrowingTensor(keys, reserve=self.reserve, growth=self.growth)
-        self._value_store = GrowingTensor(values, reserve=self.reserve, growth=self.growth)
-        if keys.shape[2]:
-            self._key_store.append(keys)
-            self._value_store.append(values)
+        self._stores = tuple(
+            GrowingTensor(held, reserve=self.reserve, growth=self.growth) for held in (keys, values)
+        )
+        for store, held in zip(self._stores, (keys, values), strict=True):
+            if held.shape[2]:
+                store.append(held)
+        return self._stores
 
     def _past(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if self.keys is None or self.values is None or self.keys.numel() == 0:
             return key_states[:, :, :0], value_states[:, :, :0]
         return self.keys, self.values
 
+    def _show(self, keys: Tensor, values: Tensor) -> None:
+        self._shown = self.keys, self.values = keys, values
+
     def look(self) -> None:
         """Point `keys` and `values` at what the storage holds now."""
-        stores = self.kept()
-        if stores:
-            self.keys, self.values = (store.view() for store in stores)
+        if self.is_initialized and self._stores:
+            self._show(*(store.view() for store in self._stores))
+
+    def let_go(self) -> None:
+        """Hold no views of the storage."""
+        self.keys, self.values = self._shown = None, None
 
     def kept(self) -> tuple[GrowingTensor, ...]:
         """The storage of keys and of values; none where they are plain tensors."""
-        if not self.is_initialized or self._key_store is None or self._value_store is None:
+        if not self.is_initialized:
             return ()
-        return self._key_store, self._value_store
+        if self._stores and not (self.keys is self._shown[0] and self.values is self._shown[1]):
+            self._stores = ()
+        return self._stores
 
     def change(self, store: Callable[[Any], None], tensor: Callable[[Tensor], Tensor]) -> None:
         """Change all tokens, also those that were concatenated while autograd recorded."""
@@ -82,10 +89,14 @@ class _InPlace(KeptTokens):
         if not self.kept() and self.keys is not None and self.keys.numel() > 0:
             self.keys, self.values = tensor(self.keys), tensor(self.values)
 
+    def _take_off(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            self.change(lambda one: one.crop(-tokens_to_remove), lambda plain: plain[:, :, :tokens_to_remove])
+
     def reset(self) -> None:
         """Forget all tokens. (Stock layers up to Transformers 5.17 keep their length and set the tokens to zero.)"""
-        self._key_store = self._value_store = None
-        self.keys = self.values = None
+        self._stores = ()
+        self.let_go()
         self.is_initialized = False
         super().reset()  # type: ignore[misc]
 
@@ -116,13 +127,7 @@ class GrowingLayer(_InPlace, DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; the count is negative, as in Transformers."""
         negative(tokens_to_remove)
-        stores = self.kept()
-        if not stores:
-            super().crop(tokens_to_remove)
-            return
-        for store in stores:
-            store.crop(-tokens_to_remove)
-        self.look()
+        self._take_off(tokens_to_remove)
 
 
 class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
@@ -175,12 +180,7 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
         passed = passed_window(self, tokens_to_remove)
         if not self.is_initialized:
             return
-        stores = self.kept()
-        if not stores and tokens_to_remove:
-            self.keys, self.values = self.keys[:, :, :tokens_to_remove], self.values[:, :, :tokens_to_remove]
-        for store in stores:
-            store.crop(-tokens_to_remove)
-        self.look()
+        self._take_off(tokens_to_remove)
         if passed:
             self._keep_window()
             self.cumulative_length += tokens_to_remove

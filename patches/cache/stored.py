@@ -20,8 +20,10 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from adaattn_hf.attention.stored import CHANNELS, FORMATS
 from adaattn_hf.plans.store import plan_of
 
+from ..families import family_of
+from .carrier import StoredTensor
 from .growing import GROWTH, check_room
-from .kept import KeptTokens, negative, passed_window, refuse_used, room_for, same_rows
+from .kept import KeptTokens, negative, passed_window, refuse_assigned, refuse_used, room_for, same_rows
 from .layers import grow_in_place
 from .tokens import PROMPT, StoredTokens
 
@@ -32,8 +34,6 @@ CACHES = ("model", *FORMATS)
 class _Stored(KeptTokens):
     """What full and sliding layers share: `keys` and `values` are codes with the surface of a tensor."""
 
-    keys: Any
-    values: Any
     dtype: torch.dtype
     tokens: StoredTokens | None
     stored: str
@@ -58,6 +58,7 @@ class _Stored(KeptTokens):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.tokens is not None
+        refuse_assigned(self.keys, StoredTensor)
         same_rows(self.keys.shape[0], key_states)
         room_for(self.limit, len(self.tokens) + key_states.shape[2])
         self.keys, self.values = self.tokens.carriers(self.tokens.append(key_states, value_states))
@@ -123,6 +124,7 @@ class StoredLayer(_Stored, DynamicLayer):
         """Forget the last `-tokens_to_remove` tokens; the count is negative, as in Transformers."""
         negative(tokens_to_remove)
         if self.tokens is not None:
+            self.let_go()
             self.tokens.crop(-tokens_to_remove)
             self.look()
 
@@ -159,6 +161,7 @@ class StoredSlidingLayer(_Stored, DynamicSlidingWindowLayer):
         passed = passed_window(self, tokens_to_remove)
         if self.tokens is None:
             return
+        self.let_go()
         self.tokens.crop(-tokens_to_remove)
         if passed:
             self.tokens.drop_front(self.sliding_window - 1)
@@ -191,19 +194,28 @@ def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -
     """Whether a model can read a cache that is kept so.
 
     Raises:
-        ValueError: Unknown format, a model of another attention implementation, an encoder-decoder, or streaming heads
-            without a plan that has windows.
+        ValueError: Unknown format, a model of another attention implementation, an encoder-decoder, one that computes
+            with its cached keys itself, or streaming heads without a plan that has windows.
     """
     if stored not in CACHES:
         raise ValueError(f"cache: got {stored!r}, expected one of {', '.join(CACHES)}")
     if stored == "model" and not streaming:
         return
     config = model.config.get_text_config(decoder=True)
-    _check_channels(
-        stored, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
     for layer in DynamicCache(config=config).layers:
         _storing(layer, stored, 0, GROWTH, None)
+    if computes_with_cache(model):
+        raise ValueError(
+            f"cache: got {stored!r} for {type(model).__name__}, which computes with its cached keys itself before "
+            'attention reads them, expected a model that hands them on; use cache="model", without streaming heads'
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(
+            f"cache: got {stored!r} for {type(model).__name__}, which has no attention heads, expected a model that "
+            "keeps keys and values; leave cache out"
+        )
+    _check_channels(stored, getattr(config, "head_dim", None) or config.hidden_size // heads)
     implementation = str(config._attn_implementation)
     if not implementation.startswith("adaattn"):
         raise ValueError(
@@ -219,6 +231,18 @@ def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -
         from .streaming import spans_of
 
         spans_of(model)
+
+
+def computes_with_cache(model: PreTrainedModel) -> bool:
+    """Whether something in a model reads its cached keys before attention does.
+
+    So do some families, and every layer whose cache holds compressed latents (MLA, which Transformers expands by this
+    method).
+    """
+    family = family_of(model.config.get_text_config(decoder=True))
+    return (family is not None and family.computes_with_cache) or any(
+        hasattr(module, "expand_kv") for module in model.modules()
+    )
 
 
 def store_in_place(

@@ -15,7 +15,7 @@ from adaattn_hf.plans.store import plan_of
 
 from .carrier import StoredTensor
 from .growing import GROWTH
-from .kept import KeptTokens, negative, room_for, same_rows
+from .kept import KeptTokens, negative, refuse_assigned, room_for, same_rows
 from .ring import Read, Ring
 from .tokens import SMOOTHED, StoredTokens, Tokens
 
@@ -67,9 +67,6 @@ class StreamedTensor(StoredTensor):
 
 class StreamingLayer(KeptTokens, DynamicLayer):
     """A layer of full attention; heads that keep the same window and first tokens share storage."""
-
-    keys: Any
-    values: Any
 
     def __init__(
         self,
@@ -145,6 +142,7 @@ class StreamingLayer(KeptTokens, DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif self.keys is not None:
+            refuse_assigned(self.keys, StreamedTensor)
             same_rows(self.keys.shape[0], key_states)
         self.count, self.fresh = total, (key_states, value_states)
         self._show(key_states, value_states)
@@ -251,6 +249,9 @@ class StreamingLayer(KeptTokens, DynamicLayer):
 
     def look(self) -> None:
         """`keys` and `values` have a shape and no memory; only a change of rows changes them, see `_rows`."""
+
+    def let_go(self) -> None:
+        """They are views of no storage."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch."""

@@ -204,7 +204,9 @@ class StoredTokens(Tokens):
         return (keys.mean(dim=2) @ hadamard(keys.shape[3], keys.device)).contiguous()
 
     def _smooth(self, more: Tensor) -> None:
-        """Take the mean, now that there are enough keys, and round those already held again."""
+        """Take the mean, now that there are enough keys, and round again those already held, elsewhere than seen."""
+        for part in self.parts:
+            part.renew()
         views = self.views()
         there = self.record(views).keys(views[0], torch.float32)
         self.mean = self._mean_of(torch.cat([there, more.float()], dim=2))

@@ -27,6 +27,8 @@ from adaattn_hf.backends.table import Table, TableError
 from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
 from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.errors import UsageError
+from adaattn_hf.patches.cache.carrier import StoredTensor
+from adaattn_hf.patches.cache.kept import refuse_assigned
 from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.patches.masks import adaattn_mask
 from adaattn_hf.patches.structured_mask import StructuredMask
@@ -37,6 +39,7 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..support.choices import make_choice
+from ..support.families import models
 from ..support.models import config_of, fresh_pair, tokens
 from ..support.source_tree import ROOT
 
@@ -178,7 +181,7 @@ CASES = (
         "hands a mask for other lengths to a layer",
         lambda: attend(EIGHT),
         ValueError,
-        ("attention_mask", "8 queries and 8 keys", "got 6 queries and 6 keys", "attn_implementation='sdpa'"),
+        ("attention_mask", "8 queries and 8 keys", "got 6 queries and 6 keys", "pass the mask of this call"),
     ),
     Case(
         "hands a mask of another batch to a layer",
@@ -283,6 +286,18 @@ CASES = (
         lambda: adaattn_hf.AdaAttnCache(fresh_pair("llama")[1], "int8", streaming=True),
         ValueError,
         ("streaming", "without a plan", "expected a plan with windows", "leave streaming out"),
+    ),
+    Case(
+        "asks for codes of a model that computes with its cached keys",
+        lambda: adaattn_hf.AdaAttnCache(models("doge", {}, tf.AutoModelForCausalLM).ours, "int8"),
+        ValueError,
+        ("cache", "got 'int8' for DogeForCausalLM", "expected a model that hands them on", 'cache="model"'),
+    ),
+    Case(
+        "puts numbers in the place of a cache's codes",
+        lambda: refuse_assigned(torch.zeros(1, 2, 6, 4), StoredTensor),
+        TypeError,
+        ("cache", "replaced by a Tensor", "expected them left as they are", 'cache="model"'),
     ),
     Case(
         "asks for no bytes of a cache at all",

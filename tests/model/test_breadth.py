@@ -13,8 +13,9 @@ import torch
 import transformers as tf
 from torch import Tensor
 
-from adaattn_hf import AdaAttnCache, UnsupportedModel, check
+from adaattn_hf import AdaAttnCache, UnsupportedModel, check, explain, prepare
 from adaattn_hf.attention.tap import Recorder, recording
+from adaattn_hf.patches.cache.keyword import with_cache
 
 from ..support.families import LISTED, ROUTED, configured, models
 from ..support.models import Pair, build, main_output, padding, tokens
@@ -70,7 +71,50 @@ def test_decoder_equals_eager_in_prompt_and_decoding(family: str) -> None:
 
 
 KEYS_THEMSELVES = ("diffllama", "doge", "jetmoe")  # these compute with what their cache hands to them
+LATENTS = (
+    "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "sarvam_mla", "youtu"
+)  # fmt: skip
+"""Since Transformers caches what these make keys and values of, and not those."""
 OWN_CACHE = ("minimax",)
+
+
+def refuses_codes(model: Any) -> None:
+    """At every door, before a token is there."""
+    for door in (
+        lambda: AdaAttnCache(model, "int8"),
+        lambda: AdaAttnCache(model, "k8v4"),
+        lambda: prepare(model, unpad=False, cache="int8"),
+        lambda: explain(model, cache="int8"),
+    ):
+        with pytest.raises(ValueError, match=r'computes with its cached keys itself .*use cache="model"'):
+            door()
+
+
+@pytest.mark.parametrize("family", LATENTS)
+def test_a_cache_of_latents_is_refused_as_codes_and_read_as_numbers(family: str) -> None:
+    pair = models(family, {}, tf.AutoModelForCausalLM)
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    if not any(hasattr(module, "expand_kv") for module in pair.ours.modules()):
+        pytest.skip(f"transformers {tf.__version__} caches keys and values of {family}")
+    refuses_codes(pair.ours)
+    logits = []
+    with torch.no_grad():
+        for model, cache in (
+            (pair.ours, AdaAttnCache(pair.ours, "model")), (pair.stock, tf.DynamicCache(config=pair.stock.config))
+        ):  # fmt: skip
+            parts = [model(input_ids=p, **with_cache(model, cache)).logits for p in ids.split([9, 1, 2], 1)]
+            logits.append(torch.cat(parts, dim=1))
+    assert_near(logits[1], logits[0])
+
+
+@pytest.mark.parametrize("family", ["mamba", "rwkv", "xlstm"])
+def test_models_without_keys_are_told_so(family: str) -> None:
+    model = models(family, {}, tf.AutoModelForCausalLM).ours
+    for door in (lambda: AdaAttnCache(model, "int8"), lambda: prepare(model, unpad=False, cache="int8")):
+        with pytest.raises(
+            ValueError, match=r"cache: got 'int8' for .*(keys and values|LinearAttentionLayer)"
+        ):
+            door()
 
 
 @pytest.mark.parametrize("stored", ["model", "int8"])
@@ -87,8 +131,7 @@ def test_decoder_reads_a_cache_of_ours(family: str, stored: str) -> None:
             )
 
     if stored == "int8" and family in KEYS_THEMSELVES:
-        with pytest.raises(TypeError, match="computes with its cached keys itself use a cache of numbers"):
-            read(AdaAttnCache(model, stored))
+        refuses_codes(model)
         return
     ours, theirs = read(AdaAttnCache(model, stored)), read(tf.DynamicCache(config=model.config))
     difference = (ours - theirs).abs() / theirs.std()

@@ -95,6 +95,7 @@ class AgainstDynamicCache(RuleBasedStateMachine):
         self.no_grad = torch.no_grad()
         self.no_grad.__enter__()
         self.batch = 2
+        self.kept: list[tuple[Tensor, Tensor]] = []
 
     def teardown(self) -> None:
         self.no_grad.__exit__(None, None, None)
@@ -178,6 +179,26 @@ class AgainstDynamicCache(RuleBasedStateMachine):
         if self.recording:
             self.stock.activate_past_recording()
         self.batch = 2
+
+    @precondition(lambda self: self.stock.get_seq_length() > 0)
+    @rule(first=st.integers(0, 3))
+    def hold(self, first: int) -> None:
+        """A user keeps tensors of the cache, or slices of them."""
+        for layer in self.ours.layers:
+            mine = (layer.keys[:, :, first:], layer.values)
+            self.kept += [(tensor, tensor.clone()) for tensor in mine]
+
+    @precondition(lambda self: not self.sliding and self.stock.get_seq_length() > 1)
+    @rule(every=st.integers(2, 3))
+    def prune(self, every: int) -> None:
+        """A user puts other tensors in."""
+        for cache in self.both():
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[:, :, ::every], layer.values[:, :, ::every] + 1
+
+    @invariant()
+    def untouched(self) -> None:
+        assert all(torch.equal(tensor, was) for tensor, was in self.kept)
 
     @invariant()
     def same(self) -> None:

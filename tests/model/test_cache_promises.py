@@ -1,0 +1,332 @@
+"""What a user holds of a cache stays what it was, whatever the cache does next; what a user puts in, it holds."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+import adaattn_hf
+from adaattn_hf.patches.cache.growing import GrowingTensor
+from adaattn_hf.patches.cache.keyword import cache_in, with_cache
+
+VOCAB = 61
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+    num_key_value_heads=1,
+)  # fmt: skip
+
+
+def llama(implementation: str = "adaattn", seed: int = 3) -> Any:
+    torch.manual_seed(seed)
+    return _ready(LlamaForCausalLM(LlamaConfig(**SIZES)), implementation)
+
+
+def mistral(implementation: str = "adaattn") -> Any:
+    torch.manual_seed(3)
+    return _ready(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=6)), implementation)
+
+
+def _ready(model: Any, implementation: str) -> Any:
+    model.eval().set_attn_implementation(implementation)
+    return adaattn_hf.prepare(model, unpad=False) if implementation == "adaattn" else model
+
+
+MODELS = {"llama": llama, "mistral": mistral}
+
+
+def ids(count: int, seed: int, batch: int = 2) -> Tensor:
+    return torch.randint(3, VOCAB, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def step(model: Any, tokens: Tensor, cache: Any) -> Tensor:
+    logits: Tensor = model(tokens, **with_cache(model, cache)).logits
+    return logits
+
+
+def users(model: Any) -> DynamicCache:
+    """A cache that the user made, of Transformers' own kind."""
+    return DynamicCache(config=model.config)
+
+
+def held(cache: Any) -> list[tuple[Tensor, Tensor]]:
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def numbers(kept: Any) -> list[Tensor]:
+    """What keys and values, or the codes that stand for them, say now."""
+    found = []
+    for pair in kept:
+        for name, one in zip(("keys", "values"), pair, strict=True):
+            read = one if isinstance(one, Tensor) else getattr(one.record, name)(one.codes, torch.float32)
+            found.append(read.clone())
+    return found
+
+
+def reordered(cache: Any) -> None:
+    cache.reorder_cache(torch.tensor([1, 1]))
+
+
+def selected(cache: Any) -> None:
+    cache.batch_select_indices(torch.tensor([1, 0]))
+
+
+def cropped(cache: Any) -> None:
+    cache.crop(-4)
+
+
+def repeated(cache: Any) -> None:
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+
+
+def cropped_twice(cache: Any) -> None:
+    cache.crop(-1)
+    cache.crop(-3)
+
+
+def emptied(cache: Any) -> None:
+    cache.reset()
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    f.__name__: f for f in (cropped, cropped_twice, reordered, selected, repeated, emptied)
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("stored", ["user's", "model", "int8", "k8v4"])
+def test_tensors_that_were_handed_out_are_never_written_over(stored: str, change: str) -> None:
+    model = llama()
+    cache = users(model) if stored == "user's" else adaattn_hf.AdaAttnCache(model, stored)
+    for tokens in (ids(20, 1), ids(1, 2), ids(4, 3)):
+        step(model, tokens, cache)
+    kept = held(cache)
+    parts = [tuple(t[:, :, 3:] for t in pair) for pair in kept] if stored in ("user's", "model") else kept
+    before = numbers(kept), numbers(parts)
+    CHANGES[change](cache)
+    for tokens in (ids(7, 4), ids(1, 5), ids(90, 6)):
+        step(model, tokens, cache)
+    assert all(torch.equal(a, b) for a, b in zip(before[0], numbers(kept), strict=True))
+    del kept  # a slice of what was handed out promises no less
+    assert all(torch.equal(a, b) for a, b in zip(before[1], numbers(parts), strict=True))
+
+
+def test_codes_that_were_handed_out_before_the_mean_is_known_stay() -> None:
+    model = llama()
+    cache = adaattn_hf.AdaAttnCache(model, "int8")
+    step(model, ids(7, 1), cache)
+    kept = held(cache)
+    before = numbers(kept)
+    step(model, ids(20, 2), cache)
+    assert all(torch.equal(a, b) for a, b in zip(before, numbers(kept), strict=True))
+
+
+def test_windows_of_a_sliding_layer_stay() -> None:
+    model, cache, kept = mistral(), None, []
+    cache = users(model)
+    for number in range(200):
+        step(model, ids(1, number), cache)
+        kept.append((held(cache), numbers(held(cache))))
+    assert all(torch.equal(a, b) for pair, was in kept for a, b in zip(was, numbers(pair), strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_branches_of_a_tree_have_the_logits_of_the_stock_cache(name: str) -> None:
+    """Two texts behind one prefix, the second after the first was taken back; then the first, from what was kept."""
+
+    def grow(model: Any) -> list[Tensor]:
+        cache = users(model)
+        cache.activate_past_recording()
+        step(model, ids(12, 1), cache)
+        seen = [step(model, ids(4, 2), cache)]
+        first = held(cache)
+        cache.crop(-4)
+        seen += [step(model, ids(4, 3), cache), step(model, ids(1, 4), cache)]
+        again = DynamicCache(first) if name == "llama" else copy.deepcopy(cache)
+        return [*seen, step(model, ids(2, 5), again), step(model, ids(2, 5), cache)]
+
+    MODEL = MODELS[name]
+    for ours, stock in zip(grow(MODEL()), grow(MODEL("sdpa")), strict=True):
+        torch.testing.assert_close(ours, stock, atol=1e-5, rtol=0)
+
+
+def fork_by_deepcopy(cache: Any) -> Any:
+    return copy.deepcopy(cache)
+
+
+def fork_by_pickle(cache: Any) -> Any:
+    return pickle.loads(pickle.dumps(cache))
+
+
+def fork_by_layers(cache: Any) -> Any:
+    branch = copy.copy(cache)
+    branch.layers = [copy.copy(layer) for layer in cache.layers]
+    return branch
+
+
+@pytest.mark.parametrize("fork", [fork_by_deepcopy, fork_by_pickle, fork_by_layers])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fork_goes_its_own_way(name: str, fork: Callable[[Any], Any]) -> None:
+    def grow(model: Any) -> list[Tensor]:
+        cache = users(model)
+        step(model, ids(12, 1), cache)
+        branch = fork(cache)
+        seen = []
+        for number in range(3):
+            seen += [step(model, ids(2, number), cache), step(model, ids(3, 9 + number), branch)]
+        if name == "llama":
+            branch.crop(-2)
+            seen += [step(model, ids(2, 20), branch), step(model, ids(2, 21), cache)]
+        return seen
+
+    model = MODELS[name]
+    for ours, stock in zip(grow(model()), grow(model("sdpa")), strict=True):
+        torch.testing.assert_close(ours, stock, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("stored", ["int8", "k8v4"])
+def test_a_fork_of_codes_goes_its_own_way(stored: str) -> None:
+    model = llama()
+    cache = adaattn_hf.AdaAttnCache(model, stored)
+    step(model, ids(20, 1), cache)
+    branch, other = fork_by_layers(cache), copy.deepcopy(cache)
+    step(model, ids(5, 2), cache)
+    assert torch.equal(step(model, ids(3, 3), branch), step(model, ids(3, 3), other))
+
+
+def test_tokens_that_a_user_chose_are_the_ones_that_are_read() -> None:
+    """Methods that drop tokens assign to a layer's keys and values, as those of stock caches may be."""
+
+    def prune(model: Any) -> list[Tensor]:
+        cache = users(model)
+        step(model, ids(12, 1), cache)
+        chosen = torch.tensor([0, 1, 5, 6, 9, 11])
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, chosen], layer.values[:, :, chosen]
+        seen = [step(model, ids(2, 2), cache), step(model, ids(1, 3), cache)]
+        cache.layers[1].values = cache.layers[1].values * 2
+        seen.append(step(model, ids(1, 4), cache))
+        cache.crop(-1)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        return [*seen, step(model, ids(1, 5), cache)]
+
+    for ours, stock in zip(prune(llama()), prune(llama("sdpa")), strict=True):
+        torch.testing.assert_close(ours, stock, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("stored", ["int8", "k8v4"])
+def test_numbers_in_the_place_of_codes_are_refused(stored: str) -> None:
+    model = llama()
+    cache: Any = adaattn_hf.AdaAttnCache(model, stored)
+    step(model, ids(20, 1), cache)
+    cache.layers[0].keys = torch.zeros(2, 1, 3, 32)
+    with pytest.raises(TypeError, match=r"keys were replaced by a Tensor.*cache=\"model\""):
+        step(model, ids(1, 2), cache)
+
+
+FLOWS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "drafts": {"assistant_model": None},
+}
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_generation_writes_in_place_where_nobody_looks(flow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beams that move and drafts that are taken back cost no copy of the past: no past moves to another room."""
+    model, rooms = llama(), []
+    how = {**FLOWS[flow], **({"assistant_model": llama(seed=4)} if flow == "drafts" else {})}
+    made = GrowingTensor._hold
+
+    def hold(self: GrowingTensor, room: Tensor, length: int) -> None:
+        rooms.extend([length] if length else [])
+        made(self, room, length)
+
+    monkeypatch.setattr(GrowingTensor, "_hold", hold)
+    prompt = ids(9, 1, batch=1)
+    settings: dict[str, Any] = dict(max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None)
+    out = model.generate(prompt.repeat(1, 2), **settings, **how)
+    assert rooms == []
+    looking: list[Any] = []
+    model.register_forward_hook(lambda module, args, out: looking.append(held(cache_in(out))))
+    assert torch.equal(model.generate(prompt.repeat(1, 2), **settings, **how), out)
+    assert bool(rooms) == (flow != "greedy")  # somebody looks at every step
+    stock = llama("sdpa")
+    if flow == "drafts":
+        how["assistant_model"] = llama("sdpa", seed=4)
+    assert torch.equal(out, stock.generate(prompt.repeat(1, 2), **settings, **how))
+
+
+def test_somebody_who_looks_is_seen() -> None:
+    """The count that decides, against every way to hold memory, and against none."""
+    store = GrowingTensor(torch.empty(2, 1, 0, 4), reserve=64)
+    store.append(torch.randn(2, 1, 8, 4))
+    assert not store._viewed()
+    for look in (
+        lambda: store.view(),
+        lambda: store.view()[:, :, 2:3],
+        lambda: store.view().numpy(),
+        lambda: [store.view().unbind(2)[0]],
+        lambda: torch.utils.dlpack.to_dlpack(store.view()),
+    ):
+        holder = look()
+        assert store._viewed()
+        del holder
+        assert not store._viewed()
+    room = store._room.data_ptr()
+    store.crop(2)
+    store.append(torch.randn(2, 1, 1, 4))
+    assert store._room.data_ptr() == room
+    holder = store.view()
+    store.crop(2)
+    store.append(torch.randn(2, 1, 1, 4))
+    assert store._room.data_ptr() != room
+    del holder
+
+
+@pytest.mark.parametrize("stored", ["user's", "model", "int8"])
+def test_layers_of_unequal_lengths_are_read_by_one_query_as_by_stock(stored: str) -> None:
+    """As budgets per layer leave them: all keys of each layer, which needs no mask."""
+    lengths, mask = (12, 7, 4), torch.ones(2, 14, dtype=torch.long)
+
+    def read(model: Any, cache: Any) -> Tensor:
+        step(model, ids(12, 1), cache)
+        for layer, length in zip(cache.layers, lengths, strict=True):
+            layer.crop(length - 12)
+        one = step(model, ids(1, 2), cache)
+        with torch.no_grad():
+            return torch.cat(
+                [one, model(ids(1, 3), attention_mask=mask, **with_cache(model, cache)).logits], dim=1
+            )
+
+    ours, stock = llama(), llama("sdpa")
+    cache = users(ours) if stored == "user's" else adaattn_hf.AdaAttnCache(ours, stored)
+    expected = read(stock, users(stock))
+    near = 0.02 * float(expected.std()) if stored == "int8" else 1e-5
+    torch.testing.assert_close(read(ours, cache), expected, atol=near, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["several queries", "padding"])
+def test_layers_of_unequal_lengths_are_refused_where_stock_has_no_answer(case: str) -> None:
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, :3] = 0
+    for model, error in ((llama(), ValueError), (llama("sdpa"), RuntimeError)):
+        cache: Any = users(model)
+        step(model, ids(12, 1), cache)
+        cache.layers[1].crop(-5)
+        with pytest.raises(error) as caught, torch.no_grad():
+            model(
+                ids(3 if case == "several queries" else 1, 2),
+                attention_mask=mask if case == "padding" else None,
+                **with_cache(model, cache),
+            )
+        assert error is RuntimeError or "unequal numbers of tokens" in str(caught.value)
