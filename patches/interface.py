@@ -318,6 +318,14 @@ def _with_keywords(
     return structure
 
 
+def _hides_nothing(structure: CallStructure) -> bool:
+    """Whether every query sees every key, so that stock attention would need no mask."""
+    known = structure if torch.compiler.is_compiling() else structure.settled()
+    if not known.plain or known.windowed:
+        return False
+    return not known.causal or (known.q_len == 1 and known.offset() >= known.kv_len - 1)
+
+
 def _read_mask(
     module: nn.Module, q_shape: torch.Size, k_shape: torch.Size, attention_mask: Any, is_causal: bool | None
 ) -> tuple[CallStructure, Tensor | None]:
@@ -333,13 +341,16 @@ def _read_mask(
         structure = attention_mask.structure
         if structure.batch != batch:
             structure = structure.expanded(batch)
-        if structure.q_len != q_len or structure.kv_len != kv_len:
+        if structure.q_len == q_len and structure.kv_len == kv_len:
+            return structure, None
+        if structure.q_len != q_len or not _hides_nothing(structure):
             raise ValueError(
                 f"attention_mask: made for {structure.q_len} queries and {structure.kv_len} keys, got "
-                f"{q_len} queries and {kv_len} keys in {type(module).__name__}; load the model with "
-                "attn_implementation='sdpa' and report it"
+                f"{q_len} queries and {kv_len} keys in {type(module).__name__}; pass the mask of this call. Layers "
+                "of a cache that hold unequal numbers of tokens are read by one query at a time, without padding"
             )
-        return structure, None
+        # made for the first layer of a cache whose layers hold unequal numbers of tokens
+        attention_mask, is_causal = None, False
     if attention_mask is None:
         call = fast_path.maskless(module, q_shape, k_shape, is_causal)
         if transient():
