@@ -33,8 +33,8 @@ class Family:
         dense_mask: The model slices or combines the prepared mask and needs a tensor.
         fragile_padding: The model divides by the norm of each row, so that an output of zeros at padding would make
             all gradients NaN.
-        loses_borders: The model makes its masks without positions, or does not pass `cu_seq_lens_*` to attention; a
-            document starts wherever positions restart.
+        loses_borders: The model makes its masks without positions, or does not pass `cu_seq_lens_*` to attention;
+            what its caller told of documents is looked up, and they begin where positions fall back.
         computes_with_cache: The model computes with what its cache hands to it before attention does, which codes are
             not for.
         unrouted: How a part of the model bypasses Transformers' attention interface, where its source does not show
@@ -90,7 +90,7 @@ def needs_dense_mask(config: Any) -> bool:
 
 
 def loses_borders(config: Any) -> bool:
-    """Whether positions are all that tells the family's attention where packed documents begin."""
+    """Whether the family's masks or attention are not told where packed documents begin."""
     family = family_of(config)
     return family is not None and family.loses_borders
 

@@ -29,7 +29,7 @@ from adaattn_hf.config import raw_settings, settings_in
 
 from . import fast_path
 from .dtypes import one_dtype, restored
-from .families import HARMLESS, loses_borders
+from .families import HARMLESS
 from .fast_path import facts_of, undisturbed
 from .structured_mask import StructuredMask
 
@@ -72,6 +72,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the output `[batch, q_len, heads, head_dim_v]`, and weights `[batch, heads, q_len, kv_len]` or None.
 
+        The output is contiguous: some models (AFMoE) take a view of it, and stock attention's is.
         The arguments are those of Transformers' own `sdpa`, in its order. `sliding_window` is only checked: the
         window itself comes with the mask.
 
@@ -137,12 +138,12 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
                 if ready.bare:
                     if stored is None:
-                        return ready.attend(query, key, value, factor), None
-                    return ready.attend(query, key, value, factor, stored), None
+                        return ready.attend(query, key, value, factor).contiguous(), None
+                    return ready.attend(query, key, value, factor, stored).contiguous(), None
                 beside = () if stored is None else (stored,)
                 out = ready.attend(module, structure, query, key, value, factor, *beside)
                 if out is not None:
-                    return out, None
+                    return out.contiguous(), None
         return _attend_anew(
             backend, module, query, key, value, attention_mask, is_causal, sliding_window, scaling, dropout, softcap,
             sinks if s_aux is None else s_aux, position_bias, kwargs, compiling, stored, streams,
@@ -249,7 +250,7 @@ def _attend_anew(
         from .cache.streams import attend_streams  # imported here: few models have a streaming cache
 
         out = attend_streams(module, request, streams, forced, wanted)
-        return (out if out.dtype is out_dtype else restored(out, out_dtype)), None
+        return (out if out.dtype is out_dtype else restored(out, out_dtype)).contiguous(), None
     recorder = None if compiling else listening().recorder
     if recorder is not None:
         recorder.record(module, spec_of(request), forced)
@@ -276,7 +277,7 @@ def _attend_anew(
         weights = attention_weights(request)
     if recorder is not None:
         recorder.answered(module, request, forced, out)
-    return (out if out.dtype is out_dtype else restored(out, out_dtype)), weights
+    return (out if out.dtype is out_dtype else restored(out, out_dtype)).contiguous(), weights
 
 
 def _extended(request: AttentionRequest) -> bool:
@@ -311,7 +312,7 @@ def _with_keywords(
     packed = attention_mask.packed if isinstance(attention_mask, StructuredMask) else None
     if kwargs.get("cu_seq_lens_q") is not None:
         structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), packed)
-    elif kwargs.get("position_ids") is not None and loses_borders(getattr(module, "config", None)):
+    elif packed is not None and attention_mask.by_positions and kwargs.get("position_ids") is not None:
         structure = with_restarts(structure, kwargs["position_ids"], packed)
     if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
         structure = with_selected_keys(module, structure, query.shape[1], kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +67,19 @@ def adaattn_mask(
     if config is not None and not uses_interface(type(config)):
         raise UnsupportedModel(unsupported(type(config).__name__))
     dense = config is not None and needs_dense_mask(config)
+    told, by_positions = None, False
+    if loses_borders(config) and not fast_path.tracing():
+        from .told import told_to_model  # imported here: few families keep what they are told to themselves
+
+        told = told_to_model(sys._getframe(1))
+        by_positions = told.by_positions
+        if by_positions:
+            attention_mask = None  # at most one of ones, which the model made itself
     if bare and not dense:
         made = CallStructure(batch_size, q_length, kv_length, bool(causal), q_offset - kv_offset)
-        if key is not None:
+        if key is not None and not loses_borders(config):
             fast_path.remember(key, made)
-        return StructuredMask(made, mask_device)
+        return StructuredMask(told.added_to(made) if told else made, mask_device, by_positions)
 
     def stock(padding: Tensor | None) -> Tensor:
         built = sdpa_mask(
@@ -107,7 +116,8 @@ def adaattn_mask(
         )
     else:
         structure = _structure(pattern, batch_size, q_length, kv_length, offset, kv_offset, padding, config)
-    return StructuredMask(_settled(structure, mask_device, padding, config), mask_device)
+    structure = _settled(told.added_to(structure) if told else structure, mask_device, padding, config)
+    return StructuredMask(structure, mask_device, by_positions)
 
 
 def _causality(mask_function: Callable[..., Any]) -> bool | None:
@@ -183,7 +193,7 @@ def _settled(structure: CallStructure, device: Any, padding: Tensor | None, conf
 
 def _is_read(structure: CallStructure, device: str, config: Any) -> bool:
     """Whether a kernel reads a structure off its tensors in a traced graph: on CUDA that of one query per sequence."""
-    if structure.mask is not None or loses_borders(config) or torch.onnx.is_in_onnx_export():
+    if structure.mask is not None or torch.onnx.is_in_onnx_export():
         return False
     if device == "cpu":
         return getattr(config, "_attn_implementation", "") in _NATIVE and traces("native")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from adaattn_hf.attention.request import holds_no_memory
 from adaattn_hf.attention.structure import CallStructure
 
 from .fast_path import tracing
@@ -42,31 +44,30 @@ def with_documents(
 
 
 def with_restarts(structure: CallStructure, positions: Tensor, known: Packed | None = None) -> CallStructure:
-    """Returns the structure with a document border wherever positions restart; unchanged without a packed row.
+    """Returns the structure with a document border wherever positions fall back; unchanged where none do.
+
+    Positions that stand still or leap ahead are not taken for documents: they have other meanings. Nor are positions
+    that nobody can read, in a traced graph or without data.
 
     Args:
         structure: The rules of the mask.
-        positions: `[1, q_len]` position of each token in its document.
+        positions: `[batch or 1, q_len]` position of each token in its document.
         known: Results of earlier layers of this forward pass; the new one is added.
     """
-    compiling = tracing()
-    # in a traced graph every mask that is not plain causal is a dense one
-    legible = (structure.causal and structure.plain) or (compiling and structure.mask is not None)
-    square = structure.batch == 1 and structure.q_len == structure.kv_len > 1
-    if not (legible and square) or positions.shape != (1, structure.q_len):
+    batch, length = structure.batch, structure.q_len
+    square = structure.causal and structure.plain and length == structure.kv_len
+    if not square or positions.shape not in ((1, length), (batch, length)):
+        return structure
+    if tracing() or positions.is_meta or holds_no_memory(positions):
         return structure
     known = {} if known is None else known
     key = (id(positions), 0)
     if key not in known:
-        border = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
+        falls = positions.diff() < 0
         found = structure
-        if compiling or bool(border.any()):
-            documents = border.cumsum(1)
-            if structure.mask is None:
-                found = structure.with_changes(q_segments=documents, k_segments=documents)
-            else:
-                same = documents[:, None, :, None] == documents[:, None, None, :]
-                found = structure.with_changes(mask=structure.mask & same)
+        if bool(falls.any()):
+            documents = F.pad(falls.cumsum(1), (1, 0))
+            found = structure.with_changes(q_segments=documents, k_segments=documents)
         known[key] = (positions, positions, found)
     return known[key][2]
 

@@ -29,10 +29,9 @@ class StructuredMask:
     ndim = 4
     dtype = torch.bool
 
-    def __init__(self, structure: CallStructure, device: torch.device) -> None:
-        """`device` is the device of the dense mask."""
-        self.structure = structure
-        self.device = device
+    def __init__(self, structure: CallStructure, device: torch.device, by_positions: bool = False) -> None:
+        """`device` is the device of the dense mask; for `by_positions` see `told.Told`."""
+        self.structure, self.device, self.by_positions = structure, device, by_positions
         # structures with documents added, shared by the layers of this forward pass
         self.packed: Packed = {}
 
@@ -71,7 +70,8 @@ class StructuredMask:
 
         # accelerate moves it for every layer of another device: what they share is kept, but a cache's length grows
         grows = isinstance(structure.q_offset, Tensor)
-        return StructuredMask(move() if grows else structure.cached(("on", there), move), there)
+        moved = move() if grows else structure.cached(("on", there), move)
+        return StructuredMask(moved, there, self.by_positions)
 
     def dense(self) -> Tensor:
         """Returns the dense boolean mask; rows of padding see the real keys, as in stock masks."""
@@ -108,7 +108,6 @@ class StructuredMask:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Gives torch functions the dense mask."""
-
         if getattr(func, "__name__", "") in _ADDITIONS:
             raise UnsupportedModel(_ADDED)
 

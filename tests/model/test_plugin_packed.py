@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
+
+from adaattn_hf.patches.cache.keyword import with_cache
 
 from ..property.test_memory import Largest
 from ..support.families import LISTED, models
-from ..support.models import assert_same, main_output, pair, tokens
+from ..support.models import Pair, assert_same, main_output, pair, tokens
 from ..support.versions import needs_tracing
 
 BORDER = 4
@@ -114,15 +118,137 @@ def test_positions_and_borders_together_cost_no_mask() -> None:
     assert 0 < seen.elements < length * length
 
 
+BORDERLESS = ("opt", "biogpt", "afmoe", "gpt_oss", "stablelm", "nemotron")
+"""Families whose masks are made without positions, and two that pass no `cu_seq_lens_*` to attention."""
+
+
+def family(name: str) -> Pair:
+    return models(name, LISTED["decoders"][name], AutoModelForCausalLM)
+
+
+def same_as_stock(pair: Pair, **inputs: Any) -> None:
+    with torch.no_grad():
+        expected = pair.stock(**copy.deepcopy(inputs)).logits
+        assert_same(expected, pair.ours(**inputs).logits)
+
+
+@pytest.mark.parametrize("name", BORDERLESS)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_positions_that_fall_back_separate_documents_in_one_row_and_in_many(name: str, rows: int) -> None:
+    stock, ours = family(name)
+    ids = tokens(batch=rows)
+    for positions in {1: [POSITIONS], 2: [POSITIONS, POSITIONS.expand(2, -1)]}[rows]:
+        with torch.no_grad():
+            packed = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
+        assert_same(one_by_one(stock, ids), packed)
+
+
+def test_rows_of_a_batch_have_borders_of_their_own() -> None:
+    stock, ours = family("gpt_oss")
+    ids = tokens(batch=2)
+    positions = torch.cat([POSITIONS, torch.arange(11)[None]])
+    with torch.no_grad():
+        packed = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
+        assert_same(stock(input_ids=ids[1:]).logits, packed[1:])
+    assert_same(one_by_one(stock, ids[:1]), packed[:1])
+
+
+@pytest.mark.parametrize("name", BORDERLESS)
+@pytest.mark.parametrize(
+    "said", ["mask", "floats", "mask and cache", "cache", "own cache", "cache, not to be used"]
+)
+def test_a_mask_or_a_cache_speaks_louder_than_positions(name: str, said: str) -> None:
+    """Stock attention never reads documents then."""
+    pair = family(name)
+    ids, ones = tokens(batch=1), torch.ones(1, 11, dtype=torch.long)
+    more: dict[str, dict[str, Any]] = {
+        "mask": {"attention_mask": ones, "use_cache": False},
+        "floats": {"attention_mask": ones.float(), "use_cache": False},
+        "mask and cache": {"attention_mask": ones},
+        "cache": {},
+        "own cache": with_cache(pair.ours, DynamicCache()),
+        "cache, not to be used": {**with_cache(pair.ours, DynamicCache()), "use_cache": False},
+    }
+    same_as_stock(pair, input_ids=ids, position_ids=POSITIONS, **more[said])
+
+
+@pytest.mark.parametrize("name", BORDERLESS)
+def test_lengths_speak_louder_than_a_mask_or_a_cache(name: str) -> None:
+    stock, ours = family(name)
+    ids = tokens(batch=1)
+    for more in ({}, {"attention_mask": torch.ones(1, 11, dtype=torch.long)}, {"use_cache": False}):
+        with torch.no_grad():
+            packed = ours(input_ids=ids, position_ids=POSITIONS, **borders(), **more).logits
+        assert_same(one_by_one(stock, ids), packed)
+
+
 @needs_tracing
-@pytest.mark.parametrize("family", ["stablelm", "gpt_oss"])
-def test_borders_are_read_from_positions_in_a_traced_graph(family: str) -> None:
-    _, ours = models(family, LISTED["decoders"][family], AutoModelForCausalLM)
+@pytest.mark.parametrize("name", ["opt", "biogpt", "afmoe", "gpt_oss"])
+def test_lengths_separate_documents_in_a_graph(name: str) -> None:
+    stock, ours = family(name)
     ids = tokens(batch=1)
     torch._dynamo.reset()
     with torch.no_grad():
-        expected = ours(input_ids=ids, position_ids=POSITIONS, use_cache=False).logits
-        compiled = torch.compile(ours, backend="eager", fullgraph=True)
-        actual = compiled(input_ids=ids, position_ids=POSITIONS, use_cache=False).logits
+        packed = torch.compile(ours, backend="eager")(
+            input_ids=ids, position_ids=POSITIONS, **borders()
+        ).logits
     torch._dynamo.reset()
-    assert_same(expected, actual)
+    assert_same(one_by_one(stock, ids), packed)
+
+
+@pytest.mark.parametrize("name", BORDERLESS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_other_positions_than_those_of_documents_are_positions(name: str, masked: bool) -> None:
+    """A gap, every second one, halves and constants; where Transformers takes them for borders, we do, too."""
+    pair = family(name)
+    more = {"attention_mask": torch.ones(1, 11, dtype=torch.long)} if masked else {"use_cache": False}
+    count = torch.arange(11)
+    for positions in (count + (count > 4) * 15, count * 2, count // 2, count * 0 + 3):
+        same_as_stock(pair, input_ids=tokens(batch=1), position_ids=positions[None], **more)
+
+
+@pytest.mark.parametrize("name", BORDERLESS)
+def test_a_prompt_that_fills_a_cache_and_one_without_share_nothing(name: str) -> None:
+    """The second call has the very shape of the first; what was remembered of one must not be told of the other."""
+    stock, ours = family(name)
+    ids = tokens(batch=1)
+    for _ in range(2):
+        same_as_stock(Pair(stock, ours), input_ids=ids, position_ids=POSITIONS)
+        with torch.no_grad():
+            packed = ours(input_ids=ids, position_ids=POSITIONS, use_cache=False).logits
+        assert_same(one_by_one(stock, ids), packed)
+
+
+@needs_tracing
+@pytest.mark.parametrize("name", BORDERLESS)
+@pytest.mark.parametrize("how", ["compiled", "traced", "exported"])
+def test_graphs_do_as_stock_does(name: str, how: str) -> None:
+    """A graph cannot read positions, and never cuts a mask of the caller's."""
+    pair = family(name)
+    ids, mask = tokens(batch=1, length=8), torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+
+    class Logits(torch.nn.Module):
+        def __init__(self, masked: bool) -> None:
+            super().__init__()
+            self.model, self.masked = pair.ours, masked
+
+        def forward(self, ids: Tensor, other: Tensor) -> Tensor:
+            said = {"attention_mask": other} if self.masked else {"position_ids": other}
+            logits: Tensor = self.model(input_ids=ids, use_cache=False, **said).logits
+            return logits
+
+    for masked, given in ((True, mask), (False, positions)):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if how == "compiled":
+                torch._dynamo.reset()
+                found = torch.compile(Logits(masked), backend="eager")(ids, given)
+                torch._dynamo.reset()
+            elif how == "traced":
+                found = torch.jit.trace(Logits(masked), (ids, given), check_trace=False)(ids, given)
+            else:
+                found = torch.export.export(Logits(masked), (ids, given)).module()(ids, given)
+            said = {"attention_mask": mask} if masked else {"position_ids": positions}
+            expected = pair.stock(input_ids=ids, use_cache=False, **said).logits
+        assert_same(expected, found, mask if masked else None)

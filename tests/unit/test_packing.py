@@ -69,26 +69,53 @@ def test_spans_end_with_their_document() -> None:
 
 
 @given(
-    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    rows=st.lists(
+        st.lists(st.integers(2, 4), min_size=1, max_size=4).map(lambda found: [*found, 16 - sum(found)]),
+        min_size=1,
+        max_size=3,
+    ),
+    shared=st.booleans(),
     window=st.one_of(st.none(), st.integers(1, 4)),
 )
-def test_positions_that_start_anew_are_borders(lengths: list[int], window: int | None) -> None:
-    structure = CallStructure(1, sum(lengths), sum(lengths), causal=True, window=window)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    ids = documents_of(lengths)
-    same = ids[:, None] == ids[None, :]
+def test_positions_that_fall_back_are_borders(
+    rows: list[list[int]], shared: bool, window: int | None
+) -> None:
+    """In every row of a batch; rows may share their positions."""
+    batch = len(rows)
+    rows = rows[:1] if shared else rows
+    structure = CallStructure(batch, 16, 16, causal=True, window=window)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
+    ids = torch.stack([documents_of(lengths) for lengths in rows])[:, None]
+    same = ids[..., None] == ids[..., None, :]
     assert torch.equal(with_restarts(structure, positions).visible(), structure.visible() & same)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [0, 1, 2, 20, 21, 22],
+        [0, 2, 4, 6, 8, 10],
+        [0, 0, 1, 1, 2, 2],
+        [7, 7, 7, 7, 7, 7],
+        [0.0, 0.5, 1.0, 1.5, 2.0, 2.5],
+    ],
+)
+def test_positions_that_never_fall_back_are_no_borders(positions: list[float]) -> None:
+    structure = CallStructure(1, 6, 6, causal=True)
+    assert with_restarts(structure, torch.tensor([positions])) is structure
 
 
 def test_positions_say_nothing_of_rows_with_padding_or_a_past() -> None:
     positions = torch.tensor([[1, 1, 0, 1, 2]])
     padded = CallStructure(1, 5, 5, causal=True, key_padding=torch.tensor([[0, 0, 1, 1, 1]]).bool())
-    for structure in (
-        padded,
-        CallStructure(1, 5, 9, causal=True, q_offset=4),
-        CallStructure(2, 5, 5, causal=True),
-    ):
+    dense = CallStructure(1, 5, 5, mask=torch.ones(1, 1, 5, 5).tril().bool())
+    for structure in (padded, dense, CallStructure(1, 5, 9, causal=True, q_offset=4)):
         assert with_restarts(structure, positions) is structure
+
+
+def test_positions_without_data_say_nothing() -> None:
+    structure = CallStructure(1, 5, 5, causal=True)
+    assert with_restarts(structure, torch.tensor([[0, 1, 0, 1, 2]], device="meta")) is structure
 
 
 @given(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, StableLmConfig
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
 from transformers.masking_utils import causal_mask_function
 from transformers.utils import output_capturing
 
@@ -107,7 +107,7 @@ def test_other_settings_and_families_are_decided_anew(warm: Any) -> None:
         attend(layer(adapted), *draw(), mask)
         attention_function("eager")(module, *draw(), mask)
     assert used == [0]
-    borderless = layer(StableLmConfig())
+    borderless = layer(OPTConfig())
     mask = mask_for(borderless)
     with torch.no_grad():
         attend(borderless, *draw(), mask)
