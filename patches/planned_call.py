@@ -35,7 +35,7 @@ class PlannedCall:
     def __init__(self, raw: Any, forced: str | None) -> None:
         """From what lies in the model's configuration and the backend that its user named."""
         self._raw, self._settings, self._forced = raw, copied(raw), forced
-        self._backends: dict[tuple[bool, bool, int, str], tuple[Backend | None, CallSpec]] = {}
+        self._backends: dict[tuple[bool, bool, str], tuple[Backend | None, CallSpec]] = {}
         self._exact: ExactCall | None = None
         # by the handle of a layer's program, whose tensors are not to live as long as the structure that keeps this
         self._fast: dict[int, FastCall | None] = {}
@@ -83,7 +83,7 @@ class PlannedCall:
     def _backend_for(self, rules: HeadRules, request: AttentionRequest) -> tuple[Backend | None, CallSpec]:
         """Returns the backend that computes heads with rules of this kind in one request, if any, and its spec."""
         # sinks, too: chunks, and documents with padding, need not hold the key that they count from
-        kind = rules.windowed, rules.has_sinks, rules.kept_block, rules.precision
+        kind = rules.windowed, rules.has_sinks, rules.precision
         if kind not in self._backends:
             spec = spec_of(request, self._forced)
             self._backends[kind] = serving(spec, self._forced), spec

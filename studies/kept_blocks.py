@@ -159,7 +159,7 @@ def page(record: dict[str, Any]) -> str:
     lines = [
         "# Kept blocks of keys, chosen by an oracle",
         "",
-        "Written by `studies/kept_blocks.py`, which says what is compared. The oracle sees the true attention, so that no",
+        "Written by `studies/kept_blocks.py`, which says what is compared. The oracle sees the true attention: no",
         "real choice of blocks visits fewer tiles at the same lost mass. Mass is not loss: at equal mass blocks cost",
         "less KL than windows, most on code. Yet where the KL is small enough for a budget, the oracle still visits",
         "half of the tiles or more, which scattered tiles and the time to choose them use up. At measured prices no",

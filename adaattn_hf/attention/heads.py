@@ -1,4 +1,4 @@
-"""What a call may ask of each key/value head apart: a window, kept blocks of keys, a precision of the products."""
+"""What a call may ask of each key/value head apart: a window, a precision of the products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .blocks import BLOCK, kept_keys
 from .rounding import through_dtype, through_int8
 from .structure import CallStructure
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from .request import AttentionRequest
 
 HEAD_PRECISIONS = ("model", "bf16", "int8")
-_BLOCKS = (64, 128)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +29,8 @@ class HeadRules:
     Attributes:
         windows: Keys before a query, the query itself counted, and as many behind it where attention looks both ways;
             0 does not restrict, and neither does one that is not shorter than the structure's own window.
-        sinks: First keys of the sequence that are exempt from the head's window (where the structure has a window of
-            its own, its own sinks are exempt instead), or whose blocks are always kept.
-        masses: Share of the pooled attention that the kept blocks hold (`blocks.keep_blocks`); 0.0 keeps all.
-        block: Keys per block, 64 or 128.
+        sinks: First keys of the sequence that are exempt from the head's window; where the structure has a window of
+            its own, its own sinks are exempt instead.
         precisions: `model` computes in the dtype at hand; `bf16` rounds queries, keys, weights and values to bfloat16;
             `int8` quantises queries, smoothed keys and values per token.
         key_mean: `[num_kv_heads, head_dim]`, subtracted from keys before they are rounded to int8; zeros when None.
@@ -43,35 +39,26 @@ class HeadRules:
 
     windows: tuple[int, ...]
     sinks: tuple[int, ...]
-    masses: tuple[float, ...]
     precisions: tuple[str, ...]
-    block: int = BLOCK
     key_mean: Tensor | None = None
     until: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse rules that no head can follow."""
         heads = len(self.windows)
-        lengths = (heads, len(self.sinks), len(self.masses), len(self.precisions))
+        lengths = (heads, len(self.sinks), len(self.precisions))
         if not heads or set(lengths) != {heads}:
             raise ValueError(
-                f"per_head: got {lengths} entries of windows, sinks, masses and precisions, expected one of each per "
+                f"per_head: got {lengths} entries of windows, sinks and precisions, expected one of each per "
                 "key/value head; repeat a rule that holds for every head"
             )
-        if self.block not in _BLOCKS:
-            raise ValueError(f"per_head.block: got {self.block}, expected one of {_BLOCKS}")
-        for head, (window, sinks, mass, precision) in enumerate(
-            zip(self.windows, self.sinks, self.masses, self.precisions, strict=True)
+        for head, (window, sinks, precision) in enumerate(
+            zip(self.windows, self.sinks, self.precisions, strict=True)
         ):
-            if window < 0 or sinks < 0 or not 0.0 <= mass < 1.0 or precision not in HEAD_PRECISIONS:
+            if window < 0 or sinks < 0 or precision not in HEAD_PRECISIONS:
                 raise ValueError(
-                    f"per_head: got window {window}, sinks {sinks}, mass {mass}, precision {precision!r} for head "
-                    f"{head}, expected whole numbers from 0, a share in [0, 1) and one of {HEAD_PRECISIONS}"
-                )
-            if window and mass:
-                raise ValueError(
-                    f"per_head: got window {window} and mass {mass} for head {head}, expected one of them; "
-                    "a head keeps a window or blocks of keys"
+                    f"per_head: got window {window}, sinks {sinks}, precision {precision!r} for head {head}, expected "
+                    f"whole numbers from 0 and one of {HEAD_PRECISIONS}"
                 )
         if self.key_mean is not None and (self.key_mean.dim() != 2 or self.key_mean.shape[0] != heads):
             raise ValueError(
@@ -93,14 +80,9 @@ class HeadRules:
         """Whether any head has sinks."""
         return any(self.sinks)
 
-    @cached_property
-    def kept_block(self) -> int:
-        """Keys per block where any head keeps blocks, 0 where all keys are kept."""
-        return self.block if any(self.masses) else 0
-
-    def work_out(self) -> tuple[str, bool, bool, int]:
+    def work_out(self) -> tuple[str, bool, bool]:
         """All that a choice of a backend asks of the rules, which is remembered with them."""
-        return self.precision, self.windowed, self.has_sinks, self.kept_block
+        return self.precision, self.windowed, self.has_sinks
 
     def check_mean(self, head_dim: int) -> None:
         """Refuses mean keys of another head size.
@@ -125,9 +107,7 @@ class HeadRules:
         return HeadRules(
             tuple(self.windows[head] for head in kv_heads),
             tuple(self.sinks[head] for head in kv_heads),
-            tuple(self.masses[head] for head in kv_heads),
             tuple(self.precisions[head] for head in kv_heads),
-            self.block,
             None if self.key_mean is None else self.key_mean[list(kv_heads)],
             self.until,
         )
@@ -142,7 +122,7 @@ def spelled_out(request: AttentionRequest) -> AttentionRequest:
     if rules is None:
         return request
     request = _rounded(replace(request, per_head=None), rules)
-    if not rules.windowed and not rules.kept_block:
+    if not rules.windowed:
         return request
     kv_heads, structure = request.key.shape[1], request.structure
     groups = request.query.shape[1] // kv_heads
@@ -159,10 +139,7 @@ def spelled_out(request: AttentionRequest) -> AttentionRequest:
             own = own | beyond
         if own.shape[1] > 1:
             own = own[:, head * groups : (head + 1) * groups]
-        mass = rules.masses[head]
-        kept = kept_keys(request, mass, rules.sinks[head], [head], rules.block) if mass else None
-        mask = own if kept is None else own & kept
-        masks.append(mask.expand(request.query.shape[0], groups, *mask.shape[2:]))
+        masks.append(own.expand(request.query.shape[0], groups, *own.shape[2:]))
     return replace(request, structure=structure.with_changes(mask=torch.cat(masks, dim=1)))
 
 

@@ -257,9 +257,8 @@ class CallSpec(NamedTuple):
     `kind` is that of the structure, or `irregular` if the padding has holes, so that rows are not contiguous runs.
     `holes` says whether it has, None if the padding was not read; `aligned`: the queries of every run end with its last
     key, or were not looked at.
-    `head_windows`, `head_blocks` and `head_precision` say what `HeadRules` ask for: any window, the keys per kept block
-    (0 where all are kept), and the precision of the products, `mixed` where heads differ; `head_until`, whether these
-    rules end with a position of the sequence.
+    `head_windows` and `head_precision` say what `HeadRules` ask for: any window, and the precision of the products,
+    `mixed` where heads differ; `head_until`, whether these rules end with a position of the sequence.
     `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
     Sizes are rounded, so that few specs differ, and 0 where no choice depends on them: `length`, the keys up to a power
     of two; `packed`, keys of the longest run where every query and key was seen to lie in one, as in a packed row, down
@@ -288,13 +287,12 @@ class CallSpec(NamedTuple):
     need_lse: bool
     compiling: bool
     head_windows: bool = False
-    head_blocks: int = 0
     head_precision: str = "model"
 
     @property
     def per_head(self) -> bool:
         """Whether heads are asked for different things."""
-        return self.head_windows or self.head_blocks > 0 or self.head_precision != "model"
+        return self.head_windows or self.head_precision != "model"
 
     stored: str | None = None
     opaque: bool = False
@@ -332,7 +330,6 @@ class CallSpec(NamedTuple):
             "with the log-sum-exp": self.need_lse,
             "with a window per head": self.head_windows,
             "up to a position": self.head_until,
-            f"with kept blocks of {self.head_blocks} keys": self.head_blocks > 0,
             f"with {self.head_precision} products": self.head_precision != "model",
             "compiled": self.compiling,
             "of tensors without memory": self.opaque,
@@ -377,9 +374,7 @@ class CallSpec(NamedTuple):
                 pairs = 1 << (heads * q_len * k.shape[0] * k.shape[2]).bit_length() >> 1
             elif q_len == 1:
                 kv_bytes = 1 << ((k.numel() + v.numel()) * k.dtype.itemsize - 1).bit_length()
-        per_head = (
-            (False, 0, "model") if rules is None else (rules.windowed, rules.kept_block, rules.precision)
-        )
+        per_head = (False, "model") if rules is None else (rules.windowed, rules.precision)
         return cls(
             device, q.dtype, head_dim, head_dim_of(v), heads // k.shape[1], kind,
             structure.window is not None and structure.windowed, structure.sinks > 0, q_len == 1, grad,

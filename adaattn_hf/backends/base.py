@@ -126,7 +126,6 @@ def head_refusals(spec: CallSpec, kernels: str) -> list[str]:
     """
     asked = {
         "windows": spec.head_windows,
-        "kept blocks": spec.head_blocks > 0,
         f"{spec.head_precision} products": spec.head_precision != "model",
         "rules up to a position": spec.head_until,
     }

@@ -108,7 +108,7 @@ def order(spec: CallSpec) -> tuple[str, ...]:
         spec.windowed or spec.softcap or spec.sink_logits or spec.kind in ("ragged", "window", "irregular")
     )
     if spec.per_head:
-        light = spec.decode or spec.head_blocks or spec.pairs < _HEAVY_PAIRS
+        light = spec.decode or spec.pairs < _HEAVY_PAIRS
         small = max(spec.head_dim, spec.head_dim_v) <= _SMALL_HEAD
         own = light or small or (not spec.needs_grad and _TRITON.specialised(spec))
         return ("triton", "fa4") if own else ("fa4", "triton")

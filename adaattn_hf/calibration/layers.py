@@ -122,7 +122,6 @@ def observe_layers(inputs: Inputs) -> Layers:
         dtype,
         settings.families,
         settings.windows,
-        settings.masses,
         inputs.scoring.causal,
         settings.with_cache,
     )

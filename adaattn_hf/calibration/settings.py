@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..plans.plan import Plan
-from ..policy.candidates import FAMILIES, MASSES, WINDOWS
+from ..policy.candidates import FAMILIES, WINDOWS
 
 _OF_THE_PROOF = (
     "budget", "direct", "held_out", "most_held_out", "tries", "bolder", "haystacks", "needles", "top1", "kl_p999",
@@ -46,7 +46,6 @@ class CalibrationSettings:
         needles_lost: Share of the needles that may be lost; `None` for 2 %, or more if that may be chance.
         families: Kinds of choices to consider; see `policy.candidates.FAMILIES`.
         windows: Windows to consider.
-        masses: Shares of attention to keep by blocks.
         decode_tokens: Decode steps per prefill, the weight of decode in the price.
         batch: Sequences that prices and whole passes are timed with at once.
         captured: Whether decode steps will run in captured CUDA graphs, as compiled generation does: the device's time
@@ -77,7 +76,6 @@ class CalibrationSettings:
     needles_lost: float | None = None
     families: tuple[str, ...] = FAMILIES
     windows: tuple[int, ...] = WINDOWS
-    masses: tuple[float, ...] = MASSES
     decode_tokens: int = 64
     batch: int = 1
     captured: bool = False

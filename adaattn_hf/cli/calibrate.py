@@ -95,7 +95,7 @@ def calibrate(
         int, typer.Option(help="Times that each sequence is masked anew, for a masked LM.")
     ] = 4,
     families: Annotated[
-        str, typer.Option(help="Kinds of choices: window,blocks,rank,bf16,int8.")
+        str, typer.Option(help="Kinds of choices: window,rank,bf16,int8.")
     ] = "window,bf16,int8,rank",
     decode_tokens: Annotated[int, typer.Option(help="Decode steps per prefill, for the prices.")] = 64,
     batch: Annotated[int, typer.Option(help="Sequences at once, for the prices.")] = 1,

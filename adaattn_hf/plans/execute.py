@@ -40,13 +40,11 @@ def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[s
         rule, name = choice.head_rule(few=False), None
         if rule is not None:
             rules = HeadRules(
-                (rule.get("window", 0),), (rule.get("sinks", 0),), (rule.get("mass", 0.0),),
-                (rule.get("precision", "model"),),
+                (rule.get("window", 0),), (rule.get("sinks", 0),), (rule.get("precision", "model"),)
             )  # fmt: skip
             asked = spec._replace(
                 # exact heads share the launch of heads with rules
                 head_windows=rules.windowed or not rule,
-                head_blocks=rules.kept_block,
                 head_precision=rules.precision,
             )
             serving = select.serving(asked)

@@ -146,7 +146,6 @@ class Program:
         found = HeadRules(
             tuple(rule.get("window", 0) for rule in rules),
             tuple(rule.get("sinks", 0) for rule in rules),
-            tuple(rule.get("mass", 0.0) for rule in rules),
             tuple(rule.get("precision", "model") for rule in rules),
             key_mean=None if mean is None else mean[heads],
         )

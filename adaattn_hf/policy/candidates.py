@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 
 from ..errors import unknown
 from ..plans.choices import EXACT, Choice, Part, Setting, all_keys, all_operands
-from ..plans.choices.blocks import MASSES
 from ..plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
 
 __all__ = [
     "FAMILIES",
-    "MASSES",
     "WINDOWS",
     "WINDOWS_BOTH_WAYS",
     "Candidates",
@@ -70,7 +68,6 @@ def candidates(
     dtype: str,
     families: Sequence[str] = FAMILIES,
     windows: Sequence[int] = WINDOWS,
-    masses: Sequence[float] = MASSES,
     causal: bool = True,
     memory: bool = False,
 ) -> Candidates:
@@ -83,7 +80,7 @@ def candidates(
         ValueError: If a family is unknown.
     """
     refuse_unknown(families)
-    setting = Setting(length, head_dim, dtype, tuple(families), tuple(windows), tuple(masses), causal, memory)
+    setting = Setting(length, head_dim, dtype, tuple(families), tuple(windows), causal, memory)
     if memory:
         spans = [part for part in _all(all_keys(), setting) if Choice.of(part).span is not None]
         return _of([(), *((part,) for part in spans)], spans)

@@ -142,7 +142,7 @@ def ablate(
     sequences: Annotated[int, typer.Option(help="Sequences that risks are measured on.")] = 2,
     held_out: Annotated[int, typer.Option(help="Held-out sequences per arm.")] = 4,
     families: Annotated[
-        str, typer.Option(help="Kinds of choices: window,blocks,rank,bf16,int8.")
+        str, typer.Option(help="Kinds of choices: window,rank,bf16,int8.")
     ] = "window,bf16,int8,rank",
     prices: Annotated[
         Path | None, typer.Option(help="Prices that a calibration measured, in the place of new ones.")

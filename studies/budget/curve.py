@@ -137,7 +137,6 @@ def curve(
     ] = None,
     held_out: study.HeldOut = 12,
     families: study.Families = study.FAMILIES,
-    masses: study.Masses = study.MASSES,
     dtype: study.Dtype = "float32",
     device: study.Device = "cpu",
     threads: study.Threads = None,
@@ -154,7 +153,6 @@ def curve(
     settings = CalibrationSettings(
         lengths=tuple(study.numbers(lengths)), seed=seed, sequences=sequences, rows=rows, labels=labels, joint=joint,
         direct=direct, held_out=held_out, tries=1, haystacks=0, families=tuple(families.split(",")),
-        masses=study.shares(masses),
     )  # fmt: skip
     inputs = open_inputs(loaded, encode, data, settings, verify_data=verify_data)
     measurement = measure(inputs, prices=table, directory=state, resume=True)

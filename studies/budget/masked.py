@@ -39,7 +39,7 @@ Data = Annotated[list[Path] | None, typer.Option(help="Calibration text. Default
 Held = Annotated[list[Path] | None, typer.Option(help="Held-out text. Default: the packaged pages.")]
 Lengths = Annotated[str | None, typer.Option(help="Length bins. Default: the model's positions.")]
 Maskings = Annotated[int, typer.Option(help="Readings of each sequence.")]
-FAMILIES = "window,blocks,rank,bf16,int8"
+FAMILIES = "window,rank,bf16,int8"
 
 
 @app.command()

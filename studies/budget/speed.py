@@ -105,7 +105,6 @@ def plan_of_record(
             settings["dtype"],
             settings["families"],
             settings["windows"],
-            settings["masses"],
         ).choices
     }
     labels = record["picks"]

@@ -39,9 +39,7 @@ Rows = Annotated[int, typer.Option(help="Query rows sampled per sequence.")]
 Labels = Annotated[int, typer.Option(help="Label draws per sequence.")]
 HeldOut = Annotated[int, typer.Option(help="Held-out sequences per length and try.")]
 Check = Annotated[list[Path] | None, typer.Option(help="Text that plans are measured on once they are made.")]
-Masses = Annotated[str, typer.Option(help="Shares of attention that blocks may keep, by commas.")]
 FAMILIES = "window,bf16,int8,rank"
-MASSES = "0.95,0.98,0.99,0.995"
 REMEMBERED = 12 << 30
 """Bytes of exact hidden states that a process keeps: seeds and budgets read the same stretches of text."""
 
@@ -100,21 +98,6 @@ def numbers(text: str) -> list[int]:
         if not first.isdigit() or (last and not last.isdigit()):
             raise UsageError(f"numbers: got {text!r}, expected numbers and ranges by commas, such as 0-3,7")
         found += range(int(first), int(last or first) + 1)
-    return found
-
-
-def shares(text: str) -> tuple[float, ...]:
-    """Returns the shares of `0.9,0.95`.
-
-    Raises:
-        UsageError: If a part is no share between 0 and 1.
-    """
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        found = (0.0,)
-    if not all(0.0 < share < 1.0 for share in found):
-        raise UsageError(f"masses: got {text!r}, expected shares between 0 and 1 by commas, such as 0.9,0.95")
     return found
 
 
@@ -273,7 +256,6 @@ def prices(
     output: Annotated[Path, typer.Option(help="Where the price table goes.")],
     lengths: Lengths = "4096,8192",
     families: Families = FAMILIES,
-    masses: Masses = MASSES,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
@@ -294,7 +276,6 @@ def prices(
         held_out=2,
         tries=1,
         families=tuple(families.split(",")),
-        masses=shares(masses),
     )
     inputs = open_inputs(loaded, encode, data, settings)
     layers = observe_layers(inputs)
@@ -323,7 +304,6 @@ def seeds(
     check_data: Check = None,
     check: Annotated[int, typer.Option(help="Sequences per length of --check-data.")] = 24,
     families: Families = FAMILIES,
-    masses: Masses = MASSES,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
@@ -352,7 +332,7 @@ def seeds(
         settings = CalibrationSettings(
             lengths=tuple(numbers(lengths)), seed=seed, sequences=sequences, rows=rows, labels=labels, joint=joint,
             held_out=held_out, most_held_out=max(held_out, most_held_out), bolder=bolder, haystacks=haystacks,
-            families=tuple(families.split(",")), masses=shares(masses),
+            families=tuple(families.split(",")),
         )  # fmt: skip
         seed_study(
             loaded,

@@ -1,4 +1,4 @@
-"""One layer's attention on the device: dense, masks, windows per head, one query, gradients, kept blocks."""
+"""One layer's attention on the device: dense, masks, windows per head, one query, gradients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from adaattn_hf.attention.blocks import picked_blocks
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.triton.blocks import walk_of
 
 from .measure import (
     DEVICE,
@@ -251,65 +249,6 @@ def _trained(row: Cell, structure: CallStructure, rules: HeadRules | None) -> No
     arms["auto"] = both(by("auto", r))
     race(row, arms)
     row["MiB"] = {name: peak_mib(call) for name, call in arms.items()}
-
-
-def clustered(n: int, block: int) -> AttentionRequest:
-    """Queries that look at two of eight clusters of key blocks, as heads do that look up by content."""
-    count, tile = n // block, min(128, n)
-    of_block = torch.randint(8, (KV_HEADS, count), device=DEVICE)
-    centres = torch.randn(KV_HEADS, 8, DIM, device=DEVICE)
-    keys = torch.gather(centres, 1, of_block[:, :, None].expand(-1, -1, DIM)).repeat_interleave(block, 1)
-    two = torch.rand(KV_HEADS, n // tile, 8, device=DEVICE).topk(2).indices
-    wanted = torch.stack(
-        [torch.gather(centres, 1, two[:, :, i, None].expand(-1, -1, DIM)) for i in (0, 1)]
-    ).sum(0)
-    query = wanted.repeat_interleave(tile, 1).repeat_interleave(HEADS // KV_HEADS, 0)
-    r = request(CallStructure(1, n, n, causal=True))
-    r.query, r.key = r.query + query.to(DTYPE)[None], r.key + keys.to(DTYPE)[None]
-    return r
-
-
-def kept_request(n: int, block: int) -> tuple[AttentionRequest, float]:
-    """A call that keeps blocks of 0.95 of the mass in every head, and the share of the causal blocks that are kept."""
-    r = clustered(n, block)
-    r.per_head = HeadRules((0,) * 8, (16,) * 8, (0.95,) * 8, ("model",) * 8, block)
-    segments = r.structure.segments()
-    assert segments is not None
-    kept = picked_blocks(r, segments[0], 0.95, 16, [0], block)
-    return r, float(kept.sum()) / sum(row // block + 1 for row in range(n))
-
-
-def walked_share(r: AttentionRequest) -> tuple[float, float]:
-    """What the Triton kernel reads where rows keep blocks: its share of the causal pairs, and of that the masked."""
-    rules, segments, q_len = r.per_head, r.structure.segments(), r.structure.q_len
-    assert rules is not None
-    assert segments is not None
-    walk = walk_of(r, rules, segments, None)
-    some, every = (float(count.sum()) for count in (walk.lists.some_n, walk.lists.every_n))
-    pairs = r.key.shape[1] * q_len * (q_len + 1) / 2
-    return (some + every) * walk.tile.rows * rules.block / pairs, some / (some + every)
-
-
-def blocks(section: Section) -> None:
-    """Kept blocks of keys, their choice included, and what each of the four launches takes."""
-    from .measure import profile
-
-    for thousand in (8, 32):
-        for block in (64, 128):
-
-            def cell(row: Cell, n: int = max(256, length(thousand * 1024)), block: int = block) -> None:
-                r, density = kept_request(n, block)
-                row["density"] = density
-                row["FLOP"] = 2.0 * HEADS * n * n * DIM * density
-                timed(row, r, "fa4", "triton", "auto")
-                row["profile"] = profile(by("auto", r))
-                walked, listed = walked_share(r)
-                row["note"] = (
-                    f"tiles of rows walk {walked:.3f} of the causal pairs, for rows of a tile keep blocks of their "
-                    f"own; {listed:.2f} of these tiles need a mask"
-                )
-
-            section.add(f"{thousand}k, blocks of {block}", cell)
 
 
 def masks() -> dict[str, CallStructure]:

@@ -109,7 +109,7 @@ def request(
 def rules_of(windows: tuple[int, ...]) -> HeadRules:
     """Windows of key/value heads, 0 for none, each with 16 sinks."""
     sinks = tuple(16 if window else 0 for window in windows)
-    return HeadRules(windows, sinks, (0.0,) * len(windows), ("model",) * len(windows))
+    return HeadRules(windows, sinks, ("model",) * len(windows))
 
 
 def stock(r: AttentionRequest) -> Callable[[], Any]:

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.choice import launch as choice_launch
-from adaattn_hf.backends.triton import blocks as blocks_launch
 from adaattn_hf.backends.triton import shapes, step, training
 from adaattn_hf.backends.triton.sizes import Tile
 
-from .kernels import PLANS, kept_request
+from .kernels import PLANS
 from .measure import (
     DEVICE,
     DIM,
@@ -29,7 +27,6 @@ from .measure import (
     captured,
     length,
     microseconds,
-    profile,
     request,
     rules_of,
     said,
@@ -138,15 +135,6 @@ def variants(section: Section) -> None:
     section.add("training, window 1024 at 16k", lambda row: _training(row, long))
 
 
-def choices(section: Section) -> None:
-    """Kept blocks, their choice included."""
-    for thousand, block in ((8, 128), (32, 64), (32, 128)):
-        section.add(
-            f"{thousand}k, blocks of {block}",
-            lambda row, n=thousand, b=block: _choice(row, max(256, length(n * 1024)), b),  # type: ignore[misc]
-        )
-
-
 def _decode(row: Cell, batch: int, n: int, windows: tuple[int, ...]) -> None:
     """Waves, fewest keys of a program and tiles, each in a captured graph."""
     r = request(
@@ -238,29 +226,3 @@ def _training(row: Cell, n: int) -> None:
     row |= {f"keys {key}": value for key, value in keys.items() if isinstance(value, float)}
     row |= {f"queries {key}": value for key, value in queries.items() if isinstance(value, float)}
     row["note"] = f"keys: {keys['note']}; queries: {queries['note']}"
-
-
-def _choice(row: Cell, n: int, block: int) -> None:
-    """Tiles of the kernel over lists; rows, warps and stages of the choice, its loads and its bisection."""
-    r, row["density"] = kept_request(n, block)
-    call = by("triton", r)
-    row["as it is"] = microseconds(call, 30)
-    tiles = [Tile(64, 64, 4, 2), Tile(64, 64, 4, 4), Tile(128, 64, 8, 2), Tile(128, 64, 8, 3)]
-    tiles += [Tile(64, 128, 4, 2), Tile(128, 128, 8, 2)] if block == 128 else []
-    choices: list[tuple[Any, str, list[Any], bool]] = [
-        (blocks_launch, "lists_tile", tiles, False),
-        (choice_launch, "choice_tile", [(64, 4, 1), (128, 8, 1), (64, 8, 1), (32, 8, 2), (32, 16, 2)], False),
-        (choice_launch, "_STAYING", [0], True),
-        (choice_launch, "_STEPS", [10, 12], True),
-        (blocks_launch, "_BULK_EDGES", [False], True),
-    ]
-    notes = []
-    for module, name, values, as_is in choices:
-        part: Cell = {}
-        _each(part, module, name, values, call, as_is)
-        notes.append(f"{name}: {part.pop('note')}")
-        refused = part.pop("refused", {})
-        row |= {f"{name} {key}": value for key, value in part.items() if key != "as it is"}
-        row.setdefault("refused", {}).update({f"{name} {key}": value for key, value in refused.items()})
-    row["note"] = "; ".join(notes)
-    row["profile"] = profile(call)

@@ -11,7 +11,7 @@ import torch
 
 import adaattn_hf
 from adaattn_hf.plans import store
-from adaattn_hf.plans.choices import Blocks, Choice, Precision, Window
+from adaattn_hf.plans.choices import Choice, Precision, Window
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, PlanError
 
 from ..support.processor import ROUNDS_BF16
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NAME = "adaattn/adaattn"
 CHOICES = {
     "window": Choice.of(Window(3, sinks=1)),
-    "blocks": Choice.of(Blocks(0.5, sinks=1)),
     "bf16": Choice.of(Precision("bf16")),
 }
 

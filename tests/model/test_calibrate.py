@@ -512,7 +512,7 @@ def test_dropped_mass_of_the_monitor_against_the_weights(
     tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), tapping(tap):
         model(tokens)
-    for choice in (make_choice("window", 32, 4), make_choice("blocks", mass=0.3)):
+    for choice in (make_choice("window", 32, 4),):
         program = next(iter(programs_of(_window_everywhere(model, result, choice), {}).values()))
         rows = torch.tensor([20, 100, 190])
         found = sampled.dropped_mass(program, seen[0], rows)

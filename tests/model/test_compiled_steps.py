@@ -148,12 +148,9 @@ def test_a_cache_with_room_for_more_than_the_plan_speaks_for() -> None:
     assert not torch.equal(found, longer), "the plan's length changes nothing"
 
 
-@pytest.mark.parametrize(
-    "choice", [make_choice("blocks", mass=0.3, sinks=1), make_choice(rank=6)], ids=lambda c: c.label
-)
-def test_what_one_launch_cannot_say_stays_the_plans_own_node(choice: Any) -> None:
+def test_what_one_launch_cannot_say_stays_the_plans_own_node() -> None:
     graphs: list[Any] = []
-    model = planned(choice)
+    model = planned(make_choice(rank=6))
     found = generate(model, long_tokens(), graphs)
     with torch.no_grad():
         expected = model.generate(long_tokens(), max_new_tokens=8, do_sample=False)

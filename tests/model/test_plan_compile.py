@@ -40,7 +40,6 @@ pytestmark = needs_tracing
 LENGTH = 200
 CHOICES = [
     make_choice("window", 32, 4),
-    make_choice("blocks", mass=0.3, sinks=1),
     make_choice(precision="int8"),
     make_choice(precision="bf16"),
     make_choice(rank=6),

@@ -384,18 +384,9 @@ def test_masks_without_rules_and_gradients_are_refused() -> None:
 
 
 def test_choices_that_look_at_the_keys_are_refused_over_codes() -> None:
-    choice = make_choice("blocks", mass=0.3, sinks=1)
-    model, tokens = llama(((choice,) * 3, LAYERS[1])), ids(1, 200)
-    with pytest.raises(ValueError, match=r"p0\.3 looks at the keys themselves"):
-        run(model, tokens, AdaAttnCache(model, "int8"), 150, 40)
     rank = Program(LayerPlan(0, "", (make_choice(rank=16), EXACT)), LayerTensors(), LIMIT)
     with pytest.raises(ValueError, match="r16 looks at the keys themselves"):
         _ = rank.over_stored
-    # over numbers they are served beside streaming heads
-    streaming, full = caches(model, "model")
-    torch.testing.assert_close(
-        run(model, tokens, streaming, 150, 40), run(model, tokens, full, 150, 40), atol=NEAR, rtol=0
-    )
 
 
 def test_the_command_counts_streaming_heads(tmp_path: Path) -> None:

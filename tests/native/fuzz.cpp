@@ -161,18 +161,7 @@ bool one(int64_t seed) {
     a.mask = mask.data();
     a.ms[0] = kv_len, a.ms[3] = 1;
   }
-  // every row keeps blocks of 64 keys of its own, or the same for all heads; there is no backward for these
-  std::vector<uint8_t> keep;
-  const int64_t blocks = (kv_len + 63) / 64, keep_heads = pick(0, 1) ? kv_heads : 1;
-  if (!pick(0, 3)) {
-    keep.resize(static_cast<size_t>(batch * keep_heads * q_len * blocks));
-    for (auto &x : keep) x = pick(0, 2) > 0;
-    a.keep = keep.data();
-    a.blocks = blocks;
-    a.keeps[0] = keep_heads * q_len * blocks, a.keeps[1] = keep_heads == 1 ? 0 : q_len * blocks;
-    a.keeps[2] = blocks, a.keeps[3] = 1;
-  }
-  // keys and values in int8, or products of them, where the level has such; again without a backward
+  // keys and values in int8, or products of them, where the level has such; without a backward
   std::vector<int8_t> k8, v8;
   std::vector<float> scales;
   std::vector<float> mean;
@@ -191,7 +180,7 @@ bool one(int64_t seed) {
       a.key_mean = mean.data();
     }
   }
-  const bool differentiable = !a.keep && bytes > 0 && a.compute == ADA_EXACT;
+  const bool differentiable = bytes > 0 && a.compute == ADA_EXACT;
   int64_t status = ada_forward(&a);
   if (status) {
     std::printf("case %lld: ada_forward returned %lld\n", static_cast<long long>(seed), static_cast<long long>(status));
@@ -218,7 +207,6 @@ bool one(int64_t seed) {
         for (int64_t j = 0; j < kn; ++j) {
           bool see = !a.causal || j <= p;
           if (a.window >= 0) see = see && (j < a.sinks || (p - j < a.window && (a.causal || j - p < a.window)));
-          if (a.keep) see = see && a.keep[b * a.keeps[0] + g * a.keeps[1] + (q0 + i) * a.keeps[2] + j / 64];
           if (a.mask) see = see && mask[static_cast<size_t>(b * kv_len + k0 + j)];
           if (!see) continue;
           double x = 0;

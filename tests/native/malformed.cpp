@@ -101,10 +101,6 @@ void draw(Call &c, bool backward) {
     a.bs[0] = a.kv_len, a.bs[3] = 1;
   }
   if (pick(0, 2) == 0) a.mask = reinterpret_cast<uint8_t *>(c.bytes(a.batch * a.kv_len, true)), a.ms[0] = a.kv_len, a.ms[3] = 1;
-  if (!backward && pick(0, 2) == 0) {
-    a.blocks = (a.kv_len + 63) / 64;
-    a.keep = reinterpret_cast<uint8_t *>(c.bytes(a.q_len * a.blocks, true)), a.keeps[2] = a.blocks, a.keeps[3] = 1;
-  }
   if (!backward) return;
   a.dout = c.bytes(rows * a.dim_v * q_bytes, wild), a.dq = c.bytes(rows * a.dim * q_bytes);
   a.dk = c.bytes(keys * a.dim * k_bytes), a.dv = c.bytes(keys * a.dim_v * k_bytes);
@@ -130,7 +126,7 @@ const char *spoil(Call &c, bool backward) {
   ada_args &a = c.a;
   const bool i8 = a.kv_dtype == ADA_I8;
   int64_t *extents[] = {&a.batch, &a.q_heads, &a.kv_heads, &a.q_len, &a.kv_len, &a.dim, &a.dim_v};
-  switch (pick(0, 23)) {
+  switch (pick(0, 22)) {
     case 0: return *extents[pick(0, 6)] = any<int64_t>({-1, -7, INT64_MIN}), "a negative extent";
     case 1: return *extents[pick(0, 6)] = huge(), "an extent beyond memory";
     case 2: return *any<int64_t *>({&a.q_heads, &a.kv_heads, &a.dim, &a.dim_v}) = 0, "an extent of nothing";
@@ -149,21 +145,20 @@ const char *spoil(Call &c, bool backward) {
     case 15: return a.bias ? (a.bias_dtype = codes({0, 1, 2}), "an unknown dtype of the bias") : nullptr;
     case 16: return i8 ? (a.scale_dtype = codes({ADA_F32, ADA_U8F}), "an unknown dtype of scales") : nullptr;
     case 17: return i8 ? (*any<const void **>({&a.k_scale, &a.v_scale}) = nullptr, "codes without scales") : nullptr;
-    case 18: return a.keep ? (a.blocks = any<int64_t>({-1, INT64_MIN}), "a negative number of blocks") : nullptr;
-    case 19: {
-      if (!a.segments || a.keep) return nullptr;
+    case 18: {
+      if (!a.segments) return nullptr;
       int64_t *s = const_cast<int64_t *>(a.segments) + 6 * pick(0, a.n_segments - 1);
       const int64_t field = pick(0, 5);
       const int64_t limits[] = {a.batch, a.q_len, a.q_len, a.kv_len, a.kv_len, 0};
       s[field] = field == 5 ? any<int64_t>({far(), -far()}) : any<int64_t>({-1, limits[field] + 1, INT64_MAX, INT64_MIN});
       return "a segment outside";
     }
-    case 20: return a.n_segments = any<int64_t>({-1, INT64_MIN}), "a negative number of segments";
-    case 21: {
+    case 19: return a.n_segments = any<int64_t>({-1, INT64_MIN}), "a negative number of segments";
+    case 20: {
       int64_t *per_head = const_cast<int64_t *>(pick(0, 1) ? a.head_windows : a.head_sinks);
       return per_head ? (per_head[pick(0, a.kv_heads - 1)] = far(), "a head's distance beyond reason") : nullptr;
     }
-    case 22: return a.head_sinks ? (const_cast<int64_t *>(a.head_sinks)[0] = -1, "a head's sinks below none") : nullptr;
+    case 21: return a.head_sinks ? (const_cast<int64_t *>(a.head_sinks)[0] = -1, "a head's sinks below none") : nullptr;
     default: return backward ? (a.dout = nullptr, "no gradient to start from") : nullptr;
   }
 }

@@ -106,8 +106,6 @@ REFUSALS = {
     "outside of graphs": {"stored": "int8", "compiling": True},
     "no gradient of rules per head": {"head_windows": True, "needs_grad": True},
     "while a graph is traced": {"head_windows": True, "compiling": True},
-    "keep blocks of 64 keys, got 128": {"head_blocks": 128},
-    "stored as int8 without kept blocks": {"stored": "int8", "head_blocks": 64},
     "without int8 products": {"stored": "int8", "head_precision": "mixed"},
 }
 

@@ -258,31 +258,6 @@ def test_windows_per_head_and_the_mass_that_log_sum_exps_tell(level: str, q_len:
         torch.testing.assert_close(lost.double(), 1 - kept, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("level", level_names())
-@pytest.mark.parametrize("q_len", [1, 5, 300])
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-def test_kept_blocks(level: str, q_len: int, shared: bool) -> None:
-    """Every row keeps blocks of its own, or all heads of both examples keep the same."""
-    kv_len = 1000
-    q = tensor(1, (2, 4, q_len, 32), torch.float32, 0)
-    k, v = (tensor(i, (2, 2, kv_len, 32), torch.float32, 0) for i in (2, 3))
-    shape = (1, 1, q_len, 16) if shared else (2, 2, q_len, 16)
-    keep = torch.rand(shape, generator=torch.Generator().manual_seed(9)) < 0.4
-    keep[..., 0, :] = False
-    rules = Rules(causal=True, offset=kv_len - q_len, keep=keep)
-    out, lse = call.forward(q, k, v, 0.17, rules, need_lse=True, level=LEVELS.index(level))
-    mask = keep.repeat_interleave(64, -1)[..., :kv_len]
-    mask = mask if shared else mask.repeat_interleave(2, 1)
-    structure = CallStructure(2, q_len, kv_len, causal=True, q_offset=kv_len - q_len, mask=mask)
-    truth = reference.attention(AttentionRequest(q, k, v, structure, 0.17))
-    assert out is not None
-    assert lse is not None
-    torch.testing.assert_close(out.double(), truth.out, atol=3e-6, rtol=0)
-    torch.testing.assert_close(lse.double(), truth.lse, atol=5e-6, rtol=0)
-    with pytest.raises(RuntimeError, match="too few blocks"):
-        call.forward(q, k, v, 0.17, Rules(causal=True, keep=keep[..., :15]))
-
-
 def test_threads_of_python_do_not_disturb_one_another() -> None:
     kinds = [(300, torch.float32), (700, torch.bfloat16), (33, torch.float32), (1, torch.float16)]
     inputs = [

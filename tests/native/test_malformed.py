@@ -87,11 +87,6 @@ MALFORMED: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor, Rules]]] = {
     "segments of a row that is not": lambda: (*tensors(), Rules(segments=torch.tensor([[B, 0, Q, 0, K, 0]]))),
     "segments of five": lambda: (*tensors(), Rules(segments=torch.zeros(1, 5, dtype=torch.int64))),
     "segments far off": lambda: (*tensors(), Rules(segments=torch.tensor([[0, 0, Q, 0, K, 1 << 62]]))),
-    "few blocks": lambda: (
-        *tensors(key=(B, KV, 65, D), value=(B, KV, 65, D)),
-        Rules(keep=torch.ones(1, 1, 1, 1, dtype=torch.bool)),
-    ),
-    "blocks of other rows": lambda: (*tensors(), Rules(keep=torch.ones(1, 1, Q + 1, 1, dtype=torch.bool))),
     "an offset beyond reason": lambda: (*tensors(), Rules(causal=True, offset=(1 << 63) - 1)),
 }
 

@@ -9,7 +9,6 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import some_heads
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.library import level_names, missing
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
@@ -34,7 +33,6 @@ STRUCTURES = {
     "step": CallStructure(2, 1, N, causal=True, q_offset=N - 1),
     "step in a static cache": CallStructure(2, 1, N, causal=True, q_offset=torch.tensor(200)),
 }
-BLOCKS = make_choice("blocks", mass=0.6, sinks=4)
 INT8 = make_choice(precision="int8")
 
 
@@ -59,46 +57,20 @@ def defined_output(made: Program, request: AttentionRequest) -> torch.Tensor:
     return torch.cat(parts, 2)
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_blocks_are_the_rows_own(name: str, softcap: float | None) -> None:
-    request = case(STRUCTURES[name], softcap=softcap)
-    made = program(BLOCKS, EXACT, make_choice("blocks", mass=0.9))
-    found = execute.attend(made, request, "native").out
-    torch.testing.assert_close(found.double(), defined_output(made, request), atol=2e-5, rtol=2e-5)
-    exact = reference.attention(request).out
-    if name == "causal":  # the approximation is no empty one
-        assert not torch.allclose(found[:, :, :2].double(), exact[:, :, :2], atol=1e-3)
-
-
-def test_blocks_share_one_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    forward = call.forward
-
-    def counted(*arguments: object, **more: object) -> object:
-        calls.append(1)
-        return forward(*arguments, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(call, "forward", counted)
-    execute.attend(program(BLOCKS, BLOCKS, BLOCKS), case(STRUCTURES["causal"]), "native")
-    assert len(calls) == 1
-
-
 @NO_INT8
 @pytest.mark.parametrize("name", list(STRUCTURES)[:5])
 @pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"sink_logits": torch.linspace(-1, 2, 2 * HEADS)}])
-@pytest.mark.parametrize("kind", ["exact", "window", "blocks"])
+@pytest.mark.parametrize("kind", ["exact", "window"])
 def test_int8_is_as_accurate_as_the_torch_path(name: str, extra: dict[str, object], kind: str) -> None:
     request = case(STRUCTURES[name], **extra)
     choice = {
         "exact": INT8,
         "window": make_choice("window", 48, 4, precision="int8"),
-        "blocks": make_choice("blocks", mass=0.6, precision="int8"),
     }[kind]
     made = program(choice, choice, choice)
     assert set(execute.launch_names([choice], request).values()) != {choice.label}
     native = execute.attend(made, request, "native").out
-    torch_path = execute.attend(made, request, "sdpa" if kind != "blocks" else "eager").out
+    torch_path = execute.attend(made, request, "sdpa").out
     wide = Choice(choice.keys)
     unrounded = defined_output(program(wide, wide, wide), request)
     assert sqnr(defined_output(made, request), native) > 38
@@ -106,9 +78,8 @@ def test_int8_is_as_accurate_as_the_torch_path(name: str, extra: dict[str, objec
 
 
 @NO_INT8
-@pytest.mark.parametrize("choice", [INT8, BLOCKS, make_choice("blocks", mass=0.6, precision="int8")], ids=str)
-def test_the_future_and_the_neighbours_change_nothing(choice: Choice) -> None:
-    made, request = program(choice, choice, EXACT), case(STRUCTURES["causal"])
+def test_the_future_and_the_neighbours_change_nothing() -> None:
+    made, request = program(INT8, INT8, EXACT), case(STRUCTURES["causal"])
     before = execute.attend(made, request, "native").out
     for tensor in (request.query, request.key, request.value):
         tensor[0, :, 130:] = tensor[0, :, 130:] * -30 + 1

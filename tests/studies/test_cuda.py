@@ -6,19 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
-
-from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.attention.structure import CallStructure
 
 pytest.importorskip("triton")
 
 from studies.cuda.__main__ import TITLES, app
 from studies.cuda.compiled import compiled
 from studies.cuda.generation import THOUSANDS, Clock, generation
-from studies.cuda.kernels import walked_share
 from studies.cuda.measure import Cell, Section
 from studies.cuda.model import BUDGETS, HEADS, LAYERS, records
 from studies.cuda.stored import steady
@@ -62,17 +56,6 @@ def test_cells_are_kept_and_the_page_has_them(tmp_path: Path) -> None:
         {"commit": "abe"},
         {"dense": {"commit": "abc", "device": "one"}},
     )
-
-
-def test_rows_that_keep_every_block_walk_the_causal_tiles() -> None:
-    """Four tiles of 64 rows walk 1 + 2 + 3 + 4 blocks of 64 keys; one block of each needs a mask, on the diagonal."""
-    n, heads = 256, 2
-    query, key = torch.randn(1, 2 * heads, n, 16), torch.randn(1, heads, n, 16)
-    rules = HeadRules((0,) * heads, (0,) * heads, (0.0,) * heads, ("model",) * heads, 64)
-    r = AttentionRequest(query, key, key, CallStructure(1, n, n, causal=True), 0.25, per_head=rules)
-    walked, masked = walked_share(r)
-    assert walked == pytest.approx(10 * 64 * 64 / (n * (n + 1) / 2))
-    assert masked == pytest.approx(4 / 10)
 
 
 def test_two_lengths_tell_the_rate_of_reading_from_the_time_beside() -> None:

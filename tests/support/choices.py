@@ -9,7 +9,6 @@ def make_choice(
     kind: str = "exact",
     window: int = 0,
     sinks: int = 0,
-    mass: float = 0.0,
     rank: int = 0,
     precision: str = "model",
 ) -> Choice:
@@ -18,7 +17,6 @@ def make_choice(
         "kind": kind,
         "window": window,
         "sinks": sinks,
-        "mass": mass,
         "rank": rank,
         "precision": precision,
     }

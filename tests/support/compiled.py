@@ -24,9 +24,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.choice import launch as choice
 from adaattn_hf.backends.launcher import _OPTIONS as FUSED
-from adaattn_hf.backends.triton import blocks, bulk, hopper, launch, shapes, step, training
+from adaattn_hf.backends.triton import bulk, hopper, launch, shapes, step, training
 from adaattn_hf.calibration.over_codes import over_codes
 
 NAMES = {
@@ -81,7 +80,7 @@ def _type(argument: Any) -> str:
 
 def replace_kernels(capability: int) -> None:
     """Puts a `Compiled` in the place of every kernel that is launched."""
-    modules: tuple[ModuleType, ...] = (shapes, step, training, blocks, choice)
+    modules: tuple[ModuleType, ...] = (shapes, step, training)
     for module in modules:
         for name, one in list(vars(module).items()):
             if isinstance(one, triton.runtime.JITFunction) or hasattr(one, "_kernel"):
@@ -91,8 +90,8 @@ def replace_kernels(capability: int) -> None:
     vars(hopper)["usable"] = lambda device: capability == 90
     vars(hopper)["_LEAST_OF_WINDOWS"] = 0
     vars(hopper)["multiprocessors"] = lambda device: 132
-    for name in ("launch_specialised", "launch_specialised_kept"):
-        vars(hopper)[name] = functools.partial(Compiled, vars(hopper)[name]()._kernel, capability)
+    name = "launch_specialised"
+    vars(hopper)[name] = functools.partial(Compiled, vars(hopper)[name]()._kernel, capability)
 
 
 def call(
@@ -116,11 +115,10 @@ def call(
 
 
 def main(capability: int) -> None:
-    """Compiles what steps, prefill, training, kept blocks and caches of codes launch."""
+    """Compiles what steps, prefill, training and caches of codes launch."""
     replace_kernels(capability)
-    windows = HeadRules((128, 0), (16, 0), (0.0, 0.0), ("model", "model"))
-    kept = HeadRules((0, 0), (16, 0), (0.9, 0.0), ("model", "model"), block=64)
-    for request in (call(1, 512), call(1, 512, windows), call(256, 256), call(256, 256, kept)):
+    windows = HeadRules((128, 0), (16, 0), ("model", "model"))
+    for request in (call(1, 512), call(1, 512, windows), call(256, 256)):
         launch.attend(request)
     # of a graph, whose offset and padding the kernel reads
     graph = call(1, 512)
@@ -128,7 +126,7 @@ def main(capability: int) -> None:
     graph.structure = graph.structure.with_changes(q_offset=length, key_padding=real, pads_queries=True)
     for pairs in (None, ((128, 16), (1 << 30, 0))):
         step.attend_step(graph, graph=True, windows=pairs, until=None if pairs is None else 256)
-    for rules in (None, windows, kept):
+    for rules in (None, windows):
         launch.attend(call(256, 256, rules, dim=128))
     for rules, dim in itertools.product((None, windows), (64, 128)):  # documents end within tiles
         launch.attend(call(600, 600, rules, dim=dim, document=200))

@@ -8,9 +8,7 @@ from adaattn_hf.attention.heads import HeadRules
 def rules(
     windows: tuple[int, ...],
     sinks: tuple[int, ...] | None = None,
-    masses: tuple[float, ...] | None = None,
-    block: int = 64,
 ) -> HeadRules:
-    """Rules of as many heads as there are windows; no sinks and all blocks unless said."""
+    """Rules of as many heads as there are windows; no sinks unless said."""
     count = len(windows)
-    return HeadRules(windows, sinks or (0,) * count, masses or (0.0,) * count, ("model",) * count, block)
+    return HeadRules(windows, sinks or (0,) * count, ("model",) * count)

@@ -66,7 +66,6 @@ def native_calls(draw: st.DrawFn) -> NativeCall:
         torch.randn(batch, h, n, dim, generator=source)
         for h, n in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
     )
-    blocks = -(-kv_len // 64)
     one = draw(st.sampled_from([1, batch]))
     known: dict[str, Tensor] = {
         "segments": torch.tensor([[b, 0, q_len, 0, kv_len, 0] for b in range(batch)]),
@@ -75,7 +74,6 @@ def native_calls(draw: st.DrawFn) -> NativeCall:
         "sink_logits": torch.randn(heads, generator=source),
         "bias": torch.randn(one, heads, q_len, kv_len, generator=source),
         "mask": torch.rand(one, 1, q_len, kv_len, generator=source) > 0.3,
-        "keep": torch.rand(one, kv_heads, q_len, blocks, generator=source) > 0.3,
     }
     if draw(st.booleans()):
         known |= {

@@ -15,7 +15,7 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.plans import execute
-from adaattn_hf.plans.choices import Blocks, Choice, Part, Precision, Rank, Window, precision_of
+from adaattn_hf.plans.choices import Choice, Part, Precision, Rank, Window, precision_of
 from adaattn_hf.plans.plan import LayerPlan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
@@ -33,7 +33,6 @@ def choices(draw: st.DrawFn, columns: int) -> Choice:
     keys = [
         None,
         Window(draw(st.integers(1, 90)), sinks),
-        Blocks(draw(st.sampled_from([0.05, 0.3, 0.7])), sinks),
     ]
     rank = Rank(draw(st.integers(1, columns)))
     drawn: list[Part | None] = [draw(st.sampled_from(keys)), draw(st.sampled_from([None, None, rank]))]

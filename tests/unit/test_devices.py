@@ -17,18 +17,16 @@ from adaattn_hf.attention.request import AttentionRequest, AttentionResult, Call
 from adaattn_hf.attention.stored import StoredKV, quantise  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
-from adaattn_hf.backends.choice import launch as choice  # noqa: E402
 from adaattn_hf.backends.flash import Flash4Backend  # noqa: E402
 from adaattn_hf.backends.launcher import Launcher  # noqa: E402
 from adaattn_hf.backends.sdpa import kernels  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
-from adaattn_hf.backends.triton import blocks, hopper, shapes, step, training  # noqa: E402
+from adaattn_hf.backends.triton import hopper, shapes, step, training  # noqa: E402
 
 from ..support.on_device import Devices, OnSecond  # noqa: E402
 
 N = 70
-WINDOWS = HeadRules((9, 0), (3, 0), (0.0, 0.0), ("model", "model"))
-KEPT = HeadRules((0, 0), (3, 0), (0.5, 0.0), ("model", "model"), block=64)
+WINDOWS = HeadRules((9, 0), (3, 0), ("model", "model"))
 
 
 def call(q_len: int = N, rules: HeadRules | None = None, grad: bool = False) -> AttentionRequest:
@@ -67,7 +65,6 @@ CALLS: dict[str, tuple[Callable[[AttentionRequest], None], AttentionRequest]] = 
     "a fast call": (by_fast_call, call(rules=WINDOWS)),
     "a step": (by_request, call(1)),
     "a step over codes": (over_codes, call(1)),
-    "kept blocks": (by_request, call(rules=KEPT)),
     "gradients": (both_passes, call(rules=WINDOWS, grad=True)),
 }
 
@@ -95,7 +92,7 @@ class Noted:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Which device was current at each launch of a Triton kernel over tensors of the second one."""
     found: list[int] = []
-    for module in (shapes, step, training, blocks, choice):
+    for module in (shapes, step, training):
         for one in vars(module).values():
             if isinstance(one, Launcher):
                 monkeypatch.setattr(one, "_kernel", Noted(found))

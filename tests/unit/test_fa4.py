@@ -167,30 +167,6 @@ def test_equals_reference(stand: Stand, name: str, rule: str | None) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("name", ["causal", "full", "suffix"])
-def test_kept_blocks_equal_the_definition(stand: Stand, name: str, block: int) -> None:
-    """A head of each kind; a row may keep a block more than it must, which few rows do."""
-    rule = rules((0, 70), (0, 5), (0.6, 0.0), block)
-    request = make(STRUCTURES[name], per_head=rule, need_lse=True)
-    result, truth = Flash4Backend().attend(request), reference.attention(request)
-    assert result.lse is not None
-    off = result.lse.double() - truth.lse
-    assert off.min() > -2e-3
-    near = off < 2e-3
-    assert near.double().mean() > 0.995
-    rows = near.transpose(1, 2)
-    torch.testing.assert_close(result.out.double()[rows], truth.out[rows], atol=4e-3, rtol=0)
-    exact = reference.attention(make(STRUCTURES[name])).lse
-    assert block > 64 or (truth.lse < exact - 1e-3)[:, :2].any()  # there is something to leave out
-
-
-def test_kept_blocks_are_refused_off_cuda() -> None:
-    asked = make(STRUCTURES["causal"], per_head=rules((0, 0), (0, 0), (0.6, 0.6)))
-    assert "flash-attn 4 runs on CUDA, got cpu tensors" in Flash4Backend().refusals(CallSpec.of(asked))
-
-
-@interpreted
 def test_blocks_that_are_seen_whole_ask_no_mask(stand: Stand) -> None:
     """Three blocks of queries, two heads: the diagonal, and what a window's border cuts."""
     made = make(CallStructure(1, 384, 384, causal=True), per_head=rules((0, 256)))
@@ -261,9 +237,6 @@ REFUSALS = {
     "not put back": {"need_lse": True, "kind": "ragged"},
     "traced": {"compiling": True},
     "no int8 products": {"head_precision": "int8"},
-    "64 or 128 keys": {"head_blocks": 32},
-    "no padding, documents": {"head_blocks": 64, "kind": "ragged"},
-    "gradient through kept blocks": {"head_blocks": 64, "needs_grad": True},
 }
 
 
@@ -286,7 +259,7 @@ def test_lists_need_triton_and_dense_calls_do_not(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
     spec, backend = CallSpec.of(make(STRUCTURES["causal"]))._replace(device="cuda"), Flash4Backend()
     assert backend.missing() == backend.refusals(spec) == ()
-    for listed in ({"head_windows": True}, {"head_blocks": 64}, {"windowed": True, "window_sinks": True}):
+    for listed in ({"head_windows": True}, {"windowed": True, "window_sinks": True}):
         (reason,) = backend.refusals(spec._replace(**listed))
         assert reason == "lists of blocks are made by Triton kernels, and triton is not installed"
 

@@ -21,10 +21,9 @@ from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (the modules bel
 from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
-from adaattn_hf.backends.choice import launch as choice  # noqa: E402
 from adaattn_hf.backends.remembered import Remembered  # noqa: E402
 from adaattn_hf.backends.repeats import as_if_repeated  # noqa: E402
-from adaattn_hf.backends.triton import blocks, dealing, hopper, launch, prefill, shapes, tables  # noqa: E402
+from adaattn_hf.backends.triton import dealing, hopper, launch, prefill, shapes, tables  # noqa: E402
 from adaattn_hf.backends.windows import ALL  # noqa: E402
 
 from ..support.on_device import shifted  # noqa: E402
@@ -49,11 +48,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, bulk_always: None) -> Launched:
     monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", 0)
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: PROGRAMS)
     monkeypatch.setattr(hopper, "launch_specialised", lambda: named("specialised"))
-    monkeypatch.setattr(hopper, "launch_specialised_kept", lambda: named("specialised_kept"))
     monkeypatch.setattr(shapes, "launch_forward", named("forward"))
-    monkeypatch.setattr(blocks, "launch_over_lists", named("over_lists"))
-    for name in ("launch_pool", "launch_choose", "launch_listing"):
-        monkeypatch.setattr(choice, name, lambda *_: None)
     return found
 
 
@@ -71,7 +66,7 @@ def causal(n: int = N) -> CallStructure:
     return CallStructure(1, n, n, causal=True)
 
 
-WINDOWS = HeadRules((100, 0), (4, 0), (0.0, 0.0), ("model",) * 2)
+WINDOWS = HeadRules((100, 0), (4, 0), ("model",) * 2)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +309,7 @@ def test_windows_of_64_channels_must_leave_enough_keys(
     """A quarter of them is enough where each program computes many items."""
     monkeypatch.setattr(hopper, "_MANY_TURNS", many)
     monkeypatch.setattr(hopper, "_LEAST_OF_WINDOWS", 250)  # without windows blocks read 288 on average
-    rules = HeadRules(windows, (0, 0), (0.0, 0.0), ("model",) * 2)
+    rules = HeadRules(windows, (0, 0), ("model",) * 2)
     launch.attend(drawn(causal(), 64, per_head=rules))
     assert [name for name, *_ in launched] == [kernel]
 
@@ -387,36 +382,6 @@ def test_light_calls_go_without(launched: Launched, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", 1 << 40)
     launch.attend(drawn(causal()))
     assert [name for name, *_ in launched] == ["forward"]
-
-
-@pytest.mark.parametrize(
-    ("heads", "dim", "block", "extra", "kernel"),
-    [
-        (4, 128, 64, {}, "specialised_kept"),
-        (4, 128, 128, {}, "specialised_kept"),
-        (2, 128, 64, {}, "over_lists"),
-        (4, 64, 64, {}, "over_lists"),
-        (4, 128, 64, {"softcap": 9.0}, "over_lists"),
-    ],
-)
-def test_kept_blocks_of_large_heads(
-    launched: Launched, heads: int, dim: int, block: int, extra: dict[str, Any], kernel: str
-) -> None:
-    rules = HeadRules((0, 0), (0, 0), (0.5, 0.0), ("model",) * 2, block)
-    launch.attend(drawn(causal(), dim, heads, per_head=rules, **extra))
-    ((name, _, constants, arguments),) = launched
-    assert name == kernel
-    if kernel == "specialised_kept":
-        assert constants["BLOCK_N"] == block == arguments[3].block_shape[2]
-
-
-def test_kept_blocks_that_end_elsewhere_than_the_keys(launched: Launched) -> None:
-    """A document's last block would hold keys of the next one."""
-    numbers = (torch.arange(N)[None] // 200).expand(1, -1)
-    rules = HeadRules((0, 0), (0, 0), (0.5, 0.0), ("model",) * 2, 64)
-    structure = CallStructure(1, N, N, causal=True, q_segments=numbers, k_segments=numbers)
-    launch.attend(drawn(structure, per_head=rules))
-    assert [name for name, *_ in launched] == ["over_lists"]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ KV, GROUP, D, N = 3, 2, 16, 200
 
 
 def rules(**changes: Any) -> HeadRules:
-    plain = {"windows": (0,) * KV, "sinks": (0,) * KV, "masses": (0.0,) * KV, "precisions": ("model",) * KV}
+    plain = {"windows": (0,) * KV, "sinks": (0,) * KV, "precisions": ("model",) * KV}
     return HeadRules(**{**plain, **changes})  # type: ignore[arg-type]
 
 
@@ -66,24 +66,6 @@ def test_a_head_never_sees_more_than_the_structure(own_sinks: int) -> None:
     assert not torch.equal(visible[:, GROUP], own[:, 0])
 
 
-def test_kept_blocks_hold_their_share_of_the_pooled_attention() -> None:
-    long = 600
-    structure = CallStructure(1, long, long, causal=True)
-    request = request_of(structure, rules(masses=(0.0, 0.3, 0.9), sinks=(0, 4, 0)))
-    visible = spelled_out(request).structure.visible()
-    causal = structure.visible()
-    assert torch.equal(visible[:, 0], causal[:, 0])
-    assert visible[:, GROUP].sum() < visible[:, 2 * GROUP].sum() < causal.sum()
-    assert visible[0, GROUP, 64:, :64].all()  # the sinks' block stays
-    for row in (70, 150, 599):  # a row's own block and the one before it stay
-        assert visible[0, GROUP, row, (row // 64 - 1) * 64 : row + 1].all()
-    torch.testing.assert_close(reference.attention(request).out, by_hand(request, visible))
-    wider = spelled_out(request_of(structure, rules(masses=(0.3,) * KV, block=128))).structure.visible()
-    dropped = (causal & ~wider)[0, 0, :, :512].reshape(long, 4, 128)
-    assert dropped.any()
-    assert torch.equal(dropped.any(-1), dropped.all(-1))  # whole blocks of 128 go
-
-
 def test_each_head_has_its_precision() -> None:
     mean = torch.full((KV, D), 0.5)
     request = request_of(
@@ -101,10 +83,7 @@ def test_facts_name_what_heads_ask_for() -> None:
     assert not CallSpec.of(request_of(structure, None)).per_head
     assert not CallSpec.of(request_of(structure, rules())).per_head
     spec = CallSpec.of(request_of(structure, rules(windows=(5, 0, 0), precisions=("bf16", "model", "int8"))))
-    assert (spec.head_windows, spec.head_blocks, spec.head_precision) == (True, 0, "mixed")
-    spec = CallSpec.of(request_of(structure, rules(masses=(0.5, 0.0, 0.0), block=128)))
-    assert (spec.head_windows, spec.head_blocks, spec.head_precision) == (False, 128, "model")
-    assert "kept blocks of 128 keys" in spec.words()
+    assert (spec.head_windows, spec.head_precision) == (True, "mixed")
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "fa2", "fa3"])
@@ -112,7 +91,6 @@ def test_facts_name_what_heads_ask_for() -> None:
     ("changes", "said"),
     [
         ({"windows": (5, 0, 0)}, "no windows per head"),
-        ({"masses": (0.5, 0.0, 0.0)}, "no kept blocks per head"),
         ({"precisions": ("int8",) * KV}, "no int8 products per head"),
     ],
 )
@@ -131,10 +109,7 @@ def test_who_computes_the_same_for_all_heads_refuses(name: str, changes: dict[st
     [
         ({"windows": (1,)}, "entries of windows"),
         ({"windows": (-1, 0, 0)}, "window -1"),
-        ({"masses": (1.0, 0.0, 0.0)}, "mass 1.0"),
-        ({"masses": (0.5, 0.0, 0.0), "windows": (5, 0, 0)}, "expected one of them"),
         ({"precisions": ("fp8",) * KV}, "fp8"),
-        ({"block": 32}, "block"),
         ({"key_mean": torch.zeros(1, D)}, "key_mean"),
     ],
 )
@@ -145,14 +120,14 @@ def test_rules_that_no_head_can_follow_are_refused(changes: dict[str, Any], said
 
 def test_some_rows_keep_what_their_heads_see() -> None:
     structure = CallStructure(1, N, N, causal=True)
-    request = request_of(structure, rules(windows=(0, 20, 0), sinks=(0, 3, 0), masses=(0.5, 0.0, 0.0)))
+    request = request_of(structure, rules(windows=(0, 20, 0), sinks=(0, 3, 0)))
     rows = torch.tensor([150, 7, 199])
     found = reference.attention(some_rows(request, rows)).out
     torch.testing.assert_close(found, reference.attention(request).out[:, rows])
 
 
 def test_rules_of_another_number_of_heads_are_refused() -> None:
-    short = HeadRules((0,), (0,), (0.0,), ("model",))
+    short = HeadRules((0,), (0,), ("model",))
     with pytest.raises(ValueError, match="rules for 1 heads"):
         request_of(CallStructure(1, N, N, causal=True), short)
 
@@ -166,7 +141,7 @@ def test_heads_come_apart_and_together_again() -> None:
 
 
 def test_rules_for_another_number_of_heads_are_refused() -> None:
-    one = rules(windows=(5,), sinks=(0,), masses=(0.0,), precisions=("model",))
+    one = rules(windows=(5,), sinks=(0,), precisions=("model",))
     structure = CallStructure(1, N, N, causal=True)
     with pytest.raises(ValueError, match=rf"got rules for 1 heads, expected one for each of the {KV}"):
         request_of(structure, one)

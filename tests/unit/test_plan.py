@@ -45,7 +45,6 @@ def make_plan(**changes: Any) -> Plan:
 _CHOICES = st.one_of(
     st.builds(make_choice, precision=st.sampled_from(["model", "bf16", "int8"]), rank=st.integers(0, 64)),
     st.builds(make_choice, kind=st.just("window"), window=st.integers(1, 9999), sinks=st.integers(0, 64)),
-    st.builds(make_choice, kind=st.just("blocks"), mass=st.floats(0.01, 0.999), sinks=st.integers(0, 64)),
 )
 
 
@@ -91,7 +90,7 @@ def test_nearest_name_is_offered() -> None:
     "bad",
     [
         {"kind": "windows"}, {"precision": "fp8"}, {"kind": "window"}, {"window": 8}, {"kind": "blocks"},
-        {"kind": "blocks", "mass": 1.0}, {"kind": "blocks", "mass": float("nan")}, {"mass": 0.5}, {"rank": -1},
+        {"rank": -1},
         {"rank": True}, {"sinks": 4}, {"kind": "window", "window": 2.5},
     ],
 )  # fmt: skip
@@ -149,3 +148,8 @@ def test_picture_and_differences(tmp_path: Any) -> None:
     assert "1.50 times as fast as exact" in " ".join(summary(plan))
     save_png(plan, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_choice_that_left_is_refused_with_the_remedy() -> None:
+    with pytest.raises(PlanError, match=r"has kind 'blocks': kept blocks .* calibrate again"):
+        Choice.from_dict({"kind": "blocks", "sinks": 4, "mass": 0.9})

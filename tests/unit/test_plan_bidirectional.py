@@ -23,7 +23,6 @@ HEADS, D, N = 2, 16, 270
 WINDOW = make_choice("window", 24, 4)
 CHOICES = [
     WINDOW,
-    make_choice("blocks", mass=0.5, sinks=4),
     make_choice(rank=8),
     make_choice(precision="bf16"),
     make_choice("window", 24, 4, precision="bf16"),
@@ -185,13 +184,3 @@ def test_rows_with_fewer_keys_are_counted_right(choice: Choice, first: int, stop
     fewer = (structure.visible() & ~narrowed.visible()).any(-1)[0, 0]
     wanted = int(fewer[first:stop].sum())
     assert choice.rows_with_fewer_keys(first, stop, N, causal) == wanted
-
-
-def test_rows_of_blocks_that_may_lose_keys() -> None:
-    blocks = make_choice("blocks", mass=0.5, sinks=4)
-    # of 4 blocks, rows of the third keep their own, those beside it and the first, for its sinks: all
-    assert blocks.rows_with_fewer_keys(0, 256, 256, causal=False) == 3 * 64
-    assert blocks.rows_with_fewer_keys(128, 192, 256, causal=False) == 0
-    assert blocks.rows_with_fewer_keys(0, 192, 192, causal=False) == 64
-    assert blocks.rows_with_fewer_keys(0, 128, 128, causal=False) == 0
-    assert EXACT.rows_with_fewer_keys(0, 256, 256, causal=False) == 0

@@ -73,8 +73,8 @@ def tokens(length: int = 40, batch: int = 2) -> Tensor:
 @pytest.mark.parametrize("backend", [None, "sdpa"], ids=["one request", "a request a choice"])
 @pytest.mark.parametrize(
     "choice",
-    [WINDOW, make_choice("window", 8, 2, precision="int8"), make_choice("blocks", mass=0.5)],
-    ids=["window", "window int8", "blocks"],
+    [WINDOW, make_choice("window", 8, 2, precision="int8")],
+    ids=["window", "window int8"],
 )
 def test_later_layers_follow_the_first_to_the_last_bit(
     anew: list[int], choice: Any, backend: str | None
@@ -205,7 +205,7 @@ def test_a_backend_for_windows_is_asked_anew_for_sinks(monkeypatch: pytest.Monke
     call = planned_call.PlannedCall(AdaAttnConfig(), None)
     structure = CallStructure(1, 40, 40, causal=True, chunk=16)
     for sinks in (0, 2, 0, 2):
-        rules = HeadRules((8,), (sinks,), (0.0,), ("model",))
+        rules = HeadRules((8,), (sinks,), ("model",))
         query = torch.zeros(1, 1, 40, 16)
         call._backend_for(rules, AttentionRequest(query, query, query, structure, 1.0, per_head=rules))
     assert asked == ["ragged", "irregular"]

@@ -115,7 +115,7 @@ def test_each_layer_has_its_own_windows(used: list[Any]) -> None:
     for _ in range(2):
         q, k, v = draw()
         for out, window in zip(attended(model, mask, q, k, v), WINDOWS, strict=True):
-            rules = HeadRules((window,) * 2, (2, 2), (0.0, 0.0), ("model",) * 2)
+            rules = HeadRules((window,) * 2, (2, 2), ("model",) * 2)
             asked = AttentionRequest(q, k, v, CallStructure(1, N, N, causal=True), 0.2, per_head=rules)
             truth = reference.attention(asked).out
             torch.testing.assert_close(out.double(), truth, atol=4e-3, rtol=0)

@@ -256,7 +256,6 @@ REFUSALS = {
     "CUDA devices": {"device": "cpu"},
     "float16 or bfloat16": {"dtype": torch.float32},
     "up to 256": {"head_dim_v": 288},
-    "through kept blocks": {"head_blocks": 64, "needs_grad": True},
     "no int8 products per head": {"head_precision": "int8"},
     "no dropout": {"dropout": True},
     "stored as int8": {"stored": "int8"},

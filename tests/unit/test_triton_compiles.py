@@ -13,7 +13,7 @@ from ..support.source_tree import ROOT
 pytest.importorskip("triton", minversion="3.6", reason="Gluon came with Triton 3.6")
 
 KERNELS = {"decode", "forward", "over_lists", "prepare", "of_keys", "of_queries", "decode_codes", "choose"}
-FOR = {90: {"specialised", "specialised_kept"}}
+FOR = {90: {"specialised"}}
 """Those that one compute capability has to itself."""
 SHARED = {80: 163 << 10, 90: 227 << 10}
 """Bytes of shared memory that a program may take, by compute capability (CUDA C++ Programming Guide)."""

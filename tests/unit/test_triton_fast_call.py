@@ -36,7 +36,7 @@ N = 70
 LEFT = torch.ones(2, N, dtype=torch.bool)
 LEFT[0, :33] = False
 DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([10, 40, 20]))[None].expand(2, -1)
-WINDOWS = HeadRules((9, 0), (3, 0), (0.0, 0.0), ("model", "model"))
+WINDOWS = HeadRules((9, 0), (3, 0), ("model", "model"))
 
 
 def structure(name: str) -> CallStructure:
@@ -104,7 +104,7 @@ def test_layers_may_lie_otherwise_in_memory(monkeypatch: pytest.MonkeyPatch, wha
     assert len(fast._forms) == 3
 
 
-@pytest.mark.parametrize("left", ["a step", "gradients", "kept blocks", "no keys", "padding with holes"])
+@pytest.mark.parametrize("left", ["a step", "gradients", "no keys", "padding with holes"])
 def test_left_to_requests(left: str) -> None:
     holes = LEFT.clone()
     holes[1, 20] = False
@@ -113,16 +113,10 @@ def test_left_to_requests(left: str) -> None:
         "no keys": CallStructure(2, N, 0),
         "padding with holes": CallStructure(2, N, N, causal=True, key_padding=holes, pads_queries=True),
     }
-    blocks = HeadRules((0, 0), (0, 0), (0.5, 0.0), ("model", "model"), block=64)
-    request = make(asked.get(left, structure("causal")), blocks if left == "kept blocks" else None)
+    request = make(asked.get(left, structure("causal")))
     if left == "gradients":
         request.query.requires_grad_()
     assert fast_call(request) is None
-
-
-def test_a_structure_with_a_window_of_its_own_has_no_kept_blocks() -> None:
-    blocks = HeadRules((0, 0), (0, 0), (0.5, 0.0), ("model", "model"), block=64)
-    assert fast_call(make(CallStructure(2, N, N, causal=True, window=9), blocks)) is not None
 
 
 class Elsewhere(Tensor):
@@ -161,7 +155,7 @@ def test_kernels_for_all_heads_alike_have_none_for_rules_per_head() -> None:
     """The native kernels' fast call is of one launch; heads with windows take several."""
     if BACKENDS["native"].missing():
         pytest.skip("the native kernels are not built")
-    rules = HeadRules((9, 0), (3, 0), (0.0, 0.0), ("model", "model"))
+    rules = HeadRules((9, 0), (3, 0), ("model", "model"))
     request = make(structure("causal"), rules)
     request = request.with_tensors(request.query.float(), request.key.float(), request.value.float())
     native = BACKENDS["native"]

@@ -137,7 +137,7 @@ def test_steps_over_padding_with_holes() -> None:
 
 def test_what_a_call_asks_for_is_in_its_spec() -> None:
     spec = CallSpec.of(make(STRUCTURES["causal"], 4, 2, 16, 16, per_head=rules((0, 8))))
-    assert (spec.head_windows, spec.head_blocks, spec.head_precision) == (True, 0, "model")
+    assert (spec.head_windows, spec.head_precision) == (True, "model")
     assert "with a window per head" in spec.words()
     chunks = make(STRUCTURES["chunks"], 4, 2, 16, 16, per_head=rules((0, 8), (0, 4)))
     assert (

@@ -40,8 +40,8 @@ STRUCTURES = {
     "encoder's padding": CallStructure(3, 1, ROOM, key_padding=LEFT),
     "plain": CallStructure(3, 1, ROOM, causal=True, q_offset=ROOM - 1),
 }
-RULES = HeadRules((300, 0), (5, 0), (0.0, 0.0), ("model", "model"))
-ALIKE = HeadRules((300, 300), (5, 5), (0.0, 0.0), ("model", "model"))
+RULES = HeadRules((300, 0), (5, 0), ("model", "model"))
+ALIKE = HeadRules((300, 300), (5, 5), ("model", "model"))
 
 
 def asked(structure: CallStructure, **extra: Any) -> AttentionRequest:

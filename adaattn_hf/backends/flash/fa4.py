@@ -38,9 +38,7 @@ class Flash4Backend(Backend):
         from ..capability import capability  # of CUDA alone: registering names does not ask for devices
 
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
-        served = spec._replace(
-            head_windows=False, head_blocks=0, head_precision="model" if same else spec.head_precision
-        )
+        served = spec._replace(head_windows=False, head_precision="model" if same else spec.head_precision)
         reasons = head_refusals(served, "flash-attn 4's kernels")
         device = capability(spec.device_index) if spec.device == "cuda" else None
         if spec.device != "cuda":
@@ -50,7 +48,7 @@ class Flash4Backend(Backend):
             reasons.append("flash-attn 4 serves Hopper and datacentre Blackwell devices")
         if spec.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"flash-attn 4 computes in float16 or bfloat16, got {spec.dtype}")
-        lists_needed = spec.head_windows or spec.head_blocks or (spec.window_sinks and spec.windowed)
+        lists_needed = spec.head_windows or (spec.window_sinks and spec.windowed)
         widest = max(spec.head_dim, spec.head_dim_v)
         limit = 128 if lists_needed or spec.needs_grad else 256
         if widest > limit or widest % 8 or spec.head_dim != spec.head_dim_v:
@@ -58,8 +56,6 @@ class Flash4Backend(Backend):
                 f"flash-attn 4 serves this with equal head sizes of keys and values up to {limit} that are multiples "
                 f"of 8, got {spec.head_dim} and {spec.head_dim_v}"
             )
-        if spec.head_blocks:
-            reasons.extend(_of_kept_blocks(spec, device is not None and device.sm >= (10, 0)))
         if lists_needed and not installed("triton"):
             reasons.append("lists of blocks are made by Triton kernels, and triton is not installed")
         if lists_needed and spec.decode:
@@ -94,19 +90,3 @@ class Flash4Backend(Backend):
                 return self.attend(request)
         result: AttentionResult = self._launch.attend(request)
         return result
-
-
-def _of_kept_blocks(spec: CallSpec, later: bool) -> list[str]:
-    """Returns why kept blocks must run in our own kernels; devices `later` than Hopper need other lists."""
-    reasons = []
-    if spec.head_blocks not in (64, 128):
-        reasons.append(f"flash-attn 4 walks kept blocks of 64 or 128 keys here, got {spec.head_blocks}")
-    if spec.kind not in ("full", "causal", "suffix"):
-        reasons.append(
-            "flash-attn 4 counts kept blocks from a row's first key: no padding, documents or windows"
-        )
-    if spec.needs_grad:
-        reasons.append("nobody has a gradient through kept blocks")
-    if later:
-        reasons.append("flash-attn 4 walks kept blocks on Hopper devices alone here")
-    return reasons

@@ -5,7 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..choice.kernels import append
+
+@triton.jit
+def append(  # type: ignore[no-untyped-def]
+    flags, numbers, taken, lists_ptr, first, step, length, COPIES: tl.constexpr,
+):  # fmt: skip
+    """Writes the flagged of consecutive numbers behind those that a list has `taken`; returns how many it has then.
+
+    Lists are rows of `length`, written from the row `first` on to COPIES rows, each `step` behind the one before. The
+    numbers below `length` that are not flagged fill a list up from its end, so that none of it is left unset.
+    """
+    behind = taken + tl.cumsum(flags.to(tl.int32), 0)
+    place = tl.where(flags, behind - 1, length - 1 - (numbers - behind))
+    for copy in range(0, COPIES):
+        tl.store(
+            lists_ptr + (first + copy * step).to(tl.int64) * length + place, numbers, mask=numbers < length
+        )
+    return taken + tl.sum(flags.to(tl.int32), 0)
 
 
 @triton.jit
@@ -91,8 +107,8 @@ def listing(  # type: ignore[no-untyped-def]
         some, every = _seen(
             first_low, first_high, stop_low, stop_high, low, high, start, kv_len, window, sinks, CAUSAL, BLOCK
         )
-        some_n = append(some & inside, other, some_n, some_ptr, first_list, owns, others, COPIES, True)
-        every_n = append(every & inside, other, every_n, every_ptr, first_list, owns, others, COPIES, True)
+        some_n = append(some & inside, other, some_n, some_ptr, first_list, owns, others, COPIES)
+        every_n = append(every & inside, other, every_n, every_ptr, first_list, owns, others, COPIES)
     for copy in range(0, COPIES):
         tl.store(some_n_ptr + first_list + copy * owns, some_n)
         tl.store(every_n_ptr + first_list + copy * owns, every_n)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention.heads import HeadRules
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
 from ..remembered import Remembered
@@ -35,9 +34,6 @@ def attend(request: AttentionRequest) -> AttentionResult:
     kernels = _kernels()
     structure = request.structure
     windows = head_windows(structure, request.per_head, request.key.shape[1])
-    rules = request.per_head
-    if rules is not None and rules.kept_block and not structure.windowed:
-        return _kept(request, rules, windows)
     alike = windows is None or (len(set(windows)) == 1 and not windows[0][1])
     if not alike and windows is not None:
         return _listed(request, windows)
@@ -71,55 +67,7 @@ def _listed(request: AttentionRequest, windows: HeadWindows) -> AttentionResult:
     if request.query.requires_grad or request.key.requires_grad or request.value.requires_grad:
         listing = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
         more["block_sparse_tensors_bwd"] = listing(*made.by_keys, block_size=(BLOCK, BLOCK))
-    return _over(
-        request, kv_len, name if plain else f"{name}_runs", made.tables, made.by_queries, BLOCK, **more
-    )
-
-
-def _kept(request: AttentionRequest, rules: HeadRules, windows: HeadWindows | None) -> AttentionResult:
-    """The blocks that rows keep: a tile's by lists, a row's by a mask that reads its bits."""
-    structure, heads, kv_heads = request.structure, request.query.shape[1], request.key.shape[1]
-    batch, q_len, device, block = structure.batch, structure.q_len, request.query.device, rules.block
-    segments = structure.segments()
-    assert segments is not None, "the refusals let calls of one run a row through"
-    choice = importlib.import_module(f"{__package__.rpartition('.')[0]}.choice.launch")
-    bits = choice.chosen_bits(request, rules, segments)
-    shown = choice.windows_beside(rules, windows)
-    kv_len = min(structure.kv_len, structure.offset() + q_len) if structure.causal else structure.kv_len
-
-    def make() -> tuple[Tensor, ...]:
-        tiles = torch.arange(0, q_len, BLOCK, device="cpu")
-        place = torch.cartesian_prod(
-            torch.arange(batch, device="cpu"), torch.arange(kv_heads, device="cpu"), tiles
-        ).int()
-        table = torch.tensor(shown or ((ALL, 0),) * kv_heads, dtype=torch.int32, device="cpu").to(device)
-        home = torch.arange(heads, dtype=torch.int32, device="cpu") // (heads // kv_heads)
-        offset = torch.tensor([structure.offset()], dtype=torch.int32, device="cpu")
-        of_heads = table.repeat_interleave(heads // kv_heads, 0).T.contiguous()
-        runs = torch.tensor([(*s[:4], kv_len, s.offset) for s in segments], dtype=torch.int32, device="cpu")
-        return (
-            runs.to(device),
-            place[:, [0, 2, 1]].contiguous().to(device),
-            table,
-            *of_heads,
-            home.to(device),
-            offset.to(device),
-        )
-
-    runs, work, table, width, sinks, *rest = structure.cached(
-        ("fa4 kept", shown, heads, kv_heads, device), make
-    )
-    tiles, blocks = -(-q_len // BLOCK), -(-kv_len // block)
-    lists = choice.lists_of(
-        bits, runs, work, table if shown else None, causal=structure.causal, rows=BLOCK, block=block, blocks=blocks,
-        tiles=tiles, copies=heads // kv_heads,
-    )  # fmt: skip
-    by_head = [
-        t.view(batch, heads, tiles, *t.shape[1:])
-        for t in (lists.some_n, lists.some, lists.every_n, lists.every)
-    ]
-    mask = f"{'causal' if structure.causal else 'both_ways'}_kept_{block}"
-    return _over(request, kv_len, mask, [width, sinks, bits, *rest], by_head, block)
+    return _over(request, kv_len, name if plain else f"{name}_runs", made.tables, made.by_queries, **more)
 
 
 def _over(
@@ -128,7 +76,6 @@ def _over(
     mask: str,
     tables: list[Tensor],
     lists: Sequence[Tensor],
-    block: int,
     **more: Any,
 ) -> AttentionResult:
     """One launch over lists of blocks, those that are seen in part by a mask."""
@@ -139,7 +86,7 @@ def _over(
         request.value[:, :, :kv_len].transpose(1, 2),
         mask_mod=getattr(importlib.import_module(f"{__package__}.fa4_mask"), mask),
         aux_tensors=tables,
-        block_sparse_tensors=listing(*lists, block_size=(BLOCK, block)),
+        block_sparse_tensors=listing(*lists, block_size=(BLOCK, BLOCK)),
         **_arguments(request, None) | {"causal": False, "pack_gqa": False} | more,
     )
     return AttentionResult(out, lse if request.need_lse else None)

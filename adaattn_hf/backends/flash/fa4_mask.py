@@ -1,8 +1,7 @@
 """Masks compiled into flash-attn 4's kernels: which keys a query sees under its head's window and sinks.
 
 Imported with the first such call, since it needs the package. `tables` are int32: windows and sinks of the query
-heads, then, for calls of runs, where each query's run of keys begins and ends and where the query stands among keys,
-or, for kept blocks, the bits that `choice` wrote, the key/value head of each query head, the first query's place.
+heads, then, for calls of runs, where each query's run of keys begins and ends and where the query stands among keys.
 """
 
 from __future__ import annotations
@@ -51,50 +50,3 @@ def both_ways_runs(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tabl
     place = scalar_to_ssa(tables[4][batch[0], row[0]], cutlass.Int32)
     near = ((place - key < window) & (key - place < window)) | (key - first < sinks)
     return (key >= first) & (key < stop) & near
-
-
-def _kept(batch: Any, head: Any, row: Any, key: Any, tables: Any, size: int) -> Any:
-    """Whether a query keeps the block of `2 ** size` keys that a key lies in; traced into the masks."""
-    word = tables[2][tables[3][head[0]], batch[0], row[0], key[0] >> (size + 5)]
-    kept = scalar_to_ssa((word >> ((key[0] >> size) & 31)) & 1, cutlass.Int32)
-    return kept > scalar_to_ssa(0, cutlass.Int32)
-
-
-def _causal_kept(batch: Any, head: Any, row: Any, key: Any, tables: Any, size: int) -> Any:
-    window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
-    sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
-    place = row + scalar_to_ssa(tables[4][0], cutlass.Int32)
-    near = (place - key < window) | (key < sinks)
-    return (key <= place) & near & _kept(batch, head, row, key, tables, size)
-
-
-def _both_ways_kept(batch: Any, head: Any, row: Any, key: Any, tables: Any, size: int) -> Any:
-    window = scalar_to_ssa(tables[0][head[0]], cutlass.Int32)
-    sinks = scalar_to_ssa(tables[1][head[0]], cutlass.Int32)
-    place = row + scalar_to_ssa(tables[4][0], cutlass.Int32)
-    near = ((place - key < window) & (key - place < window)) | (key < sinks)
-    return near & _kept(batch, head, row, key, tables, size)
-
-
-@cute.jit
-def causal_kept_64(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
-    """Under the bits of kept blocks of 64 keys."""
-    return _causal_kept(batch, head, row, key, tables, 6)
-
-
-@cute.jit
-def causal_kept_128(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
-    """Under the bits of kept blocks of 128 keys."""
-    return _causal_kept(batch, head, row, key, tables, 7)
-
-
-@cute.jit
-def both_ways_kept_64(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
-    """Under the bits of kept blocks of 64 keys."""
-    return _both_ways_kept(batch, head, row, key, tables, 6)
-
-
-@cute.jit
-def both_ways_kept_128(batch: Any, head: Any, row: Any, key: Any, lengths: Any, tables: Any) -> Any:
-    """Under the bits of kept blocks of 128 keys."""
-    return _both_ways_kept(batch, head, row, key, tables, 7)

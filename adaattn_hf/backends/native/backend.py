@@ -95,7 +95,7 @@ class NativeBackend(Backend):
         return AttentionResult(out, lse)
 
     def head_launches(self, rules: HeadRules) -> tuple[str, ...]:
-        """One call of the library for each precision, apart from heads that keep blocks."""
+        """One call of the library for each precision."""
         from .heads import launch_names
 
         return launch_names(rules)
@@ -113,7 +113,6 @@ class NativeBackend(Backend):
 
 def _refused_rules(spec: CallSpec) -> list[str]:
     """Why rules per head cannot be served."""
-    from ...attention.blocks import BLOCK
     from ..capability import of_level
     from .library import level_here
 
@@ -124,12 +123,8 @@ def _refused_rules(spec: CallSpec) -> list[str]:
         reasons.append("rules per head need data that cannot be read while a graph is traced")
     if spec.head_until:
         reasons.append("the native kernels have no rules per head up to a position")
-    if spec.head_blocks not in (0, BLOCK):
-        reasons.append(f"the native kernels keep blocks of {BLOCK} keys, got {spec.head_blocks}")
-    if spec.stored is not None and (spec.head_blocks or spec.head_precision in ("int8", "mixed")):
-        reasons.append(
-            f"the native kernels read keys stored as {spec.stored} without kept blocks and without int8 products"
-        )
+    if spec.stored is not None and spec.head_precision in ("int8", "mixed"):
+        reasons.append(f"the native kernels read keys stored as {spec.stored} without int8 products")
     if spec.head_precision in ("int8", "mixed"):
         level = level_here()
         if not of_level(level).int8:

@@ -23,8 +23,8 @@ _CODES = frozenset((torch.int8, torch.uint8))
 _NONE4 = (0, 0, 0, 0)
 _NO_BACKWARD = bytes(BACKWARD.size)
 _ERRORS = {
-    -1: "the native kernels were called with inconsistent extents, with segments outside the tensors, too few "
-    "blocks, or backward with int8 keys or kept blocks",
+    -1: "the native kernels were called with inconsistent extents, with or segments outside the "
+    "tensors, or backward with int8 keys",
     -2: "the native kernels ran out of memory",
     -3: "the native kernels have no code for the instruction set that was asked for",
 }
@@ -294,7 +294,7 @@ def backward(
 
     Args:
         grad: Gradient of `out`, `[batch, q_len, heads, head_dim_v]`, any strides.
-        q, k, v, scaling, rules, level: As in `forward`, without int8 and kept blocks.
+        q, k, v, scaling, rules, level: As in `forward`, without int8.
         out: What `forward` returned, contiguous.
         lse: What `forward` returned.
         need_bias: Also return the gradient of the bias.

@@ -100,7 +100,7 @@ def check_rule(
     Args:
         name: Name of the rule.
         tensor: What the kernels will read.
-        extents: Of the call, for each dimension of the tensor; -1 for how many segments or blocks there are, which the
+        extents: Of the call, for each dimension of the tensor; -1 for how many segments there are, which the
             kernels check themselves.
         dtype: What it must have; None for any floating-point dtype of the kernels.
         form: `contiguous`, `strided` (any strides), or `broadcast`: any strides, and 1 may stand for an extent.

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...attention.blocks import BLOCK, block_segments, picked_blocks
 from ...attention.heads import HeadRules, joined_heads, some_heads
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
@@ -22,7 +21,7 @@ class _Launch(NamedTuple):
     Attributes:
         heads: Key/value heads.
         per_head: Their rules.
-        rules: What the library is told, without blocks and extras.
+        rules: What the library is told, without extras.
         precision: Of the products.
     """
 
@@ -33,11 +32,8 @@ class _Launch(NamedTuple):
 
 
 def launch_names(rules: HeadRules) -> tuple[str, ...]:
-    """Name of the call that serves each head: heads of one precision share one, apart from those that keep blocks."""
-    return tuple(
-        f"{precision} products{' of kept blocks' * (mass > 0)}"
-        for precision, mass in zip(rules.precisions, rules.masses, strict=True)
-    )
+    """Name of the call that serves each head: heads of one precision share one."""
+    return tuple(f"{precision} products" for precision in rules.precisions)
 
 
 def attend(request: AttentionRequest, rules: HeadRules) -> AttentionResult:
@@ -59,8 +55,6 @@ def attend(request: AttentionRequest, rules: HeadRules) -> AttentionResult:
             window, sinks = launch.per_head.window_in(request.structure, 0)
             told = replace(told, mask=part.structure.with_changes(window=window, sinks=sinks).visible())
         changes: dict[str, object] = {}
-        if launch.per_head.kept_block:
-            changes["keep"] = _kept_blocks(part, launch.per_head)
         if launch.precision == "int8" or request.query.dtype == torch.float32:
             changes["compute"] = launch.precision
         if part.stored is not None:
@@ -111,26 +105,3 @@ def _find_launches(structure: CallStructure, rules: HeadRules) -> list[_Launch]:
             asked = replace(asked, key_mean=part.key_mean.detach().float()[None].contiguous())
         launches.append(_Launch(tuple(heads), part, asked, part.precision))
     return launches
-
-
-def _kept_blocks(request: AttentionRequest, rules: HeadRules) -> Tensor | None:
-    """Boolean `[batch, num_kv_heads, q_len, blocks]` of blocks that each row keeps, None where all are.
-
-    True row by row: a row's blocks follow from its query and from keys at or before it.
-    """
-    segments = block_segments(request)
-    if segments is None:
-        return None
-    query, key = request.query, request.key
-    blocks = max((-(-segment.k_len // BLOCK) for segment in segments), default=0)
-    if rules_of(request.structure).segments is None:
-        blocks = -(-key.shape[2] // BLOCK)
-    keep = torch.zeros(query.shape[0], key.shape[1], query.shape[2], blocks, dtype=torch.bool, device="cpu")
-    asked = list(zip(rules.masses, rules.sinks, strict=True))
-    for segment in segments:
-        rows = slice(segment.q_start, segment.q_start + segment.q_len)
-        for mass, sinks in dict.fromkeys(asked):
-            heads = [head for head, pair in enumerate(asked) if pair == (mass, sinks)]
-            picked = picked_blocks(request, segment, mass, sinks, heads)
-            keep[segment.row, heads, rows, : picked.shape[2]] = picked
-    return keep

@@ -17,11 +17,11 @@ NAME = "libadaattn.so"
 REPORT = "build_report.json"
 """Files that the build writes; `build.py`, which no call needs, names them again for itself."""
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LAYOUT = struct.Struct("=3q7q16q")
 RULES = struct.Struct("=qQ2q3q2QdQQ5qQ4q")
-STORED = struct.Struct("=2Q7qQqQ5qQq")
-"""The end of the rules: what turns stored keys and values into numbers, and which blocks are kept."""
+STORED = struct.Struct("=2Q7qQqQq")
+"""The end of the rules: what turns stored keys and values into numbers."""
 BACKWARD = struct.Struct("=Q4q3Q12qQ4q")
 CALL = struct.Struct(f"=5Q{LAYOUT.size}sd2q{RULES.size + STORED.size}s{BACKWARD.size}s")
 """The argument structure, and the parts that are packed by themselves: dtypes, extents and strides; the rules of a

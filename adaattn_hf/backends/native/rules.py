@@ -35,7 +35,6 @@ _COVERS: dict[str, tuple[str, torch.dtype | None, Form]] = {
     "mask": ("bhqk", torch.bool, "broadcast"),
     "key_scale": ("bgk", torch.float32, "strided"),
     "value_scale": ("bgk", torch.float32, "strided"),
-    "keep": ("bgqn", torch.bool, "broadcast"),
     "key_mean": ("bgd", torch.float32, "contiguous"),
     "first_key": ("bgd", torch.float32, "contiguous"),
 }
@@ -58,8 +57,6 @@ class Rules:
         mask: Bool, `[batch or 1, heads or 1, q_len or 1, kv_len]`.
         key_scale, value_scale: `[batch, num_kv_heads, kv_len]` of int8 keys and values (or values of four bits), both
             fp32 or both in the eight bits of `StoredKV`.
-        keep: Bool, `[batch or 1, num_kv_heads or 1, q_len or 1, blocks]`, which blocks of 64 keys a row keeps, counted
-            from the first key of the row's segment; None for all.
         compute: Precision of the products, a key of `COMPUTE`; int8 needs the level avx512_bf16 or amx.
         key_mean: fp32 `[batch or 1, num_kv_heads, head_dim]`, contiguous, subtracted from keys before they are rounded
             to int8, here or by whoever stored them.
@@ -80,7 +77,6 @@ class Rules:
     mask: Tensor | None = None
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
-    keep: Tensor | None = None
     compute: str = "model"
     key_mean: Tensor | None = None
     first_key: Tensor | None = None
@@ -135,16 +131,15 @@ class Rules:
         ) + self._packed_end()  # fmt: skip
 
     def _packed_end(self) -> bytes:
-        scale, keep, mean, first = self.key_scale, self.keep, self.key_mean, self.first_key
+        scale, mean, first = self.key_scale, self.key_mean, self.first_key
         stored = self.rotated or not (scale is None and self.value_scale is None and first is None)
-        if not stored and keep is None and mean is None:
+        if not stored and mean is None:
             return _NOTHING_STORED
         return STORED.pack(
             _pointer(scale), _pointer(self.value_scale), 0 if scale is None else _SCALES[scale.dtype],
             *(_NONE3 if scale is None else scale.stride()),
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
             _pointer(first), self.rotated,
-            _pointer(keep), *((*_NONE4, 0) if keep is None else (*_broadcast(keep), keep.shape[3])),
             _pointer(mean), 0 if mean is None else _broadcast(mean)[0],
         )  # fmt: skip
 
@@ -202,7 +197,7 @@ def stored_rules(
     """Packs the rules of a call with what turns its codes into numbers; None asks for a closer look at it.
 
     Args:
-        rules: Of the call, without scales and kept blocks.
+        rules: Of the call, without scales.
         scales: Extents `(batch, num_kv_heads, kv_len)` of the scales.
         vectors: `(batch, num_kv_heads, head_dim)` of the mean and the first key.
     """
@@ -217,7 +212,7 @@ def stored_rules(
             return None
         return head + STORED.pack(
             keys.data_ptr(), values.data_ptr(), _SCALES[torch.uint8], *keys.stride(), *values.stride(),
-            first, 3 if stored.rotated else 0, 0, *_NONE4, 0, mean, step if mean else 0,
+            first, 3 if stored.rotated else 0, mean, step if mean else 0,
         )  # fmt: skip
 
     return pack

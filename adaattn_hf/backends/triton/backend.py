@@ -41,7 +41,6 @@ class TritonBackend(Backend):
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
         served = spec._replace(
             head_windows=False,
-            head_blocks=0,
             head_precision="model" if same else spec.head_precision,
             head_until=spec.head_until and not spec.compiling,
         )
@@ -62,13 +61,11 @@ class TritonBackend(Backend):
             reasons.append(
                 f"the Triton kernels serve head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
             )
-        if spec.head_blocks and spec.needs_grad:
-            reasons.append("the Triton kernels have no gradient through kept blocks")
         if spec.dropout:
             reasons.append("the Triton kernels have no dropout")
-        if spec.stored is not None and (not spec.decode or spec.needs_grad or spec.head_blocks):
+        if spec.stored is not None and (not spec.decode or spec.needs_grad):
             reasons.append(
-                f"the Triton kernels read keys and values stored as {spec.stored} for one query, without kept blocks "
+                f"the Triton kernels read keys and values stored as {spec.stored} for one query "
                 "and without a gradient"
             )
         if spec.stored is not None and spec.head_dim_v % 2:
@@ -84,11 +81,9 @@ class TritonBackend(Backend):
             reasons.append(
                 "the Triton kernels have no gradient over padding with holes, and nobody has looked whether it has any"
             )
-        if spec.compiling and (
-            not spec.decode or spec.needs_grad or spec.need_lse or spec.head_blocks or spec.stored
-        ):
+        if spec.compiling and (not spec.decode or spec.needs_grad or spec.need_lse or spec.stored):
             reasons.append(
-                "the segments of a call cannot be read while a graph is traced, but for one query without kept blocks, "
+                "the segments of a call cannot be read while a graph is traced, but for one query "
                 "without a gradient and without the log-sum-exp"
             )
         return tuple(reasons)

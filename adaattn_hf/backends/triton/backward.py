@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..choice.kernels import tanh
-from .steps import columns_of, rows_of, visible
+from .steps import columns_of, rows_of, tanh, visible
 
 
 @triton.jit

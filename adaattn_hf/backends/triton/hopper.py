@@ -82,13 +82,6 @@ def warps_of(dim: int, groups: int, windows: bool) -> Warps | None:
     return None
 
 
-def warps_of_kept(dim: int, groups: int, block: int) -> Warps | None:
-    """The same over kept blocks, which are its tiles: two heads at a time share their lists."""
-    if dim == 128 and groups % 2 == 0 and block in (64, 128):
-        return Warps(2, 2, block, 3 if block == 64 else 2, False)
-    return None
-
-
 @functools.cache
 def layout() -> Any:
     """How the copy engine lays a tile `[1, 1, keys, channels]` of 16 bits down in shared memory."""
@@ -132,9 +125,3 @@ def multiprocessors(device: torch.device) -> int:
 def launch_specialised() -> Launcher:
     """Of the kernel for dense calls and windows, which is imported with the first call."""
     return Launcher(importlib.import_module(f"{__package__}.specialised").specialised)
-
-
-@functools.cache
-def launch_specialised_kept() -> Launcher:
-    """Of the kernel over kept blocks."""
-    return Launcher(importlib.import_module(f"{__package__}.specialised_kept").specialised_kept)

@@ -7,7 +7,6 @@ import torch
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..base import FastCall, nothing_seen
 from ..windows import head_windows
-from .blocks import attend_blocks
 from .prefill import attend_forward, prefill_of
 from .step import attend_step
 from .training import attend_with_gradients
@@ -23,30 +22,21 @@ def attend(request: AttentionRequest) -> AttentionResult:
         return nothing_seen(request)
     tensors = (request.query, request.key, request.value, request.sink_logits)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    rules, blocks = request.per_head, _keeps_blocks(request)
-    if request.query.shape[2] == 1 and not grad and not blocks:
+    if request.query.shape[2] == 1 and not grad:
         return attend_step(request)
     segments = request.structure.segments()
     if segments is None:
         raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
     windows = head_windows(request.structure, request.per_head, request.key.shape[1])
-    if blocks and rules is not None:
-        return attend_blocks(request, rules, segments, windows)
     return (attend_with_gradients if grad else attend_forward)(request, segments, windows)
 
 
 def fast_call(spec: CallSpec, request: AttentionRequest) -> FastCall | None:
-    """The launch of many queries without gradients; steps and kept blocks differ in more than their tensors."""
-    if spec.decode or spec.needs_grad or request.asks_nothing or _keeps_blocks(request):
+    """The launch of many queries without gradients; steps differ in more than their tensors."""
+    if spec.decode or spec.needs_grad or request.asks_nothing:
         return None
     segments = request.structure.segments()
     if segments is None:
         return None
     windows = head_windows(request.structure, request.per_head, request.key.shape[1])
     return prefill_of(request, segments, windows, need_lse=False)
-
-
-def _keeps_blocks(request: AttentionRequest) -> bool:
-    """Whether some head keeps blocks of keys: where a structure has a window of its own, none does."""
-    rules = request.per_head
-    return rules is not None and rules.kept_block > 0 and not request.structure.windowed

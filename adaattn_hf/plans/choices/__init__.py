@@ -1,7 +1,6 @@
 """The choices of a plan, one file a kind."""
 
 from .base import EXACT, Choice
-from .blocks import Blocks
 from .part import KINDS, PRECISE_ROWS, Colour, Keys, Operands, Part, Setting, all_keys, all_operands, register
 from .precision import Precision, precision_of
 from .rank import Rank, rank_of
@@ -11,7 +10,6 @@ __all__ = [
     "EXACT",
     "KINDS",
     "PRECISE_ROWS",
-    "Blocks",
     "Choice",
     "Colour",
     "Keys",

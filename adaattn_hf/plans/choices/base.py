@@ -14,8 +14,11 @@ from ..record import PlanError, checked_keys
 from ..tensors import LayerTensors
 from .part import Colour, Keys, Operands, Part, all_keys, all_operands
 
-_FORMAT_1 = {"kind": "exact", "window": 0, "sinks": 0, "mass": 0.0, "rank": 0, "precision": "model"}
+_FORMAT_1 = {"kind": "exact", "window": 0, "sinks": 0, "rank": 0, "precision": "model"}
 """The exact choice in plan format 1; further fields of other choices are written beside these keys."""
+
+_LEFT = {"blocks": "kept blocks of keys left this package, since no plan gained by them"}
+"""Kinds that plans of earlier versions may hold, and why they left (docs/results/kept_blocks.md)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Choice:
 
     @cached_property
     def label(self) -> str:
-        """A short name, for tables and prices: `exact`, `w1024+16 bf16`, `p0.95 r32`."""
+        """A short name, for tables and prices: `exact`, `w1024+16 bf16`, `r32`."""
         return " ".join(part.label for part in self.parts) or "exact"
 
     @property
@@ -185,6 +188,8 @@ class Choice:
             raise PlanError(f"{where} is {type(data).__name__}, expected a mapping of Choice fields")
         kinds = {kind.name: kind for kind in all_keys()}
         name = data.get("kind", "exact")
+        if name in _LEFT:
+            raise PlanError(f"{where} has kind {name!r}: {_LEFT[name]}; calibrate again")
         if name != "exact" and (not isinstance(name, str) or name not in kinds):
             raise PlanError(unknown("kind", str(name), ["exact", *kinds]))
         names = [] if name == "exact" else [field.name for field in fields(kinds[name])]  # type: ignore[arg-type]
@@ -193,7 +198,7 @@ class Choice:
         blank = {**_FORMAT_1, **{kind.name: kind.blank for kind in operands}}
         optional = known - set(_FORMAT_1) - set(names)
         values = checked_keys(known, {**{key: blank[key] for key in optional}, **data}, where)
-        for key in {"window", "sinks", "mass"} - set(names):
+        for key in {"window", "sinks"} - set(names):
             if values[key] != blank[key] or isinstance(values[key], bool):
                 raise PlanError(
                     f"{key} is {values[key]!r} with kind {name!r}, which has none; expected {blank[key]!r}"

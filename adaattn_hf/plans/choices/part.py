@@ -1,4 +1,4 @@
-"""The base classes of parts of a choice: a window, kept blocks, a rank, a precision.
+"""The base classes of parts of a choice: a window, a rank, a precision.
 
 A part defines what it means (which execution is tested against), how it runs, which rows it changes, which candidates
 there are, and how it is stored and shown. Calibration, execution, monitor and picture use these methods; nothing
@@ -37,7 +37,6 @@ class Setting:
         dtype: Name of the weights' dtype.
         families: Names of the families that are asked for.
         windows: Windows to consider.
-        masses: Shares of pooled attention to consider.
         causal: Whether attention is causal.
         memory: Whether a smaller cache is wanted, and not time.
     """
@@ -47,7 +46,6 @@ class Setting:
     dtype: str
     families: tuple[str, ...]
     windows: tuple[int, ...]
-    masses: tuple[float, ...]
     causal: bool
     memory: bool = False
 
@@ -80,7 +78,7 @@ class Part(ABC):
         """Returns the colour of a head with this part, from the colour without it."""
 
     def head_rule(self, few: bool) -> Mapping[str, Any] | None:
-        """Returns the part as a rule of `HeadRules`: any of `window`, `sinks`, `mass`, `precision`.
+        """Returns the part as a rule of `HeadRules`: any of `window`, `sinks`, `precision`.
 
         Args:
             few: Whether the call has fewer than `PRECISE_ROWS` query rows.

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define ADA_ABI_VERSION 3
+#define ADA_ABI_VERSION 4
 
 // ADA_I4: two values of a byte, odd numbers 2 n - 15 of the four bits n; of 32 channels those from the 16th on lie in the
 // high halves of 16 bytes. ADA_U8F: eight bits of a positive float, exponent 5 (bias 20) and fraction 3.
@@ -45,10 +45,6 @@ struct ada_args {
   // fp32 [batch, kv_heads, dim], contiguous: the first stored key as it came, which draws much of the weight; null: none
   const float *first_key;
   int64_t rotated;                 // stored keys (bit 0), values (bit 1) are those of vectors turned by `rotate`
-  // which blocks of 64 keys a row keeps: bytes [batch, kv_heads, q_len, blocks], 0 = none of them visible, counted from
-  // the first key of the row's segment; null: all
-  const uint8_t *keep;
-  int64_t keeps[4], blocks;
   const float *key_mean;  // [batch, kv_heads, dim], taken off the keys before rounding to int8; null: nothing
   int64_t key_mean_row;   // from one batch row to the next; 0: one mean for all
   // backward only

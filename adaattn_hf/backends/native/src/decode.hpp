@@ -97,12 +97,7 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
   const int64_t end = lesser(u.kn, (part + 1) * u.split);
   for (int64_t t0 = part * u.split; t0 < end; t0 += KEYS) {
     const int64_t t1 = lesser(t0 + KEYS, end);
-    uint64_t panels = panel_bits(lo, lesser(hi, t1), t0) | panel_bits(0, lesser(sink, t1), t0), kept[FEW];
-    if (a.keep) {
-      uint64_t all = 0;
-      for (int64_t r = 0; r < n; ++r) all |= kept[r] = kept_panels(a, u, w.rows[r], t0);
-      panels &= all;
-    }
+    const uint64_t panels = panel_bits(lo, lesser(hi, t1), t0) | panel_bits(0, lesser(sink, t1), t0);
     if (!panels) continue;
     if constexpr (P::SCALED) {
       key_scales(w.k_scale, a, u, u.k0 + t0, t1 - t0);
@@ -127,7 +122,6 @@ static void few_rows(const ada_args &a, const AdaShape &sh, const AdaUnit &u, in
         if (special) adjust(a, u, w.rows[r], s, c0, lesser(c1, t1 - t0), t0);
         if (t0 + c0 < w.rows[r].lo || t0 + c1 > w.rows[r].hi) hide(w.rows[r], s, c0, c1, t0);
       }
-      if (a.keep) drop(panels & ~kept[r], s);
       if constexpr (P::INTEGERS) softmax_row<F32>(s, s, panels, c, w.m[r], w.l[r], w.alpha[r]);
       else softmax_row<T>(s, w.p + r * ldp, panels, c, w.m[r], w.l[r], w.alpha[r]);
       if constexpr (P::SCALED)

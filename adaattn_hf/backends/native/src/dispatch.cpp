@@ -64,7 +64,7 @@ void work(void *data) {
 // Whether all rows of a unit walk one packed tile before the next one is packed over it, their unfinished outputs lying in
 // `out`: its packed keys and values then stay in the core's cache, and cost the memory of one tile.
 bool tile_by_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u) {
-  return sh.compute == ADA_F32 && a.q_dtype == ADA_F32 && a.out && a.os[3] == 1 && sh.dv == a.dim_v && !a.keep &&
+  return sh.compute == ADA_F32 && a.q_dtype == ADA_F32 && a.out && a.os[3] == 1 && sh.dv == a.dim_v &&
          u.window < 0 && u.tiles > 2;
 }
 
@@ -186,19 +186,17 @@ int64_t check(const ada_args &a) {
     if (a.head_sinks && (a.head_sinks[h] > FAR || a.head_sinks[h] < 0)) return -1;
   }
   if (a.bias && (a.bias_dtype < ADA_F32 || a.bias_dtype > ADA_F16)) return -1;
-  if (a.keep && a.blocks < 0) return -1;
   if (a.compute < ADA_EXACT || a.compute > ADA_COMPUTE_I8) return -1;
   if (a.kv_dtype == ADA_I8 && (!a.k_scale || !a.v_scale || a.compute == ADA_COMPUTE_I8)) return -1;
   if (a.kv_dtype == ADA_I8 && a.scale_dtype != ADA_F32 && a.scale_dtype != ADA_U8F) return -1;
   if (a.v_dtype != a.kv_dtype && (a.v_dtype != ADA_I4 || a.kv_dtype != ADA_I8 || a.dim_v % 32 || a.vs[3] != 1)) return -1;
   if (a.q_dtype < ADA_F32 || a.q_dtype > ADA_F16 || a.kv_dtype < ADA_F32 || a.kv_dtype > ADA_I8) return -1;
-  const int64_t covered = a.keep ? a.blocks * ADA_BLOCK : INT64_MAX;
   for (int64_t s = 0; a.segments && s < a.n_segments; ++s) {
     const int64_t *g = a.segments + s * 6;
     if (g[0] < 0 || g[0] >= a.batch || g[1] < 0 || g[2] < 0 || g[1] > a.q_len - g[2]) return -1;
-    if (g[3] < 0 || g[4] < 0 || g[3] > a.kv_len - g[4] || g[4] > covered || g[5] > FAR || g[5] < -FAR) return -1;
+    if (g[3] < 0 || g[4] < 0 || g[3] > a.kv_len - g[4] || g[5] > FAR || g[5] < -FAR) return -1;
   }
-  return !a.segments && a.kv_len > covered ? -1 : 0;
+  return 0;
 }
 
 // Query rows that belong to no segment: zero output, lse -inf (or the learned sink's).
@@ -391,7 +389,7 @@ ADA_EXPORT int64_t ada_forward(const ada_args *args) {
 
 ADA_EXPORT int64_t ada_backward(const ada_args *args) {
   const ada_args &a = *args;
-  if (check(a) || a.kv_dtype == ADA_I8 || a.compute == ADA_COMPUTE_I8 || a.keep || !a.lse || !a.out || !a.dout) return -1;
+  if (check(a) || a.kv_dtype == ADA_I8 || a.compute == ADA_COMPUTE_I8 || !a.lse || !a.out || !a.dout) return -1;
   Job job;
   if (const int64_t error = prepare(a, job)) return error;
   const int64_t segments = a.segments ? a.n_segments : a.batch;

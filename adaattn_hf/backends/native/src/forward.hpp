@@ -79,11 +79,6 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
     for (int64_t i = 0; i < strips; ++i) {
       Strip &st = w.strips[i];
       st.panels = panel_bits(st.lo, st.hi, t0) | panel_bits(0, st.sink, t0);
-      if (a.keep && st.panels) {
-        uint64_t kept = 0;
-        for (int64_t r = st.r0; r < st.r0 + st.rows; ++r) kept |= w.kept[r] = kept_panels(a, u, w.rows[r], t0);
-        st.panels &= kept;
-      }
       any |= st.panels;
     }
     if (!any) continue;
@@ -116,7 +111,6 @@ static void forward_tile(const ada_args &a, const AdaShape &sh, const AdaUnit &u
         if (special) adjust(a, u, row, s, c0, c1, t0);
         if (t0 + c0 < row.lo || t0 + c1 > row.hi) hide(row, s, c0, c1, t0);
       }
-      if (a.keep) drop(w.panels[r] & ~w.kept[r], s);
     }
     for (int64_t r = 0; r < n; r += W) {
 #ifdef ADA_HAS_BF16

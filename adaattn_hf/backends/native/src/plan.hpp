@@ -44,7 +44,6 @@ struct AdaKernels {
 };
 
 constexpr int64_t ADA_KEYS = 768;  // keys per tile
-constexpr int64_t ADA_BLOCK = 64;  // keys per block of a block list
 
 const AdaKernels *ada_kernels_portable();
 const AdaKernels *ada_kernels_avx2();

@@ -29,7 +29,6 @@ template <class T> struct Work {
   Row *rows;
   Strip *strips;
   uint64_t *panels;  // of each row: what its strip computes
-  uint64_t *kept;    // of each row: what it keeps
 };
 
 // Whether scores need more than a positive factor, which the hidden ones (-inf) bear as well.
@@ -57,7 +56,6 @@ template <class T> static int64_t layout(Work<T> &w, char *base, int64_t dk, int
   w.rows = (Row *)take(at, ROWS * (int64_t)sizeof(Row));
   w.strips = (Strip *)take(at, ROWS * (int64_t)sizeof(Strip));
   w.panels = (uint64_t *)take(at, ROWS * 8);
-  w.kept = (uint64_t *)take(at, ROWS * 8);
   w.stage = (typename T::elem *)take(at, NR * greater(dk, dv) * 4);
   return at - base;
 }
@@ -89,18 +87,6 @@ ADA_INLINE uint64_t panel_bits(int64_t lo, int64_t hi, int64_t t0, int64_t colum
   int64_t a = lo / NR, b = (hi + NR - 1) / NR;
   uint64_t upto_b = b >= 64 ? ~0ull : (1ull << b) - 1;
   return upto_b & ~((1ull << a) - 1);
-}
-
-// Bits of the panels of the tile at t0 that hold blocks which a row keeps.
-ADA_INLINE uint64_t kept_panels(const ada_args &a, const AdaUnit &u, const Row &row, int64_t t0) {
-  static_assert(ADA_BLOCK % NR == 0 && KEYS % ADA_BLOCK == 0, "blocks are made of panels, tiles of blocks");
-  constexpr uint64_t block = (1ull << (ADA_BLOCK / NR)) - 1;
-  const uint8_t *keep = a.keep + u.row * a.keeps[0] + u.head * a.keeps[1] + (u.q0 + row.i) * a.keeps[2];
-  const int64_t b0 = t0 / ADA_BLOCK, b1 = lesser((t0 + KEYS) / ADA_BLOCK, (u.kn + ADA_BLOCK - 1) / ADA_BLOCK);
-  uint64_t bits = 0;
-  for (int64_t b = b0; b < b1; ++b)
-    if (keep[b * a.keeps[3]]) bits |= block << ((b - b0) * (ADA_BLOCK / NR));
-  return bits;
 }
 
 // Which query rows task `task` of a unit covers. Late rows come first: under a causal mask they have the most keys.

@@ -46,12 +46,6 @@ static void hide(const Row &row, float *s, int64_t c0, int64_t c1, int64_t t0) {
     if (c < lo || c >= hi) s[c] = -INFINITY;
 }
 
-// Panels that the row does not keep, though its neighbours do, become -inf.
-ADA_INLINE void drop(uint64_t panels, float *s) {
-  for (int64_t c0, c1; next_run(panels, c0, c1);)
-    for (int64_t c = c0; c < c1; ++c) s[c] = -INFINITY;
-}
-
 ADA_INLINE void store_p(F32, float *p, vf x, vf y) {
   store(p, x);
   store(p + W, y);

@@ -112,5 +112,5 @@ def _no_tensors(plan: Plan, index: int, source: str | None, raw: object) -> NoRe
     raise PlanError(
         f"the plan of layer {index} has calibrated tensors in a file beside the weights, which this kernel does not "
         "read; install adaattn-hf and load the model with attn_implementation='adaattn', or calibrate without score "
-        "ranks and int8 (--families window,blocks,bf16)"
+        "ranks and int8 (--families window,bf16)"
     )
