@@ -92,7 +92,7 @@ def plan_of_record(
 
     from adaattn_hf.calibration.assemble import needed_tensors
     from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, Verified
-    from adaattn_hf.policy.candidates import candidates
+    from adaattn_hf.policy.candidates import candidates, known_families
 
     config: Any = model.config
     modules = dict(store.attention_modules(model, config.model_type))
@@ -103,7 +103,9 @@ def plan_of_record(
             settings["lengths"][-1],
             0,
             settings["dtype"],
-            settings["families"],
+            [
+                family for family in settings["families"] if family in known_families()
+            ],  # others have left since
             settings["windows"],
         ).choices
     }
