@@ -172,7 +172,6 @@ def test_prices_and_curve(text: list[Path], tmp_path: Path, capsys: pytest.Captu
     for wrong, said in (
         (["--arms", "all"], "got 'all', expected some of"),
         (["--uniform", "p0.5"], "got 'p0.5', expected all, none, or some of bf16"),
-        (["--masses", "2"], "got '2', expected shares between 0 and 1"),
     ):
         with pytest.raises(SystemExit) as refused:
             curve.main([*arguments, *wrong])
@@ -266,7 +265,7 @@ def test_a_proof_is_repeated_on_the_sequences_that_made_it(
 
 def test_recorded_plans_have_the_mean_keys_that_int8_takes_off(text: list[Path]) -> None:
     model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
-    settings = {"lengths": [128], "dtype": "float32", "families": ["int8"], "windows": [], "masses": []}
+    settings = {"lengths": [128], "dtype": "float32", "families": ["int8"], "windows": []}
     record = {"settings": settings, "picks": ["int8"] * 8, "budget": 1e-3, "seed": 0}
     tokens = torch.tensor([list(encode(text[1].read_text())[:128])])
     means = speed.mean_keys(model, tokens)
@@ -288,7 +287,7 @@ def test_peers_that_are_not_installed_are_rows_that_say_so(
 ) -> None:
     """Stock, a plan, and every peer: measured where it is there, named where it is not."""
     model, encode = study.load(str(demo_model_path("llama")), "float32", "cpu", None, None)
-    settings = {"lengths": [128], "dtype": "float32", "families": ["bf16"], "windows": [], "masses": []}
+    settings = {"lengths": [128], "dtype": "float32", "families": ["bf16"], "windows": []}
     plan = speed.plan_of_record(
         {"settings": settings, "picks": ["bf16"] * 8, "budget": 1e-3, "seed": 0}, model
     )
