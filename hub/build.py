@@ -27,6 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "adaattn_hf"
+MAPPED = "patches/"
+"""A directory beside the package that is installed inside it; what a kernel imports of it knows no Transformers."""
 NAMES = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/build.toml")))
 NATIVE = "backends/native"
 LEAST_TORCH = "26"
@@ -94,7 +96,7 @@ def package_modules(name: str) -> dict[str, Path]:
         for target in sorted(set(imports(at, modules[at]))):
             if target in modules:
                 continue
-            path = PACKAGE / target
+            path = source_of(target)
             if not path.is_file():
                 raise BuildError(
                     f"{modules[at]}: imports {target}, which neither hub/{name} nor adaattn_hf holds"
@@ -102,6 +104,11 @@ def package_modules(name: str) -> dict[str, Path]:
             modules[target] = path
             waiting.append(target)
     return dict(sorted(modules.items()))
+
+
+def source_of(target: str) -> Path:
+    """Where a module of `adaattn_hf` lies, by its path inside the package."""
+    return (ROOT if target.startswith(MAPPED) else PACKAGE) / target
 
 
 def imports(at: str, path: Path) -> Iterator[str]:
@@ -139,7 +146,7 @@ def _files(parts: list[str]) -> Iterator[str]:
     for depth in range(1, len(parts) + 1):
         stem = "/".join(parts[:depth])
         for candidate in (f"{stem}/__init__.py", f"{stem}.py"):
-            if (PACKAGE / candidate).is_file():
+            if source_of(candidate).is_file():
                 yield candidate
 
 

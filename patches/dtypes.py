@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from adaattn_hf.attention.request import check_dtype
+
 
 def restored(out: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the output in the dtype of the query, under autocast in autocast's, as stock attention does."""
@@ -28,10 +30,7 @@ def one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> t
     if not (casts or upcasts) and dtype is key.dtype is value.dtype:
         return query, key, value
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not tensor.dtype.is_floating_point:
-            raise ValueError(
-                f"{name}: got {tensor.dtype}, expected a floating-point dtype; cast it with .float()"
-            )
+        check_dtype(name, tensor)
     if casts:
         dtype = torch.get_autocast_dtype(query.device.type)
     else:

@@ -19,7 +19,16 @@ offset_mapping overflow_to_sample_mapping assistant_masks completion_mask prompt
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Keywords that reach attention but do not change it: inputs and labels of the model, switches of its outputs, columns
-of batches, and sizes that only other kernels need. A keyword that is neither listed here nor supported is refused."""
+of batches, and sizes that only other kernels need. Options of a loss do not either: `losses.takes` knows those. Any
+other keyword that is not supported is refused."""
+
+PAGED = ("block_table", "cache")
+"""Keywords of continuous batching, whose keys and values lie in a paged cache that only `paged|NAME` can read."""
+MEANT = frozenset((
+    *PAGED, "cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices", "output_attentions", "position_ids"
+))  # fmt: skip
+"""Keywords that may change what is computed; `position_ids` do so in some model families only."""
+KNOWN = HARMLESS | MEANT
 
 
 @dataclass(frozen=True)

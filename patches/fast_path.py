@@ -17,7 +17,8 @@ from transformers.utils import output_capturing
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import NOBODY, listening
-from adaattn_hf.backends.base import Backend, FastCall, spec_of
+from adaattn_hf.attention.tap import tracing as tracing
+from adaattn_hf.backends.base import Backend, FastCall, facts_of, spec_of
 from adaattn_hf.backends.select import choose
 
 from .families import HARMLESS, loses_borders
@@ -25,8 +26,9 @@ from .families import HARMLESS, loses_borders
 if TYPE_CHECKING:
     from adaattn_hf.attention.stored import StoredKV
 
-IDLE = HARMLESS | {"position_ids"}
-"""Keywords that change no call. `position_ids` do in some model families; calls of those are not remembered."""
+IDLE = {*HARMLESS, "position_ids"}
+"""Keywords that change no call. `position_ids` do in some model families; calls of those are not remembered. Options of
+losses join when they are first met."""
 
 MOST = 64
 """Most structures that are kept; every step of a decode adds one, since its keys are one more."""
@@ -37,11 +39,6 @@ recall = _structures.get
 
 _collector = output_capturing._active_collector
 _casts = torch._C._is_any_autocast_enabled
-
-
-def tracing() -> bool:
-    """Whether torch.compile or torch.jit.trace records a graph, into which nothing read from data may go."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def remember(key: Hashable, structure: CallStructure) -> None:
@@ -104,27 +101,6 @@ class ExactCall(NamedTuple):
         record = stored[0] if stored else None
         request = AttentionRequest(query, key, value, structure.settled(), scaling, stored=record)
         return self.backend.attend(request).out
-
-
-def facts_of(
-    backend: str | None, query: Tensor, key: Tensor, value: Tensor, stored: bool
-) -> tuple[Hashable, ...]:
-    """Returns what must be equal for a remembered call to be repeated: backend, shapes, dtypes, device and gradients.
-
-    `stored` says whether keys and values are codes of a quantised cache.
-    """
-    return (
-        backend,
-        stored,
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        query.shape,
-        key.shape,
-        value.shape,
-        query.device,
-        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-    )
 
 
 def structure_at_hand(

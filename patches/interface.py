@@ -22,27 +22,18 @@ from adaattn_hf.attention.tap import (
     transform_at_work,
     transient,
 )
-from adaattn_hf.backends.base import spec_of
+from adaattn_hf.backends.base import facts_of, spec_of
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import attend
 from adaattn_hf.config import raw_settings, settings_in
 
 from . import fast_path
 from .dtypes import one_dtype, restored
-from .families import HARMLESS
-from .fast_path import facts_of, undisturbed
+from .families import KNOWN, MEANT
+from .fast_path import undisturbed
 from .structured_mask import StructuredMask
 
 AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
-
-# Keywords of continuous batching, whose keys and values lie in a paged cache that this function cannot read.
-_UNSERVED = ("block_table", "cache")
-_CHANGING = frozenset(
-    (*_UNSERVED, "cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices", "output_attentions")
-)
-_MEANT = _CHANGING | {"position_ids"}
-"""Keywords that may change what is computed; `position_ids` do so in some model families only."""
-_KNOWN = HARMLESS | _MEANT
 
 
 def attention_function(backend: str | None = None) -> AttentionFunction:
@@ -152,21 +143,6 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
     return adaattn
 
 
-def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuses unknown keywords.
-
-    Raises:
-        ValueError: An unknown keyword has a value other than None.
-    """
-    for name, value in kwargs.items():
-        if name not in _KNOWN and value is not None:
-            raise ValueError(
-                f"{name}: got {type(value).__name__} from {type(module).__name__}, a keyword that adaattn does not "
-                "know and that may change what is computed; leave it out of the model's inputs, or load the model with "
-                "attn_implementation='sdpa'"
-            )
-
-
 def _attend_anew(
     backend: str | None,
     module: nn.Module,
@@ -188,21 +164,18 @@ def _attend_anew(
 ) -> tuple[Tensor, Tensor | None]:
     """Serves a call that the fast path does not know: reads the mask and keywords, then runs attention."""
     check_dimensions(query, key, value)
-    if position_bias is not None or isinstance(attention_mask, Tensor):
-        from .refusals import check_additions
+    if not (
+        (attention_mask is None or isinstance(attention_mask, StructuredMask))
+        and position_bias is None
+        and (scaling is None or type(scaling) is float)
+        and (sliding_window is None or attention_mask is not None)
+        and KNOWN.issuperset(kwargs)
+    ):
+        from .refusals import check_call
 
-        check_additions(query, attention_mask, position_bias)
-    if scaling is not None and type(scaling) is not float:
-        from .refusals import check_scaling
-
-        check_scaling(scaling)
-    if not _KNOWN.issuperset(kwargs):
-        _refuse_unknown(module, kwargs)
-    if sliding_window is not None and attention_mask is None and sliding_window < key.shape[2]:
-        raise ValueError(
-            f"sliding_window: got {sliding_window} for {key.shape[2]} keys and no attention_mask, where stock "
-            f"implementations differ, in {type(module).__name__}; pass a mask that holds the window"
-        )
+        check_call(module, query, key, attention_mask, position_bias, scaling, sliding_window, kwargs)
+        if not compiling:
+            fast_path.IDLE.update(name for name in kwargs.keys() - KNOWN if kwargs[name] is not None)
     out_dtype = query.dtype
     if stored is None and streams is None:
         query, key, value = one_dtype(module, query, key, value)
@@ -215,7 +188,7 @@ def _attend_anew(
     )
     structure, bias = _read_mask(module, query.shape, key.shape, attention_mask, is_causal)
     kept_in = structure
-    meant = not _MEANT.isdisjoint(kwargs)
+    meant = not MEANT.isdisjoint(kwargs)
     if meant:
         structure = _with_keywords(module, structure, attention_mask, query, kwargs)
     if not (compiling or opaque):
@@ -300,15 +273,12 @@ def _with_keywords(
     Raises:
         ValueError: The keys lie in a paged cache.
     """
-    for name in _UNSERVED:
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{name}: {type(module).__name__} keeps its keys in a paged cache, which adaattn does not serve; "
-                "use generate() instead of generate_batch(), or load the model with attn_implementation='sdpa'"
-            )
-    from .packing import with_documents, with_restarts
+    from .documents import with_documents
+    from .packing import with_restarts
+    from .refusals import check_paged
     from .selected import with_selected_keys
 
+    check_paged(module, kwargs)
     packed = attention_mask.packed if isinstance(attention_mask, StructuredMask) else None
     if kwargs.get("cu_seq_lens_q") is not None:
         structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), packed)

@@ -14,6 +14,15 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 
+from .families import HARMLESS
+from .refusals import check_untransformed, refuse_unknown
+
+_OF_THE_ENGINE = HARMLESS | {
+    "block_table", "is_causal", "logits_indices", "max_seqlen_k", "max_seqlen_q", "position_ids", "read_index",
+    "write_index",
+}  # fmt: skip
+"""What the engine hands to every layer, and what models that it serves say of themselves."""
+
 
 def paged_function(backend: str | None = None) -> Any:
     """The function to register as `paged|NAME`.
@@ -28,8 +37,10 @@ def paged_function(backend: str | None = None) -> Any:
         key: Tensor,
         value: Tensor,
         attention_mask: Any = None,
+        dropout: float = 0.0,
         *,
         scaling: float | None = None,
+        sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         cache: Any = None,
@@ -40,7 +51,9 @@ def paged_function(backend: str | None = None) -> Any:
         """Returns the output `[1, q_len, heads, head_dim_v]` of all requests; tokens of no request are zero.
 
         Raises:
-            ValueError: The call is not a step of continuous batching, or passes a block table.
+            ValueError: The call is not a step of continuous batching, passes a block table or a mask, or asks for what
+                the requests of a batch are not served with.
+            BackendRefusal: A function transform is at work.
             PlanError: Some thread runs the model with another plan (`use_plan`).
         """
         from adaattn_hf.attention.tap import SEATED
@@ -53,13 +66,21 @@ def paged_function(backend: str | None = None) -> Any:
                 "attn_implementation: 'paged|adaattn' serves steps of continuous batching without a block table; use "
                 "'adaattn' for everything else"
             )
+        refuse_unknown(module, kwargs, _OF_THE_ENGINE)
+        if attention_mask is not None or dropout:
+            name, got = ("dropout", dropout) if attention_mask is None else ("attention_mask", "a mask")
+            raise ValueError(
+                f"{name}: got {got} in a step of continuous batching, expected none: requests are told apart by "
+                "cu_seq_lens_q and cu_seq_lens_k, and generated without dropout; use 'adaattn' for everything else"
+            )
+        check_untransformed("generate_batch")
         if getattr(module, SEATED, False):
             raise PlanError(
                 "use_plan: generate_batch() serves its requests in a thread of its own, which no block of another "
                 "thread reaches; use generate() inside the block, or give the model the plan "
                 "with adaattn_hf.load_plan(model)"
             )
-        window = getattr(module, "sliding_window", None) or None
+        window = sliding_window or getattr(module, "sliding_window", None) or None
         if isinstance(cu_seq_lens_k, dict):
             cu_seq_lens_k = cu_seq_lens_k["full_attention" if window is None else "sliding_attention"]
         key, value = cache.update(

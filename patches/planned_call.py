@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.base import Backend, FastCall, spec_of
+from adaattn_hf.backends.base import Backend, FastCall, facts_of, spec_of
 from adaattn_hf.backends.select import serving
 from adaattn_hf.config import copied, raw_settings, settings_in
 from adaattn_hf.plans import execute
@@ -19,7 +19,7 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import program_of
 
 from .families import loses_borders
-from .fast_path import ExactCall, Ready, facts_of, undisturbed
+from .fast_path import ExactCall, Ready, undisturbed
 
 _MOST = 1024
 """Most fast calls that are remembered; a layer whose weights are moved in every pass has a new one in each."""

@@ -1,42 +1,95 @@
-"""Refuses masks, biases, scaling factors and function transforms that attention cannot handle, before using them."""
+"""What stands before every attention function, of whatever name: keywords, masks, biases, factors, windows, transforms.
+
+The functions that Transformers calls (`interface`, `paged`, and the kernel repositories of `hub/`, into which this file
+is copied) ask here before they compute, so that none of them leaves out in silence what another one refuses.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from adaattn_hf.backends.select import BackendRefusal
+from ..attention.tap import transform_at_work
+from ..backends.select import BackendRefusal
+from .families import KNOWN, PAGED
 
 
-def check_scaling(scaling: Any) -> None:
-    """Refuse a scaling factor that is not a number.
+def check_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Any,
+    position_bias: Any,
+    scaling: Any,
+    sliding_window: int | None,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Refuses what a call may not ask for.
+
+    Args:
+        module: The attention module, which messages name.
+        query, key: `[batch, heads, length, head_dim]`.
+        attention_mask, position_bias, scaling, sliding_window: As Transformers hands them over.
+        kwargs: The keywords that the function does not name.
 
     Raises:
-        ValueError: It is not; the message says what it should be.
+        ValueError: The message names the argument, what it is and what it should be.
     """
-    if not isinstance(scaling, (Real, Tensor, torch.SymFloat, torch.SymInt)):
+    refuse_unknown(module, kwargs)
+    if scaling is not None and not isinstance(scaling, (Real, Tensor, torch.SymFloat, torch.SymInt)):
         raise ValueError(f"scaling: got {scaling!r:.80}, expected a number, or None for head_dim**-0.5")
-
-
-def check_additions(query: Tensor, attention_mask: Any, position_bias: Any) -> None:
-    """Refuse a mask or a bias of the wrong type, shape or device.
-
-    Raises:
-        ValueError: The message names it, what it is and what it should be.
-    """
     if isinstance(attention_mask, Tensor):
         _check_mask(query, attention_mask)
-    if position_bias is None:
-        return
-    known = isinstance(position_bias, Tensor) and position_bias.is_floating_point()
-    if not known or position_bias.dim() < 2:
+    if position_bias is not None:
+        known = isinstance(position_bias, Tensor) and position_bias.is_floating_point()
+        if not known or position_bias.dim() < 2:
+            raise ValueError(
+                f"position_bias: got {position_bias!r:.80}, expected a floating-point tensor that broadcasts to "
+                "[batch, heads, q_len, kv_len]"
+            )
+    if sliding_window is not None and attention_mask is None and sliding_window < key.shape[2]:
         raise ValueError(
-            f"position_bias: got {position_bias!r:.80}, expected a floating-point tensor that broadcasts to "
-            "[batch, heads, q_len, kv_len]"
+            f"sliding_window: got {sliding_window} for {key.shape[2]} keys and no attention_mask, where stock "
+            f"implementations differ, in {type(module).__name__}; pass a mask that holds the window"
         )
+
+
+def refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any], known: Collection[str] = KNOWN) -> None:
+    """Refuses keywords that nobody knows; options of a loss pass through attention on their way.
+
+    Raises:
+        ValueError: An unknown keyword has a value other than None.
+    """
+    for name, value in kwargs.items():
+        if name in known or value is None:
+            continue
+        from .losses import takes  # imported here: few calls have such keywords
+
+        if not takes(name):
+            raise ValueError(
+                f"{name}: got {type(value).__name__} from {type(module).__name__}, a keyword that adaattn does not "
+                "know and that may change what is computed; leave it out of the model's inputs, name it in the "
+                "signature of the model's loss_function if it is the loss's, or load the model with "
+                "attn_implementation='sdpa'"
+            )
+
+
+def check_paged(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Refuses keys in a paged cache.
+
+    Raises:
+        ValueError: A keyword of continuous batching has a value.
+    """
+    for name in PAGED:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name}: {type(module).__name__} keeps its keys in a paged cache, which adaattn does not serve; "
+                "use generate() instead of generate_batch(), or load the model with attn_implementation='sdpa'"
+            )
 
 
 def _check_mask(query: Tensor, mask: Tensor) -> None:
@@ -72,6 +125,19 @@ def with_bias(mask: Tensor, bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
             "[batch, heads, q_len, kv_len]"
         )
     return mask.to(torch.promote_types(mask.dtype, query.dtype)) + bias
+
+
+def check_untransformed(function: str) -> None:
+    """Refuses transforms around a function whose keys lie in a cache that others write to.
+
+    Raises:
+        BackendRefusal: A transform is at work.
+    """
+    if (transform := transform_at_work()) is not None:
+        raise BackendRefusal(
+            f"{function}: called under {transform}, which cannot follow keys in a cache that is written in place; call "
+            "it outside of it"
+        )
 
 
 def check_transform(backend: str | None, transform: str, query: Tensor, key: Tensor) -> None:

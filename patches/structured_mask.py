@@ -17,7 +17,7 @@ from adaattn_hf.attention.structure import CallStructure
 from .support import UnsupportedModel, unsupported
 
 if TYPE_CHECKING:
-    from .packing import Packed
+    from .documents import Packed
 
 _ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 _ADDED = unsupported("a model", "adds the attention mask to scores that it computes itself")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from adaattn_hf.attention.structure import CallStructure
 
 from .cache.keyword import CACHE_KEYWORDS
-from .packing import with_documents
+from .documents import with_documents
 
 
 class Told(NamedTuple):

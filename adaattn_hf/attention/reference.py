@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .heads import spelled_out
 from .request import AttentionRequest
+from .tap import autocast_device
 
 
 class ReferenceResult(NamedTuple):
@@ -40,7 +41,7 @@ def attention(request: AttentionRequest, dtype: torch.dtype = torch.float64) -> 
     query, key, value = (t.to(dtype) for t in (request.query, request.key, request.value))
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(autocast_device(query), enabled=False):
         scores = torch.matmul(query, key.transpose(2, 3)) * request.scaling
         if request.softcap is not None:
             scores = request.softcap * torch.tanh(scores / request.softcap)

@@ -62,13 +62,12 @@ class AttentionRequest:
                 f"query: got shape {tuple(self.query.shape)}, expected a head_dim of at least 1: no key could be told "
                 "from another"
             )
-        if not self.query.dtype.is_floating_point:
-            raise ValueError(
-                f"query: got {self.query.dtype}, expected a floating-point dtype; cast it with .float()"
-            )
+        check_dtype("query", self.query)
         if not self.query.device == self.key.device == self.value.device:
             raise other_devices(self.query, self.key, self.value)
-        if self.stored is None and not self.query.dtype == self.key.dtype == self.value.dtype:
+        if self.stored is not None:
+            self.stored.check_device(self.query.device)
+        elif not self.query.dtype == self.key.dtype == self.value.dtype:
             raise ValueError(
                 f"query, key, value: got {self.query.dtype}, {self.key.dtype} and {self.value.dtype}, expected one "
                 "dtype; cast them to the query's, key.to(query.dtype)"
@@ -145,20 +144,11 @@ class AttentionRequest:
         self, query: Tensor, key: Tensor, value: Tensor, structure: CallStructure | None = None
     ) -> AttentionRequest:
         """The same request about other tensors."""
+        structure = self.structure if structure is None else structure
         return AttentionRequest(
-            query,
-            key,
-            value,
-            self.structure if structure is None else structure,
-            self.scaling,
-            self.dropout,
-            self.softcap,
-            self.sink_logits,
-            self.bias,
-            self.need_lse,
-            self.per_head,
-            self.stored,
-        )
+            query, key, value, structure, self.scaling, self.dropout, self.softcap, self.sink_logits, self.bias,
+            self.need_lse, self.per_head, self.stored,
+        )  # fmt: skip
 
     def widened(self) -> AttentionRequest:
         """The same request with keys and values as numbers: itself, unless they are codes of a cache."""
@@ -192,6 +182,18 @@ def check_dimensions(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(
                 f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]"
             )
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Refuse integers, and floats of eight bits, whose scales attention is not told.
+
+    Raises:
+        ValueError: Names the tensor and its dtype.
+    """
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+        raise ValueError(
+            f"{name}: got {tensor.dtype}, expected a floating-point dtype of 16 bits or more; cast it with .float()"
+        )
 
 
 def other_devices(query: Tensor, key: Tensor, value: Tensor) -> ValueError:

@@ -63,6 +63,20 @@ class StoredKV:
             first_key=None if self.first_key is None else self.first_key[:, heads].contiguous(),
         )
 
+    def check_device(self, device: torch.device) -> None:
+        """Refuses a record that does not lie where its codes do.
+
+        Raises:
+            ValueError: Names the first tensor that lies elsewhere.
+        """
+        for name in ("key_scale", "value_scale", "key_mean", "first_key"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != device:
+                raise ValueError(
+                    f"stored.{name}: got a tensor on {tensor.device} for codes on {device}, expected one device; move "
+                    "the whole cache, not a part of it"
+                )
+
     def rules(self) -> dict[str, Any]:
         """What the native kernels are told, by the names of their `Rules`."""
         return {

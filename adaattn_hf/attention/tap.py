@@ -123,6 +123,16 @@ def transient() -> bool:
     return torch.compiler.is_compiling() or bool(_modes())
 
 
+def tracing() -> bool:
+    """Whether torch.compile or torch.jit.trace records a graph, into which nothing read from data may go."""
+    return torch.compiler.is_compiling() or _tracing() is not None
+
+
+def autocast_device(tensor: Tensor) -> str:
+    """The device type to name where autocast is to be off; the meta device, which computes nothing, knows none."""
+    return "cpu" if tensor.is_meta else tensor.device.type
+
+
 def transform_at_work() -> str | None:
     """Name of the transform that is to see every operation of this thread, None where none is.
 

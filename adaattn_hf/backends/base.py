@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -85,14 +85,46 @@ class Backend(Protocol):
 
         Asked once for calls like this request: of its structure, rules per head, shapes, dtypes and device, outside of
         traced graphs, without dropout, bias, softcap or learned sinks, whose factor is positive, and whose log-sum-exp
-        nobody needs. Whoever keeps the answer compares all these, the device by the query; nothing else does before the
-        kernels read memory. Keeps no tensor of the request.
+        nobody needs. Whoever keeps the answer compares `facts_of`; nothing else does before the kernels read memory.
+        Keeps no tensor of the request.
         """
         return None
 
     def head_launches(self, rules: HeadRules) -> tuple[str, ...]:
         """Name of the launch that serves each key/value head of a request with such rules; one launch for all."""
         return ("one launch",) * len(rules.windows)
+
+
+def facts_of(
+    backend: str | None, query: Tensor, key: Tensor, value: Tensor, stored: bool
+) -> tuple[Hashable, ...]:
+    """All that must be equal for a remembered call to be repeated with other tensors.
+
+    Their types tell tensors that hold memory from those that trace, wrap or shard. Whoever keeps a `FastCall` compares
+    this: some kernels read memory without asking again where it lies.
+
+    Args:
+        backend: Name of the backend that was asked for, None where it was chosen.
+        query, key, value: The tensors of the call.
+        stored: Whether keys and values are codes of a quantised cache.
+    """
+    return (
+        backend,
+        stored,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.shape,
+        key.shape,
+        value.shape,
+        query.device,
+        key.device,
+        value.device,
+        query.__class__,
+        key.__class__,
+        value.__class__,
+        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+    )
 
 
 def layer_call(backend: Backend, request: AttentionRequest) -> Callable[[], object]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
+from ..attention.tap import autocast_device
 from .base import Backend, head_refusals, nothing_seen
 
 
@@ -17,7 +18,7 @@ def _weights_and_lse(request: AttentionRequest) -> tuple[Tensor, Tensor]:
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
     # Autocast would demote these products, and a finite mask value of fp32 overflows in bf16.
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(autocast_device(query), enabled=False):
         # half precision would overflow in products of logits beyond 6.5e4, and round those of a few hundred
         wide = torch.promote_types(query.dtype, torch.float32)
         grouped = query.to(wide).reshape(batch, kv_heads, heads // kv_heads * q_len, head_dim)
@@ -73,7 +74,7 @@ class EagerBackend(Backend):
         )
         batch, heads, q_len, kv_len = weights.shape
         kv_heads = value.shape[1]
-        with torch.autocast(value.device.type, enabled=False):
+        with torch.autocast(autocast_device(value), enabled=False):
             grouped = weights.reshape(batch, kv_heads, heads // kv_heads * q_len, kv_len)
             out = torch.matmul(grouped, value).view(batch, heads, q_len, value.shape[3])
         out = out.to(request.query.dtype)

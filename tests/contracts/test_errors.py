@@ -21,6 +21,7 @@ from transformers import BertForMaskedLM, BertModel
 
 import adaattn_hf
 from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.stored import StoredKV
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BackendRefusal, by_name
 from adaattn_hf.backends.table import Table, TableError
@@ -31,6 +32,7 @@ from adaattn_hf.patches.cache.carrier import StoredTensor
 from adaattn_hf.patches.cache.kept import refuse_assigned
 from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.patches.masks import adaattn_mask
+from adaattn_hf.patches.paged import paged_function
 from adaattn_hf.patches.structured_mask import StructuredMask
 from adaattn_hf.patches.tuned import setting
 from adaattn_hf.plans import execute
@@ -230,6 +232,34 @@ CASES = (
         lambda: attention_function()(nn.Module(), *[torch.zeros(1, 2, 6, 4, dtype=torch.int64)] * 3, None),
         ValueError,
         ("query", "torch.int64", "expected a floating-point dtype", ".float()"),
+    ),
+    Case(
+        "gives keys of eight bits",
+        lambda: attention_function()(
+            nn.Module(), torch.zeros(1, 2, 6, 4), *[torch.zeros(1, 2, 6, 4).to(torch.float8_e4m3fn)] * 2, None
+        ),
+        ValueError,
+        ("key", "torch.float8_e4m3fn", "expected a floating-point dtype of 16 bits or more", ".float()"),
+    ),
+    Case(
+        "moves a part of a cache to another device",
+        lambda: StoredKV(torch.zeros(1, device="meta"), torch.zeros(1)).check_device(torch.device("cpu")),
+        ValueError,
+        ("stored.key_scale", "on meta", "codes on cpu, expected one device", "move the whole cache"),
+    ),
+    Case(
+        "passes a keyword that nobody knows",
+        lambda: attend(alibi=torch.ones(2)),
+        ValueError,
+        ("alibi", "got Tensor", "does not know", "name it in the signature of the model's loss_function"),
+    ),
+    Case(
+        "masks a step of continuous batching",
+        lambda: paged_function()(
+            nn.Module(), *[torch.zeros(1, 2, 6, 4)] * 3, torch.ones(1, 1, 6, 6), cache=object()
+        ),
+        ValueError,
+        ("attention_mask", "got a mask", "expected none", "use 'adaattn' for everything else"),
     ),
     Case(
         "makes a request of several dtypes",

@@ -314,6 +314,38 @@ def test_a_step_of_continuous_batching_is_attention_request_by_request(window: i
     assert not out[:, 7:].any(), "what belongs to no request is zero"
 
 
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"alibi": torch.ones(4)}, "^alibi: got Tensor from Module"),
+        ({"position_bias": torch.ones(1)}, "^position_bias: got Tensor"),
+        ({"sinks": torch.ones(4)}, "^sinks: got Tensor"),
+        ({"attention_mask": torch.ones(1, 1, 8, 16)}, "^attention_mask: got a mask in a step"),
+        ({"dropout": 0.5}, r"^dropout: got 0\.5 in a step"),
+    ],
+)
+def test_what_a_step_of_continuous_batching_does_not_serve_is_refused(
+    keywords: dict[str, Any], words: str
+) -> None:
+    """Before the cache is written to."""
+    from adaattn_hf.patches.paged import paged_function
+
+    query = torch.randn(1, 4, 8, 16)
+    with pytest.raises(ValueError, match=words):
+        paged_function()(torch.nn.Module(), query, query, query, cache=object(), **keywords)
+
+
+def test_a_step_of_continuous_batching_is_not_transformed() -> None:
+    from adaattn_hf.patches.paged import paged_function
+
+    def step(query: Tensor) -> Tensor:
+        out: Tensor = paged_function()(torch.nn.Module(), query, query, query, cache=object())[0]
+        return out
+
+    with pytest.raises(RuntimeError, match=r"generate_batch: called under torch\.func"):
+        torch.func.vmap(step)(torch.randn(2, 1, 4, 8, 16))
+
+
 def test_paged_attention_outside_of_the_engine_is_refused() -> None:
     from adaattn_hf.patches.paged import paged_function
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches import interface
-from adaattn_hf.patches.families import HARMLESS
+from adaattn_hf.patches import fast_path, interface, losses
+from adaattn_hf.patches.families import HARMLESS, MEANT
 
 from ..support.models import fresh_pair, tokens
 
@@ -34,7 +34,7 @@ def called(**keywords: Any) -> Tensor:
 def served() -> set[str]:
     """What the function names, and what it reads of the rest."""
     named = inspect.signature(interface.attention_function()).parameters
-    return {name for name, one in named.items() if one.kind is not one.VAR_KEYWORD} | interface._MEANT
+    return {name for name, one in named.items() if one.kind is not one.VAR_KEYWORD} | MEANT
 
 
 @pytest.mark.parametrize("name", CHANGING)
@@ -42,6 +42,86 @@ def test_a_keyword_that_nobody_knows_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name}: got Tensor from Module.*leave it out.*'sdpa'"):
         called(**{name: torch.ones(2)})
     assert torch.equal(called(**{name: None}), called())
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options of losses that this test meets are met by nobody else."""
+    monkeypatch.setattr(fast_path, "IDLE", set(fast_path.IDLE))
+
+
+OPTIONS = (
+    "auxiliary_loss_weight", "ignore_index", "num_items_in_batch", "reduction", "shift_labels", "sigma",
+    "zero_infinity",
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_the_losses_of_transformers_pass(name: str) -> None:
+    for _ in range(3):  # the later ones take the short way
+        assert torch.equal(called(**{name: 3}), called())
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("name", ["text_mask", "config", "targets", "vocab_size"])
+def test_what_a_model_itself_passes_to_its_loss_is_no_option(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: got int"):
+        called(**{name: 3})
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_loss_of_transformers_is_asked_for_its_options() -> None:
+    """Also through a model, whose second pass takes the short way."""
+    stock, ours = fresh_pair("llama")
+    ids = tokens()
+    labels = ids.masked_fill(ids % 3 == 0, -7)
+    asked = {"labels": labels, "ignore_index": -7}
+    right = stock(ids, **asked).loss
+    assert not torch.isclose(right, stock(ids, labels=ids).loss)
+    for _ in range(3):
+        torch.testing.assert_close(ours(ids, **asked).loss, right, atol=1e-5, rtol=0)
+
+
+class Focal:
+    """A loss with keywords of its own."""
+
+    def __call__(
+        self, logits: Tensor, labels: Tensor, vocab_size: int, gamma: float, *, floor: Any = 0.0, **_: Any
+    ) -> Tensor:
+        return logits.float().logsumexp(2).mean() * gamma + floor
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_of_a_user_is_asked_for_its_keywords(compiled: bool) -> None:
+    stock, ours = fresh_pair("llama")
+    ids = tokens()
+    asked: dict[str, Any] = {"labels": ids, "gamma": 2.0, "floor": torch.tensor(1.0)}
+    for model in (stock, ours):
+        model.loss_function = Focal()
+    call = torch.compile(ours, fullgraph=True, backend="eager") if compiled else ours
+    right = stock(ids, **asked).loss
+    for _ in range(3):
+        torch.testing.assert_close(call(ids, **asked).loss, right, atol=1e-5, rtol=1e-5)
+    with pytest.raises((ValueError, RuntimeError), match="slope"):
+        call(ids, **asked, slope=1.0)
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_losses_that_do_not_tell_take_nothing() -> None:
+    _, ours = fresh_pair("llama")
+    ours.loss_function = dict.fromkeys  # a builtin
+    with pytest.raises(ValueError, match=r"^invented: got float.*signature of the model's loss_function"):
+        ours(tokens(), invented=1.0)
+    ours.loss_function = 3
+    with pytest.raises(ValueError, match=r"^invented: got float.*signature of the model's loss_function"):
+        ours(tokens(), invented=1.0)
+
+
+def test_nothing_that_changes_attention_is_an_option_of_a_loss() -> None:
+    assert not losses._of_transformers() & (served() - HARMLESS)
+    assert "ignore_index" in losses._of_transformers()
 
 
 def test_places_behind_the_mask_are_those_of_sdpa() -> None:

@@ -187,7 +187,10 @@ def forward_like(
         except (RuntimeError, NotImplementedError):
             fits = False
         if not fits:
-            asked = rules if record is None else replace(rules, **record.rules())
+            asked = rules
+            if record is not None:
+                record.check_device(key.device)
+                asked = replace(rules, **record.rules())
             written, _ = forward(query, key, value, scaling, asked)
             assert written is not None  # it is asked for
             return written

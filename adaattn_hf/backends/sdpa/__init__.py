@@ -24,6 +24,8 @@ class SdpaBackend(Backend):
             reasons.append("the log-sum-exp is not returned from traced graphs or under dropout")
         if spec.stored is not None:
             reasons.append(f"torch's kernels cannot read keys and values stored as {spec.stored}")
+        if spec.device == "meta" and spec.kind == "ragged" and not spec.compiling:
+            reasons.append("meta tensors have no padding to read, by which calls of torch's kernels are made")
         return tuple(reasons)
 
     def attend(self, request: AttentionRequest) -> AttentionResult:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.request import AttentionRequest
+from ...attention.tap import autocast_device
 from .kernels import repeated, splits_groups
 from .tiles import Part, Program, bias_of, dense_part
 
@@ -69,7 +70,7 @@ def _written_out(
     # the matrix units of a device compute many times as fast.
     own = query.is_cuda and query.dtype == torch.bfloat16 and torch.compiler.is_compiling()
     work = query.dtype if own else wide
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(autocast_device(query), enabled=False):
         grouped = query.to(work).reshape(batch, kv_heads, heads // kv_heads * q_len, dim)
         scores = torch.matmul(grouped, key.to(work).transpose(2, 3)).view(batch, heads, q_len, key.shape[2])
         scores = scores.to(wide) * request.scaling

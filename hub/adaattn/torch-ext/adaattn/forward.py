@@ -9,9 +9,13 @@ from torch import Tensor, nn
 
 from .attention.request import AttentionRequest
 from .attention.structure import CallStructure
+from .attention.tap import transform_at_work
 from .backends import select
 from .config import settings_in
 from .mask import structure_of
+from .patches.documents import with_documents
+from .patches.refusals import check_call, check_paged, check_transform, with_bias
+from .patches.selected import with_selected_keys
 from .plans import execute
 from .plans.fit import program_of
 from .plans.plan import Plan, PlanError
@@ -47,10 +51,13 @@ def flash_attn_forward(
         is_causal: Causality without a mask, the module's own by default.
         sliding_window: Window of the layer, which the mask holds already.
         softcap, s_aux, position_bias: Softcap, learned sinks and additive bias of the families that have them.
-        kwargs: What Transformers hands to every implementation.
+        kwargs: What Transformers hands to every implementation. `cu_seq_lens_q` and `cu_seq_lens_k` keep packed
+            documents apart, and `indices` or `block_indices` are keys that the model has selected.
 
     Raises:
-        ValueError: Attention weights are asked for, or a plan meets a mask whose shape cannot be told.
+        ValueError: Attention weights are asked for, an argument is none that attention takes or a keyword that nobody
+            knows, or a plan meets a mask whose shape cannot be told.
+        BackendRefusal: The backend that the settings name cannot serve the call.
         PlanError: The plan does not belong to the module, or needs the file of its calibrated tensors.
     """
     if kwargs.get("output_attentions"):
@@ -58,6 +65,8 @@ def flash_attn_forward(
             "output_attentions: got True, expected False: this kernel returns no weights; load the model with "
             "attn_implementation='eager'"
         )
+    check_call(module, query, key, attention_mask, position_bias, scaling, sliding_window, kwargs)
+    check_paged(module, kwargs)
     compiling = torch.compiler.is_compiling()
     settings = settings_in(getattr(module, "config", None))
     if settings.monitor:
@@ -65,6 +74,11 @@ def flash_attn_forward(
             "config.adaattn['monitor']: got True, expected False: monitoring needs the package adaattn-hf; install it "
             "and load the model with attn_implementation='adaattn'"
         )
+    backend = settings.backend
+    transform = None if compiling else transform_at_work()
+    if transform is not None:
+        check_transform("native" if backend == "native" else None, transform, query, key)
+        backend = backend or "eager"
     out_dtype = query.dtype
     wide = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = (t if t.dtype is wide else t.to(wide) for t in (query, key, value))
@@ -78,18 +92,21 @@ def flash_attn_forward(
     elif attention_mask.dtype.is_floating_point:
         structure = CallStructure(batch, q_len, kv_len)
         mask = attention_mask[..., :kv_len]
-        bias = mask if bias is None else bias + mask
-    elif compiling:
+        bias = mask if bias is None else with_bias(mask, bias, query, kv_len)
+    elif compiling or transform is not None:
         structure = CallStructure(batch, q_len, kv_len, mask=attention_mask.bool()[..., :kv_len])
     else:
         structure = structure_of(attention_mask, batch, kv_len, causal, sliding_window)
+    if kwargs.get("cu_seq_lens_q") is not None:
+        structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
+    structure = with_selected_keys(module, structure, query.shape[1], kwargs)
     scaling = head_dim**-0.5 if scaling is None else scaling
     request = AttentionRequest(
         query, key, value, structure, scaling, dropout=dropout, softcap=softcap, sink_logits=s_aux, bias=bias
     )
     program = program_of(module, _no_tensors, compiling)
     if program is None:
-        out = select.attend(request, settings.backend).out
+        out = select.attend(request, backend).out
     else:
         if structure.mask is not None or (
             attention_mask is not None and attention_mask.dtype.is_floating_point
@@ -99,7 +116,7 @@ def flash_attn_forward(
                 "plan in config.adaattn, which needs to know where sequences start; install adaattn-hf and load the "
                 "model with attn_implementation='adaattn', or remove the plan"
             )
-        out = execute.attend(program, request, settings.backend).out
+        out = execute.attend(program, request, backend).out
     return out if out.dtype is out_dtype else out.to(out_dtype), None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from .arguments import Options, check_tensors, options
 from .attention.structure import Segment
 from .paged import attend_pages, gathered, write_pages
+from .patches.refusals import check_untransformed
 from .run import attend, lse_of
 from .runs import Runs, packed_runs
 
@@ -68,6 +69,7 @@ def flash_attn_with_kvcache(
         "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
         "cache_leftpad": cache_leftpad, "alibi_slopes": alibi_slopes,
     }  # fmt: skip
+    check_untransformed("flash_attn_with_kvcache")
     asked = options(
         q, causal, window_size, softmax_scale, softcap, s_aux, learnable_sink, refused=refused
     )  # fmt: skip

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .arguments import check_tensors, options
 from .attention.structure import CallStructure
+from .attention.tap import transform_at_work
+from .operators import within
 from .run import attend, lse_of
 
 __all__ = ["flash_attn_func"]
@@ -57,8 +59,16 @@ def flash_attn_func(
         q, causal, window_size, softmax_scale, softcap, s_aux, learnable_sink, dropout_p, deterministic,
         {"alibi_slopes": alibi_slopes},
     )  # fmt: skip
-    make = _structure if torch.compiler.is_compiling() else _shared_structure
-    structure = make(q.shape[0], q.shape[1], k.shape[1], asked.causal, asked.window)
+    batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
+    if torch.compiler.is_compiling():
+        structure = _structure(batch, q_len, kv_len, asked.causal, asked.window)
+    elif transform_at_work() is None:
+        structure = _shared_structure(batch, q_len, kv_len, asked.causal, asked.window)
+    else:
+        # of operations on tensors: a graph that torch.jit.trace records may be run with other lengths
+        places = torch.arange(q_len, device=q.device)[:, None] + (kv_len - q_len)
+        mask = within(places, torch.arange(kv_len, device=q.device)[None], asked)
+        structure = CallStructure(batch, q_len, kv_len, mask=mask[None, None])
     query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     result = attend(structure, query, key, value, asked, need_lse=return_attn_probs)
     return (result.out, lse_of(result), None) if return_attn_probs else result.out

@@ -136,11 +136,30 @@ def traced_varlen(
         raise ValueError(
             "return_attn_probs: got True in a compiled graph without the native kernels; leave it out or do not compile"
         )
+    return masked_varlen(q, k, v, cu_q, cu_k, asked)
+
+
+def masked_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    asked: Options,
+    backend: str | None = None,
+    *,
+    need_lse: bool = False,
+) -> AttentionResult:
+    """Packed attention by a mask made of operations on tensors alone, so that whoever traces sees all of them."""
     mask = _mask(cu_q, cu_k, q.shape[0], k.shape[0], asked)
     structure = CallStructure(1, q.shape[0], k.shape[0], mask=mask)
     query, key, value = map(_heads_first, (q, k, v))
-    request = AttentionRequest(query, key, value, structure, asked.scaling, softcap=cap, sink_logits=sinks)
-    return AttentionResult(select.attend(request).out[0])
+    request = AttentionRequest(
+        query, key, value, structure, asked.scaling,
+        softcap=asked.softcap, sink_logits=asked.sink_logits, need_lse=need_lse,
+    )  # fmt: skip
+    out, lse = select.attend(request, backend)
+    return AttentionResult(out[0], None if lse is None else lse[0])
 
 
 @torch.compiler.assume_constant_result
@@ -158,9 +177,13 @@ def _mask(cu_q: Tensor, cu_k: Tensor, q_total: int, k_total: int, asked: Options
     # where each query stands in the keys: the ends of its sequence lie on one another
     end = of_i.clamp(max=last)
     p = (i - cu_q[end] + cu_k[end])[:, None]
-    keep = (of_i[:, None] == of_j[None]) & (of_i <= last)[:, None]
-    if asked.causal:
-        keep = keep & (j[None] <= p)
+    together = (of_i[:, None] == of_j[None]) & (of_i <= last)[:, None]
+    return (together & within(p, j[None], asked))[None, None]
+
+
+def within(p: Tensor, j: Tensor, asked: Options) -> Tensor:
+    """Whether queries at positions `p` `[q_len, 1]` see keys `j` `[1, kv_len]`, by causality and window."""
+    keep = j <= p if asked.causal else torch.ones_like(p == j)
     if asked.window is not None:
-        keep = keep & ((j[None] > p - asked.window) if asked.causal else ((p - j[None]).abs() < asked.window))
-    return keep[None, None]
+        keep = keep & ((j > p - asked.window) if asked.causal else ((p - j).abs() < asked.window))
+    return keep

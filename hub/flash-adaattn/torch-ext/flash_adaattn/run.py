@@ -8,8 +8,10 @@ from torch import Tensor
 from .arguments import Options
 from .attention.request import AttentionRequest, AttentionResult
 from .attention.structure import CallStructure
+from .attention.tap import transform_at_work
 from .backends import select
-from .backends.base import FastCall, spec_of
+from .backends.base import FastCall, facts_of, spec_of
+from .patches.refusals import check_transform
 
 __all__ = ["attend", "lse_of"]
 
@@ -32,13 +34,18 @@ def attend(
         asked: The keywords of the call.
         need_lse: Also return the log-sum-exp, `[batch, heads, q_len]`.
     """
-    if asked.softcap is None and asked.sink_logits is None and not need_lse and asked.scaling > 0:
+    transform = None if torch.compiler.is_compiling() else transform_at_work()
+    plain = asked.softcap is None and asked.sink_logits is None and not need_lse and asked.scaling > 0
+    if plain and transform is None:
         return AttentionResult(_attend_plainly(structure, query, key, value, asked.scaling))
     request = AttentionRequest(
         query, key, value, structure, asked.scaling,
         softcap=asked.softcap, sink_logits=asked.sink_logits, need_lse=need_lse,
     )  # fmt: skip
-    return select.attend(request)
+    if transform is None:
+        return select.attend(request)
+    check_transform(None, transform, query, key)
+    return select.attend(request, "eager")  # of torch's own operations, which transforms see
 
 
 def _attend_plainly(
@@ -48,10 +55,7 @@ def _attend_plainly(
     if torch.compiler.is_compiling():
         request = AttentionRequest(query, key, value, structure, scaling)
         return select.attend(request).out
-    flows = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    facts = (
-        flows, query.dtype, key.dtype, value.dtype, query.device, query.shape, key.shape, value.shape
-    )  # fmt: skip
+    facts = facts_of(None, query, key, value, False)
     kept: tuple[object, FastCall | None] | None = structure.ready
     if kept is None or kept[0] != facts:
         request = AttentionRequest(query, key, value, structure, scaling)

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from .arguments import Options, check_tensors, options
 from .attention.request import AttentionResult
-from .operators import traced_varlen
+from .attention.tap import transform_at_work
+from .operators import masked_varlen, traced_varlen
 from .paged import gathered
+from .patches.refusals import check_transform, check_untransformed
 from .run import attend, lse_of
 from .runs import packed_runs
 
@@ -58,6 +60,7 @@ def flash_attn_varlen_func(
     del max_seqlen_q, max_seqlen_k
     table = block_table if block_table is not None else page_table
     if table is not None:
+        check_untransformed("flash_attn_varlen_func with block_table")
         k, v = gathered(k, v, table, cu_seqlens_k.tolist())
     check_tensors(q, k, v, 3)
     asked = options(
@@ -67,6 +70,10 @@ def flash_attn_varlen_func(
     if torch.compiler.is_compiling():
         traced = traced_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, need_lse=return_attn_probs)
         return (traced.out, lse_of(traced), None) if return_attn_probs else traced.out
+    if (transform := transform_at_work()) is not None:
+        check_transform(None, transform, q, k)
+        seen = masked_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, "eager", need_lse=return_attn_probs)
+        return (seen.out, lse_of(seen), None) if return_attn_probs else seen.out
     result = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, return_attn_probs)
     out = result.out.squeeze(0)
     return (out, lse_of(result).squeeze(0), None) if return_attn_probs else out

@@ -1,0 +1,236 @@
+"""The kernels' functions refuse and serve what the package's do: one guard stands at every door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import adaattn_hf
+from adaattn_hf.patches.interface import attention_function
+
+assert adaattn_hf.NAMES  # the package at one door, the kernel at the other
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+DOORS = ("package", "kernel")
+Serve = Callable[..., Any]
+
+
+@pytest.fixture(params=DOORS)
+def serve(request: pytest.FixtureRequest, load_kernel: Callable[[str], Any]) -> Serve:
+    if request.param == "package":
+        return attention_function()
+    function: Serve = load_kernel("adaattn").flash_attn_forward
+    return function
+
+
+class Layer(nn.Module):
+    is_causal = True
+    config = None
+
+
+def drawn(*shape: int, length: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.randn(*shape, 4, length, 8),
+        torch.randn(*shape, 2, length, 8),
+        torch.randn(*shape, 2, length, 8),
+    )
+
+
+def packed(serve: Serve, tensors: Any, borders: Any, **more: Any) -> Tensor:
+    out: Tensor = serve(Layer(), *tensors, None, cu_seq_lens_q=borders, cu_seq_lens_k=borders, **more)[0]
+    return out
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_packed_documents_do_not_see_one_another(serve: Serve, masked: bool) -> None:
+    tensors, borders = drawn(1), torch.tensor([0, 4, 9], dtype=torch.int32)
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril() if masked else None
+    out = serve(Layer(), *tensors, mask, cu_seq_lens_q=borders, cu_seq_lens_k=borders)[0]
+    for a, b in ((0, 4), (4, 9)):
+        alone = serve(Layer(), *(t[:, :, a:b] for t in tensors), None)[0]
+        torch.testing.assert_close(out[:, a:b], alone, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("borders", "words"),
+    [
+        ([0, 4, 12], r"cu_seq_lens_q: got \[0, 4, 12\], expected cumulative lengths"),
+        ([0, 5, 4], "cu_seq_lens_q: got"),
+    ],
+)
+def test_documents_that_cannot_be_are_refused(serve: Serve, borders: list[int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        packed(serve, drawn(1), torch.tensor(borders, dtype=torch.int32))
+    with pytest.raises(ValueError, match="packed documents lie in one batch row"):
+        packed(serve, drawn(2), torch.tensor([0, 4, 9], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"alibi": torch.ones(4)}, "^alibi: got Tensor from Layer"),
+        ({"invented": 3}, "^invented: got int from Layer"),
+        ({"sliding_window": 4}, "sliding_window: got 4 for 9 keys and no attention_mask"),
+        ({"scaling": "half"}, "scaling: got 'half'"),
+        ({"position_bias": torch.ones(9, 9, dtype=torch.long)}, "position_bias: got"),
+        ({"block_table": torch.ones(1)}, "block_table: Layer keeps its keys in a paged cache"),
+        ({"cache": object()}, "cache: Layer keeps its keys in a paged cache"),
+    ],
+)
+def test_what_changes_a_call_and_is_not_served_is_refused(
+    serve: Serve, keywords: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        serve(Layer(), *drawn(1), None, **keywords)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(1, 1, 9, 9, dtype=torch.long), torch.ones(9), torch.ones(1, 1, 9, 9, device="meta")]
+)
+def test_masks_that_say_nothing_are_refused(serve: Serve, mask: Tensor) -> None:
+    with pytest.raises(ValueError, match="attention_mask: got"):
+        serve(Layer(), *drawn(1), mask)
+
+
+def test_options_of_losses_pass(serve: Serve) -> None:
+    tensors = drawn(1)
+    plain = serve(Layer(), *tensors, None)[0]
+    with_options = serve(Layer(), *tensors, None, ignore_index=-1, num_items_in_batch=3, use_cache=False)[0]
+    assert torch.equal(plain, with_options)
+
+
+def test_selected_keys_are_all_that_is_seen(serve: Serve) -> None:
+    tensors = drawn(1)
+    indices = torch.arange(9)[None, :, None].clamp(max=3)  # each query its own key, late ones the fourth
+    out = serve(Layer(), *tensors, None, indices=indices)[0]
+    right = tensors[2].repeat_interleave(2, 1).transpose(1, 2)[:, indices[0, :, 0]]
+    torch.testing.assert_close(out, right, atol=2e-6, rtol=0)
+
+
+def test_forward_mode_has_a_tangent(serve: Serve) -> None:
+    (query, key, value), tangent = drawn(2), torch.randn(2, 4, 9, 8)
+    with forward_ad.dual_level():
+        out = serve(Layer(), forward_ad.make_dual(query, tangent), key, value, None)[0]
+        found = forward_ad.unpack_dual(out).tangent
+    assert found is not None
+    query = query.double()
+    _, right = torch.func.jvp(
+        lambda q: serve(Layer(), q, key.double(), value.double(), None)[0], (query,), (tangent.double(),)
+    )
+    torch.testing.assert_close(found.double(), right, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_batches_of_torch_func(serve: Serve, masked: bool) -> None:
+    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril() if masked else None
+
+    def attend(*tensors: Tensor) -> Tensor:
+        out: Tensor = serve(Layer(), *tensors, mask)[0]
+        return out
+
+    many = drawn(3, 2)
+    apart = torch.stack([attend(*(t[i] for t in many)) for i in range(3)])
+    torch.testing.assert_close(torch.func.vmap(attend)(*many), apart, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_traced_graph_computes_attention_of_its_inputs(serve: Serve, masked: bool) -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = serve(Layer(), query, key, value, mask if masked else None)[0]
+        return out
+
+    first, mask = drawn(2), torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    hidden = mask.clone()
+    hidden[1, :, :, :3] = False
+    traced = torch.jit.trace(attend, (*first, mask), check_trace=False)
+    for tensors, shown in ((first, mask), (drawn(2), hidden)):
+        torch.testing.assert_close(traced(*tensors, shown), attend(*tensors, shown), atol=1e-5, rtol=0)
+
+
+def test_kernels_that_settings_name_refuse_transforms(load_kernel: Callable[[str], Any]) -> None:
+    layer, serve = Layer(), load_kernel("adaattn").flash_attn_forward
+    layer.config = SimpleNamespace(adaattn={"backend": "native"})  # type: ignore[assignment]
+    query, key, value = drawn(2)
+    with pytest.raises(RuntimeError, match=r"sees nothing of what its kernels compute"):
+        torch.func.grad(lambda q: serve(layer, q, key, value, None)[0].sum())(query)
+
+
+# ---------------- flash-adaattn
+def heads_last(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(*shape, 4, 8), torch.randn(*shape, 2, 8), torch.randn(*shape, 2, 8)
+
+
+BORDERS = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+
+def functions(flash: Any) -> dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]]:
+    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash.flash_attn_varlen_func(q, k, v, BORDERS, BORDERS, causal=True, window_size=(3, 0))
+        return out
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash.flash_attn_func(q, k, v, causal=True, softcap=2.0)
+        return out
+
+    return {"varlen": (varlen, (9,)), "dense": (dense, (2, 9))}
+
+
+@pytest.mark.parametrize("name", ["varlen", "dense"])
+def test_transforms_see_the_functions_of_flash_attention(flash: Any, name: str) -> None:
+    function, shape = functions(flash)[name]
+    first, second = heads_last(*shape), heads_last(*shape)
+    tangent = torch.randn_like(first[0])
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(function(forward_ad.make_dual(first[0], tangent), *first[1:])).tangent
+    assert found is not None
+    step = 1e-3
+    moved = (function(first[0] + sign * step * tangent, *first[1:]) for sign in (1, -1))
+    slope = next(moved) - next(moved)
+    torch.testing.assert_close(found, slope / (2 * step), atol=2e-3, rtol=0)
+    many = [torch.stack(pair) for pair in zip(first, second, strict=True)]
+    apart = torch.stack([function(*first), function(*second)])
+    torch.testing.assert_close(torch.func.vmap(function)(*many), apart, atol=1e-5, rtol=0)
+    traced = torch.jit.trace(function, first, check_trace=False)
+    torch.testing.assert_close(traced(*second), function(*second), atol=1e-5, rtol=0)
+    if name == "dense":
+        longer = heads_last(2, 12)
+        torch.testing.assert_close(traced(*longer), function(*longer), atol=1e-5, rtol=0)
+
+
+def test_a_traced_graph_reads_the_lengths_that_it_is_called_with(flash: Any) -> None:
+    def varlen(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor:
+        out: Tensor = flash.flash_attn_varlen_func(q, k, v, borders, borders, causal=True)
+        return out
+
+    tensors, other = heads_last(9), torch.tensor([0, 7, 9], dtype=torch.int32)
+    traced = torch.jit.trace(varlen, (*tensors, BORDERS), check_trace=False)
+    torch.testing.assert_close(traced(*tensors, other), varlen(*tensors, other), atol=1e-5, rtol=0)
+
+
+def test_caches_are_not_written_under_a_transform(flash: Any) -> None:
+    query, cache = torch.randn(1, 1, 4, 8), torch.randn(1, 16, 2, 8)
+
+    def step(q: Tensor) -> Tensor:
+        out: Tensor = flash.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=9)
+        return out
+
+    step(query)
+    with pytest.raises(RuntimeError, match=r"flash_attn_with_kvcache: called under torch\.func"):
+        torch.func.vmap(step)(query[None])
+
+
+def test_a_call_without_memory_is_not_taken_for_one_with_it(flash: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    tensors = heads_last(2, 11)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = [mode.from_tensor(t) for t in tensors]
+    for _ in range(2):
+        assert type(flash.flash_attn_func(*tensors, causal=True)) is Tensor
+        assert isinstance(flash.flash_attn_func(*fake, causal=True), FakeTensor)
