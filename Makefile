@@ -1,12 +1,12 @@
-# Everything runs in a virtual environment of its own, which the first target that needs it sets up.
-# Another interpreter: make PYTHON=python3.12 VENV=.venv312 test
+# Everything runs in a virtual environment of its own, which the first target that needs it sets up, with the newest
+# supported Python on PATH. Another one: make PYTHON=python3.12 VENV=.venv312 test
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
-PYTHON ?= python3.11
+PYTHON ?= $(or $(shell .ci/find-python),$(error no Python to go on with))
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -32,19 +32,9 @@ help: ## this list
 
 venv: $(READY) ## set up .venv with everything for development
 
-# The CPU build comes from the configured index where that has one, else from the index of the PyTorch project.
-# Elsewhere than on Linux the plain build is the CPU build.
 $(READY): pyproject.toml constraints-dev.txt $(wildcard setup.py)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	if test "$$(uname -s)" = Linux; then \
-	  $(BIN)/python -m pip install -q -c constraints-dev.txt "torch==$(TORCH)+cpu" \
-	  || $(BIN)/python -m pip install -q -c constraints-dev.txt "torch==$(TORCH)+cpu" \
-	       --extra-index-url https://download.pytorch.org/whl/cpu; \
-	else \
-	  $(BIN)/python -m pip install -q -c constraints-dev.txt "torch==$(TORCH)"; \
-	fi
-	$(BIN)/python -m pip install -q -c constraints-dev.txt setuptools wheel
-	$(BIN)/python -m pip install -q -c constraints-dev.txt --no-build-isolation -e ".[dev,docs]"
+	$(if $(wildcard $(BIN)/python),,$(PYTHON) -m venv $(VENV))
+	.ci/fill-venv $(BIN)/python
 	touch $(READY)
 
 demo: $(READY) ## stock against adaattn on the models in the package, offline
@@ -62,7 +52,7 @@ hub-kernel: ## kernel repositories for the Hub in build/hub; NAMES=flash-adaattn
 # Another Transformers than the development environment's, for which the package index has a `kernels`: installed in front
 # of everything else of that environment.
 .venv-hub/.ready: $(READY) hub/requirements.txt
-	test -x .venv-hub/bin/python || $(PYTHON) -m venv .venv-hub
+	test -x .venv-hub/bin/python || $(BIN)/python -m venv .venv-hub  # the Python whose packages it borrows
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")')" \
 	  > "$$(.venv-hub/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth"
 	.venv-hub/bin/python -m pip install -q --no-deps -r hub/requirements.txt
