@@ -132,6 +132,18 @@ def test_the_pythons_of_the_classifiers_are_those_that_are_tested() -> None:
     ].removeprefix(">=")
 
 
+def test_the_page_of_support_names_the_versions_of_the_package() -> None:
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (Python|PyTorch|Transformers) \| ([^|]+) \|", page, re.MULTILINE))
+    read = project()["project"]
+    pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(read["classifiers"]))
+    assert rows["Python"] == ", ".join(pythons)
+    bounds = requirements(read["dependencies"])
+    assert bounds["pytorch"] == {f">={rows['PyTorch'].removesuffix(' or newer')}"}
+    low, high = rows["Transformers"].split(" to 5.")
+    assert bounds["transformers"] == {f">={low}", f"<5.{int(high) + 1}"}
+
+
 def allowed(name: str, rules: list[str]) -> bool:
     """Whether `.dockerignore` lets a top-level name into the image's context."""
     return f"!{name}" in rules
