@@ -182,8 +182,8 @@ explorer-smollm2: $(READY) ## the front page's explorer of SmolLM2, by the price
 	  --most-held-out 16 --tries 2 --bolder 0 --threads 1 --device cpu --out build/explorer-smollm2
 	$(BIN)/adaattn plan explore build/explorer-smollm2 --name SmolLM2-135M --html docs/assets/explorer_smollm2.html
 
-headline: $(READY) ## write the front pages' tables of figures anew, from docs/results
-	PYTHONSAFEPATH= $(BIN)/python -m studies.headline README.md docs/index.md
+headline: $(READY) ## write the figures of the README, their picture and docs/figures.md anew, from docs/results
+	PYTHONSAFEPATH= $(BIN)/python -m studies.headline
 
 freeze: $(READY) ## rewrite the pins of constraints-dev.txt from the virtual environment
 	{ sed -n '/^#/p' constraints-dev.txt; \

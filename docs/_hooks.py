@@ -1,4 +1,4 @@
-"""What the site shows besides `docs/`: pages of the root, the commands' options, and links between the two places.
+"""What the site shows besides `docs/`: pages of the root, the first of them its home, the commands' options, and links.
 
 The same files are read in a checkout, where `../BENCHMARKS.md` is right, and on the site, where that page lies beside
 the others. Links that leave the site lead to the repository.
@@ -19,6 +19,7 @@ from adaattn_hf.cli.main import COMMANDS, load_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
+    "README.md": "index.md",
     "BENCHMARKS.md": "benchmarks.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",

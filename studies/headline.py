@@ -1,373 +1,259 @@
-"""Tables of gains for the front pages, from kept results: `python -m studies.headline README.md docs/index.md`.
+"""The figures of the README, its pictures, and the tables of docs/figures.md: `python -m studies.headline`.
 
-The figures come from `docs/results/`; nothing in the tables is typed.
+All come from `docs/results/`; none is typed. What stands on the README names the commit and the machine that it was
+measured at, or is refused.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
 
+from .budget.report import elsewhere, inside
 from .headline_frontier import frontier
-from .headline_picture import Bar, draw
-from .headline_plan import draw as draw_plans
-from .pages import loss, percent
+from .headline_picture import Bar, badge, draw
+from .headline_tables import tables
+from .pages import commit, machine, percent, table
 
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
-PICTURE = RESULTS.parent / "assets" / "speed.svg"
-PLANS = RESULTS.parent / "assets" / "plans.svg"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+ASSETS = ROOT / "docs" / "assets"
+README, FIGURES = ROOT / "README.md", ROOT / "docs" / "figures.md"
 MARKS = "<!-- {name}: begin -->", "<!-- {name}: end -->"
-
-# What a line says, the cell's title, and the results that hold it.
-_LINES = (
-    ("documents packed into one row", "packed 8 x 512 (float32)", "bench"),
-    ("prompts padded on the left", "left-padded prompts (float32)", "bench"),
-    ("window of 512 at 8k", "window 512 at 8k (bfloat16)", "bench"),
-    ("causal prefill, 4k", "causal 4k (float32)", "bench"),
-    ("causal prefill, 4k", "causal 4k (bfloat16)", "bench"),
-    ("decode, 32/8 heads, 4k", "GQA decode 4k (bfloat16)", "bench"),
-    ("BERT-base, a batch of 12 to 512 tokens, whole model", "BERT base batch 12-512, prepared (float32)", "bench"),
-    ("a decode step of 8 rows behind 4k, whole model", "decode step 8 x 4k, 16 heads, prepared (bfloat16)", "bench"),
-    ("GPT-2 on 32 tokens, whole model", "GPT-2 small 32 tokens (float32)", "bench"),
-    ("causal prefill, 16k", "causal 16k (bfloat16)", "gpu"),
-    ("prompts padded on the left, half of them real", "left-padded 8 x 4k, half real (bfloat16)", "gpu"),
-    ("16 documents of 1k packed into one row", "packed 16 x 1k (bfloat16)", "gpu"),
-    ("window of 1k at 16k", "window 1k at 16k (bfloat16)", "gpu"),
-    ("a padded batch of 512 to 12 tokens", "BERT batch 12-512 (float32)", "gpu_small"),
-    ("documents packed into one row, forward and backward", "packed training (float32)", "gpu_small"),
-    ("decode, 32/8 heads, 4k, 8 rows", "GQA decode 4k batch 8 (float32)", "gpu_small"),
-    ("GPT-2 on 32 tokens, whole model", "GPT-2 small 32 tokens (float32)", "gpu_small"),
-    ("decode, 32 padded rows behind 4k", "decode 32 x 4k, left-padded (bfloat16)", "gpu"),
-    ("decode from a static cache, a quarter in use", "static cache of 16k, 4k in use, batch 8 (bfloat16)", "gpu"),
+REPORTS = (
+    "bench", "budget", "budget_cuda", "cache", "cache_plans", "gpu_plans",
+    "quality/smollm2-plan-0.1-cuda-wikitext", "quality/smollm2-plan-1-cuda-wikitext",
 )  # fmt: skip
 
-
-# What a line says, the section of gpu_plans.json, its cell, and the column that it is set beside.
-_PLANS = (
-    ("prefill 8k, every second head a window of 1,024", "prefill", "8k, every second head 1024+16", "sdpa"),
-    ("prefill 8k, heads mixed", "prefill", "8k, mixed: 2 exact, 3 × 1024, 2 × 4096, 1 × 256", "sdpa"),
-    ("prefill 32k, heads mixed", "prefill", "32k, mixed: 2 exact, 3 × 1024, 2 × 4096, 1 × 256", "sdpa"),
-    ("decode, 8 rows behind 32k, every second head", "decode", "8 × 32k, every second head 1024+16", "sdpa"),
-    (
-        "training at 16k, window of 1,024 in all heads (stock: causal)",
-        "training",
-        "window 1024",
-        "sdpa, causal",
-    ),
-)
+Reports = Mapping[str, Any]
+Measured = tuple[float, str, Mapping[str, Any]]
+"""How many times as fast, than what, and the provenance of both."""
 
 
-# Reports of the plans of one seed on the same text.
-_WIKITEXT = ("quality/smollm2-plan-0.1-cuda-wikitext", "quality/smollm2-plan-1-cuda-wikitext")
+@dataclass(frozen=True)
+class Case:
+    """What the README and its picture show of one thing that people run.
 
-
-def block(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table.
-
-    Args:
-        reports: Reports of `adaattn bench` by name: `bench`, `gpu`, `gpu_small`; and `gpu_plans`.
-
-    Raises:
-        UsageError: A cell was not measured.
+    Attributes:
+        says: What ran.
+        whole: Whether a whole model was timed, or attention alone.
+        dtype: Of the tensors.
+        measured: Finds it in the reports.
     """
-    rows = [
-        "| exact attention | dtype | on | best stock | times as fast |",
-        "|---|---|---|---|---|",
-    ]
-    for says, dtype, where, best, ratio in (*_cells(reports), *_generated(reports["gpu_plans"])):
-        rows.append(f"| {says} | {dtype} | {where} | {best} | {ratio['median']:.2f} |")
-    return "\n".join(rows)
+
+    says: str
+    whole: bool
+    dtype: str
+    measured: Callable[[Reports], Measured]
 
 
-Line = tuple[str, str, str, str, Mapping[str, float]]
-"""What a line says, its dtype, where it was measured, the best stock implementation, and the ratio's quartiles."""
+def bench(title: str) -> Callable[[Reports], Measured]:
+    """A cell of `adaattn bench`, beside the fastest stock implementation of the cell."""
+
+    def find(reports: Reports) -> Measured:
+        cells = [cell for cell in reports["bench"]["cells"] if cell["title"] == title]
+        if not cells or cells[0]["best"] is None:
+            raise UsageError(f"bench.json: no stock implementation was measured in the cell {title!r}")
+        made = {**reports["bench"]["provenance"], "commit": cells[0]["commit"]}
+        return cells[0]["ratio_best"]["wall"]["median"], cells[0]["best"], made
+
+    return find
 
 
-def _cells(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
-    """Cells of `adaattn bench`."""
-    for says, title, name in _LINES:
-        report = reports[name]
-        found = [cell for cell in report["cells"] if cell["title"] == title]
-        if not found or found[0]["best"] is None:
-            raise UsageError(f"{name}.json: no stock implementation was measured in the cell {title!r}")
-        made = report["provenance"]
-        where = f"{made['cpu']}, {made['threads']} threads" if made["device"] == "cpu" else made["device"]
-        dtype = title.rpartition(" (")[2][:-1]
-        yield says, dtype, where, found[0]["best"], found[0]["ratio_best"]["wall"]
+def cuda(section: str, title: str, ours: str, stock: str = "sdpa") -> Callable[[Reports], Measured]:
+    """A cell of `gpu_plans.json`, ours by the kernels that come with the package."""
 
-
-def _generated(report: Mapping[str, Any]) -> Iterator[Line]:
-    """Generation with a static cache, exact; stock's quartiles over ours."""
-    for cell in report["sections"]["generation"]:
-        says = f"a token of an 8B model, {cell['cell'].removesuffix(', ms a token')}"
-        (low, high), (our_low, our_high) = (cell["quartiles"][arm] for arm in ("sdpa", "exact"))
-        ratio = {
-            "median": cell["sdpa"] / cell["exact"],
-            "quartile_25": low / our_high,
-            "quartile_75": high / our_low,
-        }
-        yield says, "bfloat16", _device_of(report, "generation"), "sdpa", ratio
-
-
-def picture(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """The same cells as bars, in SVG."""
-    bars = []
-    for says, dtype, where, _best, ratio in (*_cells(reports), *_generated(reports["gpu_plans"])):
-        short = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
-        spread = ratio["quartile_25"], ratio["quartile_75"]
-        bars.append(Bar(f"{says} ({short})", where, "threads" not in where, ratio["median"], *spread))
-    return draw(bars, "Exact attention: times as fast as the fastest stock implementation")
-
-
-def plans_picture(study: Mapping[str, Any]) -> str:
-    """The plans of the first seed, one per budget, in SVG."""
-    first = [record for record in study["seeds"] if record["seed"] == 0]
-    return draw_plans(first, "What a loss budget buys: two plans of SmolLM2-135M for up to 8,192 tokens")
-
-
-def figures(reports: Mapping[str, Any]) -> str:
-    """All tables; the first, whose cells the picture shows, is folded away."""
-    folded = (
-        f'<details markdown="1">\n<summary>The picture as a table</summary>\n\n{block(reports)}\n\n</details>'
-    )
-    tables = (
-        folded,
-        budget_block(reports["budget"]),
-        device_budget_block(reports["budget_cuda"]),
-        wikitext_block([reports[name] for name in _WIKITEXT]),
-        caches_block(reports["cache_plans"]),
-        generation_block(reports["gpu_plans"]),
-        steps_block(reports["gpu_plans"]),
-        plans_block(reports["gpu_plans"]),
-    )
-    return "\n\n".join(tables)
-
-
-def wikitext_block(reports: Sequence[Mapping[str, Any]]) -> str:
-    """The table of what plans lose on a text that decided nothing, from reports of `adaattn eval`."""
-    rows = []
-    for report in reports:
-        stock, planned = (arm["perplexity"] for arm in report["quality"]["arms"])
-        (found,) = report["quality"]["comparisons"]
-        budget = next(plan["budget"] for plan in report["plans"] if plan)
-        rows.append(
-            f"| {percent(budget)} | {stock:.4f} | {planned:.4f} | {loss(found['delta_nll']['mean'])} | "
-            f"{loss(found['delta_nll']['upper'])} of {loss(budget)} |"
-        )
-    told = f"{reports[0]['quality']['arms'][0]['tokens']:,} tokens"
-    where = reports[0]["provenance"]["device"]
-    return "\n".join([
-        f"| loss budget, the whole WikiText-2 test set ({told}), {where} | stock perplexity | with the plan | Δnll "
-        "| at most (95 %) |",
-        "|---|---|---|---|---|",
-        *rows,
-    ])  # fmt: skip
-
-
-def caches_block(records: Sequence[Mapping[str, Any]]) -> str:
-    """The table of what caches under a budget hold, see `studies.cache_plans`."""
-    rows = [
-        f"| {percent(one['budget'])} | {one['bytes_per_token']:,.0f} of {one['dynamic']:,} | {one['smaller']:.2f} | "
-        f"{loss(one['cache']['verified']['upper'])} of {loss(one['budget'])} |"
-        for one in records
-    ]
-    model = records[0]["name"].partition("-Instruct")[0]
-    return "\n".join([
-        f"| loss budget, key/value cache of {model} at {records[0]['tokens']:,} tokens | bytes per token | times "
-        "smaller than 16 bits | Δnll over the cache, at most |",
-        "|---|---|---|---|",
-        *rows,
-    ])  # fmt: skip
-
-
-def generation_block(report: Mapping[str, Any]) -> str:
-    """The table of generation with a static cache, as Transformers compiles it on a CUDA device."""
-    cells = report["sections"]["generation"]
-    arms = {"exact": "exact AdaAttn"}
-    arms |= {f"plan {budget}": f"windows as in SmolLM2's plan of {budget}" for budget in ("0.1 %", "1 %")}
-    device = _device_of(report, "generation")
-    rows = [
-        f"| `generate` with a static cache, LLaMA-8B's shape, bfloat16, {device} | stock sdpa "
-        f"| {' | '.join(arms.values())} | exact: times as fast | of 1 %: times as fast |",
-        "|---" * (4 + len(arms)) + "|",
-    ]
-    for cell in cells:
-        says = cell["cell"].removesuffix(", ms a token")
-        times = " | ".join(f"{cell[arm]:.1f} ms" for arm in ("sdpa", *arms))
-        ratios = " | ".join(f"{cell['sdpa'] / cell[arm]:.2f}" for arm in ("exact", "plan 1 %"))
-        rows.append(f"| a token behind {says} | {times} | {ratios} |")
-    return "\n".join(rows)
-
-
-def _device_of(report: Mapping[str, Any], section: str) -> str:
-    """The device that a section was measured on."""
-    found: str = report["settings"].get(section, report["setting"])["device"]
-    return found
-
-
-def steps_block(report: Mapping[str, Any]) -> str:
-    """The table of decode steps of a whole model on a CUDA device, exact; stock with either of its caches."""
-    device = _device_of(report, "model")
-    rows = [
-        f"| one decode step, not compiled, of a model of LLaMA-8B's shape, bfloat16, {device} | stock sdpa, "
-        "`DynamicCache` | stock sdpa, `StaticCache` | exact AdaAttn, `AdaAttnCache` "
-        "| times as fast as the better of both |",
-        "|---|---|---|---|---|",
-    ]
-    for cell in report["sections"]["model"]:
-        if not cell["cell"].startswith("decode "):
-            continue
-        says = cell["cell"].removeprefix("decode ").removesuffix(", ms a step")
-        stock = cell["sdpa"], cell["sdpa, StaticCache"]
-        times = " | ".join(f"{milliseconds:.1f} ms" for milliseconds in (*stock, cell["exact"]))
-        rows.append(f"| {says} tokens | {times} | {min(stock) / cell['exact']:.2f} |")
-    return "\n".join(rows)
-
-
-def plans_block(report: Mapping[str, Any]) -> str:
-    """The table of what windows per head, as plans have them, cost on a CUDA device.
-
-    Raises:
-        UsageError: A cell was not measured.
-    """
-    devices = dict.fromkeys(_device_of(report, section) for _, section, *_ in _PLANS)
-    rows = [
-        f"| windows per head, bfloat16, {' and '.join(devices)} | times stock sdpa, with flash-attn 4 "
-        "| times stock sdpa, Triton alone |",
-        "|---|---|---|",
-    ]
-    for says, section, title, beside in _PLANS:
+    def find(reports: Reports) -> Measured:
+        report = reports["gpu_plans"]
         cells = [cell for cell in report["sections"][section] if cell["cell"] == title]
         if not cells:
             raise UsageError(f"gpu_plans.json: {title!r} was not measured in the section {section!r}")
-        ratios = [
-            f"{cells[0][beside] / cells[0][name]:.2f}" if name in cells[0] else "–"
-            for name in ("fa4", "triton")
-        ]
-        rows.append(f"| {says} | {' | '.join(ratios)} |")
-    return "\n".join(rows)
+        made = report["settings"].get(section, report["setting"])
+        return cells[0][stock] / cells[0][ours], stock, made
+
+    return find
 
 
-def budget_block(study: Mapping[str, Any]) -> str:
-    """The table of what a loss budget buys, at the longest length that was timed."""
-    times = study["speed"]["attention"]
-    length = max((shape for shape in times if shape.isdigit()), key=int)
-    seconds = {name: entry["seconds"] for name, entry in times[length].items()}
-    whole = max((shape for shape in study["speed"]["model"] if shape.isdigit()), key=int)
-    passes = {name: entry["seconds"] for name, entry in study["speed"]["model"][whole].items()}
-    model = study["speed"]["settings"]["model"].partition("-Instruct")[0]
-    rows = [
-        f"| loss budget, {model} at {length} tokens | seeds within budget (held-out source) "
-        "| largest bound of Δnll | attention: speed-up vs SDPA | attention: speed-up vs exact AdaAttn "
-        f"| whole prefill at {whole} tokens: speed-up vs exact AdaAttn |",
-        "|---|---|---|---|---|---|",
-    ]
-    for budget in sorted({record["budget"] for record in study["seeds"]}):
-        name = percent(budget)
-        rows.append(
-            f"| {name} | {_proved(study, budget)} | "
-            f"{seconds['stock sdpa'] / seconds[name]:.2f} | {seconds['exact'] / seconds[name]:.2f} | "
-            f"{passes['exact'] / passes[name]:.2f} |"
-        )
-    return "\n".join(rows)
+def prompt(arm: str, length: str) -> Callable[[Reports], Measured]:
+    """A whole prefill of the study of budgets, on a CPU."""
+
+    def find(reports: Reports) -> Measured:
+        speed = reports["budget"]["speed"]
+        seconds = {name: entry["seconds"] for name, entry in speed["model"][length].items()}
+        return seconds["stock sdpa"] / seconds[arm], "sdpa", speed["provenance"]
+
+    return find
 
 
-def _proved(study: Mapping[str, Any], budget: float) -> str:
-    """Cells: how many seeds met a budget, and the largest bound of theirs."""
-    own = [record for record in study["seeds"] if record["budget"] == budget]
-    met = [record for record in own if record["met"]]
-    upper = max(verdict["upper"] for record in met for verdict in record["report"]["verdicts"])
-    return f"{len(met)} of {len(own)} | {loss(upper)} of {loss(budget)}"
+PADDED = Case("Padded batch, BERT-base", True, "float32", bench("BERT base batch 12-512, prepared (float32)"))
+PACKED = Case(
+    "Packed documents, forward and backward", False, "bfloat16",
+    cuda("training", "packed 16 × 1k", "triton", "sdpa, causal"),
+)  # fmt: skip
+STATIC = Case(
+    "Generation, static cache, 32k tokens, 8B", True, "bfloat16",
+    cuda("generation", "32k tokens in a cache of 32k, ms a token", "exact"),
+)  # fmt: skip
+LONG = Case("Prompt of 8k tokens, SmolLM2-135M", True, "float32", prompt("exact", "8192"))
+PLANNED = Case("The same, within a budget of 0.1 %", True, "float32", prompt("0.1 %", "8192"))
+SHOWN = (
+    PADDED, PACKED, STATIC, LONG, PLANNED,
+    Case("Prompts padded on the left", False, "bfloat16", cuda("structures", "left-padded 8 × 4k", "triton")),
+    Case("Plain prompt of 16k tokens", False, "bfloat16", cuda("dense", "1 × 16k, 16/16 × 128", "triton")),
+    Case("Short prompt, GPT-2, 32 tokens", True, "float32", bench("GPT-2 small 32 tokens (float32)")),
+)  # fmt: skip
+"""The bars of the picture, at most eight."""
+GAINS = (
+    ("encoders, embeddings, rerankers on padded batches", [PADDED], "whole BERT-base", "encoders.md"),
+    ("training on packed documents", [PACKED], "attention alone", "packing.md"),
+    ("generation with a static cache", [STATIC], "whole 8B model, 32k tokens", "cuda.md#generation"),
+    ("long prompts on a CPU", [LONG, PLANNED], "whole 135M model, 8k tokens", "long-prompts.md"),
+)
+"""Rows of the README's table: what people run, what was measured of it, how much of a model that is, and the guide."""
 
 
-def device_budget_block(study: Mapping[str, Any]) -> str:
-    """The table of what a loss budget buys on a GPU, for one sequence and for more where so many were timed at once."""
-    speed = study["speed"]
-    length = max((shape for shape in speed["attention"] if shape.isdigit()), key=int)
-    shapes = [length, *(shape for shape in speed["attention"] if shape.endswith(f" x {length}"))]
-    model = speed["settings"]["model"].partition("-Instruct")[0]
-    later = speed.get("renewed", {})
-    devices = dict.fromkeys(
-        later.get(f"{level}, {shape}", speed)["provenance"]["device"]
-        for level in ("attention", "model")
-        for shape in shapes
-        if shape in speed.get(level, {})
-    )
-    told = "".join(
-        f" | {level}: speed-up vs {name}"
-        for level in ("attention", "whole prefill")
-        for name in ("SDPA", "exact AdaAttn")
-    )
-    rows = [
-        f"| loss budget, {model} at {length} tokens, {speed['settings']['dtype']}, {' and '.join(devices)} "
-        f"| seeds within budget | largest bound of Δnll | sequences at once{told} |",
-        "|---" * 8 + "|",
-    ]
-    for budget in sorted({record["budget"] for record in study["seeds"]}):
-        arm = f"plan-{percent(budget)}".replace(" ", "")
-        for shape in shapes:
-            # a study may have timed attention alone
-            timed = [speed.get(level, {}).get(shape) for level in ("attention", "model")]
-            ratios = [
-                f"{arms[base]['seconds'] / arms[arm]['seconds']:.2f}" if arms else "–"
-                for arms in timed
-                for base in ("stock sdpa", "exact")
-            ]
-            count = shape.partition(" x ")[0] if " x " in shape else "1"
-            rows.append(f"| {percent(budget)} | {_proved(study, budget)} | {count} | {' | '.join(ratios)} |")
-    return "\n".join(rows)
-
-
-def rewrite(page: str, written: str, name: str = "figures") -> str:
-    """The page with this text between the marks of a name.
+def traced(says: str, made: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The provenance of what is shown.
 
     Raises:
-        UsageError: The page has no such marks.
+        UsageError: It does not say at which commit, or where.
     """
-    first, last = (mark.format(name=name) for mark in MARKS)
-    head, begin, rest = page.partition(first)
-    _, end, tail = rest.partition(last)
-    if not begin or not end:
-        raise UsageError(f"got a page without {first} and {last}")
-    return f"{head}{begin}\n{written}\n{end}{tail}"
+    if not made.get("commit") or not made.get("device"):
+        raise UsageError(f"{says}: the report names no commit or device; measure it again")
+    return made
 
 
-def kept_reports(results: Path = RESULTS) -> dict[str, Any]:
-    """The reports in a directory of results."""
-    return {
-        name: json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-        for name in (
-            "bench",
-            "gpu",
-            "gpu_small",
-            "budget",
-            "budget_cuda",
-            "gpu_plans",
-            "cache",
-            "cache_plans",
-            *_WIKITEXT,
+def found(case: Case, reports: Reports) -> Measured:
+    """What was measured of a case, with its provenance."""
+    ratio, stock, made = case.measured(reports)
+    return ratio, stock, traced(case.says, made)
+
+
+def times(ratio: float) -> str:
+    """A ratio with as many digits as a reader keeps."""
+    return f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
+
+
+def gains(reports: Reports) -> str:
+    """The README's table of who gains, one row for each kind of reader."""
+    rows = []
+    for you, cases, level, guide in GAINS:
+        measured = [found(case, reports) for case in cases]
+        figures = [f"**{times(ratio)}**" for ratio, _, _ in measured]
+        budget = f"; {figures[-1]} in a budget of 0.1 %" * (len(figures) > 1)
+        rows.append((
+            f"[{you}](docs/guides/{guide})", f"{figures[0]}{budget} ({level})", machine(measured[0][2]),
+        ))  # fmt: skip
+    return "\n".join(table(("You run", "Times as fast as stock", "Measured on"), rows)[:-1])
+
+
+def kept(reports: Reports) -> str:
+    """The README's table of how many plans kept their budget, and on which text."""
+    seeds = reports["budget"]["seeds"]
+    rows = []
+    for budget in sorted({record["budget"] for record in seeds}):
+        own = [record for record in seeds if record["budget"] == budget]
+        for record in own:
+            traced(f"seed {record['seed']} of budget.json", record["provenance"])
+        counts = (
+            sum(record["met"] for record in own),
+            sum(record["met"] and elsewhere(record) <= budget for record in own),
+            sum(map(inside, own)),
         )
+        rows.append((percent(budget), *(f"{count} of {len(own)}" for count in counts)))
+    head = (
+        "Budget",
+        "Kept on held-out text",
+        "On a third kind of text: kept by the loss",
+        "by its 95 % bound",
+    )
+    return "\n".join(table(head, rows)[:-1])
+
+
+def picture(reports: Reports) -> str:
+    """The README's picture, in SVG."""
+    bars = []
+    for case in SHOWN:
+        ratio, _, made = found(case, reports)
+        bars.append(Bar(case.says, machine(made), case.whole, ratio, times(ratio)))
+    return draw(bars, "Times as fast as stock attention")
+
+
+def cases(reports: Reports) -> str:
+    """The picture as a table."""
+    rows = []
+    for case in SHOWN:
+        ratio, stock, made = found(case, reports)
+        level = "whole model" if case.whole else "attention alone"
+        rows.append((case.says, level, case.dtype, machine(made), stock, f"{ratio:.2f}", commit(made)))
+    head = ("What ran", "timed", "dtype", "on", "stock", "times as fast", "commit")
+    return "\n".join(table(head, rows)[:-1])
+
+
+def supported(pyproject: str) -> list[tuple[str, str]]:
+    """What the badges say: versions and licence, as pyproject.toml has them."""
+    pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', pyproject)
+    dependencies = pyproject.partition("\ndependencies = [")[2].partition("]")[0]
+    (torch,) = re.findall(r'"torch>=([\d.]+)"', dependencies)
+    ((low, high),) = re.findall(r'"transformers>=([\d.]+),<5\.(\d+)"', dependencies)
+    (licence,) = re.findall(r'^license = "(.*)"', pyproject, re.MULTILINE)
+    return [
+        ("Python", f"{pythons[0]}–{pythons[-1]}"),
+        ("PyTorch", f"≥ {torch}"),
+        ("Transformers", f"{low}–5.{int(high) - 1}"),
+        ("licence", licence),
+    ]
+
+
+def badges(named: Sequence[tuple[str, str]]) -> str:
+    """The README's line of badges."""
+    links = (
+        f"[![{name} {value}](docs/assets/badge_{name.lower()}.svg)](docs/support.md)" for name, value in named
+    )
+    return "\n".join(links)
+
+
+def rewrite(page: str, written: Mapping[str, str]) -> str:
+    """The page with each text between the marks of its name.
+
+    Raises:
+        UsageError: The page lacks marks.
+    """
+    for name, text in written.items():
+        first, last = (mark.format(name=name) for mark in MARKS)
+        head, begin, rest = page.partition(first)
+        _, end, tail = rest.partition(last)
+        if not begin or not end:
+            raise UsageError(f"got a page without {first} and {last}")
+        page = f"{head}{begin}\n{text}\n{end}{tail}"
+    return page
+
+
+def kept_reports(names: Sequence[str] = REPORTS) -> dict[str, Any]:
+    """The reports in docs/results by name."""
+    return {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
+
+
+def written(reports: Reports) -> dict[Path, str]:
+    """Every file that holds figures, and what it holds."""
+    named = supported((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    front = {"badges": badges(named), "gains": gains(reports), "kept": kept(reports)}
+    blocks = {"cases": cases(reports), **tables(reports), "frontier": frontier(reports)}
+    return {
+        README: rewrite(README.read_text(encoding="utf-8"), front),
+        FIGURES: rewrite(FIGURES.read_text(encoding="utf-8"), blocks),
+        ASSETS / "speed.svg": picture(reports),
+        **{ASSETS / f"badge_{name.lower()}.svg": badge(name, value) for name, value in named},
     }
 
 
-def main(*paths: str) -> None:
-    """Rewrites pages, and the pictures that they show."""
-    reports = kept_reports()
-    table = figures(reports)
-    write_atomically(PICTURE, picture(reports).encode())
-    write_atomically(PLANS, plans_picture(reports["budget"]).encode())
-    for page in map(Path, paths):
-        text = rewrite(page.read_text(encoding="utf-8"), table)
-        if MARKS[0].format(name="frontier") in text:
-            text = rewrite(text, frontier(reports), "frontier")
-        write_atomically(page, text.encode())
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for path, text in written(kept_reports()).items():
+        write_atomically(path, text.encode())

@@ -1,4 +1,4 @@
-"""Loss, time and memory of one small model beside other libraries: the front page's tables, from kept results."""
+"""Loss, time and memory of one small model beside other libraries: tables of docs/figures.md, from kept results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from adaattn_hf.errors import UsageError
 
 from .budget.report import inside
-from .pages import loss, percent, table
+from .pages import commit, loss, machine, percent, table
 
 
 def frontier(reports: Mapping[str, Any]) -> str:
@@ -50,8 +50,8 @@ def _prompts(peers: Mapping[str, Any], *, earlier: bool) -> list[str]:
         *("Δnll", "KL", "prefill, times stock", "keys and values kept"),
     )
     said = (
-        f"{settings['model']} in {settings['dtype']}, {made['cpu']}, {made['threads']} thread(s), torch "
-        f"{made['versions']['torch']}{'; plans and times of an earlier study' * earlier}"
+        f"{settings['model']} in {settings['dtype']}, {machine(made)}, torch {made['versions']['torch']}, commit "
+        f"{commit(made)}{'; plans and times of an earlier study' * earlier}"
     )
     words = "One text, so that there is no interval. Bold: no other row is at least as good in loss, time and memory."
     return [f"A prompt ({said}). {words}", "", *table(head, rows)]
@@ -87,7 +87,7 @@ def _caches(measured: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> 
     )
     made = measured["provenance"]
     said = (
-        f"{name}, {made['cpu']}, {made['threads']} threads; losses in float32 on other text, the bounds of plans on "
+        f"{name}, {machine(made)}, commit {commit(made)}; losses in float32 on other text, the bounds of plans on "
         "held-out text"
     )
     asked = {row["cache"] for row in measured["speed"][name]} | set(measured["absent"])

@@ -1,105 +1,91 @@
-"""The front pages' picture: how many times as fast as the fastest stock implementation, as an SVG without a library.
+"""The README's pictures as SVG without a library: how many times as fast as stock, and the badges.
 
-Bars on a logarithmic scale, with the quartiles of the rounds as a line and the figure beside every bar; two colours
-that readers with any colour vision tell apart, in light and dark.
+Bars start at zero, with a mark at stock's speed; a label stands above its bar, so that a phone shows it large enough.
+Two colours that readers with any colour vision tell apart, in light and dark.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Bar", "draw"]
+__all__ = ["Bar", "badge", "draw"]
 
-WIDTH, LABEL, ROW, TOP, BOTTOM, RIGHT = 900, 440, 24, 58, 40, 70
-LOW, TICKS = 0.8, (1, 2, 5, 10, 20, 50)
+WIDTH, ROW, TOP, BOTTOM, RIGHT = 520, 40, 50, 16, 48
 STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #1f2328 }
-.quiet { fill: #59636e; font-size: 12px }
+text { font: 14px system-ui, sans-serif; fill: #1f2328 }
+.quiet { fill: #59636e; font-size: 12.5px }
 .title { font-weight: 600; font-size: 15px }
-.grid { stroke: #d1d9e0 } .one { stroke: #59636e; stroke-width: 1.5 }
-.cpu { fill: #0072b2 } .gpu { fill: #b35900 } .spread { stroke: #1f2328; stroke-width: 1.5 }
+.one { stroke: #1f2328; stroke-width: 1.5 }
+.whole { fill: #0072b2 } .part { fill: #b35900 }
 @media (prefers-color-scheme: dark) {
-  text { fill: #f0f6fc } .quiet { fill: #9198a1 }
-  .grid { stroke: #3d444d } .one { stroke: #9198a1 }
-  .cpu { fill: #56b4e9 } .gpu { fill: #e69f00 } .spread { stroke: #f0f6fc }
+  text { fill: #f0f6fc } .quiet { fill: #9198a1 } .one { stroke: #f0f6fc }
+  .whole { fill: #56b4e9 } .part { fill: #e69f00 }
 }
 """
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One measured cell.
+    """One measured case.
 
     Attributes:
-        label: What was computed, and its dtype.
-        device: Where, for the legend.
-        is_gpu: Which of the two colours.
-        ratio: Median of stock's time over ours.
-        low: Lower quartile of the ratio.
-        high: Upper quartile.
+        label: What ran.
+        machine: Where.
+        whole: Whether a whole model was timed, or attention alone: which of the two colours.
+        ratio: Stock's time over ours.
+        figure: The ratio as it is written.
     """
 
     label: str
-    device: str
-    is_gpu: bool
+    machine: str
+    whole: bool
     ratio: float
-    low: float
-    high: float
+    figure: str
+
+
+def _opened(width: int, height: int, title: str, style: str) -> list[str]:
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        'role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{style}</style>",
+    ]
 
 
 def draw(bars: Sequence[Bar], title: str) -> str:
-    """The picture as SVG text."""
+    """The bars as SVG text, in their order."""
     height = TOP + ROW * len(bars) + BOTTOM
-    high = max(bar.high for bar in bars)
-
-    def across(ratio: float) -> float:
-        share = math.log(max(ratio, LOW) / LOW) / math.log(high / LOW)
-        return LABEL + share * (WIDTH - LABEL - RIGHT)
-
-    end = height - BOTTOM
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
-        f"<title>{escape(title)}</title>",
-        f"<style>{STYLE}</style>",
-        f'<text class="title" x="0" y="18">{escape(title)}</text>',
-        *_legend(bars),
-    ]
-    for tick in TICKS:
-        if tick <= high:
-            x, kind = across(tick), "one" if tick == 1 else "grid"
-            lines.append(f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{end}"/>')
-            lines.append(
-                f'<text class="quiet" x="{x:.1f}" y="{end + 18}" text-anchor="middle">{tick}×</text>'
-            )
+    unit = (WIDTH - RIGHT) / max(bar.ratio for bar in bars)
+    lines = _opened(WIDTH, height, title, STYLE)
+    lines.append(f'<text class="title" x="0" y="16">{escape(title)}</text>')
+    for x, kind, said in ((0, "whole", "whole model"), (120, "part", "attention alone")):
+        lines.append(f'<rect class="{kind}" x="{x}" y="27" width="11" height="11"/>')
+        lines.append(f'<text class="quiet" x="{x + 17}" y="37">{said}</text>')
     for row, bar in enumerate(bars):
-        lines += _bar(bar, TOP + row * ROW, across)
-    lines.append("</svg>")
+        y, long = TOP + row * ROW, unit * bar.ratio
+        lines += [
+            f'<text x="0" y="{y + 14}">{escape(bar.label)}</text>',
+            f'<text class="quiet" x="{WIDTH}" y="{y + 14}" text-anchor="end">{escape(bar.machine)}</text>',
+            f'<rect class="{"whole" if bar.whole else "part"}" x="0" y="{y + 20}" width="{long:.1f}" height="12"/>',
+            f'<line class="one" x1="{unit:.1f}" x2="{unit:.1f}" y1="{y + 17}" y2="{y + 35}"/>',
+            f'<text x="{max(long, unit) + 6:.1f}" y="{y + 31}">{bar.figure}</text>',
+        ]
+    lines.append(
+        f'<text class="quiet" x="{unit:.1f}" y="{height - 5}" text-anchor="middle">1: stock</text></svg>'
+    )
     return "\n".join(lines) + "\n"
 
 
-def _legend(bars: Sequence[Bar]) -> list[str]:
-    lines, x = [], 0
-    for device in dict.fromkeys(bar.device for bar in bars):
-        kind = "gpu" if next(bar for bar in bars if bar.device == device).is_gpu else "cpu"
-        lines.append(f'<rect class="{kind}" x="{x}" y="28" width="12" height="12"/>')
-        lines.append(f'<text class="quiet" x="{x + 18}" y="39">{escape(device)}</text>')
-        x += 40 + 7 * len(device)
-    lines.append(
-        f'<text class="quiet" x="{x}" y="39">1× is the fastest stock implementation; line: quartiles</text>'
-    )
-    return lines
-
-
-def _bar(bar: Bar, y: int, place: Callable[[float], float]) -> list[str]:
-    start, stop = sorted((place(1), place(bar.ratio)))
-    middle = y + ROW / 2 - 3
-    kind = "gpu" if bar.is_gpu else "cpu"
-    return [
-        f'<text x="{LABEL - 8}" y="{middle + 4}" text-anchor="end">{escape(bar.label)}</text>',
-        f'<rect class="{kind}" x="{start:.1f}" y="{y}" width="{stop - start:.1f}" height="{ROW - 7}"/>',
-        f'<line class="spread" x1="{place(bar.low):.1f}" x2="{place(bar.high):.1f}" y1="{middle}" y2="{middle}"/>',
-        f'<text x="{max(place(bar.high), stop) + 6:.1f}" y="{middle + 4}">{bar.ratio:.2f}</text>',
-    ]
+def badge(name: str, value: str) -> str:
+    """A name and what it is, as SVG text; each by itself, so that a phone breaks the line between them."""
+    left, right = (round(6.6 * len(text)) + 14 for text in (name, value))
+    style = "text { font: 12px system-ui, sans-serif; fill: #ffffff; text-anchor: middle }"
+    return "\n".join([
+        *_opened(left + right, 20, f"{name} {value}", style),
+        f'<rect width="{left}" height="20" fill="#59636e"/>',
+        f'<rect x="{left}" width="{right}" height="20" fill="#0b6e4f"/>',
+        f'<text x="{left / 2}" y="14">{escape(name)}</text>',
+        f'<text x="{left + right / 2}" y="14">{escape(value)}</text></svg>\n',
+    ])  # fmt: skip

@@ -1,9 +1,10 @@
-"""How the pages of docs/results write tables, losses and budgets."""
+"""How the pages of docs/results write tables, losses, budgets, machines and commits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -24,3 +25,17 @@ def loss(value: float) -> str:
 def percent(budget: float) -> str:
     """Returns a budget as a rise of the perplexity."""
     return f"{100 * math.expm1(budget):.3g} %"
+
+
+def machine(made: Mapping[str, Any]) -> str:
+    """Returns where something was measured, by the name that people know: a GPU, or a processor and its threads."""
+    if made["device"] != "cpu":
+        return str(made["device"]).partition(" 80GB")[0]
+    threads = made["threads"]
+    cpu = made["cpu"].replace("(R)", "").removesuffix(" Processor")
+    return f"{cpu}, {threads} thread{'s' * (threads != 1)}"
+
+
+def commit(made: Mapping[str, Any]) -> str:
+    """Returns the commit that something was measured at, or that nobody wrote it down."""
+    return made["commit"][:9] if made.get("commit") else "not recorded"

@@ -12,18 +12,33 @@ from adaattn_hf.cli.main import COMMANDS, load_command
 
 from ..support.source_tree import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def test_every_backend_is_in_the_table() -> None:
-    table = README.partition("## Backends")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    table = page.partition("## Which backend?")[2].partition("\n```")[0]
     named = {
         name
         for row in re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)
         for name in re.findall(r"`(\w+)`", row)
     }
     assert named == set(BACKENDS) | {"native"}
+
+
+def test_the_readme_is_one_screen_after_another_in_this_order() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 130
+    wanted = [
+        "Install",
+        "Use",
+        "Who gains",
+        "A loss budget",
+        "How much",
+        "What differs from stock",
+        "Read on",
+    ]
+    assert [line.removeprefix("## ") for line in lines if line.startswith("## ")] == wanted
 
 
 def dead_links(document: Path) -> list[str]:

@@ -18,7 +18,7 @@ from adaattn_hf.plans.page import page
 from ..support.source_tree import ROOT, read_modules
 from ..unit.test_plan_page import embedded
 
-GENERATED = {"benchmarks.md", "changelog.md", "contributing.md", "reference/commands.md"}
+GENERATED = {"benchmarks.md", "changelog.md", "contributing.md", "index.md", "reference/commands.md"}
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//"""
     r"""|<link\b[^>]*\brel=["']?(?:stylesheet|preload|preconnect)[^>]*//"""
@@ -126,6 +126,9 @@ def test_the_site_builds_strictly_and_by_itself(tmp_path: Path) -> None:
     assert [page.name for page in pages if LOADED.search(page.read_text(encoding="utf-8"))] == []
     front = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert "https://github.com/adaattn/adaattn-hf" in front
+    headings = re.findall(r"^## (.+)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.findall(r"<h2[^>]*>([^<]+)<", front) == headings, "the home page is the README"
+    assert 'src="assets/speed.svg"' in front
     assert 'data-md-component="source"' not in front, "the theme's script would ask github.com for stars"
     reference = (tmp_path / "site" / "reference" / "python.html").read_text(encoding="utf-8")
     for name in ("prepare", "explain", "GrowingCache"):

@@ -1,35 +1,133 @@
-"""The figures of the front pages are those of the results that are kept."""
+"""The figures of the README, its pictures and docs/figures.md are those of the results that are kept."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from adaattn_hf.errors import UsageError
-from studies import headline
+from studies import headline, headline_tables
+from studies.budget.report import inside
 from studies.headline_frontier import frontier
 
 from ..support.source_tree import ROOT
 
-
-@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
-def test_a_front_page_shows_what_the_results_hold(name: str) -> None:
-    page = (ROOT / name).read_text(encoding="utf-8")
-    assert headline.rewrite(page, headline.figures(headline.kept_reports())) == page
+Reports = dict[str, Any]
 
 
-def test_the_site_sets_the_results_beside_those_of_other_libraries() -> None:
-    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    reports = headline.kept_reports()
-    assert headline.rewrite(page, frontier(reports), "frontier") == page
+@pytest.fixture
+def reports() -> Reports:
+    return headline.kept_reports()
 
 
-def test_seeds_that_failed_are_named_and_what_is_beaten_is_not_bold() -> None:
-    reports = headline.kept_reports()
+def test_every_file_shows_what_the_results_hold(reports: Reports) -> None:
+    written = headline.written(reports)
+    names = {path.name for path in written}
+    assert names >= {"README.md", "figures.md", "speed.svg", "badge_python.svg"}
+    stale = [path.name for path, text in written.items() if path.read_text(encoding="utf-8") != text]
+    assert stale == [], "make headline"
+
+
+def texts(svg: str) -> list[str]:
+    return [
+        element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    ]
+
+
+def test_the_picture_has_at_most_eight_bars_and_names_each(reports: Reports) -> None:
+    shown = texts(headline.picture(reports))
+    assert len(headline.SHOWN) <= 8
+    for case in headline.SHOWN:
+        assert case.says in shown
+        assert headline.times(headline.found(case, reports)[0]) in shown
+
+
+def test_every_figure_of_the_table_of_gains_is_in_the_picture(reports: Reports) -> None:
+    figures = re.findall(r"\*\*([\d.]+)\*\*", headline.gains(reports))
+    assert len(figures) == 5
+    assert set(figures) <= set(texts(headline.picture(reports)))
+    assert len(re.findall(r"\]\(docs/guides/", headline.gains(reports))) == 4
+
+
+def forget_bench(reports: Reports) -> None:
+    title = "BERT base batch 12-512, prepared (float32)"
+    next(cell for cell in reports["bench"]["cells"] if cell["title"] == title)["commit"] = None
+
+
+def forget_generation(reports: Reports) -> None:
+    del reports["gpu_plans"]["settings"]["generation"]["device"]
+
+
+def forget_prompt(reports: Reports) -> None:
+    reports["budget"]["speed"]["provenance"]["commit"] = None
+
+
+@pytest.mark.parametrize("forget", [forget_bench, forget_generation, forget_prompt])
+def test_a_figure_whose_commit_or_device_nobody_wrote_down_is_refused(
+    forget: Callable[[Reports], None], reports: Reports
+) -> None:
+    forget(reports)
+    for block in (headline.gains, headline.picture, headline.cases):
+        with pytest.raises(UsageError, match="names no commit or device; measure it again"):
+            block(reports)
+
+
+def test_plans_whose_commit_nobody_wrote_down_are_refused(reports: Reports) -> None:
+    reports["budget"]["seeds"][7]["provenance"]["commit"] = None
+    with pytest.raises(UsageError, match="seed"):
+        headline.kept(reports)
+
+
+def test_what_nobody_wrote_down_is_said_on_the_page(reports: Reports) -> None:
+    assert "not recorded" in headline_tables.tables(reports)["wikitext"]
+    for name in reports:
+        if name.startswith("quality/"):
+            reports[name]["provenance"]["commit"] = "0123456789abcdef"
+    assert "012345678 |" in headline_tables.tables(reports)["wikitext"]
+
+
+def another_ratio(reports: Reports) -> None:
+    cells = {cell["title"]: cell for cell in reports["bench"]["cells"]}
+    cells["BERT base batch 12-512, prepared (float32)"]["ratio_best"]["wall"]["median"] += 1
+
+
+def another_time(reports: Reports) -> None:
+    next(c for c in reports["gpu_plans"]["sections"]["training"] if c["cell"].startswith("packed"))[
+        "triton"
+    ] /= 2
+
+
+def another_prompt(reports: Reports) -> None:
+    reports["budget"]["speed"]["model"]["8192"]["0.1 %"]["seconds"] /= 2
+
+
+@pytest.mark.parametrize("change", [another_ratio, another_time, another_prompt])
+def test_another_figure_would_show(change: Callable[[Reports], None], reports: Reports) -> None:
+    blocks = (headline.gains, headline.picture, headline.cases)
+    before = [block(reports) for block in blocks]
+    change(reports)
+    assert all(block(reports) != text for block, text in zip(blocks, before, strict=True))
+
+
+def test_a_plan_that_fails_is_counted_where_it_fails(reports: Reports) -> None:
+    seed = next(one for one in reports["budget"]["seeds"] if one["budget"] > 2e-3 and inside(one))
+    assert headline.kept(reports).splitlines()[-1] == "| 1 % | 20 of 20 | 19 of 20 | 12 of 20 |"
+    checks = list(seed["check"].values())
+    checks[0]["upper"] = 1.0
+    assert headline.kept(reports).splitlines()[-1] == "| 1 % | 20 of 20 | 19 of 20 | 11 of 20 |"
+    checks[0]["delta_nll"] = 1.0
+    assert headline.kept(reports).splitlines()[-1] == "| 1 % | 20 of 20 | 18 of 20 | 11 of 20 |"
+    seed["met"] = False
+    assert headline.kept(reports).splitlines()[-1] == "| 1 % | 19 of 20 | 18 of 20 | 11 of 20 |"
+
+
+def test_seeds_that_failed_are_named_and_what_is_beaten_is_not_bold(reports: Reports) -> None:
     seed = next(one for one in reports["budget"]["seeds"] if one["budget"] < 2e-3)
     seed["met"] = False
     written = frontier(reports)
@@ -44,84 +142,53 @@ def test_seeds_that_failed_are_named_and_what_is_beaten_is_not_bold() -> None:
     assert "**stock sdpa**" not in again
 
 
-def test_decode_steps_are_set_beside_the_better_of_the_two_stock_caches() -> None:
-    report = headline.kept_reports()["gpu_plans"]
-    cells = [cell for cell in report["sections"]["model"] if cell["cell"].startswith("decode")]
-    for cell in cells:
-        cell |= {"sdpa": 90.0, "sdpa, StaticCache": 30.0, "exact": 20.0}
-    cells[0]["sdpa"] = 10.0
-    rows = headline.steps_block(report).splitlines()[2:]
-    assert [row.split(" | ")[-1] for row in rows] == ["0.50 |", *["1.50 |"] * (len(cells) - 1)]
+def test_times_of_plans_name_the_machine_of_each_and_leave_open_what_was_not_timed(reports: Reports) -> None:
+    study = reports["budget_cuda"]
+    timed = study["speed"]
+    timed["renewed"]["attention, 8192"]["provenance"]["device"] = "another"
+    rows = [row.split(" | ") for row in headline_tables.speed([study])[2:-1]]
+    assert [row[2] for row in rows] == ["1", "1", "8", "8"]
+    assert rows[0][1].startswith("NVIDIA H100, ")
+    assert "and another, " in rows[0][1]
+    del timed["model"]
+    rows = [row.split(" | ") for row in headline_tables.speed([study])[2:-1]]
+    assert rows[0][1].startswith("another, ")
+    assert [row[3:5] for row in rows] == [["–", "–"]] * 4
 
 
-def test_the_picture_shows_what_the_results_hold() -> None:
-    reports = headline.kept_reports()
-    shown = headline.PICTURE.read_text(encoding="utf-8")
-    assert headline.picture(reports) == shown
-    cell: dict[str, Any] = next(c for c in reports["gpu"]["cells"] if c["title"].startswith("packed 16"))
-    cell["ratio_best"]["wall"]["median"] += 1
-    assert headline.picture(reports) != shown
+def test_generation_is_told_by_its_own_section() -> None:
+    """Of a report whose first section came from elsewhere, with the device of its own."""
+    cell = {"sdpa": 9.0, "exact": 6.0, "plan 0.1 %": 4.5, "plan 1 %": 3.0, "sdpa, DynamicCache": 50.0}
+    report = {
+        "setting": {"device": "one", "commit": "a"},
+        "settings": {"generation": {"device": "another", "commit": "b"}},
+        "sections": {"generation": [{"cell": "8k tokens in a cache of 8k, ms a token", **cell}]},
+    }
+    head, _, row, _ = headline_tables.generation(report)
+    assert "another, commit b" in head
+    assert row == "| 8k tokens in a cache of 8k | 9.0 ms | 6.0 ms | 4.5 ms | 3.0 ms | 1.50 | 3.00 |"
 
 
-def test_the_picture_is_well_formed_and_names_every_bar() -> None:
-    root = ElementTree.fromstring(headline.PICTURE.read_text(encoding="utf-8"))
-    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    table = headline.block(headline.kept_reports()).splitlines()[2:]
-    for row in table:
-        says, _, _, _, ratio = (part.strip() for part in row.strip("| ").split("|"))
-        assert any(text.startswith(f"{says} (") for text in texts), says
-        assert ratio in texts, ratio
+def test_badges_say_what_pyproject_says() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    said = dict(headline.supported(text))
+    assert said["Transformers"] == "5.17–5.24"
+    other = text.replace('"transformers>=5.17,<5.25",', '"transformers>=5.18,<5.26",', 1)
+    other = other.replace('"torch>=2.6",', '"torch>=2.7",', 1)
+    assert dict(headline.supported(other)) == said | {"Transformers": "5.18–5.25", "PyTorch": "≥ 2.7"}
+    written = headline.written(headline.kept_reports())
+    for name, value in said.items():
+        assert texts(written[headline.ASSETS / f"badge_{name.lower()}.svg"]) == [name, value]
+        assert f"![{name} {value}](docs/assets/badge_{name.lower()}.svg)" in written[headline.README]
 
 
-def test_the_picture_of_plans_shows_what_the_results_hold() -> None:
-    study = headline.kept_reports()["budget"]
-    shown = headline.PLANS.read_text(encoding="utf-8")
-    assert headline.plans_picture(study) == shown
-    first = [record for record in study["seeds"] if record["seed"] == 0]
-    cells = ElementTree.fromstring(shown).findall(".//{http://www.w3.org/2000/svg}rect")
-    assert len(cells) == sum(len(record["picks"]) for record in first)
-    first[0]["picks"][0] = "w777+16 bf16"
-    assert ">777<" in headline.plans_picture(study)
-
-
-def test_another_figure_would_show() -> None:
-    reports = headline.kept_reports()
-    before = headline.block(reports)
-    cell: dict[str, Any] = next(c for c in reports["gpu"]["cells"] if c["title"].startswith("packed 16"))
-    cell["ratio_best"]["wall"]["median"] += 1
-    assert headline.block(reports) != before
-    before = headline.budget_block(reports["budget"])
-    reports["budget"]["seeds"][0]["met"] = not reports["budget"]["seeds"][0]["met"]
-    assert headline.budget_block(reports["budget"]) != before
-    before = headline.device_budget_block(reports["budget_cuda"])
-    timed = reports["budget_cuda"]["speed"]
-    later = timed["renewed"]["attention, 8192"]["provenance"]
-    later["device"] = "another"
-    assert "another" in headline.device_budget_block(reports["budget_cuda"])
-    timed["attention"]["8192"]["plan-1%"]["seconds"] *= 2
-    assert (after := headline.device_budget_block(reports["budget_cuda"])) != before
-    timed["attention"] = dict.fromkeys(("8192", "4 x 8192"), timed["attention"]["8192"])
-    timed.pop("model", None)
-    alone = headline.device_budget_block(reports["budget_cuda"])
-    rows = [line.split(" | ") for line in alone.splitlines()[2:]]
-    assert [row[3] for row in rows] == ["1", "4"] * 2
-    timed["model"] = timed["attention"]
-    both = headline.device_budget_block(reports["budget_cuda"])
-    # a level that was not timed has dashes in its cells: two budgets, two bases, two shapes
-    assert (alone.count("| –"), both.count("| –")) == (8, 0)
-    before = headline.figures(reports)
-    reports["cache_plans"][0]["smaller"] += 1
-    after = headline.figures(reports)
-    assert after != before
-    reports["quality/smollm2-plan-1-cuda-wikitext"]["quality"]["arms"][1]["perplexity"] += 1
-    assert headline.figures(reports) != after
-
-
-def test_what_is_missing_is_said() -> None:
+def test_what_is_missing_is_said(reports: Reports) -> None:
     with pytest.raises(UsageError, match="without"):
-        headline.rewrite("no marks", "table")
+        headline.rewrite("no marks", {"gains": "table"})
     with pytest.raises(UsageError, match="packed 8 x 512"):
-        headline.block({"bench": {"cells": [], "provenance": {}}})
+        headline.bench("packed 8 x 512 (float32)")({"bench": {"cells": [], "provenance": {}}})
+    with pytest.raises(UsageError, match="'9 × 9' was not measured in the section 'dense'"):
+        headline.cuda("dense", "9 × 9", "triton")(reports)
 
 
 def test_the_page_of_cuda_backends_is_that_of_its_json() -> None:
@@ -137,25 +204,3 @@ def test_the_page_of_cuda_backends_is_that_of_its_json() -> None:
     assert (results / "gpu_kernels.md").read_text(encoding="utf-8") == script.table(report)
     report["rows"][0]["triton"] += 1
     assert (results / "gpu_kernels.md").read_text(encoding="utf-8") != script.table(report)
-
-
-def test_windows_are_told_by_the_devices_of_their_own_sections() -> None:
-    report = headline.kept_reports()["gpu_plans"]
-    report["settings"]["prefill"] = {**report["setting"], "device": "another"}
-    assert "another" in headline.plans_block(report).splitlines()[0]
-
-
-def test_generation_is_told_by_its_own_section() -> None:
-    """Of a report whose first section came from elsewhere, with the device of its own."""
-    cell = {"sdpa": 9.0, "exact": 6.0, "plan 0.1 %": 4.5, "plan 1 %": 3.0, "sdpa, DynamicCache": 50.0}
-    report = {
-        "setting": {"device": "one"},
-        "settings": {"generation": {"device": "another"}},
-        "sections": {"generation": [{"cell": "8k tokens in a cache of 8k, ms a token", **cell}]},
-    }
-    head, _, row = headline.generation_block(report).splitlines()
-    assert "another" in head
-    assert (
-        row
-        == "| a token behind 8k tokens in a cache of 8k | 9.0 ms | 6.0 ms | 4.5 ms | 3.0 ms | 1.50 | 3.00 |"
-    )

@@ -1,0 +1,127 @@
+"""The tables of docs/figures.md, from kept results, each with its machine and its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .budget.report import elsewhere, inside
+from .pages import commit, loss, machine, percent, table
+
+
+def tables(reports: Mapping[str, Any]) -> dict[str, str]:
+    """Every table by the name of its marks."""
+    wikitext = [report for name, report in reports.items() if name.startswith("quality/")]
+    found = {
+        "losses": losses([reports["budget"], reports["budget_cuda"]]),
+        "times": speed([reports["budget"], reports["budget_cuda"]]),
+        "wikitext": whole_text(wikitext),
+        "generation": generation(reports["gpu_plans"]),
+    }
+    return {name: "\n".join(lines[:-1]) for name, lines in found.items()}
+
+
+def _budgets(study: Mapping[str, Any]) -> list[float]:
+    return sorted({record["budget"] for record in study["seeds"]})
+
+
+def losses(studies: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many plans of each study kept their budget, and on which text."""
+    rows = []
+    for study in studies:
+        made = study["seeds"][0]["provenance"]
+        for budget in _budgets(study):
+            own = [record for record in study["seeds"] if record["budget"] == budget]
+            met = [record for record in own if record["met"]]
+            bound = max(verdict["upper"] for record in met for verdict in record["report"]["verdicts"])
+            counts = [
+                met,
+                [one for one in met if elsewhere(one) <= budget],
+                [one for one in own if inside(one)],
+            ]
+            checked = [len(counts[0]), *(len(c) if own[0].get("check") else None for c in counts[1:])]
+            written = ["not measured" if n is None else f"{n} of {len(own)}" for n in checked]
+            rows.append((
+                percent(budget), own[0]["settings"]["dtype"], *written, f"{loss(bound)} of {loss(budget)}",
+                f"{machine(made)}, {commit(made)}",
+            ))  # fmt: skip
+    head = (
+        "budget", "dtype", "plans that kept it on held-out text", "on a third kind of text: the mean", "the 95 % bound",
+        "largest bound on held-out text, nats/token", "measured on, commit",
+    )  # fmt: skip
+    return table(head, rows)
+
+
+def speed(studies: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many times as fast one plan of each budget is: the whole prefill, and its attention."""
+    rows = []
+    for study in studies:
+        timed = study["speed"]
+        length = max((shape for shape in timed["attention"] if shape.isdigit()), key=int)
+        shapes = [length, *(shape for shape in timed["attention"] if shape.endswith(f" x {length}"))]
+        for shape in shapes:
+            made = [
+                timed.get("renewed", {}).get(f"{level}, {shape}", timed)["provenance"]
+                for level in ("model", "attention")
+                if shape in timed.get(level, {})
+            ]
+            where = " and ".join(dict.fromkeys(f"{machine(one)}, {commit(one)}" for one in made))
+            for budget in _budgets(study):
+                rows.append((
+                    percent(budget), where, shape.partition(" x ")[0] if "x" in shape else "1",
+                    *_ratios(timed, shape, percent(budget)),
+                ))  # fmt: skip
+    head = (
+        "budget", "measured on, commit", "sequences at once", "whole prefill: times stock", "times exact AdaAttn",
+        "attention: times stock", "times exact AdaAttn",
+    )  # fmt: skip
+    return table(head, rows)
+
+
+def _ratios(timed: Mapping[str, Any], shape: str, budget: str) -> Iterator[str]:
+    """Cells of one plan; a study may have timed attention alone."""
+    for level in ("model", "attention"):
+        arms = timed.get(level, {}).get(shape)
+        for base in ("stock sdpa", "exact"):
+            if arms is None:
+                yield "–"
+            else:
+                plan = arms.get(budget) or arms[f"plan-{budget}".replace(" ", "")]
+                yield f"{arms[base]['seconds'] / plan['seconds']:.2f}"
+
+
+def whole_text(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What plans lose on a text that decided nothing, from reports of `adaattn eval`."""
+    rows = []
+    for report in reports:
+        stock, planned = (arm["perplexity"] for arm in report["quality"]["arms"])
+        (found,) = report["quality"]["comparisons"]
+        budget = next(plan["budget"] for plan in report["plans"] if plan)
+        rows.append((
+            percent(budget), f"{report['quality']['arms'][0]['tokens']:,}", f"{stock:.4f}", f"{planned:.4f}",
+            loss(found["delta_nll"]["mean"]), f"{loss(found['delta_nll']['upper'])} of {loss(budget)}",
+            f"{machine(report['provenance'])}, {commit(report['provenance'])}",
+        ))  # fmt: skip
+    head = (
+        "budget", "tokens", "stock perplexity", "with the plan", "Δnll", "at most (95 %)", "measured on, commit",
+    )  # fmt: skip
+    return table(head, rows)
+
+
+def generation(report: Mapping[str, Any]) -> list[str]:
+    """Generation with a static cache, as Transformers compiles it on a CUDA device."""
+    arms = ("sdpa", "exact", "plan 0.1 %", "plan 1 %")
+    rows = [
+        (
+            cell["cell"].removesuffix(", ms a token"), *(f"{cell[arm]:.1f} ms" for arm in arms),
+            *(f"{cell['sdpa'] / cell[arm]:.2f}" for arm in ("exact", "plan 1 %")),
+        )
+        for cell in report["sections"]["generation"]
+    ]  # fmt: skip
+    made = report["settings"].get("generation", report["setting"])
+    head = (
+        f"a token behind ({machine(made)}, commit {commit(made)})", "stock sdpa", "exact AdaAttn",
+        *(f"windows as in a plan of {arm.removeprefix('plan ')}" for arm in arms[2:]),
+        "exact: times as fast", "of 1 %: times as fast",
+    )  # fmt: skip
+    return table(head, rows)
