@@ -34,6 +34,18 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         raise
 
 
+def parse_json(text: str) -> Any:
+    """Returns the value of a JSON text that anybody may have written.
+
+    Raises:
+        ValueError: It is no JSON, or deeper or longer than a parser reads; says which.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def json_text(value: Any, **layout: Any) -> str:
     """Returns a value as JSON, null for what is no finite number: the format has neither infinity nor NaN.
 

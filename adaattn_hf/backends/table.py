@@ -121,7 +121,7 @@ class Table:
                 if [type(got) for got in cell] != [str, str, int, bool, bool, int, int, int]:
                     raise ValueError(f"{cell} has a field of another type")
                 table.cells[cell] = times
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise TableError(
                 f"{path}: no table of measurements ({type(error).__name__}: {error}); {remedy}"
             ) from error

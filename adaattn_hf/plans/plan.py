@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from .._files import parse_json
 from .choices import EXACT, Choice
 from .record import PlanError, read_list, read_record, real, text, whole
 
@@ -338,9 +339,7 @@ class Plan:
             PlanError: If the text is not JSON, or not a plan.
         """
         try:
-            data = json.loads(text)
-        except ValueError as error:  # no JSON, or a number of thousands of digits
+            data = parse_json(text)
+        except ValueError as error:
             raise PlanError(f"the plan is not JSON: {error}") from error
-        except RecursionError as error:
-            raise PlanError("the plan is nested too deeply to be one") from error
         return cls.from_dict(data)

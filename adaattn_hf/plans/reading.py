@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._files import parse_json
 from .fit import CONFIG_KEY
 from .plan import Plan, PlanError
 
@@ -75,8 +75,8 @@ def _settings_of(config: Path) -> Mapping[str, Any]:
         PlanError: If the file is not a configuration.
     """
     try:
-        data = json.loads(_text_of(config))
-    except (ValueError, RecursionError) as error:
+        data = parse_json(_text_of(config))
+    except ValueError as error:
         raise PlanError(f"{config} is not JSON: {error}") from error
     settings = data.get("adaattn") if isinstance(data, Mapping) else None
     if not isinstance(data, Mapping) or not isinstance(settings, Mapping | None):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,26 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from adaattn_hf._files import write_atomically
+from adaattn_hf._files import parse_json, write_atomically
 from adaattn_hf.plans.fit import model_hash
+from adaattn_hf.plans.record import PlanError, whole
 
-from .stored import AdaAttnCache, made_for
+from ..support import refuse_no_model
+from .kept import KeptTokens, room_for
+from .saved import Unsound, check_layer
+from .stored import CACHES, AdaAttnCache, made_for
 
-_VERSION = 3
+FORMAT = 4
+"""Of the file; rises with every change, and no other one is read."""
 _KEY = "adaattn_cache"
+_CHECKSUM = "sha256"
+_FIELDS = {"version", "stored", "streaming", "made_for", "weights", "layers"}
+_OF_LAYER = {"length", "window", "spans"}
+_AGAIN = "read the prompt again and save its cache anew"
 
 
 def save_cache(cache: AdaAttnCache, path: str | Path, model: PreTrainedModel | None = None) -> Path:
-    """Writes a cache as safetensors: its tokens as they are stored, spare room left out.
+    """Writes a cache as safetensors: its tokens as they are stored, spare room left out, and a checksum.
 
     Args:
         cache: Any `AdaAttnCache`.
@@ -31,7 +42,7 @@ def save_cache(cache: AdaAttnCache, path: str | Path, model: PreTrainedModel | N
             for a model of another kind or size.
 
     Raises:
-        TypeError: It is a cache of another kind.
+        TypeError: It is a cache of another kind, or has layers that keep something else than keys and values.
     """
     if not isinstance(cache, AdaAttnCache):
         raise TypeError(
@@ -42,26 +53,25 @@ def save_cache(cache: AdaAttnCache, path: str | Path, model: PreTrainedModel | N
     layers: list[dict[str, Any]] = []
     held: list[Any] = list(cache.layers)
     for index, layer in enumerate(held):
-        layers.append(
-            {
-                "length": layer.get_seq_length(),
-                "window": getattr(layer, "sliding_window", None),
-                "spans": getattr(layer, "spans", None),
-            }
-            if layer.is_initialized
-            else {}
-        )
-        for name, tensor in _held(cache, layer).items():
+        if not isinstance(layer, KeptTokens):
+            raise TypeError(
+                f"cache: its layer {index} is a {type(layer).__name__}, expected layers of full or sliding attention, "
+                "whose keys and values can be written; keep the cache in memory, such as by copy.deepcopy"
+            )
+        tokens = _held(cache, layer)
+        layers.append(_described(layer) if tokens else {})
+        for name, tensor in tokens.items():
             tensors[f"{index}.{name}"] = tensor.detach().cpu().contiguous()
     about = {
-        "version": _VERSION,
+        "version": FORMAT,
         "stored": cache.stored,
         "streaming": cache.streaming,
         "made_for": cache.made_for,
         "weights": None if model is None else model_hash(model),
         "layers": layers,
     }
-    write_atomically(Path(path), save(tensors, {_KEY: json.dumps(about)}))
+    text = json.dumps(about)
+    write_atomically(Path(path), save(tensors, {_KEY: text, _CHECKSUM: _checksum(text, tensors)}))
     return Path(path)
 
 
@@ -74,73 +84,161 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
         room: `reserve`, `max_cache_len`, `growth` of `AdaAttnCache`.
 
     Raises:
-        ValueError: The file holds no cache, or one of another model than this, or of other weights.
+        FileNotFoundError: There is no such file.
+        ValueError: The file holds no cache, a damaged one, one of another format or of another model than this, or of
+            other weights; or there is no room as asked.
     """
+    refuse_no_model(model)
     try:
-        opened = safe_open(str(path), framework="pt", device=str(model.device))
-    except SafetensorError as error:
-        raise ValueError(
-            f"path: {path} is no safetensors file ({error}), expected one that save_cache wrote"
-        ) from error
-    with opened as file:
-        about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
-        if about.get("version") != _VERSION:
-            raise ValueError(
-                f"path: {path} holds no cache of this version, expected a file written by save_cache"
-            )
-        _check_model(path, about, model)
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    cache = AdaAttnCache(model, about["stored"], streaming=about.get("streaming", False), **room)
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
-    saved = [layer.get("window") for layer in about["layers"]]
-    if len(saved) > count or any(
-        own != old for own, old in zip(windows, saved, strict=False) if old is not None
-    ):
-        raise ValueError(
-            f"path: {path} holds {len(saved)} layers with windows {sorted({w for w in saved if w})}, expected those of "
-            f"{type(model).__name__}: {count} with windows {sorted({w for w in windows if w})}"
-        )
-    for index, layer_about in enumerate(about["layers"]):
-        own: Any = getattr(cache.layers[index], "spans", None) if index < len(cache.layers) else None
-        if layer_about and json.loads(json.dumps(own)) != layer_about.get("spans"):
-            raise ValueError(
-                f"path: {path} was written under a plan with other windows in layer {index}, expected "
-                f"{own} for its heads; load the model with the plan that the cache was made with"
-            )
-        if layer_about:
-            prefix = f"{index}."
-            held = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            _fill(cache, index, held, layer_about["length"], model.dtype)
+        about, tensors = _read(path)
+        _check_model(about, model)
+        cache = AdaAttnCache(model, about["stored"], streaming=about["streaming"], **room)
+        layers = _checked_layers(cache, about, tensors, model)
+    except Unsound as error:
+        raise ValueError(f"path: {path} {error}") from error
+    except PlanError as error:
+        raise ValueError(f"path: {path} holds no sound cache, {error}; {_AGAIN}") from error
+    for index, (length, held) in layers.items():
+        _fill(cache, index, {n: t.to(model.device) for n, t in held.items()}, length, model.dtype)
     return cache
 
 
-def _check_model(path: str | Path, about: Any, model: PreTrainedModel) -> None:
+def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns what a file says of its cache, and its tensors in the host's memory.
+
+    Raises:
+        Unsound: It holds no cache of this format, or not what was written.
+    """
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError) as error:
+        raise Unsound(f"is no safetensors file ({error}), expected one that save_cache wrote") from error
+    if _KEY not in metadata:
+        raise Unsound("is a safetensors file without a cache, expected one that save_cache wrote")
+    try:
+        about = parse_json(metadata[_KEY])
+    except ValueError as error:
+        raise Unsound(
+            f"has a header that is no JSON ({error}), expected one of save_cache; {_AGAIN}"
+        ) from error
+    version = about.get("version") if isinstance(about, dict) else about
+    if version != FORMAT:
+        raise Unsound(
+            f"holds no cache of this version, got format {version!r:.40}, expected {FORMAT}; {_AGAIN}"
+        )
+    if metadata.get(_CHECKSUM) != _checksum(metadata[_KEY], tensors):
+        raise Unsound(
+            f"is damaged, its checksum is not that of its content, expected what was written; {_AGAIN}"
+        )
+    _keys("header", about, _FIELDS)
+    if about["stored"] not in CACHES or not isinstance(about["streaming"], bool):
+        raise Unsound(
+            f"stores {about['stored']!r:.40} with streaming {about['streaming']!r:.40}, expected one of "
+            f"{', '.join(CACHES)} and true or false; {_AGAIN}"
+        )
+    return about, tensors
+
+
+def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the header and of names, dtypes, shapes and bytes of all tensors."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _keys(where: str, found: Any, expected: set[str]) -> None:
+    if not isinstance(found, dict) or set(found) != expected:
+        got = sorted(found) if isinstance(found, dict) else found
+        raise Unsound(f"has a {where} of {got!r:.200}, expected {', '.join(sorted(expected))}; {_AGAIN}")
+
+
+def _check_model(about: dict[str, Any], model: PreTrainedModel) -> None:
     """Refuses a file of a model of another kind or size, or of other weights where the file names them."""
-    own = made_for(model)
-    other = {
-        name: about["made_for"].get(name)
-        for name, value in own.items()
-        if about["made_for"].get(name) != value
-    }
+    own, made = made_for(model), about["made_for"]
+    _keys("model", made, set(own))
+    other = {name: made[name] for name, value in own.items() if made[name] != value}
     if other:
-        raise ValueError(
-            f"path: {path} was made for a model with {_listed(other)}, expected {_listed(own, *other)} of this "
-            f"{type(model).__name__}; load it with the model that made it, or read the prompt again"
+        raise Unsound(
+            f"was made for a model with {_listed(other)}, expected {_listed({name: own[name] for name in other})} of "
+            f"this {type(model).__name__}; load it with the model that made it, or read the prompt again"
         )
     if about["weights"] is not None and about["weights"] != model_hash(model):
-        raise ValueError(
-            f"path: {path} was made by a {type(model).__name__} with other weights (fine-tuned, another checkpoint), "
+        raise Unsound(
+            f"was made by a {type(model).__name__} with other weights (fine-tuned, another checkpoint), "
             "expected those that made it; load it with that model, or read the prompt again"
         )
 
 
-def _listed(sizes: dict[str, Any], *names: str) -> str:
-    return ", ".join(f"{name} {sizes[name]}" for name in names or sizes)
+def _listed(sizes: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value!r:.40}" for name, value in sizes.items())
+
+
+def _checked_layers(
+    cache: AdaAttnCache, about: dict[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel
+) -> dict[int, tuple[int, dict[str, Tensor]]]:
+    """Returns the tokens seen and the tensors of each layer that holds any, all of which fit an empty cache.
+
+    Raises:
+        Unsound: They do not.
+    """
+    count = max(len(cache.layers), model.config.get_text_config(decoder=True).num_hidden_layers)
+    layers = about["layers"]
+    if not isinstance(layers, list) or len(layers) > count:
+        got = len(layers) if isinstance(layers, list) else layers
+        raise Unsound(
+            f"holds {got!r:.40} layers, expected at most the {count} of {type(model).__name__}; {_AGAIN}"
+        )
+    while len(cache.layers) < len(layers):
+        made: Any = cache.layer_class_to_replicate
+        cache.layers.append(made())
+    found: dict[int, tuple[int, dict[str, Tensor]]] = {}
+    batch: int | None = None
+    for index, said in enumerate(layers):
+        if said == {}:
+            continue
+        _keys(f"layer {index}", said, _OF_LAYER)
+        layer: Any = cache.layers[index]
+        own = _described(layer)
+        if said["window"] != own["window"]:
+            raise Unsound(
+                f"holds a layer {index} with a window of {said['window']!r:.40}, expected {own['window']}, as in "
+                f"this {type(model).__name__}; load it with the model that made it"
+            )
+        if said["spans"] != own["spans"]:
+            raise Unsound(
+                f"was written under a plan with other windows in layer {index}, expected {own['spans']} for its heads; "
+                "load the model with the plan that the cache was made with"
+            )
+        prefix = f"{index}."
+        held = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        length = whole(said["length"], f"length of layer {index}", least=1)
+        batch = check_layer(f"layer {index}", layer, cache.stored, held, length, batch)
+        room_for(getattr(layer, "limit", None), length)
+        found[index] = length, held
+    stray = sorted(tensors.keys() - {f"{i}.{name}" for i, (_, held) in found.items() for name in held})
+    if stray:
+        raise Unsound(f"holds tensors {stray!r:.200} that no layer has, expected none; {_AGAIN}")
+    return found
+
+
+def _described(layer: Any) -> dict[str, Any]:
+    """Tokens that a layer has seen, and what it keeps of them: its window, or what each of its heads does."""
+    spans = getattr(layer, "spans", None)
+    return {
+        "length": layer.get_seq_length(),
+        "window": getattr(layer, "sliding_window", None),
+        "spans": None if spans is None else [None if span is None else list(span) for span in spans],
+    }
 
 
 def _held(cache: AdaAttnCache, layer: Any) -> dict[str, Tensor]:
-    if not layer.is_initialized:
+    if not layer.is_initialized or not layer.get_seq_length():
         return {}
     if cache.stored == "model" and not hasattr(layer, "spans"):
         return {"keys": layer.keys, "values": layer.values}
@@ -150,9 +248,6 @@ def _held(cache: AdaAttnCache, layer: Any) -> dict[str, Tensor]:
 
 def _fill(cache: AdaAttnCache, index: int, held: dict[str, Tensor], length: int, dtype: torch.dtype) -> None:
     """Puts tokens into an empty layer."""
-    while len(cache.layers) <= index:
-        made: Any = cache.layer_class_to_replicate
-        cache.layers.append(made())
     layer: Any = cache.layers[index]
     if hasattr(layer, "spans"):
         layer.take(held, length, dtype)

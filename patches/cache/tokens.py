@@ -20,7 +20,7 @@ PROMPT = "_adaattn_prompt"
 
 
 PARTS = ("key_codes", "key_scale", "value_codes", "value_scale")
-_BESIDE = ("mean", "first", "along")
+BESIDE = ("mean", "first", "along")
 
 
 def value_width(stored: str, head_dim: int) -> tuple[torch.dtype, int]:
@@ -246,13 +246,13 @@ class StoredTokens(Tokens):
 
     def held(self) -> dict[str, Tensor]:
         """All tensors of the storage, by name; `take` puts them into empty storage."""
-        beside = {name: getattr(self, name) for name in _BESIDE}
+        beside = {name: getattr(self, name) for name in BESIDE}
         return super().held() | {name: t for name, t in beside.items() if t is not None}
 
     def take(self, held: dict[str, Tensor]) -> None:
         """Fill this empty storage with what `held` gave."""
         super().take(held)
-        self.mean, self.first, self.along = (held.get(name) for name in _BESIDE)
+        self.mean, self.first, self.along = (held.get(name) for name in BESIDE)
 
     def drop_front(self, keep: int) -> None:
         """Forget all but the last `keep` tokens, and give back room that a long prompt took."""
@@ -279,7 +279,7 @@ class StoredTokens(Tokens):
 
     def _beside(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change what belongs to the sequences."""
-        for name in _BESIDE:
+        for name in BESIDE:
             there = getattr(self, name)
             setattr(self, name, None if there is None else change(there))
 

@@ -6,6 +6,7 @@ The messages themselves are recorded in docs/errors.md.
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,14 @@ def run_with(**settings: Any) -> Any:
 def explain_stock() -> Any:
     model = tf.AutoModelForCausalLM.from_config(config_of("gpt2"), attn_implementation="sdpa")
     return adaattn_hf.explain(model)
+
+
+def load_damaged() -> Any:
+    model = fresh_pair("llama")[1]
+    with tempfile.TemporaryDirectory() as directory:
+        path = adaattn_hf.save_cache(adaattn_hf.AdaAttnCache(model, "int8"), Path(directory) / "prompt")
+        path.write_bytes(path.read_bytes().replace(b"int8", b"k8v4"))
+        return adaattn_hf.load_cache(path, model)
 
 
 def run_unrouted() -> Any:
@@ -330,6 +339,17 @@ CASES = (
         ("cache", "replaced by a Tensor", "expected them left as they are", 'cache="model"'),
     ),
     Case(
+        "loads a cache from a file that was damaged",
+        load_damaged,
+        ValueError,
+        (
+            "path",
+            "its checksum is not that of its content",
+            "expected what was written",
+            "read the prompt again",
+        ),
+    ),
+    Case(
         "asks for no bytes of a cache at all",
         lambda: CalibrationSettings(kv_bytes=0.0),
         ValueError,
@@ -417,6 +437,7 @@ def test_the_message_says_argument_got_expected_and_remedy(case: Case) -> None:
 def recorded(message: str) -> str:
     """A message without what depends on the machine, as a cell of a table."""
     message = re.sub(r"flash-attn is not installed \([^)]*\); ", "", message)
+    message = re.sub(r"^path: \S+/prompt ", "path: prompt ", message)
     return message.replace("|", "\\|").replace("\n", " ")
 
 

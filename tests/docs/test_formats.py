@@ -10,6 +10,7 @@ from importlib import resources
 import pytest
 
 from adaattn_hf import AdaAttnConfig, Plan
+from adaattn_hf.patches.cache import disk
 
 from ..support.source_tree import ROOT
 
@@ -25,11 +26,12 @@ def fields(record: type) -> list[str]:
     [
         ("Settings: `config.adaattn`", fields(AdaAttnConfig)),
         ("Plan", ["format", *fields(Plan)]),
+        ("Cache", [*disk._FIELDS, *disk._OF_LAYER]),
         ("Report of `adaattn bench`", [*SCHEMA["properties"], *SCHEMA["$defs"]["cell"]["properties"]]),
     ],
 )
 def test_every_key_is_on_the_page(section: str, keys: Iterable[str]) -> None:
     page = (ROOT / "docs" / "formats.md").read_text("utf-8")
     text = page.split(f"## {section}\n")[1].split("\n## ")[0]
-    ways = "`{}`", "`{}[]", "`cells[].{}`"
+    ways = "`{}`", "`{}[]", "`cells[].{}`", "`layers[].{}`"
     assert [key for key in keys if not any(way.format(key) in text for way in ways)] == []

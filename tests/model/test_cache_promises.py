@@ -206,7 +206,7 @@ def test_tokens_that_a_user_chose_are_the_ones_that_are_read() -> None:
     """Methods that drop tokens assign to a layer's keys and values, as those of stock caches may be."""
 
     def prune(model: Any) -> list[Tensor]:
-        cache = users(model)
+        cache: Any = users(model)
         step(model, ids(12, 1), cache)
         chosen = torch.tensor([0, 1, 5, 6, 9, 11])
         for layer in cache.layers:
@@ -276,7 +276,7 @@ def test_somebody_who_looks_is_seen() -> None:
         lambda: store.view()[:, :, 2:3],
         lambda: store.view().numpy(),
         lambda: [store.view().unbind(2)[0]],
-        lambda: torch.utils.dlpack.to_dlpack(store.view()),
+        lambda: store.view().__dlpack__(),
     ):
         holder = look()
         assert store._viewed()

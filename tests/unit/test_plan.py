@@ -112,6 +112,8 @@ def test_plans_out_of_order_or_of_another_format_are_refused() -> None:
         make_plan(layers=(layer, layer))
     with pytest.raises(PlanError, match="not JSON"):
         Plan.from_json("{")
+    with pytest.raises(PlanError, match="not JSON: it is nested too deeply"):
+        Plan.from_json("[" * 200_000)
     with pytest.raises(PlanError, match="no choices"):
         LayerPlan(0, "", ())
 

@@ -176,7 +176,15 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
 
 def damaged() -> Iterator[str]:
     whole = Table({"device": "x"}, {CELL: {"native": ONE, "sdpa": ONE}}).text()
-    yield from ("", "{", "[]", "null", whole[:-20], whole.replace("9.0", '"9"', 1).replace("10.0", "8.0", 1))
+    yield from (
+        "",
+        "{",
+        "[]",
+        "[" * 200_000,
+        "null",
+        whole[:-20],
+        whole.replace("9.0", '"9"', 1).replace("10.0", "8.0", 1),
+    )
     yield from (
         whole.replace("9.0", "-9.0", 1),
         whole.replace("11.0", "NaN", 1),
@@ -186,7 +194,7 @@ def damaged() -> Iterator[str]:
     yield whole.replace('"length": 32', '"length": "32"')
 
 
-@pytest.mark.parametrize("text", list(damaged()))
+@pytest.mark.parametrize("text", list(damaged()), ids=lambda text: f"{len(text)}")
 def test_a_damaged_file_is_named_with_the_remedy(text: str, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text(text)
