@@ -124,7 +124,6 @@ def finished_plan(
         },
         "alpha": [float(value) for value in alpha],
         "gates": {name: value for name, value in asdict(gates).items() if value != math.inf},
-        "measured_directly": len(measurement.decided),
         "prices": measurement.table.digest,
         "machine": measurement.table.machine,
         "clusters": "documents where they count for eight of one size, stretches of text otherwise",
@@ -171,7 +170,6 @@ def report(
         "prices": measurement.table.to_json(),
         "history": history,
         "alpha": alpha.tolist(),
-        "direct": _direct(measurement),
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "price_exact_seconds": base,
         "price_plan_seconds": price,
@@ -191,31 +189,6 @@ def solver_table(measurement: Measurement, alpha: Array) -> SolverTable:
         measurement.launches,
         layers.kept_tokens(max(inputs.settings.lengths)) if inputs.scoring.generates else None,
     )
-
-
-def _direct(measurement: Measurement) -> list[dict[str, Any]]:
-    """Returns the KL that pass two measured per pair and length, with the estimate and the corrected risk."""
-    risks = measurement.risks()
-    found = []
-    for place, length in enumerate(measurement.inputs.settings.lengths if measurement.decided else ()):
-        estimated = measurement.state.risks[length].mean()
-        for (unit, choice), kl, error in zip(
-            measurement.decided, *measurement.direct_kl(length), strict=True
-        ):
-            layer, head = measurement.layers.units[unit]
-            found.append(
-                {
-                    "length": length,
-                    "layer": layer,
-                    "head": head,
-                    "choice": measurement.layers.candidates.choices[choice].label,
-                    "estimated": float(estimated[unit, choice]),
-                    "measured": float(kl),
-                    "error": float(error),
-                    "risk": float(risks[place, unit, choice]),
-                }
-            )
-    return found
 
 
 def _with_dtype(config: bytes, before: bytes) -> bytes:

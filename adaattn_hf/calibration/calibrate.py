@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 from torch import nn
 
 from ..plans import store
@@ -31,7 +30,7 @@ from .campaign import Campaign
 from .inputs import open_inputs, unsaid
 from .measure import Measurement, measure
 from .scoring import NEXT_TOKEN, Scoring
-from .search import picks_of, programs, refine, solve
+from .search import picks_of, programs
 from .settings import Calibration, CalibrationSettings
 
 __all__ = [
@@ -104,8 +103,4 @@ def choose_and_verify(measurement: Measurement, settings: CalibrationSettings | 
     """
     if settings is not None:
         measurement = replace(measurement, inputs=measurement.inputs.with_settings(settings))
-    s = measurement.inputs.settings
-    if s.direct:
-        limit = np.full(len(s.lengths), 0.5 * s.budget)
-        measurement = refine(measurement, solve(measurement, limit), limit, s.direct)
     return Campaign(measurement).run()

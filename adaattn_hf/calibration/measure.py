@@ -3,7 +3,6 @@
 * `observe_layers` (pass zero) finds the layers
 * `measure_risks` (pass one) estimates the loss of every choice (`fisher`)
 * `price_table` times the launches (`pricing`)
-* `measure_directly` (pass two, optional) measures the pairs that decide a plan by forward passes of their own
 
 The result is a frozen `Measurement`, which choosing and verifying only read.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,20 +20,13 @@ import torch
 from torch import Tensor
 
 from ..plans import store
-from ..plans.choices import EXACT
-from ..plans.plan import LayerPlan
-from ..plans.program import Program
 from ..policy.knapsack import Array, Launches, of_cache
 from ..policy.prices import PriceTable
-from ..policy.risk import corrected
-from . import direct, fisher, pricing
+from . import fisher, pricing
 from .inputs import Inputs
 from .layers import Layers, observe_layers
 from .scoring import Reading
 from .state import CalibrationState
-
-Pair = tuple[int, int]
-"""Indices of a unit and of a choice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +40,7 @@ class Measurement:
         table: Measured prices.
         prices: `[units, choices]`, seconds.
         launches: Constants of the launches.
-        decided: Pairs whose KL was measured directly; `risks` takes them into account.
         exact_steps: Whether decode steps stay exact, see `pricing.steps_stay_exact`; prices are then the prefill's.
-        directory: Where the state is saved, if anywhere.
     """
 
     inputs: Inputs
@@ -59,23 +49,11 @@ class Measurement:
     table: PriceTable
     prices: Array
     launches: Launches
-    decided: tuple[Pair, ...] = ()
     exact_steps: bool = False
-    directory: Path | None = None
 
     def risks(self) -> Array:
-        """Returns the risks `[lengths, units, choices]` in nats/token, corrected by pass two, not re-scaled."""
-        found = []
-        for length in self.inputs.settings.lengths:
-            table = self.state.risks[length]
-            risk = table.mean()
-            if self.decided:
-                at = tuple(np.array(self.decided).T)
-                own, factor = corrected(risk[at], table.standard_error()[at], *self.direct_kl(length))
-                risk *= factor
-                risk[at] = own
-            found.append(risk)
-        return np.stack(found)
+        """Returns the risks `[lengths, units, choices]` in nats/token, not re-scaled."""
+        return np.stack([self.state.risks[length].mean() for length in self.inputs.settings.lengths])
 
     @property
     def costs(self) -> Array:
@@ -83,15 +61,6 @@ class Measurement:
         if not self.inputs.settings.with_cache:
             return self.prices
         return of_cache(self.layers.kept_tokens(max(self.inputs.settings.lengths)))
-
-    def direct_kl(self, length: int) -> tuple[Array, Array]:
-        """Returns mean and standard error `[pairs]` of the KL measured directly at a length, nats/token."""
-        measured, numbers = self.state.direct[length], range(self.inputs.settings.sequences)
-        found = [
-            direct.mean_and_error([measured[number, unit, choice] for number in numbers])
-            for unit, choice in self.decided
-        ]
-        return np.array([mean for mean, _ in found]), np.array([error for _, error in found])
 
 
 def measure(
@@ -133,9 +102,7 @@ def measure(
         windows=layers.windows,
         kinds=layers.kinds,
     )
-    return Measurement(
-        inputs, layers, state, table, by_unit, launches, exact_steps=exact_steps, directory=directory
-    )
+    return Measurement(inputs, layers, state, table, by_unit, launches, exact_steps=exact_steps)
 
 
 def measure_risks(inputs: Inputs, layers: Layers, directory: Path | None, resume: bool) -> CalibrationState:
@@ -269,45 +236,3 @@ def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None
     )
     inputs.progress("prices", 1, 1)
     return table
-
-
-def measure_directly(measurement: Measurement, pairs: list[Pair]) -> Measurement:
-    """Pass two: returns the measurement with the KL of these pairs, measured by forward passes of their own."""
-    inputs, state = measurement.inputs, measurement.state
-    s, team = inputs.settings, inputs.team
-    total = len(pairs) * s.sequences * len(s.lengths)
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        inputs.progress("direct", done, total)
-        done += team.size
-
-    for length in s.lengths:
-        measured = state.direct[length]
-        for number in range(s.sequences):
-            missing = [pair for pair in pairs if (number, *pair) not in measured]
-            if not missing:
-                continue
-            mine = [missing[place] for place in team.mine(len(missing))]
-            readings = inputs.readings(inputs.samples[length].risk[number])
-            found = direct.measured_pairs(
-                inputs.arms, readings, mine, _single(measurement.layers, s.lengths), step
-            )
-            every = team.gather([found[pair] for pair in mine], len(missing))
-            measured.update({(number, *pair): kl for pair, kl in zip(missing, every, strict=True)})
-            _save(inputs, state, measurement.directory)
-    inputs.progress("direct", total, total)
-    return replace(measurement, decided=tuple(pairs))
-
-
-def _single(layers: Layers, lengths: tuple[int, ...]) -> Callable[[int, int], Program]:
-    """Returns a function that makes the program in which one unit takes one choice and its layer is exact otherwise."""
-
-    def program(unit: int, choice: int) -> Program:
-        layer, head = layers.units[unit]
-        choices = [EXACT] * layers.kv_heads
-        choices[head] = layers.candidates.choices[choice]
-        return Program(LayerPlan(layer, "", tuple(choices)), layers.tensors[layer], lengths[-1])
-
-    return program

@@ -16,12 +16,11 @@ from ..plans.plan import Plan
 from ..plans.program import Program
 from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
-from ..policy.decisive import decisive_pairs
 from ..policy.knapsack import Allocation, Array, allocate
 from ..policy.risk import rescale
 from .arms import compare_all, plan_tap, programs_of
 from .assemble import make_plan
-from .measure import Measurement, Pair, measure_directly
+from .measure import Measurement
 from .over_codes import stored_tap
 
 JOINT_STEPS = 5
@@ -77,12 +76,6 @@ def picks_of(measurement: Measurement, plan: Plan) -> Picks:
     by_layer = {layer.layer: layer.choices for layer in plan.layers}
     chosen = [choice for index in measurement.layers.indices for choice in by_layer.get(index, exact)]
     return np.array([candidates.index(choice) for choice in chosen], dtype=np.int64)
-
-
-def refine(measurement: Measurement, found: Allocation, budget: Array, count: int) -> Measurement:
-    """Returns the measurement after measuring directly up to `count` pairs that decide the allocation."""
-    pairs: list[Pair] = decisive_pairs(found.picks, measurement.costs, measurement.risks(), budget, count)
-    return measure_directly(measurement, pairs) if pairs else measurement
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..plans.plan import Plan
 from ..policy.candidates import FAMILIES, WINDOWS
 
 _OF_THE_PROOF = (
-    "budget", "direct", "held_out", "most_held_out", "tries", "bolder", "haystacks", "needles", "top1", "kl_p999",
+    "budget", "held_out", "most_held_out", "tries", "bolder", "haystacks", "needles", "top1", "kl_p999",
     "needles_lost", "alpha", "minutes", "rounds", "optimize", "kv_bytes", "batch", "captured",
 )  # fmt: skip
 """Settings that do not affect the measurement of risks."""
@@ -32,8 +32,6 @@ class CalibrationSettings:
         sequences: Sequences per length for measuring risks.
         rows: Query rows sampled per sequence.
         labels: Label draws, one backward pass each.
-        direct: Pairs of unit and choice whose KL is measured by forward passes of their own; see
-            `policy.decisive`.
         joint: Sequences per length for measuring whole plans, which re-scales the risks.
         held_out: Held-out sequences per length at the first look at a plan.
         most_held_out: Held-out sequences per length at the last look, if earlier looks do not decide.
@@ -63,7 +61,6 @@ class CalibrationSettings:
     sequences: int = 4
     rows: int = 256
     labels: int = 2
-    direct: int = 0
     joint: int = 3
     held_out: int = 12
     most_held_out: int = 36
@@ -97,8 +94,6 @@ class CalibrationSettings:
         for name in ("sequences", "rows", "labels", "joint", "tries", "needles", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.direct < 0:
-            raise ValueError(f"direct is {self.direct}, expected a number of pairs, 0 for none")
         if self.decode_tokens < 0:
             raise ValueError(f"decode_tokens is {self.decode_tokens}, expected at least 0")
         if self.rounds < 0 or self.rounds == 1:

@@ -1,4 +1,4 @@
-"""Results of passes one and two, saved after every sequence so that an interrupted calibration can resume."""
+"""Measured risks, saved after every sequence so that an interrupted calibration can resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class CalibrationState:
         dropped: By length, `[units, choices, 3]` sums over sequences of mean, 95th percentile and mean
             square.
         done: By length, sequences finished.
-        direct: By length, measured KL of the parts of a sequence by (sequence, unit, choice), nats/token.
     """
 
     def __init__(
@@ -43,21 +42,14 @@ class CalibrationState:
             length: np.zeros((units, choices, 3)) for length in lengths
         }
         self.done = dict.fromkeys(lengths, 0)
-        self.direct: dict[int, dict[tuple[int, int, int], NDArray[np.float64]]] = {
-            length: {} for length in lengths
-        }
 
     def save(self, directory: Path) -> None:
         """Writes the state to a directory."""
         arrays: dict[str, Any] = {"key": np.array(self.key)}
         for length, table in self.risks.items():
             arrays[f"total.{length}"] = table.total
-            arrays[f"squares.{length}"] = table.squares
-            arrays[f"means.{length}"] = table.means
             arrays[f"dropped.{length}"] = self.dropped[length]
-            arrays[f"counts.{length}"] = np.array([table.rows, table.sequences, self.done[length]])
-            arrays[f"pairs.{length}"] = np.array(list(self.direct[length]), dtype=np.int64).reshape(-1, 3)
-            arrays[f"direct.{length}"] = np.array(list(self.direct[length].values()))
+            arrays[f"counts.{length}"] = np.array([table.rows, self.done[length]])
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)
         write_atomically(directory / FILE, buffer.getvalue())
@@ -93,12 +85,8 @@ class CalibrationState:
         """Takes over the arrays of a file."""
         for length, table in self.risks.items():
             table.total = arrays[f"total.{length}"]
-            table.squares = arrays[f"squares.{length}"]
-            table.means = arrays[f"means.{length}"]
             self.dropped[length] = arrays[f"dropped.{length}"]
-            table.rows, table.sequences, self.done[length] = (int(n) for n in arrays[f"counts.{length}"])
-            pairs = (tuple(pair) for pair in arrays[f"pairs.{length}"].tolist())
-            self.direct[length] = dict(zip(pairs, arrays[f"direct.{length}"], strict=True))
+            table.rows, self.done[length] = (int(n) for n in arrays[f"counts.{length}"])
 
     @staticmethod
     def forget(directory: Path) -> None:

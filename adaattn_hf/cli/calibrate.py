@@ -60,9 +60,6 @@ def calibrate(
     sequences: Annotated[int, typer.Option(help="Sequences per length that risks are measured on.")] = 4,
     rows: Annotated[int, typer.Option(help="Query rows sampled per sequence.")] = 256,
     labels: Annotated[int, typer.Option(help="Label draws per sequence, one backward pass each.")] = 2,
-    direct: Annotated[
-        int, typer.Option(help="Pairs of head and choice whose loss forward passes of their own measure.")
-    ] = 0,
     joint: Annotated[int, typer.Option(help="Sequences per length that re-scale the risks.")] = 3,
     held_out: Annotated[
         int, typer.Option(help="Held-out sequences per length at the first look at a plan.")
@@ -165,7 +162,6 @@ def calibrate(
             sequences=sequences,
             rows=rows,
             labels=labels,
-            direct=direct,
             joint=joint,
             held_out=held_out,
             most_held_out=max(held_out, most_held_out),

@@ -34,7 +34,6 @@ class Display:
             "moments": tokens,
             "risk": tokens * s.sequences * (4 + 2 * s.labels),
             "prices": 4 * tokens,
-            **({"direct": 0.8 * tokens * s.sequences * s.direct} if s.direct else {}),
             "joint": 4 * tokens * s.joint,
             **{f"verify {length}": 2.0 * length * (s.held_out + s.haystacks) for length in s.lengths},
         }

@@ -3,8 +3,7 @@
 One calibration of the risks, then plans for a row of budgets, with all choices and with those of one kind
 alone, and the same choice for every head beside them. Budgets are the sums of risks that a plan may take at
 each length, not re-scaled; every plan is measured on the same held-out text, and on other sequences of the
-text that risks were measured on. The arm `direct` takes all choices, chosen again after the pairs that decide
-were measured directly. A plan that is in the file already is not measured again.
+text that risks were measured on. A plan that is in the file already is not measured again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from adaattn_hf.calibration.measure import Measurement
 
 BUDGETS = "1e-4,2e-4,4e-4,7e-4,1e-3,2e-3,4e-3,7e-3,1e-2,3e-2"
-DIRECT = "direct"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -43,26 +41,25 @@ def curve_of(
     Args:
         measurement: Risks and prices of the model.
         budgets: Sums of risks in nats/token.
-        arms: Some of `ablate.ARMS`, and `direct`.
+        arms: Some of `ablate.ARMS`.
         target: The file.
         words: What it belongs to; see `study.described`.
         uniform: Labels of the choices that every head takes at once, by commas; `all`, or `none`.
 
     Raises:
-        UsageError: If an arm or a choice is unknown, or `direct` is asked for and no pairs are to be measured.
+        UsageError: If an arm or a choice is unknown.
     """
     import numpy as np
 
-    from adaattn_hf.calibration.search import refine, solve
+    from adaattn_hf.calibration.search import solve
 
     from .held_out import HeldOutPasses
 
     settings, candidates = measurement.inputs.settings, measurement.layers.candidates.choices
     passes = HeldOutPasses(measurement)
-    known_arms = (*ARMS, *([DIRECT] if settings.direct else []))
     for arm in arms:
-        if arm not in known_arms:
-            raise UsageError(f"arms: got {arm!r}, expected some of {', '.join(known_arms)}")
+        if arm not in ARMS:
+            raise UsageError(f"arms: got {arm!r}, expected some of {', '.join(ARMS)}")
     labels = [choice.label for choice in candidates]
     everywhere = {"all": labels[1:], "none": []}.get(uniform, uniform.split(","))
     for label in everywhere:
@@ -81,8 +78,8 @@ def curve_of(
     lengths = settings.lengths
     units = np.arange(len(measurement.layers.units))
 
-    def entry(picks: Any, made_from: Measurement = measurement) -> dict[str, Any]:
-        risks = made_from.risks()[:, units, picks].sum(axis=1)
+    def entry(picks: Any) -> dict[str, Any]:
+        risks = measurement.risks()[:, units, picks].sum(axis=1)
         return {
             "predicted": risks.tolist(),
             "picks": [labels[pick] for pick in picks],
@@ -90,19 +87,14 @@ def curve_of(
             "test": {str(length): passes.held_out(picks, length) for length in lengths},
         }
 
-    def chosen(arm: str, budget: float) -> tuple[Any, Measurement]:
-        limit = np.full(len(lengths), budget)
-        found = solve(measurement, limit, allowed=only("combined" if arm == DIRECT else arm))
-        if arm != DIRECT:
-            return found.picks, measurement
-        refined = refine(measurement, found, limit, settings.direct)
-        return solve(refined, limit).picks, refined
+    def chosen(arm: str, budget: float) -> Any:
+        return solve(measurement, np.full(len(lengths), budget), allowed=only(arm)).picks
 
     known = {(one["family"], one["budget"]) for one in record["curve"]}
     for arm in arms:
         for budget in budgets:
             if (arm, budget) not in known:
-                record["curve"].append({"family": arm, "budget": budget, **entry(*chosen(arm, budget))})
+                record["curve"].append({"family": arm, "budget": budget, **entry(chosen(arm, budget))})
                 study.write(target, record)
     measured = {one["choice"] for one in record["uniform"]}
     for label in everywhere:
@@ -119,7 +111,7 @@ def curve(
     output: Annotated[Path, typer.Option(help="The file of the curve.")],
     verify_data: study.Held = None,
     budgets: Annotated[str, typer.Option(help="Budgets in nats/token, by commas.")] = BUDGETS,
-    arms: Annotated[str, typer.Option(help="Kinds of plans, by commas.")] = ",".join((*ARMS, DIRECT)),
+    arms: Annotated[str, typer.Option(help="Kinds of plans, by commas.")] = ",".join(ARMS),
     lengths: study.Lengths = "4096,8192",
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     sequences: Annotated[int, typer.Option(help="Sequences per length that risks are measured on.")] = 6,
@@ -128,7 +120,6 @@ def curve(
     joint: Annotated[
         int, typer.Option(help="Other sequences of the same text that plans are measured on.")
     ] = 3,
-    direct: Annotated[int, typer.Option(help="Pairs that the arm direct measures directly.")] = 16,
     uniform: Annotated[
         str, typer.Option(help="Choices for every head at once, by commas; all, or none.")
     ] = "all",
@@ -152,7 +143,7 @@ def curve(
     table = PriceTable.from_json(prices.read_text(encoding="utf-8"))
     settings = CalibrationSettings(
         lengths=tuple(study.numbers(lengths)), seed=seed, sequences=sequences, rows=rows, labels=labels, joint=joint,
-        direct=direct, held_out=held_out, tries=1, haystacks=0, families=tuple(families.split(",")),
+        held_out=held_out, tries=1, haystacks=0, families=tuple(families.split(",")),
     )  # fmt: skip
     inputs = open_inputs(loaded, encode, data, settings, verify_data=verify_data)
     measurement = measure(inputs, prices=table, directory=state, resume=True)

@@ -97,7 +97,7 @@ def _direct(curve: dict[str, Any], lengths: Sequence[str]) -> list[str]:
         " table over the speed of plans chosen by estimates, at the KL on held-out text. A plan picks what was"
         f" estimated too low, which measuring takes back: at {lengths[-1]} tokens, where the budget binds, predictions"
         " come closer. Plans are not faster at equal loss, and re-scaling by the KL of the whole plan corrects the"
-        " sum for less: off by default (`--direct`).",
+        " sum for less: the option that measured them, `--direct`, has left.",
         "",
         *table(head, rows),
     ]

@@ -383,14 +383,6 @@ def test_an_interrupted_run_goes_on_and_other_maskings_do_not(
     assert resumed.plan.to_json() == result.plan.to_json()
 
 
-def test_pairs_measured_directly_take_all_readings(
-    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens
-) -> None:
-    found = calibrate(model, encode, text, replace(SETTINGS, direct=2), scoring=scoring, prices=prices())
-    assert found.plan.protocol["measured_directly"] == 2
-    assert found.met, found.sentence
-
-
 # ---------------------------------------------------------------------- where the plan goes
 @pytest.fixture(scope="module")
 def stored(result: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Path:

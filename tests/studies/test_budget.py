@@ -154,7 +154,7 @@ def test_prices_and_curve(text: list[Path], tmp_path: Path, capsys: pytest.Captu
         "--arms",
         "combined",
     ]
-    arguments += ["--state", str(tmp_path / "state"), "--direct", "2"]
+    arguments += ["--state", str(tmp_path / "state")]
     for budgets, uniform in (("1e-9,1.0", "none"), ("1e-9,1.0,2.0", "all")):
         with pytest.raises(SystemExit) as ended:
             curve.main([*arguments, "--budgets", budgets, "--uniform", uniform])
@@ -165,10 +165,6 @@ def test_prices_and_curve(text: list[Path], tmp_path: Path, capsys: pytest.Captu
     assert [entry["choice"] for entry in record["uniform"]] == ["bf16"]
     assert (record["uniform"][0]["test"][str(LENGTH)]["kl"] > 0.0) == ROUNDS_BF16
     assert (record["uniform"][0]["same_source"][str(LENGTH)] > 0.0) == ROUNDS_BF16
-    with pytest.raises(SystemExit) as ended:
-        curve.main([*arguments, "--budgets", "1e-6", "--arms", "direct"])
-    assert ended.value.code == 0
-    assert json.loads(target.read_text())["curve"][-1]["family"] == "direct"
     for wrong, said in (
         (["--arms", "all"], "got 'all', expected some of"),
         (["--uniform", "p0.5"], "got 'p0.5', expected all, none, or some of bf16"),

@@ -20,10 +20,9 @@ from adaattn_hf.policy.acceptance import Gates, clustered, upper_bound
 from adaattn_hf.policy.aim import LossLaw, Observation
 from adaattn_hf.policy.backoff import Caution
 from adaattn_hf.policy.candidates import candidates
-from adaattn_hf.policy.decisive import decisive_pairs
 from adaattn_hf.policy.knapsack import Launches, allocate, evaluate, of_units, shared_prices, worst_length
 from adaattn_hf.policy.prices import Price, PriceTable, fit_price
-from adaattn_hf.policy.risk import RiskTable, corrected, rescale
+from adaattn_hf.policy.risk import RiskTable, rescale
 from adaattn_hf.policy.sequential import Attempts, hopeless, look_levels, look_sizes, spent
 from adaattn_hf.stats.paired import Ratio, clustered_ratio
 
@@ -102,7 +101,6 @@ def test_risk_table_means_and_refusals() -> None:
     table.add(np.full((2, 3), 4.0), 2)
     table.add(np.full((2, 3), 2.0), 2)
     assert table.mean().tolist() == [[1.5] * 3] * 2
-    assert table.standard_error()[0, 0] == pytest.approx(0.5)
     with pytest.raises(ValueError, match="non-finite"):
         table.add(np.full((2, 3), np.nan), 1)
     assert rescale(1.0, 2e-4, 3e-4) == pytest.approx(1.5)
@@ -448,54 +446,6 @@ def test_the_price_of_a_plan_is_that_of_its_launches_one_by_one(seed: int) -> No
                 own = [lines[phase][length][labels[u][picks[u]]] for u in mine if names[picks[u]] == name]
                 seconds += count * (max(line.constant for line in own) + sum(line.slope for line in own))
     assert evaluate(picks, prices, np.zeros((1, 6, 3)), launches).price == pytest.approx(seconds)
-
-
-def test_decisive_pairs_are_the_largest_inside_and_the_best_outside() -> None:
-    prices = np.array([[1.0, 0.5, 0.2]] * 4)
-    risks = np.array([[[0.0, 4.0, 9.0], [0.0, 1.0, 1.5], [0.0, 2.0, 90.0], [0.0, 3.0, 5.0]]]) * 1e-5
-    picks = np.array([1, 1, 1, 0])
-    budget = np.array([1e-4])
-    saved = {(0, 2): 0.3 / 5, (1, 2): 0.3 / 0.5, (2, 2): 0.3 / 88, (3, 1): 0.5 / 3, (3, 2): 0.8 / 5}
-    best = {
-        unit: max((rate, pair) for pair, rate in saved.items() if pair[0] == unit)[1] for unit in range(4)
-    }
-    outside = sorted(best.values(), key=lambda pair: -saved[pair])
-    assert outside[:2] == [(1, 2), (3, 1)]
-    assert decisive_pairs(picks, prices, risks, budget, 4) == sorted([(0, 1), (2, 1), *outside[:2]])
-    assert decisive_pairs(picks, prices, risks, budget, 1) == [(0, 1)]
-    assert len(decisive_pairs(picks, prices, risks, budget, 100)) == 3 + 4
-    assert decisive_pairs(np.zeros(4, dtype=np.int64), prices, risks, budget, 2) == [(1, 2), (2, 1)]
-    assert decisive_pairs(picks, prices, risks, budget, 0) == []
-
-
-def test_a_wrong_estimate_gives_way_to_what_was_measured() -> None:
-    """Seven estimates agree with the measurement but for noise; the eighth is fifty times too small."""
-    random = np.random.default_rng(0)
-    true = random.uniform(1e-6, 1e-4, 8)
-    direct = true * np.exp(0.1 * random.standard_normal(8))
-    fisher = true * np.exp(0.1 * random.standard_normal(8))
-    fisher[3] /= 50
-    errors = 0.1 * fisher, 0.1 * direct
-    found, common = corrected(fisher, errors[0], direct, errors[1])
-    assert abs(math.log(found[3] / true[3])) < 0.3
-    assert abs(math.log(common)) < 0.2
-    assert np.abs(np.log(found / true)).max() < 0.4
-    assert (np.minimum(fisher, direct) * 0.8 <= found).all()
-    assert (found <= np.maximum(fisher, direct) * 1.25).all()
-
-
-def test_both_estimates_count_by_their_errors() -> None:
-    fisher, direct = np.array([1.0, 1.0, 1.0]), np.array([0.5, 1.0, 2.0])
-    sure, unsure = np.full(3, 1e-3), np.full(3, 10.0)
-    assert corrected(fisher, unsure, direct, sure)[0] == pytest.approx(direct, rel=0.01)
-    assert corrected(fisher, sure, direct, unsure)[0] == pytest.approx(fisher, rel=0.01)
-    assert corrected(fisher, np.full(3, np.inf), direct, unsure)[0] == pytest.approx(direct)
-    one, factor = corrected(
-        np.array([0.0, 2.0]), np.array([0.0, 0.2]), np.array([1e-9, 4.0]), np.full(2, 0.1)
-    )
-    assert one == pytest.approx([0.0, 4.0])
-    assert factor == pytest.approx(2.0)
-    assert corrected(np.zeros(2), np.zeros(2), np.zeros(2), np.zeros(2))[1] == 1.0
 
 
 @pytest.mark.parametrize(
