@@ -1,10 +1,15 @@
-"""What a user may set, and where it lives: `model.config.adaattn`, a plain dictionary that is saved with the model."""
+"""What a user may set, and where it lives: `model.config.adaattn`, a plain dictionary that is saved with the model.
+
+Named settings, the presets, are read from the YAML files of `adaattn_hf.configs`.
+"""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from importlib import resources
 from typing import Any
 
 import torch
@@ -24,7 +29,7 @@ class AdaAttnConfig:
     """Settings of AdaAttn for one model (or one tower of a composite model).
 
     Attributes:
-        preset: Name of the preset that these settings came from.
+        preset: Name of the preset that these settings came from; it sets nothing by itself.
         backend: Backend for every call, or None to choose one per kind of call. A named backend never falls back.
         budget: Relative rise of perplexity that a plan may cost (0.001 is 0.1 %); 0 is exact. A budget buys nothing
             without a plan, and the model says so once.
@@ -32,7 +37,6 @@ class AdaAttnConfig:
         tensors: Bases and means of the plan, as base64 of their safetensors file, which so travel with the plan; None
             where they lie in a file beside the weights alone.
         monitor: Compare sampled rows with exact attention while the model runs (plans only).
-        unverified: Run the plan though held-out text has not shown it good: it was never verified, or failed.
         shadow: So many calls of each kind and layer are computed a second time by the reference, and compared.
         mismatch: What happens where they differ: `raise` or `warn`.
         version: Of this layout.
@@ -44,7 +48,6 @@ class AdaAttnConfig:
     plan: Mapping[str, Any] | None = None
     tensors: str | None = None
     monitor: bool = False
-    unverified: bool = False
     shadow: int = 0
     mismatch: str = "raise"
     version: int = CONFIG_VERSION
@@ -61,7 +64,6 @@ class AdaAttnConfig:
             ),
             ("monitor", bool, "True or False"),
             ("tensors", (str, type(None)), "base64 of a plan's tensors or None"),
-            ("unverified", bool, "True or False"),
             ("version", int, f"{CONFIG_VERSION}"),
         ):
             value = getattr(self, name)
@@ -73,6 +75,11 @@ class AdaAttnConfig:
             )
         if self.mismatch not in MISMATCHES:
             raise ConfigError(unknown("adaattn.mismatch", str(self.mismatch), MISMATCHES))
+        if self.mismatch != "raise" and not self.shadow:
+            raise ConfigError(
+                f"adaattn.mismatch: got {self.mismatch!r} without a shadow, expected it beside one: it says "
+                "what happens where calls that are computed twice differ; set adaattn.shadow to how many, or drop it"
+            )
         if (
             isinstance(self.budget, bool)
             or not isinstance(self.budget, (int, float))
@@ -87,6 +94,13 @@ class AdaAttnConfig:
                 "install the version of adaattn_hf that wrote the model, or delete config.adaattn"
             )
         object.__setattr__(self, "budget", float(self.budget))
+        may_spend = 0.0 if self.preset == "exact" else _of_preset(self.preset).get("budget", 0.0)
+        if may_spend and not self.budget:
+            raise ConfigError(
+                f"adaattn.preset: got {self.preset!r} with a budget of 0, expected the settings of that preset, whose "
+                f"budget is {may_spend:g}: its name sets nothing; call "
+                f"adaattn_hf.configure(model, {self.preset!r})"
+            )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AdaAttnConfig:
@@ -96,7 +110,16 @@ class AdaAttnConfig:
             ConfigError: An unknown key (names the nearest known one) or a value out of range.
         """
         if not isinstance(data, Mapping):
-            raise ConfigError(f"adaattn: got {type(data).__name__}, expected a mapping of settings")
+            raise ConfigError(
+                f"config.adaattn: got {type(data).__name__}, expected a mapping of settings; "
+                "adaattn_hf.configure(model, settings) writes one, of a preset's name, too"
+            )
+        if "unverified" in data:
+            raise ConfigError(
+                f"adaattn.unverified: got {data['unverified']!r:.60}, expected no such setting: no file "
+                "allows a plan to run that was not proven; delete it, and call "
+                "adaattn_hf.load_plan(model, unverified=True) in each process"
+            )
         known = [f.name for f in fields(cls)]
         for key in data:
             if key not in known:
@@ -106,6 +129,37 @@ class AdaAttnConfig:
     def to_dict(self) -> dict[str, Any]:
         """What lies in `config.adaattn`; JSON-serialisable."""
         return asdict(self)
+
+
+@functools.cache
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets that come with the package."""
+    files = resources.files("adaattn_hf.configs").iterdir()
+    return tuple(sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml")))
+
+
+@functools.cache
+def _of_preset(name: str) -> Mapping[str, Any]:
+    """What a preset's file says.
+
+    Raises:
+        ConfigError: Unknown name; lists the known ones and the nearest.
+    """
+    import yaml
+
+    if name not in preset_names():
+        raise ConfigError(unknown("preset", name, preset_names()))
+    text = resources.files("adaattn_hf.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text) or {}
+
+
+def load_preset(name: str) -> AdaAttnConfig:
+    """The settings of a preset.
+
+    Raises:
+        ConfigError: Unknown name; lists the known ones and the nearest.
+    """
+    return AdaAttnConfig.from_dict({"preset": name, **_of_preset(name)})
 
 
 EXACT = AdaAttnConfig()
@@ -132,35 +186,35 @@ def settings_in(config: Any) -> AdaAttnConfig:
     if raw is None:
         return EXACT
     if torch.compiler.is_compiling():
-        constant: AdaAttnConfig = _constant_settings(raw)
+        # without the plan: a graph that holds it would be guarded by each of its numbers
+        rest = {name: value for name, value in raw.items() if name not in ("plan", "tensors")}
+        constant: AdaAttnConfig = _constant_settings(rest)
         return constant
     known = _parsed.get(id(raw))
     if known is not None and known[0] is raw and known[1] == raw:
         return known[2]
-    settings = raw if isinstance(raw, AdaAttnConfig) else AdaAttnConfig.from_dict(raw)
+    settings = AdaAttnConfig.from_dict(raw)
     if len(_parsed) >= _PARSED_LIMIT:
         _parsed.clear()
     # a copy of the top level: whoever sets `config.adaattn["shadow"]` in place is heard
-    _parsed[id(raw)] = (raw, copied(raw), settings)
-    if settings.budget > 0 and settings.plan is None:
+    _parsed[id(raw)] = (raw, dict(raw), settings)
+    if settings.plan is None and (settings.budget > 0 or settings.monitor):
         warnings.warn(_without_plan(settings), UserWarning, stacklevel=2)
     return settings
 
 
-def copied(raw: Any) -> Any:
-    """Settings as they are now, which differ from what lies in `config.adaattn` once one of its values is set."""
-    return raw if isinstance(raw, AdaAttnConfig) else dict(raw)
-
-
 def _without_plan(settings: AdaAttnConfig) -> str:
+    percent, asks = "0.1", "monitor is to watch a plan"
+    if settings.budget > 0:
+        percent = f"{100 * settings.budget:g}"
+        asks = f"the preset {settings.preset!r} may spend a budget of {percent} %"
     return (
-        f"adaattn: the preset {settings.preset!r} may spend a budget of {100 * settings.budget:g} %, but the model "
-        f"carries no plan: every layer is exact. Make one with `adaattn calibrate MODEL --data FILES --budget "
-        f"{100 * settings.budget:g}%`, or silence this with adaattn_hf.configure(model, 'exact')"
+        f"adaattn: {asks}, but the model carries no plan: every layer is exact. Make one with `adaattn calibrate MODEL "
+        f"--data FILES --budget {percent}%`, or silence this with adaattn_hf.configure(model, 'exact')"
     )
 
 
 @torch.compiler.assume_constant_result
 def _constant_settings(raw: Any) -> AdaAttnConfig:
     """The same while a graph is traced: settings are constants of the graph."""
-    return raw if isinstance(raw, AdaAttnConfig) else AdaAttnConfig.from_dict(raw)
+    return AdaAttnConfig.from_dict(raw)

@@ -11,7 +11,7 @@ from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import Backend, FastCall, facts_of, spec_of
 from adaattn_hf.backends.select import serving
-from adaattn_hf.config import copied, raw_settings, settings_in
+from adaattn_hf.config import raw_settings, settings_in
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.choices import PRECISE_ROWS
 from adaattn_hf.plans.fit import resolved
@@ -34,7 +34,7 @@ class PlannedCall:
 
     def __init__(self, raw: Any, forced: str | None) -> None:
         """From what lies in the model's configuration and the backend that its user named."""
-        self._raw, self._settings, self._forced = raw, copied(raw), forced
+        self._raw, self._settings, self._forced = raw, dict(raw), forced
         self._backends: dict[tuple[bool, bool, str], tuple[Backend | None, CallSpec]] = {}
         self._exact: ExactCall | None = None
         # by the handle of a layer's program, whose tensors are not to live as long as the structure that keeps this

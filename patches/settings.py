@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from adaattn_hf.config import AdaAttnConfig, settings_in
+from adaattn_hf.config import AdaAttnConfig, load_preset, settings_in
+from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.store import settings_of
-from adaattn_hf.presets import load_preset
 
 
 def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnConfig:
@@ -39,10 +39,9 @@ def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnC
         present = [settings_of(config) for config in configs.values()]
         carried = next((plan for one in present if (plan := one.get("plan")) is not None), None)
         plan = _within(carried, chosen)
-        said = any(one.get("unverified") is True for one in present)
         tensors = next((held for one in present if (held := one.get("tensors")) is not None), None)
         if plan is not None:
-            chosen = replace(chosen, plan=plan, tensors=tensors, unverified=said)
+            chosen = replace(chosen, plan=plan, tensors=tensors)
     data = chosen.to_dict()
     for config in configs.values():
         if hasattr(config, "to_dict"):
@@ -52,12 +51,17 @@ def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnC
 
 
 def _within(plan: Mapping[str, Any] | None, preset: AdaAttnConfig) -> Mapping[str, Any] | None:
-    """Returns the plan if its budget is within the preset's, else None."""
-    if plan is None or float(plan.get("budget", math.inf)) <= math.log1p(preset.budget) * (1 + 1e-6):
+    """Returns the plan if its budget is within the preset's, else None.
+
+    Raises:
+        PlanError: It is malformed.
+    """
+    budget = 0.0 if plan is None else Plan.from_dict(plan).budget
+    if budget <= math.log1p(preset.budget) * (1 + 1e-6):
         return plan
     if preset.budget > 0:
         warnings.warn(
-            f"adaattn: the model's plan was made for a budget of {plan['budget']:g} nats/token, more than the preset "
+            f"adaattn: the model's plan was made for a budget of {budget:g} nats/token, more than the preset "
             f"{preset.preset!r} allows ({math.log1p(preset.budget):.4g}); it is taken away",
             UserWarning,
             stacklevel=3,

@@ -59,6 +59,7 @@ def make_plan(
         format=PLAN_FORMAT,
         model_type=facts.model_type,
         weight_hash=facts.model_hash,
+        configuration=facts.configuration,
         dtype=facts.dtype,
         adaattn=importlib.metadata.version("adaattn-hf"),
         torch=torch.__version__,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..attention.request import AttentionRequest
 from ..attention.tap import tapping
 from ..plans import store
+from ..plans.configured import computes_by
 from ..plans.tensors import LayerTensors
 from ..policy.candidates import Candidates, candidates
 from ..stats.spectrum import Gram, score_factors
@@ -37,6 +38,7 @@ class Layers:
         kv_heads: Key/value heads of each layer.
         hashes: By layer: hash of the attention weights.
         model_hash: Hash of all weights of the model.
+        configuration: The settings by which it computes.
         windows: By layer: the model's own window, `None` without one.
         candidates: The choices of each unit (a key/value head of a layer).
         tensors: By layer: mean keys, and bases of ranks.
@@ -51,6 +53,7 @@ class Layers:
     kv_heads: int
     hashes: Mapping[int, str]
     model_hash: str
+    configuration: dict[str, Any]
     windows: Mapping[int, int | None]
     candidates: Candidates
     tensors: Mapping[int, LayerTensors]
@@ -113,7 +116,8 @@ def observe_layers(inputs: Inputs) -> Layers:
         raise ValueError(
             f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them"
         )
-    model_type = str(_attention_config(inputs.model).model_type)
+    config = _attention_config(inputs.model)
+    model_type = str(config.model_type)
     modules = dict(store.attention_modules(inputs.model, model_type))
     dtype, settings = store.module_dtype(modules[indices[0]]), inputs.settings
     found = candidates(
@@ -132,6 +136,7 @@ def observe_layers(inputs: Inputs) -> Layers:
         kv_heads=kv_heads.pop(),
         hashes={index: store.weight_hash(modules[index]) for index in indices},
         model_hash=store.model_hash(inputs.arms.model),
+        configuration=computes_by(config),
         windows=dict(moments.windows),
         candidates=found,
         tensors={index: _layer_tensors(moments.grams[index], found, inputs.arms.device) for index in indices},

@@ -1,13 +1,12 @@
 """Checks that a plan belongs to an attention module, and resolves the module's part of it.
 
-At its first call each module looks up its part of the plan and checks the hash of its weights, its dtype, its model
-type and the major version of Transformers. A plan that does not fit is refused with the reason. This module needs
-torch only; a callback finds the plan's calibrated tensors.
+At its first call each module looks up its part of the plan and checks the hash of its weights, its dtype, its
+configuration and the major version of Transformers. A plan that does not fit is refused with the reason. This module
+needs torch only; a callback finds the plan's calibrated tensors.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +16,14 @@ import torch
 from torch import nn
 
 from ..attention.tap import listening
+from .configured import refuse_other_configuration
+from .hashes import model_hash, pretrained, weight_hash
+from .parts import adapted, module_dtype
 from .plan import LayerPlan, Plan, PlanError
 from .program import Program
+from .replaced import watch
+from .running import Allowed, Trained, say_adapted, say_trained, trains
 from .tensors import LayerTensors
-from .trained import say_unproven, trains
 from .weights import Weights
 
 CONFIG_KEY = "plan"
@@ -29,82 +32,13 @@ PROGRAM_SLOT = "_adaattn_program"
 """Attribute in which an attention module keeps a `Resolved` after resolving its plan."""
 OWN_NUMBERS = "layers_by_weights"
 """Key in the protocol of plans for models without layer indices; such plans hold all layers, exact ones too."""
-UNVERIFIED = "unverified"
-"""Key in the settings that allows a plan to run without having passed verification on held-out text."""
-_SAMPLES = 65536
-_WHOLE = "model:"
-"""Prefix of hashes over all weights of a model, not just those of attention."""
 _CHECKED = "_adaattn_checked"
 """Attribute in which a model keeps the plan that its weights were checked against."""
 
+_casts = torch._C._is_any_autocast_enabled
+
 TensorsOf = Callable[[Plan, int, "str | None", Any], LayerTensors]
 """Maps a plan, the index of a layer, where the model came from and its settings to the layer's calibrated tensors."""
-
-
-def weight_hash(module: nn.Module) -> str:
-    """Returns a hash of a module's own weights: name, shape, dtype and up to 65,536 spread entries of each."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(_state(module).items()):
-        digest.update(f"{name} ".encode())
-        digest.update(_sampled(_present(module, name, parameter)))
-    return digest.hexdigest()
-
-
-def _present(module: nn.Module, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """A weight, or what accelerate's hook brings in its place for the pass where it was offloaded."""
-    if not weight.is_meta:
-        return weight
-    owner, _, own_name = name.rpartition(".")
-    kept = getattr(getattr(module.get_submodule(owner), "_hf_hook", None), "weights_map", None)
-    if kept is None:
-        raise PlanError(
-            f"{type(module).__name__}.{name} has no data (device 'meta'), expected the weights that the plan was "
-            "made for; load them, then the plan"
-        )
-    brought: torch.Tensor = kept[own_name]
-    return brought
-
-
-def _state(module: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Returns a module's weights by name, bypassing hooks by which FSDP frees gathered weights in mid-forward."""
-    if not any(part._state_dict_pre_hooks for part in module.modules()):
-        return module.state_dict()
-    found = dict(module.named_parameters(remove_duplicate=False))
-    for prefix, part in module.named_modules():
-        kept = {name: t for name, t in part._buffers.items() if name not in part._non_persistent_buffers_set}
-        found |= {f"{prefix}.{name}".lstrip("."): t for name, t in kept.items() if t is not None}
-    return found
-
-
-def module_dtype(module: nn.Module) -> str:
-    """Returns the name of the dtype of a module's first floating-point parameter."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            return str(parameter.dtype).removeprefix("torch.")
-    raise PlanError(f"{type(module).__name__} has no floating-point weights; a plan needs a model that has")
-
-
-def model_hash(model: nn.Module) -> str:
-    """Returns a hash of all weights of a model but its head and pooler, which differ between the classes of a model."""
-    prefix = getattr(model, "base_model_prefix", "")
-    base = getattr(model, prefix, model) if prefix else model
-    digest = hashlib.sha256()
-    for name, parameter in sorted(base.named_parameters()):
-        if name.startswith("pooler."):
-            continue
-        digest.update(name.encode())
-        digest.update(_sampled(_present(base, name, parameter)))
-    return f"{_WHOLE}{digest.hexdigest()}"
-
-
-def _sampled(parameter: torch.Tensor) -> bytes:
-    """Returns shape, dtype and up to 65,536 evenly spaced entries of a tensor; a sharded one is gathered first."""
-    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    flat = whole.detach().reshape(-1)
-    step = max(1, flat.numel() // _SAMPLES)
-    # a copy: memory that numpy has seen cannot be freed any more, as FSDP does with gathered weights
-    entries = flat[::step].clone().cpu().view(torch.uint8).numpy().tobytes()
-    return f"{tuple(parameter.shape)} {parameter.dtype}".encode() + entries
 
 
 class Resolved(NamedTuple):
@@ -116,7 +50,7 @@ class Resolved(NamedTuple):
         weights: The module's weights when they were checked.
         held: The settings again, empty where they are no mapping, and so hold no plan.
         plan: What they held, which may be set anew in place.
-        trained: Whether the module was trained under its part since its weights were looked at.
+        trained: Whether the model is trained under it, so that its weights change.
     """
 
     raw: Any
@@ -130,8 +64,8 @@ class Resolved(NamedTuple):
     def of(cls, module: nn.Module, raw: Any, program: Program | None) -> Resolved:
         """What became of a module's part of the plan that its settings hold now."""
         held = raw if isinstance(raw, Mapping) else {}
-        trained = module.training and trains(program)
-        return cls(raw, program, Weights.of(module), held, held.get(CONFIG_KEY), trained)
+        plan = held.get(CONFIG_KEY)
+        return cls(raw, program, Weights.of(module), held, plan, isinstance(plan, Trained))
 
 
 def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Resolved | None:
@@ -145,19 +79,7 @@ def resolved(slots: Mapping[str, Any], raw: Any, compiling: bool = False) -> Res
     known: Resolved | None = slots.get(PROGRAM_SLOT)
     if known is None or known.raw is not raw or known.held.get(CONFIG_KEY) is not known.plan:
         return None
-    if known.trained:
-        return known if compiling or slots["training"] else None
-    return known if compiling or known.program is None or known.weights.same() else None
-
-
-def _after_training(module: nn.Module, known: Resolved) -> Resolved:
-    """What a module's part becomes when training under it has ended or pauses.
-
-    Optimizers may write into weights without a trace (fused ones count no version), so that hashes are compared.
-    """
-    if known.program is not None and weight_hash(module) != known.program.plan.weights:
-        say_unproven(str(known.plan.get("weight_hash")))
-    return Resolved.of(module, known.raw, known.program)
+    return known if known.trained or compiling or known.program is None or known.weights.same() else None
 
 
 def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -> Program | None:
@@ -184,28 +106,72 @@ def program_of(module: nn.Module, tensors: TensorsOf, compiling: bool = False) -
         )
     slots = module.__dict__ if seat is None else seat.slots
     known = resolved(slots, raw, compiling)
-    if known is not None:
-        if module.training and not (known.trained or compiling) and trains(known.program):
-            slots[PROGRAM_SLOT] = known._replace(trained=True)
-        return known.program
+    if known is None:
+        if compiling:
+            raise PlanError(
+                "the plan was not read before compiling; call the model once, or adaattn_hf.load_plan(model), "
+                "before torch.compile"
+            )
+        known = settled(module, slots, raw, tensors)
+        check_model(module, raw)
+        slots[PROGRAM_SLOT] = known
+    if module.training and not (known.trained or compiling) and trains(known.program):
+        _train(module, known)
+    if _casts() and known.program is not None and not (module.training or known.trained):
+        _refuse_autocast(known, known.program)
+    return known.program
+
+
+def _refuse_autocast(known: Resolved, program: Program) -> None:
+    """Refuses autocast to another dtype than the plan was proven in; what is trained has no proof to lose.
+
+    Raises:
+        PlanError: It is on where the weights are.
+    """
+    device = known.weights.tensors[0].device.type
+    for kind in (
+        ("cpu", "cuda") if device == "meta" else (device,)
+    ):  # offloaded weights are moved for each pass
+        dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        if torch.is_autocast_enabled(kind) and dtype != program.dtype:
+            raise PlanError(
+                f"autocast: the plan was calibrated in {program.dtype}, autocast computes in {dtype}; leave autocast, "
+                f"or load the model with dtype=torch.{dtype} and calibrate it so"
+            )
+
+
+def settled(module: nn.Module, slots: Mapping[str, Any], raw: Any, tensors: TensorsOf) -> Resolved:
+    """Resolves a module's part of the plan in its settings.
+
+    Raises:
+        PlanError: If the plan does not belong to the module.
+    """
     before: Resolved | None = slots.get(PROGRAM_SLOT)
-    if (
-        before is not None
-        and before.trained
-        and before.raw is raw
-        and before.held.get(CONFIG_KEY) is before.plan
-    ):
-        slots[PROGRAM_SLOT] = _after_training(module, before)
-        return before.program
-    if compiling:
-        raise PlanError(
-            "the plan was not read before compiling; call the model once, or adaattn_hf.load_plan(model), "
-            "before torch.compile"
-        )
-    program = resolve(module, raw, tensors)
-    check_model(module, raw)
-    slots[PROGRAM_SLOT] = Resolved.of(module, raw, program)
-    return program
+    plan = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
+    if before is not None and isinstance(plan, Trained) and before.plan == plan:
+        program = before.program  # its weights may have changed since
+    else:
+        program = resolve(module, raw, tensors)
+    return Resolved.of(module, raw, program)
+
+
+def _train(module: nn.Module, known: Resolved) -> None:
+    """Notes in the settings of a model that it is trained under its plan, which then is not saved any more."""
+    if not torch.is_grad_enabled():
+        return
+    say_trained(str(known.plan.get("weight_hash")))
+    configs: dict[int, Any] = {
+        id(p.config): p.config for p in (module, *_around(module)) if hasattr(p, "config")
+    }
+    seen: list[Any] = []
+    for config in configs.values():
+        settings = getattr(config, "adaattn", None)
+        if not isinstance(settings, dict) or settings.get(CONFIG_KEY) != known.plan:
+            continue
+        if any(settings is other for other in seen):  # of another tower, which is saved apart
+            settings = config.adaattn = dict(settings)
+        settings[CONFIG_KEY] = Trained.under(config, known.plan)
+        seen.append(settings)
 
 
 def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
@@ -226,6 +192,7 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
             f"the plan was made for model type {plan.model_type!r}, this is {config.model_type!r}"
         )
     check_versions(plan)
+    refuse_other_configuration(plan.configuration, config)
     if index is None and plan.protocol.get(OWN_NUMBERS):
         layer = _layer_by_weights(module, plan)
         index = layer.layer
@@ -236,24 +203,10 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
         )
     if layer is None or index is None or layer.is_exact:
         return None
-    if not (plan.verified is not None and plan.verified.passed) and raw.get(UNVERIFIED) is not True:
-        why = "was never verified on held-out text" if plan.verified is None else "failed on held-out text"
-        raise PlanError(
-            f"the plan {why}, so it runs only where you say so: adaattn_hf.load_plan(model, unverified=True), or "
-            f"config.adaattn[{UNVERIFIED!r}] = True; or calibrate again, or remove it with "
-            "adaattn_hf.remove_plan(model)"
-        )
-    dtype = module_dtype(module)
-    if dtype != plan.dtype:
-        raise PlanError(
-            f"the plan was calibrated in {plan.dtype}, the model is loaded in {dtype}; load it with "
-            f"dtype=torch.{plan.dtype}, or calibrate it in {dtype}"
-        )
-    if weight_hash(module) != layer.weights:
-        raise PlanError(
-            f"the weights of layer {index} are not those that the plan was calibrated on (fine-tuned, another model); "
-            "calibrate again, or remove it with adaattn_hf.remove_plan(model)"
-        )
+    if not isinstance(data, Allowed):
+        refuse_unproven(plan)
+    if not isinstance(data, Trained):
+        _refuse_other_layer(module, plan, layer)
     source = getattr(config, "_name_or_path", None)
     found = tensors(plan, index, source, raw) if plan.tensors else LayerTensors()
     head_dim = getattr(config, "head_dim", None)
@@ -265,7 +218,41 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
             if wrong is not None:
                 raise PlanError(f"plan of layer {index}: {wrong}; calibrate again")
     own = _own_heads(module, index, len(layer.choices), head_dim)
-    return Program(layer, found, plan.max_length, own, plan.exact_steps)
+    return Program(layer, found, plan.max_length, own, plan.exact_steps, plan.dtype)
+
+
+def refuse_unproven(plan: Plan) -> None:
+    """Refuses a plan that held-out text has not shown good.
+
+    Raises:
+        PlanError: It was never verified, or failed.
+    """
+    if plan.verified is None or not plan.verified.passed:
+        why = "was never verified on held-out text" if plan.verified is None else "failed on held-out text"
+        raise PlanError(
+            f"the plan {why}, so it runs only where you say so in this process: "
+            "adaattn_hf.load_plan(model, unverified=True); or calibrate again, or remove it with "
+            "adaattn_hf.remove_plan(model)"
+        )
+
+
+def _refuse_other_layer(module: nn.Module, plan: Plan, layer: LayerPlan) -> None:
+    """Refuses a module of another dtype or with other weights than a layer of the plan.
+
+    Raises:
+        PlanError: It has.
+    """
+    dtype = module_dtype(module)
+    if dtype != plan.dtype:
+        raise PlanError(
+            f"the plan was calibrated in {plan.dtype}, the model is loaded in {dtype}; load it with "
+            f"dtype=torch.{plan.dtype}, or calibrate it in {dtype}"
+        )
+    if weight_hash(module) != layer.weights:
+        raise PlanError(
+            f"the weights of layer {layer.layer} are not those that the plan was calibrated on (fine-tuned, merged, "
+            "another model); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
+        )
 
 
 def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | None) -> range:
@@ -299,33 +286,39 @@ def check_model(module: nn.Module, raw: Any) -> None:
         PlanError: If they are not those that the plan was calibrated on.
     """
     data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
-    # looking at frames makes them keep what they hold, so it is not done for plans that name no hash of the model
-    if data is None or not str(data.get("weight_hash")).startswith(_WHOLE):
+    if data is None or isinstance(data, Trained):
         return
-    models = [model for model in _around(module) if hasattr(model, "base_model_prefix")]
-    if models and models[-1].__dict__.get(_CHECKED) is not data:
-        refuse_other_weights(models[-1], str(data.get("weight_hash")))
-        models[-1].__dict__[_CHECKED] = data
+    models = [model for model in _around(module) if hasattr(type(model), "base_model_prefix")]
+    if models:
+        refuse_other_weights(models[-1], data)
 
 
-def refuse_other_weights(model: nn.Module, weights: str) -> None:
-    """Refuses a model whose weights have another hash than a plan names; plans of earlier versions name no such hash.
+def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:
+    """Refuses a model whose weights have another hash than a plan names, and watches it from then on.
 
     Raises:
         PlanError: If they have.
     """
-    if weights.startswith(_WHOLE) and model_hash(model) != weights:
-        raise PlanError(
-            "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, another "
-            "checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
-        )
+    model, weights = pretrained(model), str(data.get("weight_hash"))
+    if model.__dict__.get(_CHECKED) is not data:
+        if model_hash(model) != weights:
+            raise PlanError(
+                "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, another "
+                "checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
+            )
+        model.__dict__[_CHECKED] = data
+    watch(model, weights, (PROGRAM_SLOT, _CHECKED))
+    if adapted(model):
+        say_adapted(weights)
 
 
 def _around(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the modules on the call stack that contain this one, innermost first."""
     frame, inner = sys._getframe(1), module
     while frame is not None:
-        outer = frame.f_locals.get("self")
+        # looking at the variables of a frame makes it keep them: not of functions that are no methods
+        method = frame.f_code.co_varnames[:1] == ("self",)
+        outer = frame.f_locals.get("self") if method else None
         if isinstance(outer, nn.Module) and outer is not inner and any(m is inner for m in outer.modules()):
             inner = outer
             yield inner

@@ -13,8 +13,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from .._files import parse_json
+from ..attention.stored import FORMATS
 from .choices import EXACT, Choice
-from .record import PlanError, read_list, read_record, real, text, whole
+from .evidence import MOST_HEADS, MOST_LAYERS, UnitRecord, Verified
+from .hashes import WHOLE
+from .record import PlanError, read_list, read_record, real, share, text, whole
 
 __all__ = [
     "EXACT",
@@ -28,10 +31,10 @@ __all__ = [
     "Verified",
 ]
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 TENSORS_FILE = "adaattn_plan.safetensors"
-MOST_LAYERS, MOST_HEADS, MOST_LENGTHS = 1 << 12, 1 << 12, 1 << 10
-"""More layers, key/value heads and length bins than any model has."""
+MOST_LENGTHS = 1 << 10
+"""More length bins than any plan has."""
 MOST_UNITS = 1 << 16
 """More units than any model has: key/value heads of all its layers."""
 
@@ -42,7 +45,7 @@ class LayerPlan:
 
     Attributes:
         layer: Index of the layer, as the attention module's `layer_idx`.
-        weights: Hash of the attention module's weights; see `fit.weight_hash`.
+        weights: Hash of the attention module's weights and buffers; see `hashes.weight_hash`.
         choices: One choice per key/value head.
     """
 
@@ -83,105 +86,14 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class UnitRecord:
-    """Predicted loss and price of a unit's choice.
-
-    Attributes:
-        layer: Layer index.
-        head: Key/value head.
-        risk: Predicted loss of the choice in nats/token, re-scaled by the measured loss of whole plans, at the length
-            bin where the whole plan's is largest.
-        price: Measured seconds of the choice for a prefill of every length, with its decode steps unless they stay
-            exact; heads of a launch share its fixed cost.
-        exact_price: The same for the exact choice.
-        dropped_mass: Mean loss of a calibration row: the attention mass that the choice drops, plus the relative
-            change of the output by rounded or projected operands.
-        dropped_mass_p95: Its 95th percentile; the monitor makes a head exact above three times this value.
-        dropped_square: Its mean square; risk / dropped_square converts a loss seen at run time into a KL.
-    """
-
-    layer: int
-    head: int
-    risk: float
-    price: float
-    exact_price: float
-    dropped_mass: float
-    dropped_mass_p95: float
-    dropped_square: float
-
-    def __post_init__(self) -> None:
-        """Refuse values that are not numbers, or are negative."""
-        whole(self.layer, "units: layer", most=MOST_LAYERS)
-        whole(self.head, "units: head", most=MOST_HEADS)
-        for field in fields(self)[2:]:
-            if real(getattr(self, field.name), f"units: {field.name}") < 0.0:
-                raise PlanError(f"units: {field.name} is {getattr(self, field.name)!r}, expected at least 0")
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The verdict of held-out text on a plan.
-
-    Attributes:
-        passed: Whether every gate was passed.
-        delta_nll: Mean paired difference plan - stock, nats/token.
-        upper: Its one-sided upper confidence bound, clustered by document.
-        confidence: Level of the bound, corrected for the number of tries.
-        tries: How many plans had been verified, including this one.
-        documents: Held-out documents that the bound tells apart, or stretches of text where there are too few; of the
-            source with the largest bound.
-        tokens: Scored tokens.
-        kl: Mean KL(stock || plan), nats/token.
-        kl_p999: Its 99.9th percentile.
-        top1: Share of tokens where both agree on the likeliest token.
-        retrieval_stock: Share of needles that stock attention retrieves; `None` if none were tested, as for models
-            that do not generate.
-        retrieval_plan: Share of needles that the plan retrieves.
-        activation: Share of (token, query head) pairs that the plan does not compute exactly.
-        activation_keys: Share of pairs that see fewer keys, which perplexity on short text cannot test.
-        predicted_kl: The sum of the risks, re-scaled.
-        sentence: The verdict in words.
-    """
-
-    passed: bool
-    delta_nll: float
-    upper: float
-    confidence: float
-    tries: int
-    documents: int
-    tokens: int
-    kl: float
-    kl_p999: float
-    top1: float
-    retrieval_stock: float | None
-    retrieval_plan: float | None
-    activation: float
-    activation_keys: float
-    predicted_kl: float
-    sentence: str
-
-    def __post_init__(self) -> None:
-        """Refuse values of the wrong type."""
-        if not isinstance(self.passed, bool):
-            raise PlanError(f"verified.passed is {self.passed!r}, expected true or false")
-        text(self.sentence, "verified.sentence")
-        for name in ("tries", "documents", "tokens"):
-            whole(getattr(self, name), f"verified.{name}", most=1 << 53)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "float" or (field.type == "float | None" and value is not None):
-                real(value, f"verified.{field.name}")
-
-
-@dataclass(frozen=True)
 class Plan:
     """The choices for one model, and how they were found.
 
     Attributes:
         format: Version of this record.
         model_type: `config.model_type` of the calibrated model.
-        weight_hash: `model:` and the hash of all weights of the model without its head (`fit.model_hash`); plans of
-            earlier versions hold the hash of the hashes of their attention modules.
+        weight_hash: `model:` and the hash of all weights of the model without its head; see `hashes.model_hash`.
+        configuration: The settings of the model's configuration by which it computes; see `configured.computes_by`.
         dtype: Dtype of the weights, `float32` and so on.
         adaattn: Version of this package.
         torch: Version of torch.
@@ -200,6 +112,7 @@ class Plan:
     format: int
     model_type: str
     weight_hash: str
+    configuration: dict[str, Any]
     dtype: str
     adaattn: str
     torch: str
@@ -217,17 +130,30 @@ class Plan:
     def __post_init__(self) -> None:
         if type(self.format) is not int or self.format != PLAN_FORMAT:
             raise PlanError(
-                f"plan format is {self.format!r}, this version reads {PLAN_FORMAT}; calibrate again"
+                f"plan format is {self.format!r:.60}, this version reads {PLAN_FORMAT}; calibrate again"
             )
         for name in ("model_type", "weight_hash", "dtype", "adaattn", "torch", "transformers"):
             text(getattr(self, name), name)
         text(self.data_fingerprint, "data_fingerprint")
         text(self.tensors, "tensors")
-        if real(self.budget, "budget") < 0:
-            raise PlanError(f"budget is {self.budget!r}, expected a loss of 0 nats/token or more")
+        if not self.weight_hash.startswith(WHOLE):
+            raise PlanError(
+                f"weight_hash is {self.weight_hash!r:.60}, expected {WHOLE!r} and the hash of all weights of the "
+                "model; calibrate again"
+            )
+        real(self.budget, "budget", 0.0)
         whole(self.seed, "seed", least=-(1 << 63), most=1 << 64)
-        if not isinstance(self.protocol, Mapping):
-            raise PlanError(f"protocol is {type(self.protocol).__name__}, expected a mapping")
+        for name in ("configuration", "protocol"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise PlanError(f"{name} is {type(getattr(self, name)).__name__}, expected a mapping")
+        if not self.configuration:
+            raise PlanError("configuration is empty, expected the model's settings; calibrate again")
+        self._check_protocol()
+        if self.verified is not None and self.verified.passed and self.verified.upper > self.budget:
+            raise PlanError(
+                f"verified.passed is true with an upper bound of {self.verified.upper!r} nats/token, above the "
+                f"budget of {self.budget!r}: the plan contradicts its own proof; calibrate again"
+            )
         if len(self.lengths) > MOST_LENGTHS or len(self.layers) > MOST_LAYERS:
             raise PlanError(
                 f"plan: got {len(self.lengths)} lengths and {len(self.layers)} layers, expected at most "
@@ -240,6 +166,15 @@ class Plan:
         indices = [layer.layer for layer in self.layers]
         if indices != sorted(set(indices)):
             raise PlanError(f"layers are {indices}, expected rising indices, each once")
+
+    def _check_protocol(self) -> None:
+        """Refuses entries of the protocol that are read and malformed."""
+        settings = self.protocol.get("settings", {})
+        if not isinstance(settings, Mapping):
+            raise PlanError(f"protocol.settings is {type(settings).__name__}, expected a mapping")
+        if settings.get("alpha") is not None:
+            share(settings["alpha"], "protocol.settings.alpha")
+        _ = self.cache, self.exact_steps
 
     @property
     def predicted_loss(self) -> float:
@@ -256,13 +191,17 @@ class Plan:
         found = self.protocol.get("cache")
         if found is None:
             return None
+        known = ("model", *FORMATS)
         if (
             not isinstance(found, Mapping)
             or not isinstance(found.get("streaming"), bool)
-            or "stored" not in found
+            or found.get("stored") not in known
         ):
-            raise PlanError(f"protocol.cache is {found!r}, expected a mapping with stored and streaming")
-        return str(found["stored"]), found["streaming"]
+            raise PlanError(
+                f"protocol.cache is {found!r:.120}, expected a mapping with stored, one of {', '.join(known)}, and "
+                "streaming, true or false"
+            )
+        return found["stored"], found["streaming"]
 
     @property
     def exact_steps(self) -> bool:
@@ -273,7 +212,7 @@ class Plan:
         """
         found = self.protocol.get("decode")
         if found not in (None, "exact"):
-            raise PlanError(f"protocol.decode is {found!r}, expected 'exact' or no such entry")
+            raise PlanError(f"protocol.decode is {found!r:.60}, expected 'exact' or no such entry")
         return found is not None
 
     @property
@@ -311,7 +250,7 @@ class Plan:
         """
         if isinstance(data, Mapping) and data.get("format") != PLAN_FORMAT:
             raise PlanError(
-                f"plan format is {data.get('format')!r}, this version reads {PLAN_FORMAT}; calibrate again"
+                f"plan format is {data.get('format')!r:.60}, this version reads {PLAN_FORMAT}; calibrate again"
             )
         kwargs = read_record(cls, data, "plan")
         kwargs["lengths"] = tuple(read_list(kwargs["lengths"], "lengths", MOST_LENGTHS))

@@ -48,6 +48,7 @@ class Program:
             longer sequence.
         own: Key/value heads of this process under tensor parallelism; empty without it.
         exact_steps: Whether decode steps, calls of fewer than `PRECISE_ROWS` query rows, are exact.
+        dtype: Name of the dtype that it was proven in.
         handle: Number by which traced graphs refer to the program.
     """
 
@@ -56,6 +57,7 @@ class Program:
     max_length: int
     own: range = range(0)
     exact_steps: bool = False
+    dtype: str = ""
     handle: int = field(default_factory=itertools.count().__next__, init=False, repr=False)
     _requests: dict[bool, Requests] = field(default_factory=dict, init=False, repr=False)
     _parts: dict[tuple[tuple[int, ...], bool], Program] = field(default_factory=dict, init=False, repr=False)
@@ -66,7 +68,7 @@ class Program:
 
     def __reduce__(self) -> tuple[type[Program], tuple[object, ...]]:
         """Copies and pickles a program without its handle: each copy is registered under one of its own."""
-        return Program, (self.plan, self.tensors, self.max_length, self.own, self.exact_steps)
+        return Program, (self.plan, self.tensors, self.max_length, self.own, self.exact_steps, self.dtype)
 
     @cached_property
     def launches(self) -> tuple[tuple[Choice, tuple[int, ...]], ...]:

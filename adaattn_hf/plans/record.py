@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -11,6 +10,9 @@ from ..errors import unknown
 
 LARGEST = 2**31 - 1
 """Largest integer in a plan, so that lengths, windows and indices do not overflow the kernels' integers."""
+
+GREATEST = 1e12
+"""Largest number in a plan, in nats, seconds or shares: sums and ratios of such numbers stay finite."""
 
 Record = TypeVar("Record")
 
@@ -64,22 +66,42 @@ def whole(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
     Raises:
         PlanError: If it is not one.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlanError(f"{name} is {value!r}, expected an integer of at least {least}")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise PlanError(f"{name} is {value!r:.60}, expected an integer of at least {least}")
+    if value < least:
+        raise PlanError(f"{name} is {_short(value)}, expected an integer of at least {least}")
     if value > most:
-        raise PlanError(f"{name} is {value!r}, expected an integer of at most {most}")
+        raise PlanError(f"{name} is {_short(value)}, expected an integer of at most {most}")
     return value
 
 
-def real(value: Any, name: str) -> float:
-    """Returns a finite number.
+def real(value: Any, name: str, least: float = -GREATEST, most: float = GREATEST) -> float:
+    """Returns a number within bounds, all of which are finite.
 
     Raises:
         PlanError: If it is not one.
     """
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise PlanError(f"{name} is {value!r}, expected a finite number")
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise PlanError(f"{name} is {value!r:.60}, expected a number")
+    if not least <= value <= most:  # compares integers of any size, and no NaN passes
+        raise PlanError(f"{name} is {_short(value)}, expected a number from {least:g} to {most:g}")
     return value
+
+
+def share(value: Any, name: str) -> float:
+    """Returns a share of a whole.
+
+    Raises:
+        PlanError: If it is none.
+    """
+    return real(value, name, 0.0, 1.0)
+
+
+def _short(value: float) -> str:
+    """A number in a message: Python refuses to write integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def text(value: Any, name: str) -> str:

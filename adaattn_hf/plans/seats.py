@@ -13,11 +13,15 @@ from torch import nn
 
 from ..attention.tap import SEATED, Seat, Seated, seating
 from . import store
+from .hashes import pretrained
 from .plan import Plan
+from .replaced import replacements
 
 MOST = 8
 """Plans per model whose checks are remembered, the newest ones."""
-_checked: WeakKeyDictionary[nn.Module, list[tuple[Plan, bool, dict[nn.Module, Seat]]]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[nn.Module, list[tuple[Plan, bool, int, dict[nn.Module, Seat]]]] = (
+    WeakKeyDictionary()
+)
 _open: Counter[nn.Module] = Counter()
 _lock = Lock()
 
@@ -56,13 +60,13 @@ def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -
     if plan is None:
         return others
     plan = store.with_tensors(plan)
-    known = _checked.setdefault(model, [])
-    for checked, allowed, seats in known:
-        if checked is plan and allowed is unverified:
+    known, count = _checked.setdefault(model, []), replacements(pretrained(model))
+    for checked, allowed, at, seats in known:
+        if checked is plan and allowed is unverified and at == count:
             return {**others, **seats}
     modules, raw = store.settings_for(model, plan, None, unverified=unverified)
     seats = {module: Seat(raw) for module in modules.values()}
-    known.append((plan, unverified, seats))
+    known.append((plan, unverified, count, seats))
     del known[:-MOST]
     return {**others, **seats}
 

@@ -21,17 +21,20 @@ from . import fit
 from .fit import CONFIG_KEY as CONFIG_KEY
 from .fit import OWN_NUMBERS as OWN_NUMBERS
 from .fit import PROGRAM_SLOT as PROGRAM_SLOT
-from .fit import model_hash as model_hash
-from .fit import module_dtype as module_dtype
-from .fit import weight_hash as weight_hash
+from .hashes import model_hash as model_hash
+from .hashes import weight_hash as weight_hash
+from .parts import module_dtype as module_dtype
 from .plan import TENSORS_FILE, Plan, PlanError
 from .program import Program
 from .reading import holds_plan
 from .reading import read_plan as read_plan
+from .running import Allowed
 from .tensors import MOST_CARRIED, LayerTensors, carried_bytes
 
 CARRIED = "tensors"
 """Key of the bases and means in a configuration's settings."""
+REVOKED = "unverified"
+"""Key of a permission that settings held in earlier versions; a file is not one to give it."""
 _NUMBERED = "_adaattn_numbered"
 _tensors = Remembered(64)
 """Bases and means of plans, by their hash."""
@@ -156,10 +159,10 @@ def attach(
     modules, raw = settings_for(model, plan, directory, unverified=unverified)
     owners: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
     for config in owners.values():
-        kept = {name: value for name, value in settings_of(config).items() if name != CARRIED}
+        kept = {name: value for name, value in settings_of(config).items() if name not in (CARRIED, REVOKED)}
         config.adaattn = {**kept, **raw}
     for module in modules.values():
-        program_of(module)
+        module.__dict__[PROGRAM_SLOT] = fit.settled(module, {}, module.config.adaattn, _layer_tensors)  # type: ignore[union-attr]
 
 
 def settings_for(
@@ -181,12 +184,11 @@ def settings_for(
     missing = [layer.layer for layer in plan.layers if layer.layer not in modules]
     if missing:
         raise PlanError(f"the plan has layers {missing}, the model's attention layers are {sorted(modules)}")
-    raw: dict[str, Any] = {CONFIG_KEY: plan.to_dict()}
-    if unverified:
-        raw[fit.UNVERIFIED] = True
+    data = plan.to_dict()
+    raw: dict[str, Any] = {CONFIG_KEY: Allowed(data) if unverified else data}
     for module in modules.values():
         fit.resolve(module, raw, _layer_tensors)
-    fit.refuse_other_weights(model, plan.weight_hash)
+    fit.refuse_other_weights(model, raw[CONFIG_KEY])
     return modules, raw
 
 
@@ -216,7 +218,7 @@ def remove_plan(model: nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         settings = settings_of(config)
         if CONFIG_KEY in settings:
-            ours = (CONFIG_KEY, CARRIED, fit.UNVERIFIED)
+            ours = (CONFIG_KEY, CARRIED, REVOKED)
             rest = {name: value for name, value in settings.items() if name not in ours}
             if rest:
                 config.adaattn = rest
@@ -226,9 +228,13 @@ def remove_plan(model: nn.Module) -> None:
 
 def plan_of(model: nn.Module) -> Plan | None:
     """Returns the plan that a model carries, or `None`."""
-    plans = (settings_of(getattr(module, "config", None)).get(CONFIG_KEY) for module in model.modules())
-    data = next((plan for plan in plans if plan is not None), None)
+    data = _data_of(model)
     return None if data is None else Plan.from_dict(data)
+
+
+def _data_of(model: nn.Module) -> Mapping[str, Any] | None:
+    plans = (settings_of(getattr(module, "config", None)).get(CONFIG_KEY) for module in model.modules())
+    return next((plan for plan in plans if plan is not None), None)
 
 
 def settings_of(config: Any) -> Mapping[str, Any]:
@@ -257,20 +263,19 @@ def load_plan(model: nn.Module, directory: str | Path | None = None, *, unverifi
     Raises:
         PlanError: The model has no plan, or one that does not belong to it, or runs another attention.
     """
-    plan = plan_of(model)
+    data = _data_of(model)
+    plan = None if data is None else Plan.from_dict(data)
     if directory is not None:
         path = Path(directory)
         if plan is None or holds_plan(path) or not (path / TENSORS_FILE).is_file():
-            plan = read_plan(path)
+            plan, data = read_plan(path), None
     if plan is None:
         raise PlanError(
             f"model: the configuration of this {type(model).__name__} holds no plan; make one with "
             "`adaattn calibrate`"
         )
     refuse_stock_attention(model)
-    configs = (getattr(module, "config", None) for module in model.modules())
-    allowed = any(settings_of(config).get(fit.UNVERIFIED) is True for config in configs)
-    attach(model, plan, directory, unverified=unverified or allowed)
+    attach(model, plan, directory, unverified=unverified or isinstance(data, Allowed))
     return plan
 
 
@@ -309,7 +314,7 @@ def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, 
         index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
         if not isinstance(index, int) or config is None or config.model_type != model_type:
             continue
-        if not any(True for _ in module.parameters()) or not hasattr(module, "is_causal"):
+        if not _holds_weights(module) or not hasattr(module, "is_causal"):
             continue
         if index in seen:
             raise PlanError(
@@ -317,6 +322,11 @@ def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, 
             )
         seen[index] = name
         yield index, module
+
+
+def _holds_weights(module: nn.Module) -> bool:
+    """Whether a module has weights; quantised ones lie in buffers."""
+    return any(True for held in (module.parameters(), module.buffers()) for _ in held)
 
 
 def number_layers(model: nn.Module) -> bool:
@@ -328,9 +338,7 @@ def number_layers(model: nn.Module) -> bool:
     modules = [
         module
         for module in model.modules()
-        if hasattr(module, "is_causal")
-        and hasattr(module, "config")
-        and any(True for _ in module.parameters())
+        if hasattr(module, "is_causal") and hasattr(module, "config") and _holds_weights(module)
     ]
     numbered = [module for module in modules if isinstance(getattr(module, "layer_idx", None), int)]
     if not numbered:

@@ -9,43 +9,77 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .parts import parts, pieces
+
 _version, _pointer = attrgetter("_version"), torch.Tensor.data_ptr
 _values: Any = dict.values
+_get: Any = dict.get
 
 
 class Weights(NamedTuple):
     """A snapshot of a module's weights, compared in every call to notice changes after the check.
 
+    Those are its own weights: parameters and saved buffers inside wrappers, not what adapters add and training changes.
+
     Attributes:
-        parameters: Its parameters.
-        versions: Version counter of each, which counts changes in place.
-        pointers: Memory address of each.
-        holders: The dictionaries of parameters and children of all submodules.
+        tensors: Its weights.
+        counted: Those that count changes in place; tensors of `torch.inference_mode` do not.
+        versions: Version counter of each of them.
+        pointers: Memory address of each weight.
+        holders: The dictionaries of parameters and children of all submodules and wrappers.
         lengths: Values of each dictionary.
         held: All these values, one dictionary after the other.
+        rooms: The dictionary of each saved buffer; others in it may come and go.
+        names: Its name there.
+        buffers: The buffers.
     """
 
-    parameters: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...]
+    counted: tuple[torch.Tensor, ...]
     versions: list[int]
     pointers: list[int]
     holders: tuple[dict[str, Any], ...]
     lengths: list[int]
     held: tuple[Any, ...]
+    rooms: tuple[dict[str, Any], ...]
+    names: tuple[str, ...]
+    buffers: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> Weights:
         """Takes a snapshot of a module's weights."""
-        parameters = tuple(module.parameters())
+        inside = [*parts(module)]
         holders = tuple(
-            held for part in module.modules() for held in (part._parameters, part._modules) if held
+            held
+            for part in inside
+            for held in (
+                part.module._parameters,
+                part.module._modules,
+                *(wrapper._modules for wrapper in part.wrappers),
+            )
+            if held
         )
+        rooms, names, buffers = [], [], []
+        for part in inside:
+            for name, buffer in part.buffers.items():
+                rooms.append(part.module._buffers)
+                names.append(name)
+                buffers.append(buffer)
+        parameters = chain.from_iterable(part.module._parameters.values() for part in inside)
+        weights = chain((weight for weight in parameters if weight is not None), buffers)
+        tensors = tuple(piece for weight in weights for piece in pieces(weight))
+        counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
         return cls(
-            parameters,
-            [*map(_version, parameters)],
-            [*map(_pointer, parameters)],
+            tensors,
+            counted,
+            [*map(_version, counted)],
+            [*map(_pointer, tensors)],
             holders,
             [*map(len, holders)],
             tuple(chain.from_iterable(map(_values, holders))),
+            tuple(rooms),
+            tuple(names),
+            tuple(buffers),
         )
 
     def same(self) -> bool:
@@ -55,8 +89,9 @@ class Weights(NamedTuple):
         weight.
         """
         return (
-            [*map(_version, self.parameters)] == self.versions
-            and [*map(_pointer, self.parameters)] == self.pointers
+            [*map(_version, self.counted)] == self.versions
+            and [*map(_pointer, self.tensors)] == self.pointers
             and [*map(len, self.holders)] == self.lengths
             and all(map(is_, chain.from_iterable(map(_values, self.holders)), self.held))
+            and (not self.buffers or all(map(is_, map(_get, self.rooms, self.names), self.buffers)))
         )

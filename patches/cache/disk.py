@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adaattn_hf._files import parse_json, write_atomically
-from adaattn_hf.plans.fit import model_hash
+from adaattn_hf.plans.hashes import model_hash
 from adaattn_hf.plans.record import PlanError, whole
 
 from ..support import refuse_no_model

@@ -9,7 +9,6 @@ measured apart.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -91,6 +90,7 @@ def plan_of_record(
     import importlib.metadata
 
     from adaattn_hf.calibration.assemble import needed_tensors
+    from adaattn_hf.plans.configured import computes_by
     from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, Verified
     from adaattn_hf.policy.candidates import candidates, known_families
 
@@ -132,7 +132,8 @@ def plan_of_record(
     return Plan(
         format=PLAN_FORMAT,
         model_type=config.model_type,
-        weight_hash=hashlib.sha256("".join(hashes[index] for index in sorted(hashes)).encode()).hexdigest(),
+        weight_hash=store.model_hash(model),
+        configuration=computes_by(config),
         dtype=store.module_dtype(next(iter(modules.values()))),
         adaattn=importlib.metadata.version("adaattn-hf"),
         torch=torch.__version__,

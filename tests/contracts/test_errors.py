@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from adaattn_hf.plans.tensors import LayerTensors
 from ..support.choices import make_choice
 from ..support.families import models
 from ..support.models import config_of, fresh_pair, tokens
+from ..support.plans import PROVEN, plan_for
 from ..support.source_tree import ROOT
 
 TABLE = ROOT / "docs" / "errors.md"
@@ -94,6 +96,15 @@ def run_with(**settings: Any) -> Any:
     _, model = fresh_pair("gpt2")
     model.config.adaattn = settings
     return model(input_ids=tokens())
+
+
+def with_plan(block: AbstractContextManager[Any] | None = None, **changes: Any) -> Any:
+    """Runs a model under a plan of windows that was changed."""
+    model = fresh_pair("llama").ours
+    plan = plan_for(model, make_choice("window", window=2)).to_dict()
+    model.config.adaattn = {"plan": {**plan, **changes}}
+    with block or nullcontext(), torch.no_grad():
+        return model(input_ids=tokens())
 
 
 def explain_stock() -> Any:
@@ -175,6 +186,41 @@ CASES = (
         lambda: run_with(bugdet=0.001),
         adaattn_hf.ConfigError,
         ("adaattn", "'bugdet'", "expected one of", "Did you mean 'budget'?"),
+    ),
+    Case(
+        "sets a preset by its name alone",
+        lambda: run_with(preset="fast"),
+        adaattn_hf.ConfigError,
+        (
+            "adaattn.preset",
+            "got 'fast' with a budget of 0",
+            "expected the settings",
+            "configure(model, 'fast')",
+        ),
+    ),
+    Case(
+        "names a preset that does not exist",
+        lambda: run_with(preset="fasd"),
+        adaattn_hf.ConfigError,
+        ("preset", "got 'fasd'", "expected one of", "Did you mean 'fast'?"),
+    ),
+    Case(
+        "says what a shadow is to do without asking for one",
+        lambda: run_with(mismatch="warn"),
+        adaattn_hf.ConfigError,
+        ("adaattn.mismatch", "got 'warn'", "expected it beside one", "set adaattn.shadow"),
+    ),
+    Case(
+        "loads a file that allows a plan to run that was not proven",
+        lambda: run_with(unverified=True),
+        adaattn_hf.ConfigError,
+        ("adaattn.unverified", "got True", "expected no such setting", "load_plan(model, unverified=True)"),
+    ),
+    Case(
+        "puts the name of a preset in the place of settings",
+        lambda: adaattn_hf.AdaAttnConfig.from_dict("fast"),  # type: ignore[arg-type]
+        adaattn_hf.ConfigError,
+        ("config.adaattn", "got str", "expected a mapping", "configure(model, settings)"),
     ),
     Case(
         "gives a budget in percent",
@@ -378,6 +424,42 @@ CASES = (
         lambda: Plan.from_dict({"format": 99}),
         PlanError,
         ("plan format", "99", "this version reads", "calibrate again"),
+    ),
+    Case(
+        "loads a plan without the hash of its model",
+        lambda: with_plan(weight_hash=""),
+        PlanError,
+        ("weight_hash", "is ''", "expected 'model:'", "calibrate again"),
+    ),
+    Case(
+        "loads a plan that contradicts its own proof",
+        lambda: with_plan(verified=asdict(replace(PROVEN, upper=9.0))),
+        PlanError,
+        ("verified.passed", "upper bound of 9.0", "above the budget", "calibrate again"),
+    ),
+    Case(
+        "runs a plan that held-out text has not shown good",
+        lambda: with_plan(verified=None),
+        PlanError,
+        ("the plan", "was never verified", "only where you say so", "load_plan(model, unverified=True)"),
+    ),
+    Case(
+        "runs a plan under other settings of the model",
+        lambda: with_plan(configuration={"rms_norm_eps": 0.5}),
+        PlanError,
+        ("rms_norm_eps", "this one has 1e-06", "proven for a model with 0.5", "calibrate again"),
+    ),
+    Case(
+        "runs a plan under autocast to another dtype",
+        lambda: with_plan(torch.autocast("cpu", torch.bfloat16)),
+        PlanError,
+        ("autocast", "computes in bfloat16", "calibrated in float32", "leave autocast"),
+    ),
+    Case(
+        "runs a plan on weights that were trained or merged",
+        lambda: with_plan(weight_hash="model:another"),
+        PlanError,
+        ("weights of the model", "fine-tuned, merged", "calibrated on", "remove_plan(model)"),
     ),
     Case(
         "runs a plan on a model with other key/value heads",

@@ -17,6 +17,7 @@ from adaattn_hf.eval import activation, corpora, report, runner
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.plans import store
+from adaattn_hf.plans.configured import computes_by
 from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan, Verified
 
 from ..support.choices import make_choice
@@ -33,7 +34,8 @@ def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
         True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed"
     )
     return Plan(
-        PLAN_FORMAT, "llama", "ab" * 32, "float32", "0.1.0", "2.13.0", transformers.__version__, 1e-3, 0, "cd" * 32,
+        PLAN_FORMAT, "llama", store.model_hash(loaded.model), computes_by(loaded.model.config), "float32", "0.1.0",
+        "2.13.0", transformers.__version__, 1e-3, 0, "cd" * 32,
         {}, (64, 128), (layer,), (), verified, "",
     )  # fmt: skip
 

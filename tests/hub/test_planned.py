@@ -12,6 +12,7 @@ import torch
 import adaattn_hf
 from adaattn_hf.plans import store
 from adaattn_hf.plans.choices import Choice, Precision, Window
+from adaattn_hf.plans.configured import computes_by
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, PlanError
 
 from ..support.processor import ROUNDS_BF16
@@ -41,12 +42,14 @@ def planned(family: str, choice: Choice, **changes: Any) -> tuple[Any, Any, Any]
     modules = dict(store.attention_modules(package, package.config.model_type))
     layers = tuple(LayerPlan(i, store.weight_hash(m), (choice, choice)) for i, m in modules.items())
     plan = Plan(
-        format=PLAN_FORMAT, model_type=package.config.model_type, weight_hash="", dtype="float32", adaattn="0",
+        format=PLAN_FORMAT, model_type=package.config.model_type,
+        weight_hash=store.model_hash(package), configuration=computes_by(package.config),
+        dtype="float32", adaattn="0",
         torch="0", transformers=tf.__version__, budget=0.1, seed=0, data_fingerprint="", lengths=(4096,), layers=layers,
         units=(), tensors="", protocol={}, verified=None,
     )  # fmt: skip
     store.attach(package, plan, unverified=True)
-    ours.config.adaattn = {"plan": replace(plan, **changes).to_dict(), "unverified": True}
+    ours.config.adaattn = {"plan": replace(plan, **changes).to_dict()}
     return stock, package, ours
 
 

@@ -445,7 +445,7 @@ def _window_everywhere(model: LlamaForCausalLM, result: Calibration, choice: Cho
     units = tuple(
         replace(result.plan.units[0], layer=i, head=h, dropped_mass_p95=1e-6) for i in (0, 1) for h in (0, 1)
     )
-    return replace(result.plan, layers=layers, units=units, tensors="", weight_hash="")
+    return replace(result.plan, layers=layers, units=units, tensors="")
 
 
 def test_generate_with_a_plan_equals_the_full_forward(result: Calibration) -> None:

@@ -22,6 +22,7 @@ from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.arms import ModelArms
 from adaattn_hf.patches.fold import complete
 from adaattn_hf.plans import store
+from adaattn_hf.plans.configured import computes_by
 from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan
 from adaattn_hf.stats.spectrum import score_factors
 
@@ -77,7 +78,9 @@ def _ranked(family: str, max_length: int = 64, **choice: Any) -> Any:
     kv_heads = moments.shapes[1][1]
     choices = (make_choice(**{"rank": 6, **choice}), *[EXACT] * (kv_heads - 1))
     plan = Plan(
-        format=PLAN_FORMAT, model_type=model.config.model_type, weight_hash="", dtype="float32", adaattn="0",
+        format=PLAN_FORMAT, model_type=model.config.model_type,
+        weight_hash=store.model_hash(model), configuration=computes_by(model.config),
+        dtype="float32", adaattn="0",
         torch="0", transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={},
         lengths=(max_length,), layers=(LayerPlan(1, store.weight_hash(modules[1]), choices),), units=(),
         verified=None, tensors=name,

@@ -28,6 +28,7 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.plans import store
 from adaattn_hf.plans.choices import Choice
+from adaattn_hf.plans.configured import computes_by
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
 from adaattn_hf.plans.program import PROGRAMS
 
@@ -81,7 +82,9 @@ def planned(choice: Choice, family: str = "llama") -> Any:
     modules = dict(store.attention_modules(model, model.config.model_type))
     tensors = bases(0, heads) | bases(1, heads)
     plan = Plan(
-        format=PLAN_FORMAT, model_type=model.config.model_type, weight_hash="", dtype="float32", adaattn="0", torch="0",
+        format=PLAN_FORMAT, model_type=model.config.model_type,
+        weight_hash=store.model_hash(model), configuration=computes_by(model.config),
+        dtype="float32", adaattn="0", torch="0",
         transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={}, lengths=(512,), verified=None,
         layers=tuple(LayerPlan(i, store.weight_hash(m), (choice,) * heads) for i, m in modules.items()),
         units=(), tensors=store.remember_tensors(tensors) if choice.columns else "",

@@ -22,7 +22,7 @@ def planned_pair() -> tuple[Any, Any, Plan]:
     """A stock LLaMA, and the same with a window of two tokens in its second layer."""
     stock, ours = fresh_pair("llama")
     plan = plan_for(ours, make_choice("window", window=2), layers=(1,))
-    ours.config.adaattn = {"plan": plan.to_dict(), "unverified": True}
+    ours.config.adaattn = {"plan": plan.to_dict()}
     return stock, ours, plan
 
 
@@ -92,7 +92,6 @@ def test_a_plan_for_other_weights_is_refused() -> None:
     _, ours, plan = planned_pair()
     ours.config.adaattn = {
         "plan": replace(plan, layers=(LayerPlan(1, "other", plan.layers[0].choices),)).to_dict(),
-        "unverified": True,
     }
     with pytest.raises(PlanError, match="weights of layer 1 are not those"):
         adaattn_hf.load_plan(ours)
@@ -106,13 +105,15 @@ def test_a_model_without_a_plan_has_none_to_load() -> None:
 
 # ---------------------------------------------------------------------- what a plan is bound to
 def test_a_plan_that_was_not_proven_runs_only_where_somebody_says_so() -> None:
-    _, ours, plan = planned_pair()
+    _, ours, proven = planned_pair()
+    plan = replace(proven, verified=None)
     ours.config.adaattn = {"plan": plan.to_dict()}
     with pytest.raises(PlanError, match="never verified on held-out text"):
         ours(input_ids=tokens())
     with pytest.raises(PlanError, match="unverified=True"):
         adaattn_hf.load_plan(ours)
     assert adaattn_hf.load_plan(ours, unverified=True) == plan
+    assert adaattn_hf.load_plan(ours) == plan  # the same one, which it allowed
     assert torch.isfinite(ours(input_ids=tokens()).logits).all()
     failed = Verified(False, 1.0, 2.0, 0.95, 1, 9, 99, 1.0, 1.0, 0.5, None, None, 1.0, 1.0, 1.0, "failed")
     ours.config.adaattn = {"plan": replace(plan, verified=failed).to_dict()}
@@ -144,7 +145,7 @@ def test_changes_of_weights_after_the_first_call_are_noticed(change: str) -> Non
 def test_a_plan_is_bound_to_all_weights_of_its_model(tmp_path: Path) -> None:
     _, ours, plan = planned_pair()
     bound = replace(plan, weight_hash=model_hash(ours))
-    ours.config.adaattn = {"plan": bound.to_dict(), "unverified": True}
+    ours.config.adaattn = {"plan": bound.to_dict()}
     assert adaattn_hf.load_plan(ours) == bound
     ours.save_pretrained(tmp_path)
     again = type(ours).from_pretrained(tmp_path, attn_implementation="adaattn").eval()
@@ -166,7 +167,7 @@ def test_layers_and_tensors_that_do_not_fit_are_refused_by_name() -> None:
             {f"layers.1.{key.replace('__', '.')}": value for key, value in tensors.items()}
         )
         ours.config.adaattn = {
-            "plan": replace(plan, layers=layers, tensors=name).to_dict(), "unverified": True,
+            "plan": replace(plan, layers=layers, tensors=name).to_dict(),
         }  # fmt: skip
         with pytest.raises(PlanError, match=match):
             ours(input_ids=tokens())

@@ -31,7 +31,7 @@ def planned(**choice: Any) -> Any:
     _, ours = fresh_pair("llama")
     plan = plan_for(ours, make_choice(**choice), layers=(1,))
     bound = replace(plan, weight_hash=model_hash(ours))
-    ours.config.adaattn = {"plan": bound.to_dict(), "unverified": True}
+    ours.config.adaattn = {"plan": bound.to_dict()}
     return ours
 
 
@@ -57,7 +57,7 @@ def test_saving_a_model_takes_the_tensors_of_its_plan_along(
     data = ours.config.adaattn["plan"]
     heads = ours.config.num_key_value_heads
     name = remember_tensors({"layers.1.key_mean": torch.randn(heads, ours.config.head_dim)})
-    ours.config.adaattn = {"plan": {**data, "tensors": name}, "unverified": True}
+    ours.config.adaattn = {"plan": {**data, "tensors": name}}
     if configured == "before its first call":
         adaattn_hf.configure(ours, "fast")
     right = ours(input_ids=tokens()).logits
@@ -148,5 +148,5 @@ def test_offloaded_weights_are_checked_where_they_are_kept(plan_first: bool) -> 
 
 
 def test_weights_without_data_are_refused_by_name() -> None:
-    with pytest.raises(PlanError, match=r"LlamaAttention\.\S+ has no data \(device 'meta'\)"):
+    with pytest.raises(PlanError, match=r"q_proj\.weight has no data \(device 'meta'\)"):
         adaattn_hf.load_plan(planned(kind="window", window=2).to("meta"))

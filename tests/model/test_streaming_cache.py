@@ -17,6 +17,7 @@ import adaattn_hf
 from adaattn_hf.cli.main import app
 from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
 from adaattn_hf.plans import store
+from adaattn_hf.plans.configured import computes_by
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
@@ -51,7 +52,9 @@ def llama(layers: Any = LAYERS, limit: int = LIMIT, dtype: torch.dtype = torch.f
 def give(model: Any, layers: Any, limit: int = LIMIT, protocol: Any = None) -> None:
     modules = dict(store.attention_modules(model, "llama"))
     plan = Plan(
-        format=PLAN_FORMAT, model_type="llama", weight_hash="", dtype=str(model.dtype).removeprefix("torch."),
+        format=PLAN_FORMAT, model_type="llama",
+        weight_hash=store.model_hash(model), configuration=computes_by(model.config),
+        dtype=str(model.dtype).removeprefix("torch."),
         adaattn="0", torch="0", transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol=protocol or {},
         lengths=(limit,), verified=None,
         layers=tuple(LayerPlan(i, store.weight_hash(m), layers[i]) for i, m in modules.items()), units=(), tensors="",

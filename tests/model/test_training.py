@@ -279,8 +279,9 @@ def test_callback_reports_the_plan() -> None:
     from dataclasses import fields
 
     from adaattn_hf.patches.trainer import plan_statistics
+    from adaattn_hf.plans.configured import computes_by
     from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, UnitRecord
-    from adaattn_hf.plans.store import attach, attention_modules, module_dtype, weight_hash
+    from adaattn_hf.plans.store import attach, attention_modules, model_hash, module_dtype, weight_hash
 
     model = model_of("llama", "adaattn").eval()
     assert plan_statistics(model) == {}
@@ -292,7 +293,8 @@ def test_callback_reports_the_plan() -> None:
     plan = Plan(
         format=PLAN_FORMAT,
         model_type="llama",
-        weight_hash="",
+        weight_hash=model_hash(model),
+        configuration=computes_by(model.config),
         dtype=module_dtype(module),
         adaattn=adaattn_hf.__version__,
         torch=torch.__version__,

@@ -9,6 +9,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,10 @@ def test_a_plan_from_a_file_and_one_that_does_not_fit(case: Case, tmp_path: Path
     (tmp_path / "adaattn_plan.json").write_text(plan.to_json(), encoding="utf-8")
     with adaattn_hf.use_plan(model, tmp_path, unverified=True):
         assert case.runs() == "narrow"
-    with pytest.raises(PlanError, match="never verified"), adaattn_hf.use_plan(model, plan):
+    with (
+        pytest.raises(PlanError, match="never verified"),
+        adaattn_hf.use_plan(model, replace(plan, verified=None)),
+    ):
         pass
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.mul_(1.5)

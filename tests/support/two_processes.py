@@ -113,7 +113,7 @@ def split_heads(directory: str) -> None:
         ):
             layers = tuple(dataclasses.replace(layer, choices=choices) for layer in plan.layers)
             for model in (one, net):
-                settings = {"plan": dataclasses.replace(plan, layers=layers).to_dict(), "unverified": True}
+                settings = {"plan": dataclasses.replace(plan, layers=layers).to_dict()}
                 model.config.adaattn = settings
             expected, found = (m(ids, attention_mask=mask, use_cache=False).logits[real] for m in (one, net))
             far = float((found - expected).abs().max())
@@ -124,7 +124,7 @@ def split_heads(directory: str) -> None:
             raise SystemExit("tp: the plan changed nothing")
         # a single key/value head cannot be shared out
         layers = tuple(dataclasses.replace(layer, choices=(Choice(Window(2)),)) for layer in plan.layers)
-        net.config.adaattn = {"plan": dataclasses.replace(plan, layers=layers).to_dict(), "unverified": True}
+        net.config.adaattn = {"plan": dataclasses.replace(plan, layers=layers).to_dict()}
         try:
             net(ids, attention_mask=mask)
         except PlanError as refusal:
@@ -140,7 +140,7 @@ def gathered_plan() -> None:
     one, net = model().eval(), model().eval()
     plan = plan_for(one, Choice(Window(2)))
     for each in (one, net):
-        each.config.adaattn = {"plan": plan.to_dict(), "unverified": True}
+        each.config.adaattn = {"plan": plan.to_dict()}
     wrapped = prepared("fsdp", net)
     with torch.no_grad():
         expected = one(ids, attention_mask=mask, use_cache=False).logits
@@ -187,7 +187,7 @@ def pipeline_stages(rank: int) -> None:
         for layer in plan.layers
     )
     found = []
-    for settings in (None, {"plan": dataclasses.replace(plan, layers=layers).to_dict(), "unverified": True}):
+    for settings in (None, {"plan": dataclasses.replace(plan, layers=layers).to_dict()}):
         one, net = model().eval(), model().eval()
         one.config.adaattn = net.config.adaattn = settings
         schedule = ScheduleGPipe(PipelineStage(Stage(net, rank), rank, 2, torch.device("cpu")), 2)

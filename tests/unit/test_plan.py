@@ -33,7 +33,8 @@ def make_plan(**changes: Any) -> Plan:
         True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed"
     )
     plan = Plan(
-        PLAN_FORMAT, "llama", "ab" * 32, "float32", "0.1.0", "2.13.0", "5.23.0", 1e-3, 0, "cd" * 32, {"rows": 8},
+        PLAN_FORMAT, "llama", f"model:{'ab' * 32}", {"rms_norm_eps": 1e-6}, "float32",
+        "0.1.0", "2.13.0", "5.23.0", 1e-3, 0, "cd" * 32, {"rows": 8},
         (512, 1024),
         (LayerPlan(1, "ef" * 32, (make_choice("window", 256, 16, precision="bf16"), EXACT)),),
         (UnitRecord(1, 0, 1e-5, 0.1, 0.3, 0.01, 0.02, 2e-4), UnitRecord(1, 1, 0.0, 0.3, 0.3, 0.0, 0.0, 0.0)),
@@ -103,7 +104,7 @@ def test_plans_out_of_order_or_of_another_format_are_refused() -> None:
     for other in (99, True, 1.0):
         with pytest.raises(PlanError, match="format"):
             Plan.from_dict({**make_plan().to_dict(), "format": other})
-    with pytest.raises(PlanError, match=r"budget is -0\.001, expected a loss of 0"):
+    with pytest.raises(PlanError, match=r"budget is -0\.001, expected a number from 0"):
         Plan.from_dict({**make_plan().to_dict(), "budget": -0.001})
     with pytest.raises(PlanError, match="lengths"):
         make_plan(lengths=(1024, 512))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adaattn_hf import AdaAttnConfig, remove_plan
+from adaattn_hf import remove_plan
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
@@ -125,7 +125,7 @@ def test_what_is_changed_between_passes_is_heard(anew: list[int]) -> None:
     exact = logits(model, rows)
     assert not torch.allclose(exact, with_plan, atol=1e-5)
     wider = plan_for(model, make_choice("window", 16, 2), layers=(0, 1, 2, 3), lengths=(LENGTH,))
-    model.config.adaattn = {"plan": wider.to_dict(), "unverified": True}
+    model.config.adaattn = {"plan": wider.to_dict()}
     other = logits(model, rows)
     assert torch.equal(other, slowly(model, rows))
     assert not torch.allclose(other, with_plan, atol=1e-5)
@@ -193,7 +193,7 @@ def test_a_plan_for_other_heads_is_refused(anew: list[int]) -> None:
     model = planned()
     plan = plan_for(model, WINDOW, layers=(0, 1, 2, 3), lengths=(LENGTH,))
     layers = (*plan.layers[:3], replace(plan.layers[3], choices=(WINDOW,) * 3))
-    model.config.adaattn = {"plan": replace(plan, layers=layers).to_dict(), "unverified": True}
+    model.config.adaattn = {"plan": replace(plan, layers=layers).to_dict()}
     with pytest.raises((ValueError, PlanError), match="key/value heads"):
         logits(model, tokens())
 
@@ -202,7 +202,7 @@ def test_a_backend_for_windows_is_asked_anew_for_sinks(monkeypatch: pytest.Monke
     """A chunk need not hold the first keys of its sequence: kernels that walk runs serve its windows, not its sinks."""
     asked: list[str] = []
     monkeypatch.setattr(planned_call, "serving", lambda spec, _: asked.append(spec.kind))
-    call = planned_call.PlannedCall(AdaAttnConfig(), None)
+    call = planned_call.PlannedCall({}, None)
     structure = CallStructure(1, 40, 40, causal=True, chunk=16)
     for sinks in (0, 2, 0, 2):
         rules = HeadRules((8,), (sinks,), ("model",))

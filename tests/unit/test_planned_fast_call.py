@@ -69,7 +69,6 @@ def planned(windows: tuple[int, ...] = WINDOWS) -> Any:
     )
     model.config.adaattn = {
         "plan": replace(plan, dtype="float16", layers=layers).to_dict(),
-        "unverified": True,
     }
     return model
 

@@ -16,10 +16,15 @@ from adaattn_hf.plans.plan import Plan, PlanError
 
 from .test_plan import make_plan
 
-GOOD: dict[str, Any] = make_plan().to_dict()
+PROTOCOL = {
+    "settings": {"alpha": 0.05, "optimize": "speed"}, "cache": {"stored": "int8", "streaming": True}, "decode": "exact",
+    "scoring": {"predicts": "the next token"},
+}  # fmt: skip
+GOOD: dict[str, Any] = make_plan(protocol=PROTOCOL).to_dict()
 ANYTHING = st.recursive(
     st.one_of(
-        st.none(), st.booleans(), st.integers(), st.sampled_from([2**31, 2**63, 10**30, -1]), st.floats(), st.text(),
+        st.none(), st.booleans(), st.integers(), st.sampled_from([2**31, 2**63, 10**30, 10**400, 1e308, 5e-324, -1]), st.floats(),
+        st.text(),
         st.sampled_from(["exact", "window", "\x1b[31m", "\ud800", "../../etc/passwd"]),
     ),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)),
@@ -68,7 +73,7 @@ def test_a_tampered_plan_is_shown_or_refused_in_a_sentence(
 ) -> None:
     file: Path = tmp_path_factory.mktemp("plan") / "plan.json"
     file.write_text(json.dumps(tampered(path, value)), encoding="utf-8")
-    result = CliRunner().invoke(app, ["plan", "show", str(file)])
+    result = CliRunner().invoke(app, ["plan", "show", str(file), "--html", str(file.with_suffix(".html"))])
     assert result.exit_code in (0, 2), result.output
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
     assert not set(result.output) & {"\x1b", "\ud800"}

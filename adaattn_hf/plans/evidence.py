@@ -1,0 +1,112 @@
+"""Why a plan is what it is: predicted loss and price of each choice, and the verdict of held-out text on the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from .record import PlanError, real, share, text, whole
+
+MOST_LAYERS, MOST_HEADS = 1 << 12, 1 << 12
+"""More layers and key/value heads than any model has."""
+SHORTEST = 1e-30
+"""Shortest time in a plan, seconds, so that ratios of times stay finite."""
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """Predicted loss and price of a unit's choice.
+
+    Attributes:
+        layer: Layer index.
+        head: Key/value head.
+        risk: Predicted loss of the choice in nats/token, re-scaled by the measured loss of whole plans, at the length
+            bin where the whole plan's is largest.
+        price: Measured seconds of the choice for a prefill of every length, with its decode steps unless they stay
+            exact; heads of a launch share its fixed cost.
+        exact_price: The same for the exact choice.
+        dropped_mass: Mean loss of a calibration row: the attention mass that the choice drops, plus the relative
+            change of the output by rounded or projected operands.
+        dropped_mass_p95: Its 95th percentile; the monitor makes a head exact above three times this value.
+        dropped_square: Its mean square; risk / dropped_square converts a loss seen at run time into a KL.
+    """
+
+    layer: int
+    head: int
+    risk: float
+    price: float
+    exact_price: float
+    dropped_mass: float
+    dropped_mass_p95: float
+    dropped_square: float
+
+    def __post_init__(self) -> None:
+        """Refuse values that are not numbers, or are negative."""
+        whole(self.layer, "units: layer", most=MOST_LAYERS)
+        whole(self.head, "units: head", most=MOST_HEADS)
+        for field in fields(self)[2:]:
+            value = real(getattr(self, field.name), f"units: {field.name}", 0.0)
+            if "price" in field.name and 0.0 < value < SHORTEST:
+                raise PlanError(
+                    f"units: {field.name} is {value!r}, expected 0 or at least {SHORTEST:g} seconds"
+                )
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The verdict of held-out text on a plan.
+
+    Attributes:
+        passed: Whether every gate was passed.
+        delta_nll: Mean paired difference plan - stock, nats/token.
+        upper: Its one-sided upper confidence bound, clustered by document.
+        confidence: Level of the bound, corrected for the number of tries.
+        tries: How many plans had been verified, including this one.
+        documents: Held-out documents that the bound tells apart, or stretches of text where there are too few; of the
+            source with the largest bound.
+        tokens: Scored tokens.
+        kl: Mean KL(stock || plan), nats/token.
+        kl_p999: Its 99.9th percentile.
+        top1: Share of tokens where both agree on the likeliest token.
+        retrieval_stock: Share of needles that stock attention retrieves; `None` if none were tested, as for models
+            that do not generate.
+        retrieval_plan: Share of needles that the plan retrieves.
+        activation: Share of (token, query head) pairs that the plan does not compute exactly.
+        activation_keys: Share of pairs that see fewer keys, which perplexity on short text cannot test.
+        predicted_kl: The sum of the risks, re-scaled.
+        sentence: The verdict in words.
+    """
+
+    passed: bool
+    delta_nll: float
+    upper: float
+    confidence: float
+    tries: int
+    documents: int
+    tokens: int
+    kl: float
+    kl_p999: float
+    top1: float
+    retrieval_stock: float | None
+    retrieval_plan: float | None
+    activation: float
+    activation_keys: float
+    predicted_kl: float
+    sentence: str
+
+    def __post_init__(self) -> None:
+        """Refuse values of the wrong type, out of range, or that contradict one another."""
+        if not isinstance(self.passed, bool):
+            raise PlanError(f"verified.passed is {self.passed!r}, expected true or false")
+        text(self.sentence, "verified.sentence")
+        for name in ("tries", "documents", "tokens"):
+            whole(getattr(self, name), f"verified.{name}", least=1, most=1 << 53)
+        for name in ("confidence", "top1", "activation", "activation_keys"):
+            share(getattr(self, name), f"verified.{name}")
+        for name in ("retrieval_stock", "retrieval_plan"):
+            if getattr(self, name) is not None:
+                share(getattr(self, name), f"verified.{name}")
+        for name in ("kl", "kl_p999", "predicted_kl"):
+            real(getattr(self, name), f"verified.{name}", 0.0)
+        mean, upper = real(self.delta_nll, "verified.delta_nll"), real(self.upper, "verified.upper")
+        if upper < mean:
+            raise PlanError(f"verified.upper is {upper!r}, expected a bound of at least delta_nll, {mean!r}")

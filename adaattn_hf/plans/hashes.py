@@ -1,0 +1,111 @@
+"""One hash of weights, which every entry of every tensor enters: plans and saved caches are bound to it.
+
+A tensor enters with the sums of its bits along rows and along columns. Sums of integers are exact in any order, so
+that devices, numbers of threads and sizes of pieces agree, and weights are read once, where they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .parts import pieces, saved_weights
+from .record import PlanError
+
+WHOLE = "model:"
+"""Prefix of hashes over all weights of a model, not just those of attention."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_ENTRIES = 1 << 20
+"""Integers that are added at a time: as many as a cache holds."""
+_NARROW, _COLUMNS = 64, 4096
+"""Tensors of fewer columns are read as rows of up to so many entries, or sums would be as large as they are."""
+
+
+def weight_hash(module: nn.Module) -> str:
+    """Returns a hash of what a module saves: names, shapes, dtypes and all entries of its parameters and buffers.
+
+    Adapters and other wrappers are looked through.
+
+    Raises:
+        PlanError: A weight has no data, or is of a kind that cannot be read.
+    """
+    return _hash(saved_weights(module))
+
+
+def model_hash(model: nn.Module) -> str:
+    """Returns a hash of all weights of a model but its head and pooler, which differ between the classes of a model.
+
+    Raises:
+        PlanError: As `weight_hash`.
+    """
+    inner = pretrained(model)
+    prefix = getattr(inner, "base_model_prefix", "")
+    base = getattr(inner, prefix, inner) if prefix else inner
+    weights = saved_weights(base)
+    return WHOLE + _hash({name: held for name, held in weights.items() if not name.startswith("pooler.")})
+
+
+def pretrained(model: nn.Module) -> nn.Module:
+    """Returns the Transformers model inside whatever wraps it, such as PEFT's; the module itself if there is none."""
+    return next((part for part in model.modules() if hasattr(type(part), "base_model_prefix")), model)
+
+
+def _hash(weights: dict[str, Any]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} ".encode())
+        for piece in _contents(name, value):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _contents(name: str, value: Any) -> list[bytes]:
+    """Returns what a saved entry contributes to a hash.
+
+    Raises:
+        PlanError: It is neither a tensor nor made of plain values.
+    """
+    if isinstance(value, Tensor):
+        return [content for piece in pieces(value.detach()) for content in _of_tensor(piece)]
+    if isinstance(value, (list, tuple)):
+        return [content for one in value for content in _contents(name, one)]
+    if isinstance(value, (bool, int, float, str, bytes, torch.dtype, type(None))):
+        return [repr(value).encode()]
+    raise PlanError(
+        f"{name} is saved as {type(value).__name__}, expected a tensor or plain values; a plan cannot be bound to it, "
+        "so leave that layer out of quantisation"
+    )
+
+
+def _of_tensor(tensor: Tensor) -> list[bytes]:
+    """Returns shape and dtype of a tensor, and the sums of its bits along rows and columns."""
+    about = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+    if hasattr(tensor, "full_tensor"):  # sharded: gathered first
+        tensor = tensor.full_tensor()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if not tensor.numel():
+        return [about]
+    columns = tensor.shape[-1] if tensor.ndim > 1 else 1
+    if columns < _NARROW:
+        columns = math.gcd(tensor.numel(), _COLUMNS)
+    width = math.gcd(columns * tensor.element_size(), 4)
+    lanes = columns * tensor.element_size() // width
+    rows: list[Tensor] = []
+    below: Tensor | int = 0
+    for chunk in tensor.reshape(-1, columns).split(max(1, _ENTRIES // lanes)):
+        chunk = chunk.contiguous()
+        if chunk.storage_offset() * chunk.element_size() % width:
+            chunk = chunk.clone()
+        # sums are memory of their own: what numpy has seen cannot be freed, as FSDP does with gathered weights
+        bits = chunk.view(_INTEGERS[width]).long()
+        rows.append(bits.sum(1))
+        below = below + bits.sum(0)
+    assert isinstance(below, Tensor)
+    return [about, *(sums.cpu().numpy().tobytes() for sums in (torch.cat(rows), below))]

@@ -1,0 +1,112 @@
+"""Which weights are a module's own: those inside the wrappers of adapters and compilers, not what wrappers add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .record import PlanError
+
+ADAPTED = ("base_layer", "original_module")
+"""Under these names adapters keep the layer that they wrap."""
+_INNER = (*ADAPTED, "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+class Part(NamedTuple):
+    """A module within another one.
+
+    Attributes:
+        prefix: Its dotted name with a dot behind it, as if nothing were wrapped; empty for the outermost.
+        module: The module.
+        wrappers: Modules that wrap it, outermost first.
+    """
+
+    prefix: str
+    module: nn.Module
+    wrappers: tuple[nn.Module, ...]
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Its buffers that are saved with it: quantised layers keep their weights there."""
+        found, passing = self.module._buffers, self.module._non_persistent_buffers_set
+        return {name: held for name, held in found.items() if held is not None and name not in passing}
+
+
+def parts(module: nn.Module, prefix: str = "") -> Iterator[Part]:
+    """Yields a module and all that it holds, looking through wrappers."""
+    wrappers: list[nn.Module] = []
+    while (inner := inner_of(module, _INNER)) is not None:
+        wrappers.append(module)
+        module = inner
+    yield Part(prefix, module, tuple(wrappers))
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from parts(child, f"{prefix}{name}.")
+
+
+def inner_of(module: nn.Module, names: Iterable[str]) -> nn.Module | None:
+    """Returns the module that a wrapper keeps under one of the names, None for what wraps nothing."""
+    return next((found for name in names if (found := module._modules.get(name)) is not None), None)
+
+
+def adapted(module: nn.Module) -> bool:
+    """Whether a module holds layers with adapters."""
+    return any(inner_of(wrapper, ADAPTED) is not None for part in parts(module) for wrapper in part.wrappers)
+
+
+def saved_weights(module: nn.Module) -> dict[str, Any]:
+    """Returns what a module saves, by names without wrappers: parameters, buffers, and states of quantised layers.
+
+    Hooks are bypassed: FSDP frees gathered weights in its own in mid-forward.
+
+    Raises:
+        PlanError: A weight has no data.
+    """
+    found: dict[str, Any] = {}
+    for part in parts(module):
+        own: dict[str, Any] = {}
+        part.module._save_to_state_dict(own, part.prefix, False)
+        found |= {name: _present(part, name, value) for name, value in own.items()}
+    return found
+
+
+def _present(part: Part, name: str, weight: Any) -> Any:
+    """A weight, or what accelerate's hook brings in its place for the pass where it was offloaded."""
+    if not (isinstance(weight, Tensor) and weight.is_meta):
+        return weight
+    kept = getattr(getattr(part.module, "_hf_hook", None), "weights_map", None)
+    if kept is None:
+        raise PlanError(
+            f"{name} has no data (device 'meta'), expected the weights that the plan was "
+            "made for; load them, then the plan"
+        )
+    return kept[name.removeprefix(part.prefix)]
+
+
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields a tensor, or those that a subclass without memory of its own wraps; DTensors stay what they are."""
+    if hasattr(tensor, "full_tensor") or not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from pieces(getattr(tensor, name))
+
+
+def module_dtype(module: nn.Module) -> str:
+    """Returns the name of the dtype that a module computes in.
+
+    It is that of its first floating-point parameter or buffer; where all are quantised, that of its configuration.
+    """
+    inside = [*parts(module)]
+    held = [weight for part in inside for weight in part.module._parameters.values() if weight is not None]
+    held += [buffer for part in inside for buffer in part.buffers.values()]
+    found = next((tensor.dtype for tensor in held if tensor.is_floating_point()), None)
+    dtype = getattr(getattr(module, "config", None), "dtype", None) if found is None else found
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(
+            f"{type(module).__name__} has no floating-point weights; a plan needs a model that has"
+        )
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,61 @@
+"""Notices where a part of a planned model is replaced: weights that were merged before may leave no other trace.
+
+Merging an adapter writes into weights past their version counters, and unloading it puts the very layer back that stood
+there before. Every registration of a child passes a hook of torch, which knows the child that is there already.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from .parts import ADAPTED, inner_of
+from .running import say_adapted
+
+_watched: WeakKeyDictionary[nn.Module, tuple[str, tuple[str, ...]]] = WeakKeyDictionary()
+_counts: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+def watch(model: nn.Module, weights: str, slots: tuple[str, ...]) -> None:
+    """Lets a model forget what checks of its weights found once one of its parts is replaced by another.
+
+    Args:
+        model: The model.
+        weights: The hash of its weights that its plan names.
+        slots: Attributes in which it and its modules keep what was found.
+    """
+    _listen()
+    _watched[model] = weights, slots
+
+
+def replacements(model: nn.Module) -> int:
+    """Returns how often a part of a watched model was replaced by another."""
+    return _counts.get(model, 0)
+
+
+@cache
+def _listen() -> None:
+    """Registers the hook, once there is a model to watch."""
+    register_module_module_registration_hook(_registered)
+
+
+def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Called by torch before a child is registered."""
+    before = parent._modules.get(name)
+    if before is None or child is None or child is before:
+        return
+    wraps = any(part is before for part in child.modules())
+    for model, (weights, slots) in list(_watched.items()):
+        modules = [*model.modules()]
+        if not any(part is parent for part in modules):
+            continue
+        if not wraps:
+            _counts[model] = replacements(model) + 1
+            for part in modules:
+                for slot in slots:
+                    part.__dict__.pop(slot, None)
+        elif inner_of(child, ADAPTED) is before:
+            say_adapted(weights)

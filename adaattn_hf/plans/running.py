@@ -1,0 +1,83 @@
+"""Plans as they run in a process: with permissions and states that no file can hold.
+
+A window is the same function of whatever queries and keys there are, so that a plan of windows goes on while a model is
+trained under it; mean keys and bases were calibrated on weights that training changes. No budget is proven for trained
+weights: whoever saves them saves no plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from .program import Program
+
+logger = logging.getLogger("adaattn_hf")
+
+_said: set[tuple[str, str]] = set()
+
+
+class Allowed(dict[str, Any]):
+    """A plan that runs though held-out text has not shown it good: JSON keeps its entries and not this permission."""
+
+
+class Trained(Allowed):
+    """A plan that a model is being trained under: it goes on in this process, whatever the weights become.
+
+    What Transformers writes to a file is a copy of the fields of a configuration, and holds no such plan. The copy of a
+    whole model does.
+    """
+
+    _holder: weakref.ref[Any] | None = None
+
+    @classmethod
+    def under(cls, config: Any, plan: Mapping[str, Any]) -> Trained:
+        """The plan in the settings of a configuration."""
+        made = cls(plan)
+        made._holder = weakref.ref(config)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trained | None:
+        """Copies it along with the configuration that holds it, else leaves it out."""
+        config = None if self._holder is None else self._holder()
+        if config is not None and id(config) in memo:
+            return Trained.under(memo[id(config)], self)
+        logger.warning(
+            "adaattn: the plan that the model was trained under is left out of a copy of its configuration, as saving "
+            "makes one: its budget is proven for the weights before; calibrate the trained model"
+        )
+        return None
+
+
+def trains(program: Program | None) -> bool:
+    """Whether a layer's part of a plan, None if it is exact, goes on when its weights are trained."""
+    if program is None:
+        return False
+    held = program.tensors
+    return program.has_gradient and held.key_mean is None and not held.query_basis and not held.key_basis
+
+
+def say_trained(weights: str) -> None:
+    """Says once of a plan, told by the hash of the model that it was made for, that a model is trained under it."""
+    _say(
+        weights,
+        "the model is trained under its plan, whose budget is proven for the weights before: it goes on under it here, "
+        "and is saved without it; calibrate the trained model",
+    )
+
+
+def say_adapted(weights: str) -> None:
+    """Says once of a plan that adapters change what the model computes."""
+    _say(
+        weights,
+        "the model has adapters, and its plan's budget is proven for the model without them: what they change is not "
+        "covered; merge them and calibrate again for a proof",
+    )
+
+
+def _say(weights: str, words: str) -> None:
+    if (weights, words) not in _said:
+        _said.add((weights, words))
+        logger.warning("adaattn: %s", words)

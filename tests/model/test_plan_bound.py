@@ -1,0 +1,421 @@
+"""What a plan is bound to: weights that adapters wrap and merge, settings of the model, dtypes, and this process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import adaattn_hf
+from adaattn_hf.plans import running
+from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.store import attach, model_hash
+
+from ..support.choices import make_choice
+from ..support.models import config_of, fresh_pair, tokens
+from ..support.plans import give, plan_for
+from .test_plugin_load import composite, composite_inputs
+from .test_training import arguments, examples
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's and Transformers' old names
+WINDOW = 2
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(running, "_said", set())
+    monkeypatch.setattr(logging.getLogger("adaattn_hf"), "propagate", True)
+    caplog.set_level("WARNING", "adaattn_hf")
+    return caplog
+
+
+def planned(family: str = "llama") -> Any:
+    model = fresh_pair(family).ours
+    give(model, make_choice("window", window=WINDOW))
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=tokens()).logits
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ adapters
+def lora(model: Any, *targets: str, drawn: bool = False, **more: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, target_modules=list(targets), init_lora_weights=not drawn, task_type="CAUSAL_LM", **more
+    )
+    return peft.get_peft_model(model, config)
+
+
+def said(heard: pytest.LogCaptureFixture, words: str) -> int:
+    return sum(words in record.getMessage() for record in heard.records)
+
+
+@pytest.mark.parametrize("loaded", ["before", "after", "at the first call"])
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("gate_proj",)], ids=["attention", "elsewhere"])
+def test_a_wrapped_model_runs_its_plan_and_what_is_not_covered_is_said_once(
+    loaded: str, targets: tuple[str, ...], heard: pytest.LogCaptureFixture
+) -> None:
+    model = planned()
+    right = logits(planned())
+    if loaded == "before":
+        logits(model)
+    wrapped = lora(model, *targets)
+    if loaded == "after":
+        adaattn_hf.load_plan(wrapped)
+    assert torch.equal(logits(wrapped), right)  # B is 0
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_B" in name:
+                weight.add_(0.5)
+    assert not torch.equal(logits(wrapped), right)
+    assert said(heard, "the model has adapters") == 1
+
+
+def test_an_adapter_is_trained_under_a_plan_by_a_trainer(tmp_path: Path) -> None:
+    wrapped = lora(planned(), "q_proj", "v_proj")
+    trainer = tf.Trainer(
+        model=wrapped,
+        args=arguments(tmp_path, max_steps=3),
+        train_dataset=examples(16),
+        eval_dataset=examples(4, seed=1),
+    )
+    trainer.train()
+    trainer.evaluate()
+    trained = [weight for name, weight in wrapped.named_parameters() if "lora_B" in name]
+    assert len(trained) == 4
+    assert all(float(weight.detach().abs().sum()) > 0 for weight in trained)
+
+
+@pytest.mark.parametrize("target", ["q_proj", "gate_proj"])
+@pytest.mark.parametrize("between", [True, False], ids=["a pass between", "no pass between"])
+def test_a_merge_behind_the_check_is_noticed(target: str, between: bool) -> None:
+    model = planned()
+    adaattn_hf.load_plan(model)
+    logits(model)
+    wrapped = lora(model, target, drawn=True)
+    if between:
+        logits(wrapped)
+    merged = wrapped.merge_and_unload()
+    with pytest.raises(PlanError, match="are not those that the plan was calibrated on"):
+        logits(merged)
+    with pytest.raises(PlanError, match="are not those that the plan was calibrated on"):
+        adaattn_hf.load_plan(merged)
+
+
+def test_an_adapter_that_is_taken_off_unmerged_leaves_the_plan() -> None:
+    model = planned()
+    right = logits(model)
+    assert torch.equal(logits(lora(model, "q_proj", drawn=True).unload()), right)
+
+
+def test_a_merge_is_noticed_by_a_plan_of_a_block() -> None:
+    model = fresh_pair("llama").ours
+    plan = plan_for(model, make_choice("window", window=WINDOW))
+    with adaattn_hf.use_plan(model, plan):
+        logits(model)
+    merged = lora(model, "q_proj", drawn=True).merge_and_unload()
+    with pytest.raises(PlanError, match="are not those"), adaattn_hf.use_plan(merged, plan):
+        logits(merged)
+
+
+def test_parts_that_are_wrapped_or_belong_to_others_are_not_checked_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from adaattn_hf.plans import fit
+
+    model = planned()
+    logits(model)
+    hashed: list[Any] = []
+    monkeypatch.setattr(fit, "model_hash", hashed.append)
+    model.model.layers[0].mlp = torch.nn.Sequential(model.model.layers[0].mlp)
+    model.model.norm, other = model.model.norm, torch.nn.Sequential(torch.nn.Identity())
+    other[0] = torch.nn.Identity()
+    logits(model)
+    assert hashed == []
+
+
+def test_a_layer_that_is_exchanged_is_noticed() -> None:
+    model = planned()
+    logits(model)
+    model.model.layers[1].mlp = copy.deepcopy(model.model.layers[0].mlp)
+    with pytest.raises(PlanError, match="weights of the model are not those"):
+        logits(model)
+
+
+# ------------------------------------------------------------------------------------------------ buffers
+class Codes(torch.nn.Module):
+    """A projection whose weight lies in buffers, as that of a quantised layer does."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax() / 127
+        self.register_buffer("codes", torch.round(linear.weight.detach() / scale).to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.codes * self.scale).T
+
+
+@pytest.mark.parametrize("where", ["k_proj", "up_proj"])
+def test_weights_in_buffers_are_bound_and_watched(where: str) -> None:
+    model = fresh_pair("llama").ours
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(part, name, Codes(child))
+    give(model, make_choice("window", window=WINDOW))
+    logits(model)
+    layer = model.model.layers[1]
+    codes = (layer.self_attn if where == "k_proj" else layer.mlp).get_submodule(where).codes
+    codes[0, 0] += 1
+    if where == "up_proj":  # outside attention, weights are looked at when the plan is loaded
+        with pytest.raises(PlanError, match="weights of the model are not those"):
+            adaattn_hf.load_plan(model)
+    else:
+        with pytest.raises(PlanError, match="weights of layer 1 are not those"):
+            logits(model)
+
+
+# ------------------------------------------------------------------------------------------------ settings of the model
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}, {"rms_norm_eps": 1e-2},
+        {"hidden_act": "relu"}, {"max_position_embeddings": 1 << 20},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)  # fmt: skip
+def test_a_model_with_other_settings_is_refused_by_name(changes: dict[str, Any], tmp_path: Path) -> None:
+    planned().save_pretrained(tmp_path)
+    loaded = tf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn", **changes)
+    name = next(iter(changes))
+    with pytest.raises(
+        PlanError, match=f"{name}: the plan was proven for a model with .*, this one has .*calibrate again"
+    ):
+        logits(loaded)
+    with pytest.raises(PlanError, match=name):
+        adaattn_hf.load_plan(loaded)
+
+
+def of(config: Any) -> Any:
+    """A model of a configuration, in evaluation."""
+    auto = tf.AutoModelForMaskedLM if config.model_type == "bert" else tf.AutoModelForCausalLM
+    return auto.from_config(config, attn_implementation="adaattn").eval()
+
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, pad_token_id=0,
+)  # fmt: skip
+MAKERS = {
+    "gpt2": lambda: config_of("gpt2"),
+    "bert": lambda: config_of("bert"),
+    "mistral": lambda: tf.MistralConfig(**SMALL, sliding_window=8),
+    "gemma3": lambda: tf.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=8),
+}
+
+
+def test_layers_with_other_windows_are_refused(tmp_path: Path) -> None:
+    model = of(MAKERS["mistral"]())
+    give(model, make_choice("window", window=WINDOW))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="adaattn", sliding_window=3)
+    with pytest.raises(PlanError, match="sliding_window: the plan was proven"):
+        logits(loaded)
+
+
+def test_settings_that_change_nothing_proven_are_free(tmp_path: Path) -> None:
+    model = planned()
+    right = logits(model)
+    model.save_pretrained(tmp_path)
+    loaded = tf.LlamaForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="adaattn", attention_dropout=0.1, pad_token_id=3, use_cache=False
+    ).eval()
+    loaded.config.mine = "a note"
+    assert torch.equal(logits(loaded), right)
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_a_saved_model_has_the_settings_that_its_plan_names(family: str, tmp_path: Path) -> None:
+    """Nothing that loading alone changes is among them."""
+    model = of(MAKERS[family]())
+    give(model, make_choice("window", window=WINDOW))
+    right = logits(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="adaattn").eval()
+    assert torch.equal(logits(loaded), right)
+    plan = adaattn_hf.plan_of(loaded)
+    assert plan is not None
+    assert {"num_hidden_layers", "model_type", "architectures", "dtype"} & set(plan.configuration) <= {
+        "num_hidden_layers"
+    }
+    assert len(plan.configuration) > 8
+
+
+def test_autocast_to_another_dtype_is_refused_and_to_the_same_is_not() -> None:
+    model = planned()
+    logits(model)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(
+            PlanError, match="autocast: the plan was calibrated in float32, autocast computes in bfloat16"
+        ),
+    ):
+        logits(model)
+    half = fresh_pair("llama").ours.to(torch.bfloat16)
+    half.config.adaattn = {
+        "plan": replace(plan_for(half, make_choice("window", window=WINDOW)), dtype="bfloat16").to_dict()
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.isfinite(logits(half)).all()
+    with torch.autocast("cpu", torch.float16), pytest.raises(PlanError, match="autocast computes in float16"):
+        logits(half)
+
+
+def test_training_in_mixed_precision_goes_on() -> None:
+    model = planned().train()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        assert torch.isfinite(logits(model.eval())).all()
+
+
+# ------------------------------------------------------------------------------------------------ permissions
+def test_a_permission_belongs_to_the_process(tmp_path: Path) -> None:
+    model = fresh_pair("llama").ours
+    plan = replace(plan_for(model, make_choice("window", window=WINDOW)), verified=None)
+    attach(model, plan, unverified=True)
+    right = logits(model)
+    assert torch.equal(logits(copy.deepcopy(model)), right)
+    adaattn_hf.configure(model, "fast")
+    assert torch.equal(logits(model), right)
+    model.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())["adaattn"]
+    assert "unverified" not in json.dumps(settings)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="adaattn")
+    with pytest.raises(
+        PlanError, match=r"never verified .*in this process: adaattn_hf.load_plan\(model, unverified=True\)"
+    ):
+        logits(loaded)
+    adaattn_hf.load_plan(loaded, unverified=True)
+    assert torch.equal(logits(loaded), right)
+    loaded.config.adaattn = {"plan": replace(plan, lengths=(32,)).to_dict()}
+    with pytest.raises(PlanError, match="never verified"):
+        logits(loaded)
+
+
+def test_a_file_that_holds_a_permission_does_not_give_it(tmp_path: Path) -> None:
+    model = fresh_pair("llama").ours
+    plan = replace(plan_for(model, make_choice("window", window=WINDOW)), verified=None)
+    model.config.adaattn = {"plan": plan.to_dict(), "unverified": True}
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="adaattn")
+    with pytest.raises(adaattn_hf.ConfigError, match="unverified: got True, expected no such setting"):
+        logits(loaded)
+    with pytest.raises(PlanError, match="never verified"):
+        adaattn_hf.load_plan(loaded)
+    adaattn_hf.load_plan(loaded, unverified=True)
+    assert torch.isfinite(logits(loaded)).all()
+
+
+# ------------------------------------------------------------------------------------------------ trained models
+def stepped(model: Any) -> Any:
+    """The model after a step of training."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    return model.eval()
+
+
+def test_a_trained_model_is_saved_without_its_plan(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+    model = planned()
+    stepped(model)
+    assert said(heard, "is saved without it; calibrate the trained model") == 1
+    under = logits(model)
+    assert adaattn_hf.plan_of(model) is not None
+    model.save_pretrained(tmp_path)
+    assert said(heard, "is left out of a copy of its configuration") == 1
+    settings = json.loads((tmp_path / "config.json").read_text())["adaattn"]
+    assert settings["plan"] is None
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="adaattn").eval()
+    exact = logits(loaded)
+    adaattn_hf.remove_plan(model)
+    torch.testing.assert_close(exact, logits(model))
+    assert not torch.allclose(exact, under, atol=1e-4)
+
+
+def test_a_copy_of_a_trained_model_goes_on_under_the_plan(heard: pytest.LogCaptureFixture) -> None:
+    model = stepped(planned())
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits(twin), logits(model))
+    assert said(heard, "is left out") == 0
+    assert twin.config.to_dict()["adaattn"]["plan"] is None
+
+
+def test_towers_are_saved_without_the_plan_too(tmp_path: Path) -> None:
+    """Each configuration that holds the plan leaves it out, whether they share a dictionary or not."""
+    model = tf.LlavaForConditionalGeneration._from_config(composite(), attn_implementation="adaattn")
+    model.config.dtype = torch.float32
+    tower = model.model.language_model
+    plan = replace(plan_for(tower, make_choice("window", window=WINDOW)), weight_hash=model_hash(model))
+    model.config.text_config.adaattn = model.config.adaattn = {"plan": plan.to_dict()}
+    model.train()(**composite_inputs()).logits.sum().backward()
+    model.config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["text_config"]["adaattn"]["plan"] is saved["adaattn"]["plan"] is None
+    assert adaattn_hf.plan_of(copy.deepcopy(model)) == plan
+
+
+def test_compiled_passes_go_on_behind_training() -> None:
+    model = stepped(planned())
+    expected = logits(model)
+    torch._dynamo.reset()
+    torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
+
+
+def test_an_allowed_plan_compiles() -> None:
+    model = fresh_pair("llama").ours
+    attach(
+        model, replace(plan_for(model, make_choice("window", window=WINDOW)), verified=None), unverified=True
+    )
+    expected = logits(model)
+    torch._dynamo.reset()
+    torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
+
+
+# ------------------------------------------------------------------------------------------------ inference mode
+@pytest.mark.parametrize("explicit", [True, False], ids=["load_plan", "first call"])
+def test_a_model_built_in_inference_mode_runs_its_plan(explicit: bool, tmp_path: Path) -> None:
+    model = planned()
+    right = logits(model)
+    model.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        loaded = type(model).from_pretrained(tmp_path, attn_implementation="adaattn").eval()
+        if explicit:
+            adaattn_hf.load_plan(loaded)
+        for _ in range(2):
+            assert torch.equal(loaded(input_ids=tokens()).logits, right)
+        built = type(model)(copy.deepcopy(config_of("llama"))).eval()
+        built.set_attn_implementation("adaattn")
+        give(built, make_choice("window", window=WINDOW))
+        assert torch.isfinite(built(input_ids=tokens()).logits).all()
+    assert torch.equal(logits(loaded), right)
+
+
+def test_a_plan_is_one_plan_in_json() -> None:
+    model = planned()
+    stepped(model)
+    data = model.config.adaattn["plan"]
+    assert Plan.from_dict(json.loads(json.dumps(data))) == adaattn_hf.plan_of(model)
