@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from adaattn_hf.patches.support import UnsupportedModel, check
     from adaattn_hf.patches.trainer import AdaAttnCallback
 
-    from .config import AdaAttnConfig, ConfigError, load_preset, preset_names
+    from .config import AdaAttnConfig, ConfigError
     from .plans.monitor import monitoring, statistics
     from .plans.plan import Plan, PlanError
     from .plans.seats import use_plan
     from .plans.store import load_plan, plan_of, remove_plan
+    from .presets import load_preset, preset_names
 
 __all__ = [
     "NAMES",
@@ -65,7 +66,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 _LATE = {
-    "adaattn_hf.config": ("AdaAttnConfig", "ConfigError", "load_preset", "preset_names"),
+    "adaattn_hf.config": ("AdaAttnConfig", "ConfigError"),
     "adaattn_hf.patches.cache.disk": ("load_cache", "save_cache"),
     "adaattn_hf.patches.cache.layers": ("GrowingCache",),
     "adaattn_hf.patches.cache.stored": ("AdaAttnCache",),
@@ -79,6 +80,7 @@ _LATE = {
     "adaattn_hf.plans.plan": ("Plan", "PlanError"),
     "adaattn_hf.plans.seats": ("use_plan",),
     "adaattn_hf.plans.store": ("load_plan", "plan_of", "remove_plan"),
+    "adaattn_hf.presets": ("load_preset", "preset_names"),
 }
 _MODULE_OF = {name: module for module, names in _LATE.items() for name in names}
 

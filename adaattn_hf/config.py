@@ -1,15 +1,10 @@
-"""What a user may set, and where it lives: `model.config.adaattn`, a plain dictionary that is saved with the model.
-
-Named settings, the presets, are read from the YAML files of `adaattn_hf.configs`.
-"""
+"""What a user may set, and where it lives: `model.config.adaattn`, a plain dictionary that is saved with the model."""
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib import resources
 from typing import Any
 
 import torch
@@ -22,6 +17,20 @@ MISMATCHES = ("raise", "warn")
 
 class ConfigError(ValueError):
     """A setting that is unknown or has a value it cannot have."""
+
+
+def _budget_of(preset: str) -> float:
+    """The budget of a preset, by what `use_presets` gave; 0 where nobody did, as in the kernels of the Hub."""
+    return 0.0 if _presets is None or preset == "exact" else _presets(preset)
+
+
+_presets: Callable[[str], float] | None = None
+
+
+def use_presets(budget_of: Callable[[str], float]) -> None:
+    """Lets settings be compared with the preset that they name; it is read when it is first named."""
+    global _presets
+    _presets = budget_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class AdaAttnConfig:
                 "install the version of adaattn_hf that wrote the model, or delete config.adaattn"
             )
         object.__setattr__(self, "budget", float(self.budget))
-        may_spend = 0.0 if self.preset == "exact" else _of_preset(self.preset).get("budget", 0.0)
+        may_spend = _budget_of(self.preset)
         if may_spend and not self.budget:
             raise ConfigError(
                 f"adaattn.preset: got {self.preset!r} with a budget of 0, expected the settings of that preset, whose "
@@ -129,37 +138,6 @@ class AdaAttnConfig:
     def to_dict(self) -> dict[str, Any]:
         """What lies in `config.adaattn`; JSON-serialisable."""
         return asdict(self)
-
-
-@functools.cache
-def preset_names() -> tuple[str, ...]:
-    """Names of the presets that come with the package."""
-    files = resources.files("adaattn_hf.configs").iterdir()
-    return tuple(sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml")))
-
-
-@functools.cache
-def _of_preset(name: str) -> Mapping[str, Any]:
-    """What a preset's file says.
-
-    Raises:
-        ConfigError: Unknown name; lists the known ones and the nearest.
-    """
-    import yaml
-
-    if name not in preset_names():
-        raise ConfigError(unknown("preset", name, preset_names()))
-    text = resources.files("adaattn_hf.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text) or {}
-
-
-def load_preset(name: str) -> AdaAttnConfig:
-    """The settings of a preset.
-
-    Raises:
-        ConfigError: Unknown name; lists the known ones and the nearest.
-    """
-    return AdaAttnConfig.from_dict({"preset": name, **_of_preset(name)})
 
 
 EXACT = AdaAttnConfig()

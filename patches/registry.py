@@ -9,6 +9,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.backends.select import BACKENDS, use_measured
+from adaattn_hf.config import use_presets
 from adaattn_hf.errors import unknown
 
 from .interface import attention_function
@@ -36,9 +37,17 @@ def _measured(spec: CallSpec, default: str) -> tuple[str, ...]:
     return preferred(spec, default)
 
 
+def _budget_of(preset: str) -> float:
+    """Budget of a preset, whose file is read when settings first name it."""
+    from adaattn_hf.presets import budget_of
+
+    return budget_of(preset)
+
+
 def register() -> None:
     """Register the names with Transformers in this process. May be called again."""
     use_measured(_measured)
+    use_presets(_budget_of)
     for name, backend in NAMES.items():
         AttentionInterface.register(name, attention_function(backend))
         # without a mask function under the same name Transformers silently ignores padding

@@ -10,9 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from adaattn_hf.config import AdaAttnConfig, load_preset, settings_in
+from adaattn_hf.config import AdaAttnConfig, settings_in
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.store import settings_of
+from adaattn_hf.presets import load_preset
 
 
 def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnConfig:

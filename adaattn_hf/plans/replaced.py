@@ -47,15 +47,24 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     before = parent._modules.get(name)
     if before is None or child is None or child is before:
         return
+    known = {id(part) for part in before.modules()}
+    unwraps = inner_of(before, ADAPTED) is child
+    # a part of what was there, as a pipeline's stage keeps it, is as good as it was, and so is what has no weights
+    brings = any(id(part) not in known and _own_weights(part) for part in child.modules())
     wraps = any(part is before for part in child.modules())
     for model, (weights, slots) in list(_watched.items()):
         modules = [*model.modules()]
         if not any(part is parent for part in modules):
             continue
-        if not wraps:
+        if unwraps or (brings and not wraps):
             _counts[model] = replacements(model) + 1
             for part in modules:
                 for slot in slots:
                     part.__dict__.pop(slot, None)
         elif inner_of(child, ADAPTED) is before:
             say_adapted(weights)
+
+
+def _own_weights(module: nn.Module) -> bool:
+    held = (*module._parameters.values(), *module._buffers.values())
+    return any(weight is not None for weight in held)

@@ -15,7 +15,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # what is asked; settings, errors and files
     (f"{P}.attention", f"{P}.config", f"{P}.errors", f"{P}._files"),
     # how it is computed; measuring; named settings
-    (f"{P}.backends", f"{P}.stats", f"{P}.configs"),
+    (f"{P}.backends", f"{P}.stats", f"{P}.presets", f"{P}.configs"),
     # what a layer does about a call
     (f"{P}.plans",),
     # deciding

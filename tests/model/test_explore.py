@@ -19,8 +19,8 @@ from adaattn_hf.calibration.search import picks_of, programs, solve
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.calibration.storage import storages
 from adaattn_hf.cli.main import app
-from adaattn_hf.config import load_preset
 from adaattn_hf.policy.explore import SolverTable, explorer
+from adaattn_hf.presets import load_preset
 
 from ..support.browser import CONTRASTS, drawn, needs_browser
 from ..unit.test_plan_page import embedded

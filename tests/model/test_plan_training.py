@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 import adaattn_hf
-from adaattn_hf.plans import trained
+from adaattn_hf.plans import running
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
@@ -59,7 +59,7 @@ def test_steps_under_a_plan_of_windows_are_those_of_a_model_with_windows(tmp_pat
 def test_evaluation_in_between_goes_on_under_the_plan_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trained, "_said", set())
+    monkeypatch.setattr(running, "_said", set())
     monkeypatch.setattr(logging.getLogger("adaattn_hf"), "propagate", True)
     model = planned()
     with caplog.at_level("WARNING", "adaattn_hf"):
@@ -73,13 +73,19 @@ def test_evaluation_in_between_goes_on_under_the_plan_and_says_so_once(
         assert not torch.allclose(under, model(ids).logits, atol=1e-4)
 
 
-def test_a_checkpoint_of_trained_weights_refuses_the_plan(tmp_path: Path) -> None:
+def test_checkpoints_of_trained_weights_are_exact(tmp_path: Path) -> None:
     model = planned()
-    train(model, tmp_path)
+    train(model, tmp_path, save_strategy="steps", save_steps=6)
     model.save_pretrained(tmp_path / "trained")
-    loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "trained", attn_implementation="adaattn")
-    with pytest.raises(PlanError, match="are not those that the plan was calibrated on"):
-        loaded(tokens())
+    ids = tokens(length=20)
+    adaattn_hf.remove_plan(model)
+    with torch.no_grad():
+        exact = model.eval()(ids).logits
+        for directory in ("trained", "checkpoint-6"):
+            loaded = tf.AutoModelForCausalLM.from_pretrained(
+                tmp_path / directory, attn_implementation="adaattn"
+            )
+            torch.testing.assert_close(loaded(ids).logits, exact)
 
 
 def test_weights_that_change_otherwise_refuse_the_plan() -> None:

@@ -42,7 +42,9 @@ def test_a_cache_is_set_beside_one_of_16_bits(tmp_path: Path) -> None:
     assert "| 4.00 | +2.00e-04 | +6.00e-04 | 97.50% | 50%, 25% | a device |" in row
 
 
-@pytest.mark.parametrize("cache", [None, {"verified": {**VERDICT, "passed": False}}])
+@pytest.mark.parametrize(
+    "cache", [None, {"stored": "int8", "streaming": True, "verified": {**VERDICT, "passed": False}}]
+)
 def test_a_plan_without_a_proved_cache_is_no_row(tmp_path: Path, cache: dict[str, Any] | None) -> None:
     with pytest.raises(UsageError, match="has no cache that was proved"):
         cache_plans.record("a model", written(tmp_path / "plan", cache))

@@ -20,6 +20,7 @@ import adaattn_hf  # noqa: F401  (registers the names)
 from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.choices.window import Window
 from adaattn_hf.plans.plan import PlanError
+from adaattn_hf.plans.store import load_plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from tests.support.plans import plan_for
@@ -190,6 +191,8 @@ def pipeline_stages(rank: int) -> None:
     for settings in (None, {"plan": dataclasses.replace(plan, layers=layers).to_dict()}):
         one, net = model().eval(), model().eval()
         one.config.adaattn = net.config.adaattn = settings
+        if settings is not None:
+            load_plan(net)  # a stage holds a part of the weights that the plan names
         schedule = ScheduleGPipe(PipelineStage(Stage(net, rank), rank, 2, torch.device("cpu")), 2)
         with torch.no_grad():
             expected = one(ids, attention_mask=mask, use_cache=False).logits
