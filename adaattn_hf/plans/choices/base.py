@@ -188,7 +188,7 @@ class Choice:
             raise PlanError(f"{where} is {type(data).__name__}, expected a mapping of Choice fields")
         kinds = {kind.name: kind for kind in all_keys()}
         name = data.get("kind", "exact")
-        if name in _LEFT:
+        if isinstance(name, str) and name in _LEFT:
             raise PlanError(f"{where} has kind {name!r}: {_LEFT[name]}; calibrate again")
         if name != "exact" and (not isinstance(name, str) or name not in kinds):
             raise PlanError(unknown("kind", str(name), ["exact", *kinds]))
