@@ -118,15 +118,6 @@ sanitize: $(READY) ## fuzz the native kernels, from C and from Python, under two
 fuzz: $(READY) ## random calls, CASES=100000 valid and as many malformed, SEED=0 JOBS=1; goes on where it was; writes docs/results/fuzz.*
 	$(BIN)/python tests/property/search.py --cases $(or $(CASES),100000) --jobs $(or $(JOBS),1) --seed $(or $(SEED),0) --write docs/results
 
-.PHONY: second-model
-second-model: $(READY) ## a 1.1B model: logits, prefill, a budget; DIR=DIRECTORY DATA=FILE HELD_OUT=FILE LENGTH=1024; writes docs/results/second_model.*
-	PYTHONSAFEPATH= $(BIN)/python -m studies.second_model $(DIR) --fetch
-	$(BIN)/adaattn calibrate $(DIR) --gguf-file tinyllama-1.1b-iq2.gguf --data $(DATA) --verify-data $(HELD_OUT) \
-	  --budget 1% --lengths $(or $(LENGTH),1024) --dtype bfloat16 --sequences 2 --labels 1 --joint 1 --held-out 8 \
-	  --most-held-out 16 --tries 1 --bolder 0 --minutes 12 --out build/second-model
-	PYTHONSAFEPATH= $(BIN)/python -m studies.second_model $(DIR) --length $(or $(LENGTH),1024) --rounds 7 \
-	  --plan build/second-model --write docs/results
-
 .PHONY: errors
 errors: $(READY) ## errors of every backend by dtype and stage, against double precision; writes docs/results/errors.*
 	PYTHONSAFEPATH= $(BIN)/python -m studies.errors --write docs/results

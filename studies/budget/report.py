@@ -1,8 +1,8 @@
 """What a loss budget buys, as tables: `python -m studies.budget.report DIRECTORY TARGET.json [BEFORE.json]`.
 
-Merges the files that `study`, `curve`, `speed`, `replay` and `peers` wrote into one JSON, and
+Merges the files that `study`, `speed` and `peers` wrote into one JSON, and
 writes the page beside it. Every number of the page is in the JSON, or a quotient of two that are.
-The plans of an earlier study are set beside those of this one, at the prices of this one; its curve and its peers
+The plans of an earlier study are set beside those of this one, at the prices of this one; its peers
 are kept where this one has none.
 """
 
@@ -23,12 +23,11 @@ from adaattn_hf.policy.knapsack import of_units, shared_prices
 from adaattn_hf.policy.prices import PriceTable
 
 from ..pages import loss, percent, table
-from .curve_report import curve_sections
 from .masked_report import verdicts_of
 from .pairs import lines_of
 from .tiles import section as bounds_section
 
-PARTS = ("prices", "curve", "speed", "replay", "peers")
+PARTS = ("prices", "speed", "peers")
 KEPT = ("curve", "speed", "peers")
 """Parts that are kept from an earlier study where this one has none."""
 WARM_UP = "a pass of 32 tokens"
@@ -359,29 +358,6 @@ def _times(arms: dict[str, Any], arm: dict[str, Any], what: str) -> list[str]:
     return [f"{arms[one][what] / arm[what]:.2f}" if what in arm else "" for one in ("stock sdpa", "exact")]
 
 
-def _replay(replay: dict[str, Any]) -> list[str]:
-    here, there, length = replay["provenance"], replay["recorded_on"], str(replay["settings"]["length"])
-    rows = []
-    seed, wanted = (
-        replay["settings"]["seed"],
-        next(iter(replay["recorded"].values()))["tokens"] // (replay["settings"]["length"] - 1),
-    )
-    for name, verdict in replay["recorded"].items():
-        sums = {key: sum(one[name][key] for one in replay["sequences"]) for key in verdict}
-        mine = {key: value / sums["tokens"] for key, value in sums.items()} | {"tokens": sums["tokens"]}
-        for where, one in ((f"{there['device']}, torch operations", verdict), (here["cpu"], mine)):
-            cells = [loss(one["delta_nll"]), loss(one["kl"]), f"{one['top1']:.2%}", str(one["tokens"])]
-            rows.append([name, length, where, *cells])
-    return [
-        "## The same proof through the native kernels",
-        "",
-        f"Plans of seed {seed} on {len(replay['sequences'])} of the {wanted} held-out sequences that verified them,"
-        " through the native kernels.",
-        "",
-        *table(["plan", "length", "where", "Δnll", "KL", "top-1", "tokens"], rows),
-    ]
-
-
 def _peers(peers: dict[str, Any]) -> list[str]:
     lines = ["## Beside other libraries", "", *peers["words"], ""]
     if peers.get("rows"):
@@ -402,8 +378,7 @@ def markdown(study: dict[str, Any]) -> str:
         "",
     ]
     lines += _made(study) + _short(study) + _seeds(study)
-    for part, section in (("speed", _speed), ("replay", _replay), ("prices", _prices), ("curve", curve_sections),
-                          ("peers", _peers)):  # fmt: skip
+    for part, section in (("speed", _speed), ("prices", _prices), ("peers", _peers)):
         if part in study:
             found = section(study[part])
             if part in study.get("kept", ()):

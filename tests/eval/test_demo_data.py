@@ -12,8 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from adaattn_hf.eval import demo
-from studies.demo.architectures import Recipe
-from studies.demo.measure import head_entropies, nll_by_position, nll_map, window_mask
 
 NAMES = tuple(demo.DEMO_MODELS)
 DATA = Path(demo.__file__).parent
@@ -40,15 +38,37 @@ def record(name: str) -> dict[str, Any]:
     return loaded
 
 
-def stream(name: str, windows: int) -> tuple[torch.Tensor, Any, Recipe]:
-    """The beginning of every third held-out page, in one row, long enough for so many windows of the model."""
+def windows(name: str, count: int) -> tuple[torch.Tensor, Any]:
+    """Ids `[count, context]` from the beginning of every third held-out page, with the first and last ids of BERT."""
     tokenizer = AutoTokenizer.from_pretrained(demo.demo_model_path(name))
-    recipe = Recipe(**record(name)["recipe"])
+    context = record(name)["recipe"]["context"]
+    span = context - 2 if name == "bert" else context
     pages = tokenizer(demo.heldout_pages()[1::3], add_special_tokens=False, verbose=False)["input_ids"]
-    tokens = [token for page in pages for token in page[: recipe.context]]
-    span = recipe.context if name != "bert" else recipe.context - 2
-    assert len(tokens) >= windows * span
-    return torch.tensor(tokens[: windows * span]), tokenizer, recipe
+    tokens = [token for page in pages for token in page[:context]]
+    ids = torch.tensor(tokens[: count * span]).view(count, span)
+    if name == "bert":
+        first, last = (
+            torch.full((count, 1), one) for one in (tokenizer.cls_token_id, tokenizer.sep_token_id)
+        )
+        ids = torch.cat([first, ids, last], dim=1)
+    return ids, tokenizer
+
+
+@torch.no_grad()
+def nll(name: str, nearest: int | None) -> float:
+    """Mean nll in nats where a query sees so many nearest keys: of next tokens, or of every seventh one, masked."""
+    ids, tokenizer = windows(name, 4)
+    asked, labels = ids, ids
+    if name == "bert":
+        at = torch.arange(ids.shape[1]) % 7 == 3
+        asked, labels = torch.where(at, tokenizer.mask_token_id, ids), torch.where(at, ids, -100)
+    mask = None
+    if nearest is not None:
+        place = torch.arange(ids.shape[1])
+        distance = place[:, None] - place
+        mask = (distance < nearest) & (distance > (-nearest if name == "bert" else -1))
+        mask = mask[None, None].expand(len(ids), -1, -1, -1)
+    return float(load(name)(input_ids=asked, labels=labels, attention_mask=mask).loss)
 
 
 def test_everything_together_is_at_most_8_mb() -> None:
@@ -137,18 +157,6 @@ def test_pages_are_headings_and_prose() -> None:
     assert not set(demo.heldout_pages()) & set(demo.calibration_pages())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_less_attention_costs_quality(name: str) -> None:
-    ids, tokenizer, recipe = stream(name, 4)
-    model = load(name)
-    full, narrow, alone = (
-        float(nll_map(model, ids, recipe, tokenizer, window=window).nanmean()) for window in (None, 8, 1)
-    )
-    assert full == pytest.approx(record(name)["figures"]["nll"]["heldout"], abs=0.4)
-    assert narrow > full + 0.1
-    assert alone > full + 1.0
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_context_helps(name: str) -> None:
     figures = record(name)["figures"]["heldout_nll_by_position"]
@@ -156,35 +164,22 @@ def test_context_helps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_less_attention_costs_quality(name: str) -> None:
+    full, narrow, alone = (nll(name, nearest) for nearest in (None, 8, 1))
+    assert full == pytest.approx(record(name)["figures"]["nll"]["heldout"], abs=0.4)
+    assert narrow > full + 0.1
+    assert alone > full + 1.0
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_heads_differ(name: str) -> None:
-    ids, _, recipe = stream(name, 2)
-    model = load(name)
-    before = model.config._attn_implementation
-    entropies = torch.tensor(head_entropies(model, ids, recipe, windows=1))
-    assert model.config._attn_implementation == before
+    ids, _ = windows(name, 1)
+    model = load(name, attn_implementation="eager")  # the stock implementation that returns its weights
+    with torch.no_grad():
+        weights = torch.stack(model(input_ids=ids, output_attentions=True).attentions)
+    entropies = torch.special.entr(weights).sum(-1).mean((1, 3))
     assert entropies.shape == (model.config.num_hidden_layers, model.config.num_attention_heads)
     assert entropies.max() - entropies.min() > 1.0
-
-
-def test_full_window_is_no_window() -> None:
-    ids, tokenizer, recipe = stream("gpt2", 1)
-    model = load("gpt2")
-    plain = nll_map(model, ids, recipe, tokenizer)
-    torch.testing.assert_close(
-        nll_map(model, ids, recipe, tokenizer, window=recipe.context),
-        plain,
-        equal_nan=True,
-        rtol=0,
-        atol=1e-4,
-    )
-    assert list(nll_by_position(plain)) == ["1-31", "32-63", "64-127", "128-255", "256-511"]
-
-
-def test_window_mask_shows_the_nearest_keys() -> None:
-    causal = window_mask(4, 2, causal=True)[0, 0].int().tolist()
-    assert causal == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
-    both = window_mask(4, 2, causal=False)[0, 0].int().tolist()
-    assert both == [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
 
 
 def test_unknown_demo_model_names_the_known_ones() -> None:

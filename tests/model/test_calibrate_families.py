@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import (
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings, calibrate
 from adaattn_hf.calibration.search import MOST_JOINT_STEPS
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.policy.prices import Price, PriceTable
-from studies.families import build, parts_of
 
 LENGTH, OWN = 192, 48
 WINDOWS = {"w16+16": 0.3, "w32+16": 0.4, "w64+16": 0.6}
@@ -41,10 +47,26 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def build(family: str, tokenizer: Any) -> PreTrainedModel:
+    """Six layers with fresh weights, five of them with a window of their own."""
+    kinds = ["full_attention" if place % 6 == 5 else "sliding_attention" for place in range(6)]
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
+        "max_position_embeddings": 2048, "sliding_window": OWN, "layer_types": kinds, "initializer_range": 0.05,
+        "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": True,
+    }  # fmt: skip
+    if family == "gemma":
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256}
+        return Gemma3ForCausalLM(Gemma3TextConfig(**common, **heads, query_pre_attn_scalar=256))
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    return Qwen3ForCausalLM(Qwen3Config(**common, **heads, use_sliding_window=True))
+
+
 def found(family: str, text: Path, settings: CalibrationSettings) -> Calibration:
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_model_path("llama"))
     torch.manual_seed(0)
-    model = build(family, tokenizer, layers=6, width=64, window=OWN)
+    model = build(family, tokenizer)
     model.set_attn_implementation("adaattn")
     with torch.no_grad():
         for module in model.modules():  # scores far from even, so that windows cost something
@@ -88,10 +110,3 @@ def test_no_plan_is_begun_once_the_time_is_over(text: Path) -> None:
     assert late.report["history"] == []
     with pytest.raises(ValueError, match="minutes is 0"):
         replace(SETTINGS, minutes=0.0)
-
-
-def test_parts_of_a_text_are_disjoint_and_whole() -> None:
-    whole = "\n".join(f"line {place}" for place in range(200))
-    parts = parts_of(whole)
-    assert "".join(parts.values()) == whole
-    assert len(parts["train"]) > 5 * len(parts["heldout"]) > 0
