@@ -41,26 +41,20 @@ class HeldOutPasses(JointPasses):
     def __post_init__(self) -> None:
         remembering(self.measurement.inputs.arms)
 
-    def held_out(self, picks: Picks, length: int, count: int | None = None) -> dict[str, float]:
-        """Returns the loss of an allocation on the first held-out sequences of a length, and its price ratio there.
-
-        Args:
-            picks: The allocation.
-            length: Length bin.
-            count: Sequences; as many as a first look has if absent.
-        """
+    def held_out(self, picks: Picks, length: int) -> dict[str, float]:
+        """Returns the loss of an allocation on the sequences of a first look at a length, and its price ratio there."""
         inputs = self.measurement.inputs
-        sequences = inputs.samples[length].held_out[: count or inputs.settings.held_out]
+        sequences = inputs.samples[length].held_out[: inputs.settings.held_out]
         plan = programs(self.measurement, picks)
         evidence = verify.gather(inputs.arms, plan, sequences, scoring=inputs.scoring)
         return {**scores(evidence), "ratio": ratio(self.measurement, picks, length)}
 
-    def evaluate(self, picks: Picks, count: int | None = None) -> dict[str, float]:
+    def evaluate(self, picks: Picks) -> dict[str, float]:
         """Returns predicted and measured loss and the price ratio of an allocation at the longest length."""
         units = np.arange(len(self.measurement.layers.units))
         risk = float(self.measurement.risks()[-1, units, picks].sum())
         longest = self.measurement.inputs.settings.lengths[-1]
-        return {"predicted": risk, **self.held_out(picks, longest, count)}
+        return {"predicted": risk, **self.held_out(picks, longest)}
 
     def uniform(self, choice: Choice) -> dict[str, float]:
         """Returns the same for one choice in every unit."""

@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from adaattn_hf.policy.knapsack import of_units, shared_prices
 from adaattn_hf.policy.prices import PriceTable
 
 from ..pages import loss, percent, table
-from .masked_report import verdicts_of
 from .pairs import lines_of
 from .tiles import section as bounds_section
 
@@ -163,6 +162,12 @@ def _short(study: dict[str, Any]) -> list[str]:
     head += ["bound/budget, other kind", *(f"attention, times exact, {n}" for n in lengths)]
     return ["Medians over the seeds that met their budget, in brackets the least and the most.", "",
             *table(head, rows), *lines, ""]  # fmt: skip
+
+
+def verdicts_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what was proved of each plan that a seed tried, failed ones and bolder ones that failed too."""
+    kinds = ("verified", "bolder")
+    return [entry[kind] for entry in record["report"]["history"] for kind in kinds if kind in entry]
 
 
 def _gaps(record: dict[str, Any]) -> list[float]:

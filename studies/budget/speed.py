@@ -161,8 +161,6 @@ def attention_seconds(
     forward: Callable[[], object],
     arms: Mapping[str, Mapping[int, Program | None]],
     rounds: int,
-    *,
-    causal: bool,
 ) -> dict[str, float]:
     """Returns seconds of all attention calls of one forward pass: stock sdpa's, the exact ones, each arm's.
 
@@ -170,7 +168,6 @@ def attention_seconds(
         forward: The pass, which goes on with exact attention.
         arms: Programs by layer, by name; a layer without one is exact.
         rounds: Rounds over the arms in each call on a CPU, the smallest time kept.
-        causal: What stock attention is told.
     """
     from transformers import AttentionInterface
 
@@ -185,7 +182,7 @@ def attention_seconds(
         index, device = int(module.layer_idx), request.query.device  # type: ignore[arg-type]
         tensors = (request.query, request.key, request.value)
         calls: dict[str, Callable[[], object]] = {
-            "stock sdpa": partial(stock, module, *tensors, None, scaling=request.scaling, is_causal=causal),
+            "stock sdpa": partial(stock, module, *tensors, None, scaling=request.scaling, is_causal=True),
             "exact": partial(exact_tap, module, request),
         }
         for name, programs in arms.items():
@@ -217,7 +214,7 @@ def attention_level(
     means = mean_keys(model, tokens[:, :MEANS])
     arms = {name: programs_of(plan, means) for name, plan in plans.items()}
     base: Any = model.base_model
-    total = attention_seconds(lambda: base(input_ids=tokens, use_cache=False), arms, rounds, causal=True)
+    total = attention_seconds(lambda: base(input_ids=tokens, use_cache=False), arms, rounds)
     return {name: {"seconds": value} for name, value in total.items()}
 
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from adaattn_hf.backends.windows import ALL, HeadWindows
-from adaattn_hf.errors import UsageError
 from adaattn_hf.policy.prices import Price, PriceTable
-from studies.budget import renewed, texts
+from studies.budget import texts
 from studies.budget.pairs import fewer_pairs, lines_of
 from studies.budget.report import _gaps, inside, main, times_exact, write_page
 from studies.budget.tiles import section as tiles_section
@@ -129,53 +128,6 @@ def test_the_committed_report_is_the_one_of_its_json(tmp_path: Path, checkout: P
     strict = [seed for seed in study["seeds"] if seed["budget"] < 2e-3]
     assert len({seed["seed"] for seed in strict}) == len(strict) >= 20
     assert sum(seed["met"] for seed in strict) >= 19
-
-
-def test_speeds_that_were_timed_later_replace_their_cells(tmp_path: Path, checkout: Path) -> None:
-    """Each says when it was timed; those of another model, another text or another plan are refused."""
-    target = tmp_path / "budget.json"
-    study = json.loads((checkout / "docs" / "results" / "budget.json").read_text(encoding="utf-8"))
-    study["speed"].pop("renewed", None)
-    target.write_text(json.dumps(study), encoding="utf-8")
-    speed = study["speed"]
-    shape = next(iter(speed["model"]))
-    arms = {name: {**arm, "seconds": 2 * arm["seconds"]} for name, arm in speed["model"][shape].items()}
-    where = {"device": "a device", "commit": "0123456789"}
-    later = {
-        "settings": {**speed["settings"], "warm_up": "a walk"},
-        "provenance": where,
-        "model": {shape: arms},
-    }
-    source = tmp_path / "later.json"
-    source.write_text(json.dumps(later), encoding="utf-8")
-    renewed.main(target, source)
-    found = json.loads(target.read_text(encoding="utf-8"))["speed"]
-    assert found["model"][shape] == arms
-    assert found["attention"] == speed["attention"]
-    page = target.with_suffix(".md").read_text(encoding="utf-8")
-    assert f"Timed later: model, {shape}, behind a walk, on a device at commit" in page
-    assert "new length" not in page
-    for name, arm in arms.items():
-        arm["new_length"] = 3.0 if name == "exact" else 6.0
-    source.write_text(json.dumps({**later, "model": {shape: arms}}), encoding="utf-8")
-    renewed.main(target, source)
-    lines = target.with_suffix(".md").read_text(encoding="utf-8").splitlines()
-    (head,) = [line for line in lines if "times our exact, of a new length" in line]
-    place = head.split(" | ").index("times our exact, of a new length")
-    found = {
-        cells[1]: cells[place] for cells in (line.split(" | ") for line in lines) if cells[0] == f"| {shape}"
-    }
-    assert (found["exact"], found["stock sdpa"]) == ("1.00", "0.50")
-    plan = "1 %"
-    other = {**speed["model"]["8192"], plan: {**speed["model"]["8192"][plan], "kl": 1.0}}
-    missing = {name: arm for name, arm in speed["model"]["8192"].items() if name != plan}
-    for wrong, message in (
-        ({**later, "model": {"8192": other}}, "expected the study's plan"),
-        ({**later, "model": {"8192": missing}}, "expected the study's plan"),
-        ({**later, "settings": {**later["settings"], "model": "another"}}, "model: got another"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            renewed.renewed(study, wrong)
 
 
 def test_what_rounding_adds_is_not_held_against_a_prediction() -> None:
