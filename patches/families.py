@@ -37,11 +37,8 @@ class Family:
 
     Attributes:
         model_type: As in the configuration.
-        encoder_only: Bidirectional masks of the family are always self-attention, so that padding is the same for
-            queries and keys (a cross-attention mask looks alike, but pads keys only).
+        encoder_only: The family keeps no keys and values from call to call, unless it is configured as a decoder.
         dense_mask: The model slices or combines the prepared mask and needs a tensor.
-        fragile_padding: The model divides by the norm of each row, so that an output of zeros at padding would make
-            all gradients NaN.
         loses_borders: The model makes its masks without positions, or does not pass `cu_seq_lens_*` to attention;
             what its caller told of documents is looked up, and they begin where positions fall back.
         computes_with_cache: The model computes with what its cache hands to it before attention does, which codes are
@@ -53,7 +50,6 @@ class Family:
     model_type: str
     encoder_only: bool = False
     dense_mask: bool = False
-    fragile_padding: bool = False
     loses_borders: bool = False
     computes_with_cache: bool = False
     unrouted: str = ""
@@ -78,7 +74,6 @@ FAMILIES: dict[str, Family] = {
     **{name: Family(name, dense_mask=True) for name in _DENSE.split()},
     **{name: Family(name, loses_borders=True) for name in _BORDERLESS.split()},
     **{name: Family(name, computes_with_cache=True) for name in ("cpmant", "diffllama", "doge", "jetmoe")},
-    "gemma3n": Family("gemma3n", fragile_padding=True),
     "bigbird_pegasus": Family(
         "bigbird_pegasus", unrouted="adds the mask to scores of its own in the encoder"
     ),
@@ -102,17 +97,3 @@ def loses_borders(config: Any) -> bool:
     """Whether the family's masks or attention are not told where packed documents begin."""
     family = family_of(config)
     return family is not None and family.loses_borders
-
-
-def skips_padding(config: Any, causal: bool) -> bool:
-    """Whether padding may be skipped as queries, too, in a mask over as many queries as keys.
-
-    A causal mask is always self-attention, a bidirectional one only in an encoder. The model must cope with outputs of
-    zeros at padding.
-    """
-    family = family_of(config)
-    if causal:
-        return family is None or not family.fragile_padding
-    if family is None or not family.encoder_only:
-        return False
-    return not getattr(config, "is_decoder", False) and not getattr(config, "add_cross_attention", False)

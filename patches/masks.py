@@ -17,7 +17,7 @@ from adaattn_hf.backends.select import traces
 from adaattn_hf.config import raw_settings
 
 from . import fast_path
-from .families import loses_borders, needs_dense_mask, skips_padding
+from .families import loses_borders, needs_dense_mask
 from .structured_mask import StructuredMask
 from .support import UnsupportedModel, unsupported, uses_interface
 
@@ -115,7 +115,7 @@ def adaattn_mask(
             batch_size, q_length, kv_length, q_offset=offset - kv_offset, mask=stock(attention_mask)
         )
     else:
-        structure = _structure(pattern, batch_size, q_length, kv_length, offset, kv_offset, padding, config)
+        structure = _structure(pattern, batch_size, q_length, kv_length, offset, kv_offset, padding)
     structure = _settled(told.added_to(structure) if told else structure, mask_device, padding, config)
     return StructuredMask(structure, mask_device, by_positions)
 
@@ -136,7 +136,6 @@ def _structure(
     q_offset: int | Tensor,
     kv_offset: int,
     padding: Tensor | None,
-    config: Any,
 ) -> CallStructure:
     """Turns a pattern into a structure whose positions count from this call's first key."""
     spans = pattern.spans
@@ -148,18 +147,16 @@ def _structure(
     chunk_start = None
     if pattern.left_padding is not None:
         chunk_start = pattern.left_padding - kv_offset
-    causal = bool(pattern.causal)
     return CallStructure(
         batch=batch,
         q_len=q_len,
         kv_len=kv_len,
-        causal=causal,
+        causal=bool(pattern.causal),
         q_offset=q_offset - kv_offset,
         window=pattern.window,
         chunk=pattern.chunk,
         chunk_start=chunk_start,
         key_padding=padding,
-        pads_queries=padding is not None and (causal or q_len == kv_len) and skips_padding(config, causal),
         q_segments=pattern.documents,
         k_segments=pattern.documents,
         spans=spans,

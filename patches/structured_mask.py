@@ -74,11 +74,8 @@ class StructuredMask:
         return StructuredMask(moved, there, self.by_positions)
 
     def dense(self) -> Tensor:
-        """Returns the dense boolean mask; rows of padding see the real keys, as in stock masks."""
-        structure = self.structure
-        if structure.pads_queries:
-            structure = structure.with_changes(pads_queries=False)
-        return structure.visible(device=self.device).expand(self.shape)
+        """Returns the dense boolean mask."""
+        return self.structure.visible(device=self.device).expand(self.shape)
 
     def __getattr__(self, name: str) -> Any:
         """Any other attribute is that of the dense mask."""

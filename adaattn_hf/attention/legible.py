@@ -53,8 +53,8 @@ def _candidates(structure: CallStructure, visible: Tensor, window: int | None) -
     batch, q_len, kv_len = visible.shape
     square = q_len == kv_len
     if structure.key_padding is not None:
-        for ahead, pads in ((True, False), (True, True), (False, False), (False, True)):
-            yield structure.with_changes(mask=None, causal=ahead, window=window, pads_queries=pads)
+        for ahead in (True, False):
+            yield structure.with_changes(mask=None, causal=ahead, window=window)
         if square:
             yield from _documents(visible, window, structure.key_padding)
         return
@@ -73,14 +73,8 @@ def _candidates(structure: CallStructure, visible: Tensor, window: int | None) -
     if window is not None:
         yield causal.with_changes(window=window)
     yield causal
-    if padding is not None:
-        yield causal.with_changes(pads_queries=True)
     yield both
-    if padding is not None and square:
-        yield both.with_changes(pads_queries=True)
-    widest = int(visible.sum(2).max())
-    for pads in (False, True) if padding is not None else (False,):
-        yield causal.with_changes(window=widest, pads_queries=pads)
+    yield causal.with_changes(window=int(visible.sum(2).max()))
     if square and bool(rows.all()):
         yield from _documents(visible, window, None)
 

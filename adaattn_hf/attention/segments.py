@@ -37,7 +37,6 @@ class Rules(Protocol):
     chunk: int | None
     chunk_start: Tensor | None
     key_padding: Tensor | None
-    pads_queries: bool
     q_segments: Tensor | None
     k_segments: Tensor | None
     spans: Tensor | None
@@ -121,8 +120,6 @@ def find_segments(structure: Rules) -> tuple[Segment, ...] | None:
                 continue
         for (q_low, q_high), (k_low, k_high) in documents[row if len(documents) > 1 else 0]:
             begin, k_low, k_high = k_low, max(k_low, low), min(k_high, high)
-            if structure.pads_queries:
-                q_low, q_high = max(q_low, low - offset), min(q_high, high - offset)
             if structure.chunk is None:
                 pieces = [(q_low, q_high, k_low, k_high)]
             else:
@@ -141,14 +138,13 @@ def find_segments(structure: Rules) -> tuple[Segment, ...] | None:
 
 def _padded_rows(structure: Rules, offset: int, real: list[Run]) -> tuple[Segment, ...]:
     """The runs where nothing but padding cuts a row: every pass over a padded batch comes here."""
-    found, q_len, causal, pads_queries = [], structure.q_len, structure.causal, structure.pads_queries
+    found, q_len, causal = [], structure.q_len, structure.causal
     for row, (low, high) in enumerate(real):
-        start = max(low - offset, 0) if causal or pads_queries else 0
-        stop = min(high - offset, q_len) if pads_queries else q_len
+        start = max(low - offset, 0) if causal else 0
         if causal:
-            high = min(high, stop + offset)
-        if stop > start and high > low:
-            found.append(Segment(row, start, stop - start, low, high - low, start + offset - low))
+            high = min(high, q_len + offset)
+        if q_len > start and high > low:
+            found.append(Segment(row, start, q_len - start, low, high - low, start + offset - low))
     return tuple(found)
 
 

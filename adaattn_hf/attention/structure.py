@@ -23,7 +23,7 @@ __all__ = ["OPERANDS", "CallStructure", "Segment"]
 Made = TypeVar("Made")
 
 OPERANDS = (
-    "bool causal, SymInt q_offset, SymInt? window, SymInt sinks, SymInt? chunk, bool pads_queries, Tensor? offset, "
+    "bool causal, SymInt q_offset, SymInt? window, SymInt sinks, SymInt? chunk, Tensor? offset, "
     "Tensor? chunk_start, Tensor? key_padding, Tensor? q_segments, Tensor? k_segments, Tensor? spans, Tensor? mask"
 )
 """What `CallStructure.operands` returns, in the schema of an operator."""
@@ -41,8 +41,8 @@ class CallStructure:
         sinks: The first `sinks` keys of the sequence (after left padding, or of the document) are exempt from `window`.
         chunk: Only keys in the query's own chunk of this length are visible.
         chunk_start: `[batch]` key index at which chunk 0 starts; 0 when absent.
-        key_padding: `[batch, kv_len]`, True for real tokens.
-        pads_queries: Queries and keys are the same tokens: a padding token sees nothing, its output row is zero.
+        key_padding: `[batch, kv_len]`, True for real tokens, which alone are seen. A query that is padding sees what a
+            real one would in its place.
         q_segments, k_segments: `[batch or 1, q_len]` and `[batch or 1, kv_len]` document numbers, non-decreasing;
             a query sees its own document only.
         spans: `[batch, kv_len]`; tokens with the same number >= 0 see one another both ways (image tokens),
@@ -61,7 +61,6 @@ class CallStructure:
     chunk: int | None = None
     chunk_start: Tensor | None = None
     key_padding: Tensor | None = None
-    pads_queries: bool = False
     q_segments: Tensor | None = None
     k_segments: Tensor | None = None
     spans: Tensor | None = None
@@ -143,7 +142,7 @@ class CallStructure:
         """The rules as arguments of an operator, as in `OPERANDS`: it takes no tensor where a number may stand."""
         on_device = isinstance(self.q_offset, Tensor)
         return (
-            self.causal, 0 if on_device else self.q_offset, self.window, self.sinks, self.chunk, self.pads_queries,
+            self.causal, 0 if on_device else self.q_offset, self.window, self.sinks, self.chunk,
             self.q_offset if on_device else None, self.chunk_start, self.key_padding, self.q_segments,
             self.k_segments, self.spans, self.mask,
         )  # fmt: skip
@@ -151,11 +150,11 @@ class CallStructure:
     @classmethod
     def of_operands(cls, q: Tensor, k: Tensor, *operands: Any) -> CallStructure:
         """The structure of queries and keys `[batch, heads, length, head_dim]`, from what `operands` returned."""
-        causal, q_offset, window, sinks, chunk, pads_queries, offset, *tensors = operands
+        causal, q_offset, window, sinks, chunk, offset, *tensors = operands
         chunk_start, key_padding, q_segments, k_segments, spans, mask = tensors
         return cls(
             q.shape[0], q.shape[2], k.shape[2], causal, q_offset if offset is None else offset, window, sinks, chunk,
-            chunk_start, key_padding, pads_queries, q_segments, k_segments, spans, mask,
+            chunk_start, key_padding, q_segments, k_segments, spans, mask,
         )  # fmt: skip
 
     def with_changes(self, **changes: Any) -> CallStructure:
@@ -247,13 +246,6 @@ class CallStructure:
         if self.key_padding is not None:
             real = self.key_padding.to(device)
             keep = both(keep, real[:, None, None, :])
-            if self.pads_queries:
-                if isinstance(self.q_offset, int) and 0 <= self.q_offset <= self.kv_len - self.q_len:
-                    at_p = of_rows(real[:, self.q_offset :], 1)
-                else:
-                    p = places()
-                    at_p = real.gather(1, p.clamp(0, self.kv_len - 1).expand(real.shape[0], -1))
-                keep = both(keep, at_p[:, None, :, None])
         if self.mask is not None:
             band = self.mask if self.mask.shape[-2] == 1 else of_rows(self.mask, -2)
             keep = both(keep, band.to(device))
@@ -301,7 +293,7 @@ class CallStructure:
         changes: dict[str, Any] = {}
         padding = self.padding_on_host()
         if padding is not None and not padding.is_meta and bool(padding.all()):
-            changes = {"key_padding": None, "pads_queries": False}
+            changes = {"key_padding": None}
         if not isinstance(self.q_offset, int):
             changes["q_offset"] = self.offset()
         return self.with_changes(**changes) if changes else self

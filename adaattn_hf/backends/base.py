@@ -165,7 +165,7 @@ def head_refusals(spec: CallSpec, kernels: str) -> list[str]:
 
 
 def run_refusals(spec: CallSpec, kernels: str) -> list[str]:
-    """The refusals of packed kernels, which count causality and windows from the last key of a run.
+    """The refusals of packed kernels, which count windows from the last key of a run.
 
     Args:
         spec: Facts of the call.
@@ -173,7 +173,9 @@ def run_refusals(spec: CallSpec, kernels: str) -> list[str]:
     """
     if spec.kind != "ragged" or spec.compiling:
         return []
-    reasons = [] if spec.aligned else [f"{kernels} let the queries of a run end with its last key"]
+    reasons = []
+    if not spec.aligned and (spec.windowed or spec.head_windows):
+        reasons.append(f"{kernels} have no window for queries behind the last key of their run")
     if spec.decode and spec.holes is None:
         reasons.append(f"{kernels} take no padding with holes, and nobody has looked whether it has any")
     return reasons

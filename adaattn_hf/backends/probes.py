@@ -77,14 +77,12 @@ def _structures(kind: str, n: int, device: str, batch: int = 1) -> dict[str, Cal
     if kind == "padded step":
         offset = torch.tensor(max(n // 4 - 1, 0), device=device)
         return {
-            "padded": CallStructure(
-                batch, 1, n, causal=True, q_offset=n - 1, key_padding=padding.to(device), pads_queries=True
-            ),
+            "padded": CallStructure(batch, 1, n, causal=True, q_offset=n - 1, key_padding=padding.to(device)),
             "static": CallStructure(batch, 1, n, causal=True, q_offset=offset),
         }
     documents = (torch.arange(n, device="cpu") * 8 // n)[None].to(device)
     return {
-        "padded": CallStructure(batch, n, n, causal=True, key_padding=padding.to(device), pads_queries=True),
+        "padded": CallStructure(batch, n, n, causal=True, key_padding=padding.to(device)),
         "packed": CallStructure(1, n, n, causal=True, q_segments=documents, k_segments=documents),
     }
 

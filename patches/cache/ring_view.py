@@ -66,6 +66,4 @@ def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallSt
         return plain
     near = (at[:, None] > rows - window) | (at - start < sinks)[:, None]
     seen = there[:, None] & (at[:, None] <= rows) & near
-    if structure.pads_queries:
-        seen &= real.expand(batch, -1)[:, past:, None]
     return CallStructure(batch, count, len(held), mask=seen[:, None].to(structure.key_padding.device))

@@ -259,9 +259,7 @@ def masks() -> dict[str, CallStructure]:
         left[i, : n * i // 8] = False
     documents = torch.repeat_interleave(torch.arange(16), long // 16)[None].to(DEVICE)
     return {
-        "left-padded 8 × 4k": CallStructure(
-            8, n, n, causal=True, key_padding=left.to(DEVICE), pads_queries=True
-        ),
+        "left-padded 8 × 4k": CallStructure(8, n, n, causal=True, key_padding=left.to(DEVICE)),
         "packed 16 × 1k": CallStructure(
             1, long, long, causal=True, q_segments=documents, k_segments=documents
         ),

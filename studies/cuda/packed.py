@@ -51,7 +51,7 @@ def packed(section: Section) -> None:
     left = torch.ones(8, n, dtype=torch.bool)
     for i in range(8):
         left[i, : n * i // 8] = False
-    padded = CallStructure(8, n, n, causal=True, key_padding=left.to(DEVICE), pads_queries=True)
+    padded = CallStructure(8, n, n, causal=True, key_padding=left.to(DEVICE))
     rows = [(1, n - n * i // 8) for i in range(8)]
     section.add("left-padded 8 × 4k", lambda row: _beside_dense(row, padded, rows))
     section.add("BERT-base, 16 rows of 512 to 12 tokens", _bert)

@@ -33,7 +33,7 @@ def cells() -> dict[str, tuple[CallStructure, int, int, int]]:
     for row in range(32):
         many[row, : n * row // 32] = False
     documents = torch.repeat_interleave(torch.arange(8), 512)[None]
-    full, step = {"causal": True}, {"causal": True, "pads_queries": True}
+    full, step = {"causal": True}, {"causal": True}
     return {
         "causal 4 x 4k": (CallStructure(4, n, n, **full), 32, 8, 128),
         "causal 8 x 2k, head 64": (CallStructure(8, 2048, 2048, **full), 16, 16, 64),

@@ -58,13 +58,13 @@ def structures() -> dict[str, CallStructure]:
         "window": CallStructure(3, n, n, causal=True, window=32),
         "window both ways": CallStructure(3, n, n, window=32),
         "window and sinks": CallStructure(3, n, n, causal=True, window=32, sinks=4),
-        "left padding": CallStructure(3, n, n, causal=True, key_padding=left, pads_queries=True),
-        "right padding": CallStructure(3, n, n, key_padding=left.flip(1), pads_queries=True),
+        "left padding": CallStructure(3, n, n, causal=True, key_padding=left),
+        "right padding": CallStructure(3, n, n, key_padding=left.flip(1)),
         "padded decode": CallStructure(3, 1, n, causal=True, q_offset=n - 1, key_padding=left),
         "padded prefill behind a past": CallStructure(
-            3, 40, n, causal=True, q_offset=n - 40, key_padding=left, pads_queries=True
+            3, 40, n, causal=True, q_offset=n - 40, key_padding=left
         ),
-        "holes": CallStructure(3, n, n, causal=True, key_padding=holes, pads_queries=True),
+        "holes": CallStructure(3, n, n, causal=True, key_padding=holes),
         "documents": CallStructure(1, n, n, causal=True, q_segments=documents, k_segments=documents),
         "chunks": CallStructure(3, n, n, causal=True, chunk=50),
         "spans": CallStructure(3, n, n, causal=True, spans=spans),
@@ -517,7 +517,7 @@ def test_windows_per_head_equal_the_definition(name: str) -> None:
         "causal": CallStructure(2, n, n, causal=True),
         "full": CallStructure(2, n, n),
         "suffix": CallStructure(2, 140, n, causal=True, q_offset=n - 140),
-        "left padding": CallStructure(2, n, n, causal=True, key_padding=real, pads_queries=True),
+        "left padding": CallStructure(2, n, n, causal=True, key_padding=real),
         "documents": CallStructure(2, n, n, causal=True, q_segments=numbers, k_segments=numbers),
     }[name]
     rule = HeadRules((0, 150), (0, 5), ("model",) * 2)

@@ -42,16 +42,14 @@ STRUCTURES: dict[str, Callable[[int], CallStructure]] = {
     "window": lambda n: CallStructure(2, n, n, causal=True, window=300),
     "window both ways": lambda n: CallStructure(2, n, n, window=150),
     "window and sinks": lambda n: CallStructure(2, n, n, causal=True, window=200, sinks=130),
-    "left padding": lambda n: CallStructure(2, n, n, causal=True, key_padding=_left(n), pads_queries=True),
+    "left padding": lambda n: CallStructure(2, n, n, causal=True, key_padding=_left(n)),
     "whole documents": lambda n: CallStructure(2, n, n, causal=True, **_documents(n, 256)),
     "documents": lambda n: CallStructure(2, n, n, causal=True, **_documents(n, 230)),
     "documents, not causal": lambda n: CallStructure(2, n, n, **_documents(n, 331)),
     "some short documents": lambda n: CallStructure(
         1, n, n, causal=True, **_uneven(n, 300, 20, 0, 129, 127, 64)
     ),
-    "right padding": lambda n: CallStructure(
-        2, n, n, causal=True, key_padding=_left(n).flip(1), pads_queries=True
-    ),
+    "right padding": lambda n: CallStructure(2, n, n, causal=True, key_padding=_left(n).flip(1)),
     "static cache, odd": lambda n: CallStructure(2, 140, n, causal=True, q_offset=361),
     "window over documents": lambda n: CallStructure(2, n, n, causal=True, window=150, **_documents(n, 331)),
     "sinks over documents": lambda n: CallStructure(

@@ -247,7 +247,7 @@ STRUCTURES = {
     "step": CallStructure(2, 1, 20, causal=True, q_offset=12),
     "left": CallStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4),
     "left, silent": CallStructure(
-        2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4, pads_queries=True
+        2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4
     ),
     "right": CallStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) < 14),
     "encoder": CallStructure(2, 20, 20, key_padding=torch.arange(20)[None].expand(2, -1) < 14),

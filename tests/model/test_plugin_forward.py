@@ -43,6 +43,25 @@ def test_forward_equals_eager(name: str, side: str) -> None:
     assert_same(expected, actual, mask)
 
 
+@pytest.mark.parametrize("implementation", ["adaattn", *FORCED])
+@pytest.mark.parametrize("side", ["left", "right", "holes"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "mistral-window", "llama4-chunked", "bert", "modernbert-local"]
+)
+def test_rows_of_padding_are_those_of_stock_sdpa(name: str, side: str, implementation: str) -> None:
+    """All rows are: those that see a key, and those that see none, which eager attention alone averages."""
+    lacking = BACKENDS.get(implementation.removeprefix("adaattn_"))
+    if lacking is not None and lacking.missing():
+        pytest.skip("; ".join(lacking.missing()))
+    stock, ours = fresh_pair(name, implementation)
+    stock.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        expected, actual = (
+            main_output(m(input_ids=tokens(), attention_mask=padding(side))) for m in (stock, ours)
+        )
+    assert_same(expected, actual)
+
+
 @pytest.mark.parametrize("implementation", FORCED)
 @pytest.mark.parametrize("side", ["none", "left", "holes"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])

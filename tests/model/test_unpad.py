@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -305,9 +306,6 @@ def test_every_head_has_the_stock_loss_and_gradients(cls: Any) -> None:
         inputs.update(mc_token_ids=torch.tensor([[2], [1], [3]]), mc_labels=torch.tensor([0, 0, 0]))
         inputs.pop("labels")
     gradients = []
-    if "start_positions" in inputs:
-        # this loss is over padding positions, too: such calls run as if unprepared
-        stock = adaattn_hf.restore(copy.deepcopy(ours))
     for model in (stock, ours):
         output = model(**inputs)
         loss = next((output[name] for name in ("loss", "mc_loss") if output.get(name) is not None), None)
@@ -343,13 +341,29 @@ def test_no_document_predicts_the_next_one() -> None:
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_labels_at_padding_have_the_loss_of_the_padded_form(name: str) -> None:
     cls = tf.LlamaForCausalLM if name == "llama" else tf.BertForMaskedLM
-    _, plain = build(cls, config_of(name))
-    ours = adaattn_hf.prepare(copy.deepcopy(plain))
+    stock, ours = build(cls, config_of(name))
+    adaattn_hf.prepare(ours)
     mask = padding("right")
-    losses = [m(tokens(), attention_mask=mask, labels=tokens(seed=9)).loss.detach() for m in (plain, ours)]
-    assert torch.isfinite(losses[1])
+    losses = [m(tokens(), attention_mask=mask, labels=tokens(seed=9)).loss.detach() for m in (stock, ours)]
     assert_same(*losses)
     assert adaattn_hf.unpad_calls(ours) == {"a label is scored at a padding position": 1}
+
+
+def test_the_footguns_say_how_many_answers_at_padding_change() -> None:
+    """A start that is chosen among all positions: at padding a prepared model's scores are its bias."""
+    stock, ours = build(tf.BertForQuestionAnswering, config_of("bert"))
+    adaattn_hf.prepare(ours)
+    ids, mask = tokens(batch=100), torch.arange(LENGTH) < torch.arange(100)[:, None] % (LENGTH - 4) + 5
+    with torch.no_grad():
+        expected, found = (m(ids, attention_mask=mask.long()).start_logits for m in (stock, ours))
+    assert_same(expected, found, mask)
+    assert torch.equal(found[~mask], ours.qa_outputs.bias[0].expand_as(found[~mask]))
+    changed = int((expected.argmax(1) != found.argmax(1)).sum())
+    among_real = [scores.masked_fill(~mask, -torch.inf).argmax(1) for scores in (expected, found)]
+    assert torch.equal(*among_real)
+    said = (Path(__file__).parents[2] / "docs" / "footguns.md").read_text(encoding="utf-8")
+    assert 0 < changed < 100
+    assert f"{changed} of 100 answers" in " ".join(said.split()), changed
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -171,7 +171,7 @@ def _grid() -> None:
             4, n, n, causal=True, key_padding=right
         )
         GRID[f"left padding, {right.float().mean():.0%} real"] = CallStructure(
-            4, n, n, causal=True, key_padding=right.flip(1), pads_queries=True
+            4, n, n, causal=True, key_padding=right.flip(1)
         )
         GRID[f"encoder padding, {right.float().mean():.0%} real"] = CallStructure(4, n, n, key_padding=right)
     for documents in (2, 8, 32, 128):

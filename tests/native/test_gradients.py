@@ -78,7 +78,7 @@ def arguments(asked: AttentionRequest) -> tuple[object, ...]:
     s = asked.structure
     return (
         asked.query, asked.key, asked.value, asked.bias, asked.sink_logits, asked.scaling, asked.softcap or 0.0,
-        s.causal, s.q_offset, s.window, s.sinks, s.chunk, s.pads_queries,
+        s.causal, s.q_offset, s.window, s.sinks, s.chunk,
         None, s.chunk_start, s.key_padding, s.q_segments, s.k_segments, s.spans, s.mask,
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ LEFT[1, :77] = False
 DOCUMENTS = torch.arange(N)[None].expand(2, -1) // 140
 STRUCTURES = {
     "causal": CallStructure(2, N, N, causal=True),
-    "left padding": CallStructure(2, N, N, causal=True, key_padding=LEFT, pads_queries=True),
+    "left padding": CallStructure(2, N, N, causal=True, key_padding=LEFT),
     "documents": CallStructure(2, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
     "bidirectional": CallStructure(2, N, N, key_padding=LEFT),
     "chunk of a prefill": CallStructure(2, 60, N, causal=True, q_offset=N - 60),

@@ -38,7 +38,7 @@ def padded(n: int, holes: bool = False) -> CallStructure:
     padding[0, : n // 3] = False
     if holes:
         padding[1, n // 2] = False
-    return CallStructure(2, n, n, causal=True, key_padding=padding, pads_queries=True)
+    return CallStructure(2, n, n, causal=True, key_padding=padding)
 
 
 def documents(n: int) -> CallStructure:
@@ -56,7 +56,7 @@ KNOWN: dict[str, Callable[[int], CallStructure]] = {
     "padding": padded,
     "padding with holes": lambda n: padded(n, holes=True),
     "padding and window": lambda n: padded(n).with_changes(window=n // 8),
-    "keys padded": lambda n: padded(n).with_changes(causal=False, pads_queries=False),
+    "keys padded": lambda n: padded(n).with_changes(causal=False),
     "documents": documents,
     "documents and window": lambda n: documents(n).with_changes(window=64),
     "static cache": lambda n: CallStructure(1, 64, n, causal=True, q_offset=torch.tensor(n // 2)),

@@ -121,13 +121,22 @@ def test_a_step_whose_products_half_precision_cannot_say() -> None:
     assert float((BACKEND.attend(request).out.double() - truth).abs().amax()) <= bound(request, truth)
 
 
-def test_queries_that_are_all_padding_among_keys_with_holes() -> None:
-    padding = torch.ones(1, 12, dtype=torch.bool)
-    padding[0, [2, 8, 9, 10, 11]] = False
-    structure = CallStructure(1, 4, 12, q_offset=8, key_padding=padding, pads_queries=True)
-    query, key = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 12, 8)
+@pytest.mark.parametrize("offset", [0, 8])
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_that_are_padding_see_the_keys_with_holes(causal: bool, offset: int) -> None:
+    """Those of the first row, some of the second, all of the last, whose keys are padding, too."""
+    padding = torch.ones(3, 12, dtype=torch.bool)
+    padding[0, [2, 8, 9, 10, 11]], padding[1, [1, 5]], padding[2] = False, False, False
+    structure = CallStructure(3, 4, 12, causal, q_offset=offset, key_padding=padding)
+    query, key = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 12, 8)
     assert structure.segments() is None
-    assert not BACKEND.attend(AttentionRequest(query, key, key, structure, 0.3)).out.any()
+    request = AttentionRequest(query, key, key, structure, 0.3, need_lse=True)
+    found, truth = BACKEND.attend(request), reference.attention(request)
+    torch.testing.assert_close(found.out, truth.out.float())
+    assert found.lse is not None
+    torch.testing.assert_close(found.lse, truth.lse.float())
+    assert found.out[:2].any(3).any(2).all()
+    assert not found.out[2].any()
 
 
 PADDED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9, [0] * 7 + [1] * 2]).bool()
@@ -217,7 +226,7 @@ def test_gradcheck(case: str, extra: str) -> None:
 def test_a_padded_batch_becomes_several_parts() -> None:
     """The low crossovers do what they are here for."""
     padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]).bool()
-    structure = CallStructure(2, 6, 6, causal=True, key_padding=padding, pads_queries=True)
+    structure = CallStructure(2, 6, 6, causal=True, key_padding=padding)
     query, key, value = (torch.randn(2, 2, 6, 4) for _ in range(3))
     BACKEND.attend(AttentionRequest(query, key, value, structure, 0.5))
     assert [len(program.parts) for program in structure._memo.values() if isinstance(program, Program)] == [2]

@@ -123,7 +123,7 @@ def main(capability: int) -> None:
     # of a graph, whose offset and padding the kernel reads
     graph = call(1, 512)
     length, real = torch.tensor(300), torch.ones(1, 512, dtype=torch.bool)
-    graph.structure = graph.structure.with_changes(q_offset=length, key_padding=real, pads_queries=True)
+    graph.structure = graph.structure.with_changes(q_offset=length, key_padding=real)
     for pairs in (None, ((128, 16), (1 << 30, 0))):
         step.attend_step(graph, graph=True, windows=pairs, until=None if pairs is None else 256)
     for rules in (None, windows):

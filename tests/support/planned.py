@@ -152,15 +152,12 @@ def judge(call: Planned) -> str:
             if "counts keys from a sequence's first" in str(error):
                 return "served"
             raise
-    real = torch.ones(found.shape[:2], dtype=torch.bool)
-    if rules.pads_queries and rules.key_padding is not None:
-        real = rules.key_padding
     away = (traced.double() - found.double()).abs()
     if program.max_length < rules.kv_len:
         # a mask need not tell how long a sequence is, and so not whether the plan speaks for it: exact is right, too
         exact = select.attend(request, backend).out.double()
         away = torch.minimum(away, (traced.double() - exact).abs().amax((2, 3), keepdim=True))
-    error = float(away[real].amax()) if real.any() else 0.0
+    error = float(away.amax())
     rounded = any(precision_of(choice) == "bf16" for choice in program.plan.choices)
     limit = rounding(request, found, torch.bfloat16 if rounded else found.dtype)
     assert error <= limit, f"from a dense mask: off by {error:.2e}, allowed {limit:.2e}"

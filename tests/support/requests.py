@@ -45,7 +45,6 @@ def structures(draw: st.DrawFn, batch: int, q_len: int, kv_len: int) -> CallStru
         if draw(st.booleans()):  # without holes
             padding = padding.sort(dim=1, descending=draw(st.booleans())).values
         rules["key_padding"] = padding
-        rules["pads_queries"] = square and rules["q_offset"] == 0 and draw(st.booleans())
     elif kind == "documents" and square:
         rules["q_offset"] = 0
         edges = torch.rand(1, kv_len, generator=generator(draw(st.integers(0, 99)))) > 0.7
@@ -55,7 +54,7 @@ def structures(draw: st.DrawFn, batch: int, q_len: int, kv_len: int) -> CallStru
         if draw(st.booleans()):  # in chunks, and cut short by padding on the left
             rules["chunk"] = draw(st.integers(1, kv_len))
             left = torch.arange(kv_len) >= draw(st.integers(0, kv_len))
-            rules["key_padding"], rules["pads_queries"] = left.expand(batch, -1), draw(st.booleans())
+            rules["key_padding"] = left.expand(batch, -1)
     elif kind == "chunks":
         rules["chunk"] = draw(st.integers(1, kv_len))
         starts = st.lists(st.integers(0, kv_len), min_size=batch, max_size=batch)

@@ -38,7 +38,7 @@ STRUCTURES = {
     "suffix": CallStructure(2, 140, N, causal=True, q_offset=160),
     "static cache": CallStructure(2, 20, N, causal=True, q_offset=torch.tensor(140)),
     "few sinks": CallStructure(2, N, N, causal=True, window=90, sinks=3),
-    "left padding": CallStructure(3, N, N, causal=True, key_padding=LEFT, pads_queries=True),
+    "left padding": CallStructure(3, N, N, causal=True, key_padding=LEFT),
     "documents": CallStructure(1, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
     "documents both ways": CallStructure(1, N, N, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
 }

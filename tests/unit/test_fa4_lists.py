@@ -115,7 +115,6 @@ def drawn(seed: int) -> tuple[CallStructure, HeadWindows, int]:
     if kind in ("left", "right", "cut"):
         rules = {
             "key_padding": torch.ones(batch, kv_len, dtype=torch.bool),
-            "pads_queries": draw.random() < 0.7,
         }
         for row in rules["key_padding"]:
             lacking = draw.choice([0, draw.randint(0, kv_len), kv_len])
@@ -162,7 +161,7 @@ def test_rules_that_end_about_the_border_of_a_block(causal: bool, shift: int) ->
 def test_every_query_sees_nothing(causal: bool) -> None:
     padding = torch.zeros(2, 200, dtype=torch.bool)
     padding[1, 150:] = True
-    structure = CallStructure(2, 200, 200, causal, key_padding=padding, pads_queries=True)
+    structure = CallStructure(2, 200, 200, causal, key_padding=padding)
     lists = check(structure, ((ALL, 0), (9, 3)), 2)
     for counts in (*lists.by_queries[::2], *lists.by_keys[::2]):
         assert not counts[0].any()

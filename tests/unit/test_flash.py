@@ -120,17 +120,19 @@ STRUCTURES = {
     "window": CallStructure(2, 7, 7, causal=True, window=3),
     "window, both ways": CallStructure(2, 7, 7, window=3),
     "decode": CallStructure(2, 1, 9, causal=True, q_offset=8),
-    "left padding": CallStructure(2, 7, 7, causal=True, key_padding=PADDING, pads_queries=True),
-    "right padding, encoder": CallStructure(2, 7, 7, key_padding=PADDING.flip(1), pads_queries=True),
+    "left padding": CallStructure(2, 7, 7, causal=True, key_padding=PADDING),
+    "right padding": CallStructure(2, 7, 7, causal=True, key_padding=PADDING.flip(1)),
+    "right padding, many more queries": CallStructure(
+        2, 3, 7, causal=True, q_offset=4, key_padding=PADDING.flip(1) & (torch.arange(7) < 4)
+    ),
+    "right padding, encoder": CallStructure(2, 7, 7, key_padding=PADDING.flip(1)),
     "cross-attention": CallStructure(2, 4, 7, key_padding=PADDING),
     "documents": CallStructure(1, 7, 7, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
     "documents, window": CallStructure(
         1, 7, 7, causal=True, window=2, q_segments=DOCUMENTS, k_segments=DOCUMENTS
     ),
     "chunks": CallStructure(2, 7, 7, causal=True, chunk=3),
-    "nothing to see": CallStructure(
-        1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool), pads_queries=True
-    ),
+    "nothing to see": CallStructure(1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool)),
 }
 
 
@@ -228,9 +230,11 @@ def test_runs_that_packed_kernels_cannot_say_are_refused(
 
     short = torch.tensor([[True, True, False, False]])
     rows = CallStructure(1, 4, 4, causal=True, key_padding=short)
-    assert "end with its last key" in reasons(rows)
-    assert "end with its last key" not in reasons(rows.with_changes(pads_queries=True))
-    assert "end with its last key" not in reasons(rows.with_changes(causal=False))
+    windowed = rows.with_changes(window=2)
+    assert "behind the last key" in reasons(windowed)
+    assert "behind the last key" in reasons(windowed.with_changes(causal=False))
+    assert "behind the last key" not in reasons(rows)
+    assert "behind the last key" not in reasons(windowed.with_changes(key_padding=short.flip(1)))
     step = CallStructure(1, 1, 4, causal=True, q_offset=3, key_padding=short.flip(1))
     assert "nobody has looked" in reasons(step, look=False)
     assert "nobody has looked" not in reasons(step)
@@ -248,13 +252,13 @@ def test_a_step_with_gradients_over_padding_that_nobody_looked_at_is_left_to_tor
 
 def test_holes_in_the_padding_are_an_error(backend: FlashBackend) -> None:
     holes = torch.tensor([[True, False, True, True]])
-    request = make(CallStructure(1, 4, 4, causal=True, key_padding=holes, pads_queries=True))
+    request = make(CallStructure(1, 4, 4, causal=True, key_padding=holes))
     with pytest.raises(ValueError, match="holes"):
         backend.attend(request)
 
 
-def test_queries_behind_their_last_key_are_an_error(backend: FlashBackend) -> None:
+def test_queries_behind_their_last_key_under_a_window_are_an_error(backend: FlashBackend) -> None:
     short = torch.tensor([[True, True, False, False]])
-    request = make(CallStructure(1, 4, 4, causal=True, key_padding=short))
+    request = make(CallStructure(1, 4, 4, causal=True, window=2, key_padding=short))
     with pytest.raises(ValueError, match="last key"):
         backend.attend(request)

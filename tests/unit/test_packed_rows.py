@@ -21,13 +21,11 @@ DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([4, 15, 5]))[N
 EMPTY_ROW = RIGHT.clone()
 EMPTY_ROW[1] = False
 GATHERED = {
-    "right padding": CallStructure(3, N, N, key_padding=RIGHT, pads_queries=True),
-    "right padding, causal": CallStructure(3, N, N, causal=True, key_padding=RIGHT, pads_queries=True),
-    "left padding, causal": CallStructure(3, N, N, causal=True, key_padding=RIGHT.flip(1), pads_queries=True),
+    "right padding": CallStructure(3, N, N, key_padding=RIGHT),
+    "right padding, causal": CallStructure(3, N, N, causal=True, key_padding=RIGHT),
+    "left padding, causal": CallStructure(3, N, N, causal=True, key_padding=RIGHT.flip(1)),
     "keys alone are padded": CallStructure(3, 5, N, key_padding=RIGHT),
-    "padding behind a past": CallStructure(
-        3, 5, N, causal=True, q_offset=N - 5, key_padding=RIGHT.flip(1), pads_queries=True
-    ),
+    "padding behind a past": CallStructure(3, 5, N, causal=True, q_offset=N - 5, key_padding=RIGHT.flip(1)),
 }
 WHOLE = {
     "documents": CallStructure(1, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
@@ -36,10 +34,10 @@ WHOLE = {
     "chunked prefill": CallStructure(3, 5, N, causal=True, q_offset=N - 5),
 }
 REFUSED = {
-    "window": CallStructure(3, N, N, causal=True, window=5, key_padding=RIGHT, pads_queries=True),
+    "window": CallStructure(3, N, N, causal=True, window=5, key_padding=RIGHT),
     "holes": CallStructure(1, N, N, key_padding=(torch.arange(N) % 3 > 0)[None]),
     "two rules": CallStructure(3, 5, N, causal=True, q_offset=9, key_padding=RIGHT.flip(1)),
-    "two runs": CallStructure(2, N, N, key_padding=RIGHT[:2], pads_queries=True),
+    "two runs": CallStructure(2, N, N, key_padding=RIGHT[:2]),
     "nothing to see": CallStructure(1, N, N, key_padding=torch.zeros(1, N, dtype=torch.bool)),
 }
 

@@ -32,8 +32,8 @@ RIGHT[1, 190:] = False
 DOCUMENTS = torch.arange(N)[None].expand(2, -1) // 100
 STRUCTURES = {
     "full": CallStructure(2, N, N),
-    "right padding": CallStructure(2, N, N, key_padding=RIGHT, pads_queries=True),
-    "left padding": CallStructure(2, N, N, key_padding=RIGHT.flip(1), pads_queries=True),
+    "right padding": CallStructure(2, N, N, key_padding=RIGHT),
+    "left padding": CallStructure(2, N, N, key_padding=RIGHT.flip(1)),
     "documents": CallStructure(2, N, N, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
     "own window": CallStructure(2, N, N, window=60),
     "narrower window of its own": CallStructure(2, N, N, window=10),

@@ -61,7 +61,7 @@ def _structures() -> dict[str, CallStructure]:
     documents = torch.arange(N)[None].expand(2, -1) // 140
     return {
         "causal": CallStructure(2, N, N, causal=True),
-        "left padding": CallStructure(2, N, N, causal=True, key_padding=left, pads_queries=True),
+        "left padding": CallStructure(2, N, N, causal=True, key_padding=left),
         "right padding": CallStructure(2, N, N, causal=True, key_padding=left.flip(1)),
         "documents": CallStructure(2, N, N, causal=True, q_segments=documents, k_segments=documents),
         "own window": CallStructure(2, N, N, causal=True, window=100),

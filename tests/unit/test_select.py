@@ -199,7 +199,7 @@ def test_light_calls_and_small_heads_go_to_our_own_kernel_and_other_windows_to_f
 def test_a_packed_row_is_known_by_its_longest_document_and_a_padded_one_is_not() -> None:
     documents, padding = torch.tensor([[0] * 5 + [1] * 7]), torch.arange(12)[None] >= 4
     packed = CallStructure(1, 12, 12, causal=True, q_segments=documents, k_segments=documents)
-    padded = CallStructure(1, 12, 12, causal=True, key_padding=padding, pads_queries=True)
+    padded = CallStructure(1, 12, 12, causal=True, key_padding=padding)
     x = torch.zeros(1, 2, 12, 4)
     seen = [CallSpec.of(AttentionRequest(x, x, x, s, 1.0), look=True).packed for s in (packed, padded)]
     assert seen == [4, 0]

@@ -101,9 +101,7 @@ def test_settling_changes_no_visibility(structure: CallStructure) -> None:
 
 
 def test_padding_of_ones_is_no_padding() -> None:
-    structure = CallStructure(
-        2, 4, 4, causal=True, key_padding=torch.ones(2, 4, dtype=torch.bool), pads_queries=True
-    )
+    structure = CallStructure(2, 4, 4, causal=True, key_padding=torch.ones(2, 4, dtype=torch.bool))
     assert structure.kind == "ragged"
     assert structure.settled().kind == "causal"
 

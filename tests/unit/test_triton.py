@@ -43,7 +43,7 @@ STRUCTURES = {
     "few sinks": CallStructure(2, N, N, causal=True, window=9, sinks=3),
     "many sinks": CallStructure(2, N, N, causal=True, window=9, sinks=40),
     "sinks both ways": CallStructure(2, N, N, window=9, sinks=3),
-    "left padding": CallStructure(2, N, N, causal=True, key_padding=LEFT, pads_queries=True),
+    "left padding": CallStructure(2, N, N, causal=True, key_padding=LEFT),
     "documents": CallStructure(1, N, N, causal=True, q_segments=DOCUMENTS, k_segments=DOCUMENTS),
     "chunks": CallStructure(2, N, N, causal=True, chunk=16),
     "decode": CallStructure(2, 1, N, causal=True, q_offset=N - 1),
@@ -53,7 +53,7 @@ STRUCTURES = {
     "one row empty": CallStructure(
         2, 1, N, causal=True, q_offset=N - 1, key_padding=torch.stack([LEFT[0] & False, LEFT[1]])
     ),
-    "nothing to see": CallStructure(1, 4, 4, causal=True, key_padding=NOTHING, pads_queries=True),
+    "nothing to see": CallStructure(1, 4, 4, causal=True, key_padding=NOTHING),
 }
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -129,7 +129,7 @@ def test_a_scaling_of_zero_weighs_all_that_is_seen_alike(launch: Any) -> None:
 def test_the_kernel_itself_writes_rows_that_see_nothing(
     launch: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    structure = STRUCTURES["few sinks"].with_changes(key_padding=LEFT, pads_queries=True)
+    structure = STRUCTURES["few sinks"].with_changes(key_padding=LEFT)
     request = make(STRUCTURES.get(name, structure), 4, 2, 16, 16, sink_logits=torch.zeros(4))
     empty = Tensor.new_empty
     with monkeypatch.context() as patch:
@@ -242,7 +242,7 @@ for structure in (CallStructure(1, 20, 20, causal=True), CallStructure(1, 1, 20)
 def test_holes_are_an_error(launch: Any) -> None:
     holes = torch.tensor([[True, False, True, True]])
     with pytest.raises(ValueError, match="expected runs"):
-        launch(make(CallStructure(1, 4, 4, causal=True, key_padding=holes, pads_queries=True), 2, 2, 16, 16))
+        launch(make(CallStructure(1, 4, 4, causal=True, key_padding=holes), 2, 2, 16, 16))
 
 
 @interpreted

@@ -43,7 +43,7 @@ def structure(name: str) -> CallStructure:
     rules: dict[str, dict[str, Any]] = {
         "causal": {"causal": True},
         "both ways": {},
-        "left padding": {"causal": True, "key_padding": LEFT, "pads_queries": True},
+        "left padding": {"causal": True, "key_padding": LEFT},
         "documents": {"causal": True, "q_segments": DOCUMENTS, "k_segments": DOCUMENTS},
     }
     return CallStructure(2, N, N, **rules[name])
@@ -111,7 +111,7 @@ def test_left_to_requests(left: str) -> None:
     asked = {
         "a step": CallStructure(2, 1, N, causal=True, q_offset=N - 1),
         "no keys": CallStructure(2, N, 0),
-        "padding with holes": CallStructure(2, N, N, causal=True, key_padding=holes, pads_queries=True),
+        "padding with holes": CallStructure(2, N, N, causal=True, key_padding=holes),
     }
     request = make(asked.get(left, structure("causal")))
     if left == "gradients":

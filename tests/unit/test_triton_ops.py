@@ -30,9 +30,7 @@ STRUCTURES = {
     "static cache": CallStructure(3, 1, ROOM, causal=True, q_offset=AT),
     "left padding and holes": CallStructure(3, 1, ROOM, causal=True, q_offset=AT, key_padding=LEFT),
     "a row of padding": CallStructure(3, 1, ROOM, causal=True, q_offset=AT, key_padding=NONE),
-    "a query that is padding": CallStructure(
-        3, 1, ROOM, causal=True, q_offset=AT, key_padding=UNREAL, pads_queries=True
-    ),
+    "a query that is padding": CallStructure(3, 1, ROOM, causal=True, q_offset=AT, key_padding=UNREAL),
     "window": CallStructure(3, 1, ROOM, causal=True, q_offset=AT, window=300),
     "window and sinks behind padding": CallStructure(
         3, 1, ROOM, causal=True, q_offset=AT, window=300, sinks=5, key_padding=LEFT

@@ -243,7 +243,7 @@ def test_one_query_behind_a_window_is_no_call_of_the_table() -> None:
     x = torch.zeros(1, 2, 64, 16)
     step = CallStructure(1, 1, 64, causal=True, q_offset=63, window=8)
     padding = torch.arange(64)[None] >= torch.tensor([[0], [20]])
-    padded = CallStructure(2, 64, 64, causal=True, window=8, key_padding=padding, pads_queries=True)
+    padded = CallStructure(2, 64, 64, causal=True, window=8, key_padding=padding)
     assert cell_of(spec_of(AttentionRequest(x[:, :, :1], x, x, step, 0.25))) is None
     both = x.expand(2, -1, -1, -1)
     assert cell_of(spec_of(AttentionRequest(both, both, both, padded, 0.25))._replace(holes=False)) is None

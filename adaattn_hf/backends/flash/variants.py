@@ -203,75 +203,85 @@ def attend_packed(
     shape = (batch, q_len, heads, request.value.shape[3])
     if not segments:
         return request.query.new_zeros(shape)
-    packing = packing_of(structure, segments, request.query.device)
 
     def tokens(tensor: Tensor, index: Tensor | None) -> Tensor:
         flat = tensor.transpose(1, 2).flatten(0, 1)
         return flat if index is None else flat.index_select(0, index)
 
-    answer = kernel(
-        tokens(request.query, packing.q_index),
-        tokens(request.key, packing.k_index),
-        tokens(request.value, packing.k_index),
-        cu_seqlens_q=packing.cu_q,
-        cu_seqlens_k=packing.cu_k,
-        max_seqlen_q=packing.max_q,
-        max_seqlen_k=packing.max_k,
-        **arguments,
-    )
-    out = answer[0] if isinstance(answer, tuple) else answer
-    if packing.q_index is None:
-        return out.view(shape)
-    flat = out.new_zeros((batch * q_len, *out.shape[1:]))
-    return flat.index_copy(0, packing.q_index, out).view(shape)
+    flat: Tensor | None = None
+    for causal, packing in packings_of(structure, segments, request.query.device):
+        answer = kernel(
+            tokens(request.query, packing.q_index),
+            tokens(request.key, packing.k_index),
+            tokens(request.value, packing.k_index),
+            cu_seqlens_q=packing.cu_q,
+            cu_seqlens_k=packing.cu_k,
+            max_seqlen_q=packing.max_q,
+            max_seqlen_k=packing.max_k,
+            **arguments | {"causal": causal},
+        )
+        out = answer[0] if isinstance(answer, tuple) else answer
+        if packing.q_index is None:
+            return out.view(shape)
+        flat = out.new_zeros((batch * q_len, *out.shape[1:])) if flat is None else flat
+        flat = flat.index_copy(0, packing.q_index, out)
+    assert flat is not None, "some run holds a query"
+    return flat.view(shape)
 
 
-def packing_of(structure: CallStructure, segments: Sequence[Segment], device: torch.device) -> Packing:
-    """Token indices and running lengths of the segments; made once per forward pass.
+def packings_of(
+    structure: CallStructure, segments: Sequence[Segment], device: torch.device
+) -> list[tuple[bool, Packing]]:
+    """The launches for the segments, causal or not, with indices and running lengths; made once per forward pass.
+
+    The kernels let the last query stand at the last key. Causal queries behind it, those of right padding, see all keys
+    of their segment: a second launch, which is not causal.
 
     Raises:
-        ValueError: Causal queries that stand behind their segment's last key, which the kernels' alignment cannot say.
+        ValueError: A window, and queries behind their segment's last key.
     """
 
-    def make() -> Packing:
+    def make() -> list[tuple[bool, Packing]]:
+        if not structure.causal and not structure.windowed:
+            return [(False, _packing(structure, segments, device))]
+        upto, behind = [], []
         for s in segments:
-            if (structure.causal or structure.window is not None) and s.offset + s.q_len != s.k_len:
+            count = min(s.q_len, s.k_len - s.offset)
+            if structure.windowed and count < s.q_len:
                 raise ValueError(
                     f"attention_mask: queries {s.q_start}…{s.q_start + s.q_len} of row {s.row} do not end with their "
-                    'last key, which flash-attn cannot serve; use attn_implementation="adaattn_sdpa"'
+                    'last key, which flash-attn cannot serve under a window; use attn_implementation="adaattn_sdpa"'
                 )
-        q_runs = [
-            torch.arange(
-                s.row * structure.q_len + s.q_start,
-                s.row * structure.q_len + s.q_start + s.q_len,
-                device="cpu",
-            )
-            for s in segments
-        ]
-        k_runs = [
-            torch.arange(
-                s.row * structure.kv_len + s.k_start,
-                s.row * structure.kv_len + s.k_start + s.k_len,
-                device="cpu",
-            )
-            for s in segments
-        ]
-
-        def running(runs: list[Tensor]) -> Tensor:
-            lengths = torch.tensor([0, *(len(run) for run in runs)], dtype=torch.int32, device="cpu")
-            return lengths.cumsum(0, dtype=torch.int32).to(device)
-
-        def places(runs: list[Tensor], rows: int) -> Tensor | None:
-            index = torch.cat(runs)
-            return None if torch.equal(index, torch.arange(rows, device="cpu")) else index.to(device)
-
-        return Packing(
-            places(q_runs, structure.batch * structure.q_len),
-            places(k_runs, structure.batch * structure.kv_len),
-            running(q_runs),
-            running(k_runs),
-            max(s.q_len for s in segments),
-            max(s.k_len for s in segments),
-        )
+            if count > 0:
+                upto.append(s._replace(q_len=count))
+            if count < s.q_len:
+                skipped = max(count, 0)
+                behind.append(s._replace(q_start=s.q_start + skipped, q_len=s.q_len - skipped))
+        launches = (structure.causal, upto), (False, behind)
+        return [(causal, _packing(structure, runs, device)) for causal, runs in launches if runs]
 
     return structure.cached(("flash", device), make)
+
+
+def _packing(structure: CallStructure, segments: Sequence[Segment], device: torch.device) -> Packing:
+    def runs(starts: list[tuple[int, int]]) -> list[Tensor]:
+        return [torch.arange(start, start + length, device="cpu") for start, length in starts]
+
+    def running(runs: list[Tensor]) -> Tensor:
+        lengths = torch.tensor([0, *(len(run) for run in runs)], dtype=torch.int32, device="cpu")
+        return lengths.cumsum(0, dtype=torch.int32).to(device)
+
+    def places(runs: list[Tensor], rows: int) -> Tensor | None:
+        index = torch.cat(runs)
+        return None if torch.equal(index, torch.arange(rows, device="cpu")) else index.to(device)
+
+    q_runs = runs([(s.row * structure.q_len + s.q_start, s.q_len) for s in segments])
+    k_runs = runs([(s.row * structure.kv_len + s.k_start, s.k_len) for s in segments])
+    return Packing(
+        places(q_runs, structure.batch * structure.q_len),
+        places(k_runs, structure.batch * structure.kv_len),
+        running(q_runs),
+        running(k_runs),
+        max(s.q_len for s in segments),
+        max(s.k_len for s in segments),
+    )

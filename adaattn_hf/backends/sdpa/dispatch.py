@@ -26,7 +26,7 @@ from .kernels import (
     steps_by_flash,
     suits_efficient,
 )
-from .packed import compacted, layout_for, packed_attention, scattered
+from .packed import compacted, gathered_attention, layout_for, packed_attention
 from .planner import Target, program_for
 from .tiles import EMPTY, additive
 from .traced import masked_call, plain_call, run_traced
@@ -66,9 +66,7 @@ def attend(request: AttentionRequest) -> AttentionResult:
     gathered = compacted(structure) if kind == "ragged" and request.bias is None else None
     if gathered is None:
         return _fused(request, structure)
-    if not len(gathered.queries):
-        return nothing_seen(request)  # all queries are padding
-    return scattered(gathered, request, _fused)
+    return gathered_attention(gathered, request, _fused)
 
 
 def _kernel(request: AttentionRequest) -> Kernel:

@@ -203,30 +203,24 @@ def _efficient(
 
 
 class Gathered(NamedTuple):
-    """The packed structure, and the places `row * len + position` of its queries and keys in the call."""
+    """All queries and the real keys as one packed row: its structure, and the places `row * len + position` of keys."""
 
     structure: CallStructure
-    queries: Tensor
     keys: Tensor
 
 
 def compacted(structure: CallStructure) -> Gathered | None:
-    """The packed form, where leaving the hidden keys out keeps the order that causality needs; else None.
+    """The packed form of a call whose padding has holes; None where there are none or where order matters.
 
-    Made once per forward pass.
+    Made once per forward pass. A causal query that is padding stands between real ones, at no place among real keys.
     """
-    if structure.key_padding is None or structure.windowed:
+    if structure.key_padding is None or structure.windowed or structure.causal:
         return None
     if (
         structure.batch * structure.q_len * structure.kv_len <= limits.SMALL_PAIRS
+        or not structure.one_run_a_row
         or structure.segments() is not None
     ):
-        return None
-    if structure.chunk is not None or structure.k_segments is not None or structure.spans is not None:
-        return None
-    if structure.mask is not None or (structure.causal and not structure.pads_queries):
-        return None
-    if structure.causal and (structure.offset() != 0 or structure.q_len != structure.kv_len):
         return None
     return structure.cached("compacted", lambda: _compacted(structure))
 
@@ -235,57 +229,40 @@ def _compacted(structure: CallStructure) -> Gathered:
     real = structure.padding_on_host()
     assert real is not None
     assert structure.key_padding is not None
-    offset = structure.offset()
-    places = torch.arange(structure.q_len, device="cpu") + offset
-    shown = torch.ones(structure.batch, structure.q_len, dtype=torch.bool, device="cpu")
-    if structure.pads_queries:
-        # the definition reads the padding of a query outside the keys at the nearest key
-        shown = real[:, places.clamp(0, structure.kv_len - 1)]
+    device, q_len = structure.key_padding.device, structure.q_len
+    counts = real.sum(1).tolist()
+    starts = itertools.accumulate(counts, initial=0)
+    segments = tuple(
+        Segment(0, row * q_len, q_len, start, count, 0)
+        for row, (start, count) in enumerate(zip(starts, counts, strict=False))
+        if count
+    )
     rows = torch.arange(structure.batch, device="cpu")
-    segments = []
-    q_start = k_start = 0
-    for row in range(structure.batch):
-        q_len, k_len = int(shown[row].sum()), int(real[row].sum())
-        if q_len and k_len:
-            segments.append(Segment(0, q_start, q_len, k_start, k_len, 0))
-        q_start, k_start = q_start + q_len, k_start + k_len
-    device = structure.key_padding.device
     packed = CallStructure(
         1,
-        q_start,
-        k_start,
-        causal=structure.causal,
-        q_segments=rows.repeat_interleave(shown.sum(1))[None].to(device),
+        structure.batch * q_len,
+        sum(counts),
+        q_segments=rows.repeat_interleave(q_len)[None].to(device),
         k_segments=rows.repeat_interleave(real.sum(1))[None].to(device),
     )
-    packed.cached("segments", lambda: tuple(segments))
-    return Gathered(
-        packed,
-        shown.flatten().nonzero().squeeze(1).to(device),
-        real.flatten().nonzero().squeeze(1).to(device),
-    )
+    packed.cached("segments", lambda: segments)
+    return Gathered(packed, real.flatten().nonzero().squeeze(1).to(device))
 
 
-def scattered(
+def gathered_attention(
     gathered: Gathered,
     request: AttentionRequest,
     attend: Callable[[AttentionRequest, CallStructure], AttentionResult],
 ) -> AttentionResult:
-    """Attention of the packed row, put back in its places."""
+    """Attention of the packed row, its queries in their rows again."""
     batch, heads, q_len, _ = request.query.shape
-    small = request.with_tensors(
-        _packed(request.query, gathered.queries).transpose(0, 1)[None],
+    one_row = request.with_tensors(
+        _packed(request.query, None).transpose(0, 1)[None],
         _packed(request.key, gathered.keys).transpose(0, 1)[None],
         _packed(request.value, gathered.keys).transpose(0, 1)[None],
         gathered.structure,
     )
-    result = attend(small, gathered.structure)
-    out = result.out.new_zeros((batch * q_len, heads, result.out.shape[3]))
-    out = out.index_copy(0, gathered.queries, result.out[0]).view(batch, q_len, heads, -1)
-    if result.lse is None:
-        return AttentionResult(out)
-    lse = result.lse.new_full((batch * q_len, heads), float("-inf"))
-    if request.sink_logits is not None:
-        lse = lse.copy_(request.sink_logits.detach().expand_as(lse))
-    lse = lse.index_copy(0, gathered.queries, result.lse[0].transpose(0, 1))
-    return AttentionResult(out, lse.view(batch, q_len, heads).transpose(1, 2))
+    out, lse = attend(one_row, gathered.structure)
+    if lse is not None:
+        lse = lse.reshape(heads, batch, q_len).transpose(0, 1)
+    return AttentionResult(out.reshape(batch, q_len, heads, -1), lse)

@@ -115,7 +115,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr,
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr,
-    FIND: tl.constexpr, PADS: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
+    FIND: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
     TURN: tl.constexpr, TURN_V: tl.constexpr, CLOSE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """`decode.decode` over codes: int8 keys, values of BITS.
@@ -133,7 +133,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr = DIM_V // FIELDS
     kv_head, share, shares, row, first, few, low, start, end = reading(
         work_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, most, window, sinks, until, BLOCK_N, CAUSAL, WINDOW, APART,
-        TABLE, HAS_OFFSET, FIND, PADS,
+        TABLE, HAS_OFFSET, FIND,
     )  # fmt: skip
     g = tl.arange(0, Q_ROWS)
     member = g // 2 % ROWS

@@ -23,7 +23,7 @@ def decode(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr,
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr,
-    FIND: tl.constexpr, PADS: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr,
+    FIND: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """A share of the keys of one sequence and key/value head, for the one query of all its query heads.
 
@@ -32,7 +32,7 @@ def decode(  # type: ignore[no-untyped-def]
     """
     kv_head, share, shares, row, first, few, low, start, end = reading(
         work_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, most, window, sinks, until, BLOCK_N, CAUSAL, WINDOW, APART,
-        TABLE, HAS_OFFSET, FIND, PADS,
+        TABLE, HAS_OFFSET, FIND,
     )  # fmt: skip
     g = tl.arange(0, ROWS)
     d = tl.arange(0, PAD)

@@ -23,15 +23,14 @@ def _first_real(real_ptr, kv_len, LINE: tl.constexpr):  # type: ignore[no-untype
 def reading(  # type: ignore[no-untyped-def]
     work_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, most, window, sinks, until, BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    FIND: tl.constexpr, PADS: tl.constexpr,
+    FIND: tl.constexpr,
 ):  # fmt: skip
     """What a program reads: head, share, shares, batch row, first key, sinks, start of the window, start and end.
 
     Programs are (head and share, sequence): `most` shares of each head, of the same window and sinks, or with APART those of
     the work table, whose entries are (key/value head, share, shares of that head, its window, its sinks). A sequence is a
     row of `(batch row, first key, number of keys, offset)` with TABLE, else all keys of the batch row of its number, with
-    FIND from the first one that `real` `[batch, kv_len]` holds to be real; with PADS a query reads nothing whose own key is
-    not. From position `until` on no window holds. HAS_OFFSET reads the offset from the device. Keys are counted through from the sinks to the window as if they
+    FIND from the first one that `real` `[batch, kv_len]` holds to be real. From position `until` on no window holds. HAS_OFFSET reads the offset from the device. Keys are counted through from the sinks to the window as if they
     adjoined: key `u` of those read is key `u` below the number of sinks, else `u - sinks + low`.
     """
     sequence = tl.program_id(1)
@@ -58,9 +57,6 @@ def reading(  # type: ignore[no-untyped-def]
         of_row = real_ptr + row * kv_len
         k_start = _first_real(of_row, kv_len, 2048)
         k_len = kv_len - k_start
-        if PADS:
-            own = tl.minimum(tl.maximum(at, 0), kv_len - 1)
-            k_len = tl.where(tl.load(of_row + own) != 0, k_len, 0)
         at -= k_start
     stop = k_len
     if CAUSAL:

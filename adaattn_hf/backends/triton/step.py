@@ -114,7 +114,7 @@ def attend_step(
         "HAS_CAP": request.softcap is not None,
         "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "TABLE": rows is not None,
         "HAS_OFFSET": rows is None and isinstance(offset, Tensor), "HAS_REAL": real is not None,
-        "FIND": rows is None and real is not None, "PADS": structure.pads_queries,
+        "FIND": rows is None and real is not None,
         "BLOCK_N": tile.columns, "HEADS": member_heads, "CHUNK": max(1, min(16, 8192 // (member_heads * pad_v))),
         "SINGLE": most == 1, "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
     }  # fmt: skip
@@ -291,7 +291,5 @@ def _rows_of_padding(structure: CallStructure, real: Tensor) -> tuple[Tensor, Te
     stop = kv_len - real.flip(1).int().argmax(1)
     seen = real.any(1)
     at = torch.zeros_like(start) + structure.q_offset
-    if structure.pads_queries:
-        seen = seen & real.gather(1, at.clamp(0, kv_len - 1)[:, None])[:, 0]
     count = torch.where(seen, stop - start, 0)
     return torch.stack([torch.arange(batch, device=real.device), start, count, at - start], dim=1), real
