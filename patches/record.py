@@ -120,6 +120,10 @@ class AttentionRecord(Recorder):
         batch, heads = request.query.shape[:2]
         chosen = stratified_rows(structure.q_len, self.rows, self._generator).to(request.query.device)
         seen = structure.visible_rows(chosen, request.query.device).expand(batch, -1, -1, -1)
+        if structure.key_padding is not None and (structure.causal or structure.q_len == structure.kv_len):
+            # rows of padding see keys, too, but say nothing of the text
+            place = (chosen + structure.q_offset).clamp(0, structure.kv_len - 1)
+            seen = seen & structure.key_padding.to(place.device)[:, None, place, None]
         bias = request.bias
         if bias is not None:
             bias = bias.expand(batch, -1, structure.q_len, structure.kv_len)[:, :, chosen]

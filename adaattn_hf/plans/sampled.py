@@ -18,12 +18,20 @@ from .program import Program
 
 
 def one_run(request: AttentionRequest, turn: int) -> AttentionRequest | None:
-    """Returns one segment of a call as a request of its own, chosen by turn; None if the mask has no segments."""
+    """Returns one segment of a call as a request of its own, chosen by turn; None if the mask has no segments.
+
+    Of a padded call without the queries that are padding themselves: those beside the segment's keys.
+    """
     structure = request.structure
     segments = None if structure.sinks and not structure.sinks_at_runs else structure.segments()
     if not segments:
         return None
     run: Segment = segments[turn % len(segments)]
+    if structure.key_padding is not None:
+        before, stop = max(0, -run.offset), min(run.q_len, run.k_len - run.offset)
+        if before >= stop:
+            return None
+        run = run._replace(q_start=run.q_start + before, q_len=stop - before, offset=run.offset + before)
     queries, keys = slice(run.q_start, run.q_start + run.q_len), slice(run.k_start, run.k_start + run.k_len)
     row, bias = slice(run.row, run.row + 1), request.bias
     if bias is not None:

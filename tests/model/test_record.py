@@ -47,6 +47,25 @@ def test_a_bias_for_all_queries_is_that_of_every_query(llama: tf.PreTrainedModel
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("right", [False, True])
+def test_rows_of_padding_are_not_in_what_is_recorded(name: str, right: bool) -> None:
+    model = pair(name).ours
+    ids, mask = tokens(1, 24), torch.ones(1, 24, dtype=torch.long)
+    real = slice(None, 15) if right else slice(9, None)
+    mask[:, 15:] = mask[:, :9] = 0
+    mask[:, real] = 1
+    found = []
+    for inputs in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids[:, real]}):
+        positions = (inputs.get("attention_mask", torch.ones(1, 15)).cumsum(1) - 1).clamp(min=0).long()
+        with record(model, rows=24) as seen, torch.no_grad():
+            model(**inputs, position_ids=positions)
+        (layer, *_) = seen.to_dict()["layers"]
+        (phase,) = layer["phases"].values()
+        found.append(phase["heads"]["entropy"])
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
 def test_phases_are_told_apart(llama: tf.PreTrainedModel) -> None:
     ids = tokens(2, 20)
     mask = torch.ones_like(ids)
