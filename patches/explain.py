@@ -253,7 +253,11 @@ def _inputs(ghost: PreTrainedModel) -> dict[str, Any]:
         vision = getattr(config, "vision_config", config)
         size = vision.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        return {"pixel_values": torch.zeros((1, vision.num_channels, height, width), device="meta")}
+        return {
+            "pixel_values": torch.zeros(
+                (1, vision.num_channels, height, width), dtype=ghost.dtype, device="meta"
+            )
+        }
     if ghost.main_input_name != "input_ids":
         raise ValueError(
             f"inputs: {type(ghost).__name__} reads {ghost.main_input_name!r}, which cannot be guessed; pass "

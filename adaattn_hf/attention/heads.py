@@ -175,7 +175,7 @@ def some_heads(request: AttentionRequest, kv_heads: Sequence[int]) -> AttentionR
     def rows(tensor: Tensor, dim: int, index: Sequence[int]) -> Tensor:
         if list(index) == list(range(index[0], index[0] + len(index))):
             return tensor.narrow(dim, index[0], len(index))
-        return tensor.index_select(dim, torch.tensor(index, device=tensor.device))
+        return tensor.index_select(dim, torch.tensor(index, dtype=torch.int64, device=tensor.device))
 
     structure = request.structure
     if structure.mask is not None and structure.mask.shape[1] > 1:
@@ -227,4 +227,4 @@ def joined_heads(parts: Sequence[Tensor], order: Sequence[int], groups: int, dim
         return whole
     position = {head: index for index, head in enumerate(order)}
     index = [position[head] * groups + member for head in sorted(order) for member in range(groups)]
-    return whole.index_select(dim, torch.tensor(index, device=whole.device))
+    return whole.index_select(dim, torch.tensor(index, dtype=torch.int64, device=whole.device))

@@ -115,7 +115,7 @@ def hadamard(n: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def _matrix(n: int, device: torch.device | str) -> Tensor:
-    block = torch.ones(1, 1, device="cpu")
+    block = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while block.shape[0] < n & -n:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
     matrix: Tensor = torch.block_diag(*[block / block.shape[0] ** 0.5] * (n // block.shape[0]))
@@ -162,7 +162,7 @@ def cancelled(codes: Tensor, steps: Tensor, along: Tensor) -> Tensor:
     for _ in range(3):
         error = codes - steps
         off = (error * along).sum(dim=3, keepdim=True)
-        sign = torch.where(error > 0, 1.0, -1.0)
+        sign = (error > 0).to(error.dtype) * 2 - 1
         cost = weight * ((off - sign * along) ** 2 - off**2) + 1 - 2 * error.abs()
         least, at = cost.masked_fill((codes - sign).abs() > 127, torch.inf).min(dim=3, keepdim=True)
         codes = codes.scatter_add(3, at, -sign.gather(3, at) * (least < 0))

@@ -75,7 +75,7 @@ def _structures(kind: str, n: int, device: str, batch: int = 1) -> dict[str, Cal
         return {kind: CallStructure(batch, 1, n, causal=True, q_offset=n - 1)}
     padding = torch.arange(n, device="cpu") >= torch.arange(batch, device="cpu")[:, None] * n // batch
     if kind == "padded step":
-        offset = torch.tensor(max(n // 4 - 1, 0), device=device)
+        offset = torch.tensor(max(n // 4 - 1, 0), dtype=torch.int64, device=device)
         return {
             "padded": CallStructure(batch, 1, n, causal=True, q_offset=n - 1, key_padding=padding.to(device)),
             "static": CallStructure(batch, 1, n, causal=True, q_offset=offset),

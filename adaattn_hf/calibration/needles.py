@@ -61,7 +61,7 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
         raise ValueError(
             f"needles is {needles} in a text of {len(text)} tokens, expected at most {most(len(text))}"
         )
-    vocabulary = torch.tensor(sorted(set(text.tolist())), device="cpu")
+    vocabulary = torch.tensor(sorted(set(text.tolist())), dtype=torch.int64, device="cpu")
     drawn = vocabulary[torch.randint(len(vocabulary), (needles, size), generator=generator, device="cpu")]
     twice = needles // 4
     drawn[needles // 2 : needles // 2 + twice, :KEY] = drawn[:twice, :KEY]

@@ -89,7 +89,7 @@ class NextToken:
 
     def readings(self, tokens: Sequence[int], seed: int, device: torch.device) -> list[Reading]:
         """Returns the one reading of a sequence."""
-        return [reading_of(torch.tensor([tokens], device=device))]
+        return [reading_of(torch.tensor([tokens], dtype=torch.int64, device=device))]
 
     def words(self) -> dict[str, Any]:
         """Returns the protocol as a plan keeps it."""
@@ -163,7 +163,7 @@ class MaskedTokens:
         """Returns the readings of a sequence; every masked token is replaced by the mask token."""
         digest = hashlib.sha256(f"{seed}:{','.join(map(str, tokens))}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        whole = torch.tensor([*self.prefix, *tokens, *self.suffix], device="cpu")
+        whole = torch.tensor([*self.prefix, *tokens, *self.suffix], dtype=torch.int64, device="cpu")
         size = max(1, round(self.share * len(tokens)))
         found: list[Reading] = []
         pieces: list[Tensor] = []

@@ -149,7 +149,7 @@ def gather(
     generator = torch.Generator().manual_seed(seed)
     found: list[tuple[tuple[bool, ...], tuple[bool, ...]]] = []
     for index in range(haystacks):
-        text = torch.tensor(sequences[index % len(sequences)].tokens, device="cpu")
+        text = torch.tensor(sequences[index % len(sequences)].tokens, dtype=torch.int64, device="cpu")
         haystack = needle.build(text, needles, generator)
         if index in crew.mine(haystacks):
             found.append((needle.retrieved(arms, haystack, exact_tap), needle.retrieved(arms, haystack, tap)))

@@ -259,4 +259,4 @@ def _tokens(checkpoint: Any, specs: Any, count: int, packaged: bool) -> tuple[st
             break
     if len(found) < 2:
         raise DataUnavailable(f"data: {name} holds {len(found)} tokens, expected text")
-    return name, torch.tensor(found[:count], device="cpu")
+    return name, torch.tensor(found[:count], dtype=torch.int64, device="cpu")

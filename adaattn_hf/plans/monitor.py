@@ -153,7 +153,9 @@ class Monitor:
         """Compares a few rows of one sequence with exact attention."""
         q_len = request.query.shape[2]
         count = max(1, q_len // ROW_SHARE)
-        rows = torch.linspace(q_len // (2 * count), q_len - 1, count, device="cpu").long()
+        rows = torch.linspace(
+            q_len // (2 * count), q_len - 1, count, dtype=torch.float32, device="cpu"
+        ).long()
         found = dropped_mass(program, request, rows) + relative_change(program, request, rows)
         mass, square = found.sum(-1), found.square().sum(-1)
         index = counters.layer

@@ -64,7 +64,7 @@ def relative_change(program: Program, request: AttentionRequest, rows: Tensor) -
         `[num_kv_heads, rows]`, the worst query head of each.
     """
     kv_heads, q_len, count = request.key.shape[1], request.query.shape[2], len(rows)
-    found = torch.zeros(kv_heads, count, device="cpu")
+    found = torch.zeros(kv_heads, count, dtype=torch.float32, device="cpu")
     # short calls are computed in the model's precision: repeat rows, so that the sample of a long call is not short
     rows = rows.repeat(-(-PRECISE_ROWS // count)) if q_len >= PRECISE_ROWS > count else rows
     sampled = some_rows(request, rows)
@@ -85,7 +85,7 @@ def _rows_of_plan(program: Program, request: AttentionRequest, rows: Tensor) -> 
     within = execute.rows_within(request.structure, program.max_length, request.query.device)
     if isinstance(within, Tensor):
         return within[0, rows.to(within.device)].float().cpu()
-    return torch.full((len(rows),), float(within), device="cpu")
+    return torch.full((len(rows),), float(within), dtype=torch.float32, device="cpu")
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> T
     kv_heads, kv_len = request.key.shape[1], request.key.shape[2]
     group = request.query.shape[1] // kv_heads
     visible = request.structure.visible_rows(rows, rows.device)[0, 0]
-    found = torch.zeros(kv_heads, len(rows), device="cpu")
+    found = torch.zeros(kv_heads, len(rows), dtype=torch.float32, device="cpu")
     for choice, heads in program.launches:
         if choice.keys is None:
             continue

@@ -78,10 +78,10 @@ def score_tokens(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> Token
         # a KL divergence is not negative, but its rounded sum may be; 0 * log 0 is 0
         terms = torch.where(probability > 0, probability * (stock - log_p), 0.0)
         kl.append(terms.sum(dim=-1).clamp_min(0.0))
-    empty = torch.empty(0, len(targets), device="cpu")
+    empty = torch.empty(0, len(targets), dtype=torch.float64, device="cpu")
     return TokenScores(
         nll=torch.stack(nll).cpu().numpy(),
-        kl=(torch.stack(kl) if kl else empty.double()).cpu().numpy(),
+        kl=(torch.stack(kl) if kl else empty).cpu().numpy(),
         hit=torch.stack(hit).cpu().numpy(),
         agree=(torch.stack(agree) if agree else empty.bool()).cpu().numpy(),
     )

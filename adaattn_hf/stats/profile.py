@@ -48,7 +48,7 @@ def row_statistics(weights: Tensor, visible: Tensor, positions: Tensor) -> dict[
     entropy = -torch.xlogy(weights, weights).sum(-1)
     first = seen.to(torch.uint8).argmax(-1, keepdim=True)
     sinks = (keys >= first) & (keys < first + SINK_KEYS)
-    edges = torch.tensor(DISTANCES[1:], device=weights.device)
+    edges = torch.tensor(DISTANCES[1:], dtype=torch.int64, device=weights.device)
     distance = (positions[:, None] - keys).abs()
     bins = torch.bucketize(distance, edges, right=True).expand_as(weights)
     by_distance = weights.new_zeros(*weights.shape[:-1], len(DISTANCES)).scatter_add_(-1, bins, weights)

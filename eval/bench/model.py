@@ -93,8 +93,12 @@ def _step(
         shape = (cell.batch, config.num_key_value_heads, cell.keys, head_dim)
         pasts += [
             (
-                torch.randn(shape, generator=random, device="cpu").to(ids.device, model.dtype),
-                torch.randn(shape, generator=random, device="cpu").to(ids.device, model.dtype),
+                torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").to(
+                    ids.device, model.dtype
+                ),
+                torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").to(
+                    ids.device, model.dtype
+                ),
             )
             for _ in range(config.num_hidden_layers)
         ]

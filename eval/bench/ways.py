@@ -82,7 +82,7 @@ def error_of(cell: Cell, device: torch.device) -> Callable[[Tensor], float] | No
         return None
     query, key, value = (tensor.detach() for tensor in tensors_of(cell, device))
     request = AttentionRequest(query, key, value, structure_of(cell, device), cell.head_dim**-0.5)
-    rows = torch.linspace(0, cell.q_len - 1, min(_ROWS, cell.q_len), device="cpu").long()
+    rows = torch.linspace(0, cell.q_len - 1, min(_ROWS, cell.q_len), dtype=torch.float32, device="cpu").long()
     sampled = some_rows(request, rows)
     truth = reference.attention(sampled).out
     # rows that see nothing are zero in ours, and an average over something in stock attention

@@ -116,7 +116,7 @@ def _mask_maker(cell: Cell, device: torch.device) -> Callable[[str, Any], Any]:
     if cell.mask == "causal":
         offset = cell.keys - cell.q_len
     if cell.filled is not None:
-        offset = torch.tensor(cell.filled - cell.q_len, device=device)
+        offset = torch.tensor(cell.filled - cell.q_len, dtype=torch.int64, device=device)
     plain = cell.window is None and cell.chunk is None and not cell.packed
 
     def make(implementation: str, config: Any) -> Any:
@@ -144,7 +144,9 @@ def tensors_of(cell: Cell, device: torch.device) -> tuple[Tensor, Tensor, Tensor
     random = torch.Generator(device="cpu").manual_seed(0)
 
     def tensor(heads: int, length: int) -> Tensor:
-        made = torch.randn(cell.batch, length, heads, cell.head_dim, generator=random, device="cpu")
+        made = torch.randn(
+            cell.batch, length, heads, cell.head_dim, generator=random, dtype=torch.float32, device="cpu"
+        )
         leaf = made.to(device=device, dtype=getattr(torch, cell.dtype)).transpose(1, 2)
         # keys of a cache lie head by head
         leaf = leaf.contiguous() if length != cell.q_len else leaf
@@ -177,7 +179,8 @@ def _mask_function(cell: Cell, device: torch.device) -> Callable[..., Any]:
         function = masking_utils.chunked_causal_mask_function(cell.chunk, starts)
     if cell.packed:
         numbers = torch.repeat_interleave(
-            torch.arange(len(cell.packed), device="cpu"), torch.tensor(cell.packed, device="cpu")
+            torch.arange(len(cell.packed), device="cpu"),
+            torch.tensor(cell.packed, dtype=torch.int64, device="cpu"),
         )
         documents = numbers.expand(cell.batch, -1).to(device)
         function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))

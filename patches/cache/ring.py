@@ -106,7 +106,7 @@ class Ring:
         ]
         if not found:
             return
-        rows, places = torch.tensor(found, device=views[0].device).unbind(1)
+        rows, places = torch.tensor(found, dtype=torch.int64, device=views[0].device).unbind(1)
         moved = [part[rows, :, places - shift] for part in source or views]
         for view, part in zip(views, moved, strict=True):
             view[rows, :, places % self.sinks] = part

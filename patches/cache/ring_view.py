@@ -52,7 +52,7 @@ def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallSt
     real = structure.padding_on_host()
     if real is None or structure.key_padding is None:
         return plain
-    start = torch.tensor(starts_of(structure), device="cpu")[:, None]
+    start = torch.tensor(starts_of(structure), dtype=torch.int64, device="cpu")[:, None]
     oldest = total - window if count == 1 else max(sinks, past - window)
     if count > 1:
         held = torch.where(line < sinks, line, line + oldest - sinks)

@@ -276,7 +276,7 @@ class StreamingLayer(KeptTokens, DynamicLayer):
 
     def held(self) -> dict[str, Tensor]:
         """All tensors of the storage, by group and name; `take` puts them into an empty layer."""
-        found = {"starts": torch.tensor(self.starts, device="cpu")}
+        found = {"starts": torch.tensor(self.starts, dtype=torch.int64, device="cpu")}
         for group, tokens in enumerate(self.kept()):
             found |= {f"{group}.{name}": tensor for name, tensor in tokens.held().items()}
         return found

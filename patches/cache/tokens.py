@@ -228,7 +228,7 @@ class StoredTokens(Tokens):
             mean = None if self.mean is None else self.mean[list(rows)]
             record = StoredKV(parts[1][..., None], parts[3][..., None], mean)
             self.first = self.first.index_put(
-                (torch.tensor(rows, device=self.first.device),),
+                (torch.tensor(rows, dtype=torch.int64, device=self.first.device),),
                 record.keys(parts[0][:, :, None], torch.float32)[:, :, 0],
             )
 

@@ -30,7 +30,7 @@ def probe(unpadding: Unpadding) -> tuple[str, ...]:
     device = "cpu" if embeddings.weight.is_meta else embeddings.weight.device
     ids = _token_ids(embeddings.num_embeddings, getattr(unpadding.config, "pad_token_id", None)).to(device)
     last = [1] * 5 + [0] * 2 if unpadding.pools_first else [0] * 2 + [1] * 5
-    mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4, last], device=device)
+    mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4, last], dtype=torch.int64, device=device)
     training = {module: module.training for module in target.modules()}
     calls = unpadding.calls.copy()
     target.eval()
@@ -54,7 +54,7 @@ def probe(unpadding: Unpadding) -> tuple[str, ...]:
 
 def _token_ids(vocabulary: int, pad_token: int | None) -> Tensor:
     """`[3, 7]` token ids, spread over the vocabulary, none of them the padding token."""
-    ids = torch.linspace(0, vocabulary - 1, 23, device="cpu").long()
+    ids = torch.linspace(0, vocabulary - 1, 23, dtype=torch.float32, device="cpu").long()
     ids = ids[ids != pad_token] if pad_token is not None else ids
     return ids.repeat(22)[:21].view(3, 7)
 

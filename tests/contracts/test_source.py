@@ -157,6 +157,25 @@ def leaves_the_device_open(source: str) -> Iterator[str]:
                 yield f"{node.lineno}: {called} names no device"
 
 
+FLOATING = FACTORIES - {"arange", "randint", "randperm"}
+"""Those whose dtype is the default one, or that of what they are given: an empty list of integers gives floats."""
+
+
+def leaves_the_dtype_open(source: str) -> Iterator[str]:
+    """New tensors without a dtype: `torch.set_default_dtype` would decide it."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not re.fullmatch(
+            r"torch\.\w+", called := ast.unparse(node.func)
+        ):
+            continue
+        name, names = called.removeprefix("torch."), {keyword.arg for keyword in node.keywords}
+        numbers = [value for value in node.args if isinstance(value, (ast.Constant, ast.UnaryOp))]
+        floats = any(isinstance(value, ast.Constant) and isinstance(value.value, float) for value in numbers)
+        of_numbers = (name == "where" and len(numbers) == 2) or (name == "arange" and floats)
+        if (name in FLOATING or of_numbers) and not names & {"dtype", None}:
+            yield f"{node.lineno}: {called} names no dtype"
+
+
 CHECKS: dict[str, Callable[[str], Iterator[str]]] = {
     "placeholders": placeholders,
     "swallowed": swallowed,
@@ -166,6 +185,7 @@ CHECKS: dict[str, Callable[[str], Iterator[str]]] = {
     "suggestions": own_suggestions,
     "allocator": manages_the_allocator,
     "device": leaves_the_device_open,
+    "dtype": leaves_the_dtype_open,
 }
 PLANTED = {
     "placeholders": [
@@ -187,6 +207,12 @@ PLANTED = {
     "suggestions": ["near = difflib.get_close_matches(name, known)\n"],
     "allocator": ["torch.cuda.empty_cache()\n", "torch.cuda.set_per_process_memory_fraction(0.7)\n"],
     "device": ["table = torch.tensor(rows, dtype=torch.int64)\n"],
+    "dtype": [
+        "table = torch.zeros(3, device=d)\n",
+        "rows = torch.tensor(rows, device=d)\n",
+        "sign = torch.where(x > 0, 1.0, -1.0)\n",
+        "steps = torch.arange(0, 1, 0.1, device=d)\n",
+    ],
     "advice": ["raise ValueError('call adaattn_hf.repair(model)')\n", "# written by `adaattn mend`\n"],
 }
 

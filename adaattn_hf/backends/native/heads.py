@@ -97,9 +97,11 @@ def _find_launches(structure: CallStructure, rules: HeadRules) -> list[_Launch]:
             asked = replace(
                 told,
                 head_windows=torch.tensor(
-                    [-1 if window is None else window for window, _ in pairs], device="cpu"
+                    [-1 if window is None else window for window, _ in pairs],
+                    dtype=torch.int64,
+                    device="cpu",
                 ),
-                head_sinks=torch.tensor([sinks for _, sinks in pairs], device="cpu"),
+                head_sinks=torch.tensor([sinks for _, sinks in pairs], dtype=torch.int64, device="cpu"),
             )
         if part.key_mean is not None and part.precision == "int8":
             asked = replace(asked, key_mean=part.key_mean.detach().float()[None].contiguous())
