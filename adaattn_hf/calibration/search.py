@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..plans.choices import Choice
 from ..plans.plan import Plan
 from ..plans.program import Program
 from ..policy.acceptance import Gates
@@ -47,17 +46,9 @@ Picks = NDArray[np.int64]
 """`[units]`, index of each unit's choice among the candidates."""
 
 
-def solve(
-    measurement: Measurement,
-    budget: Array,
-    demoted: Sequence[int] = (),
-    allowed: Callable[[Choice], bool] | None = None,
-) -> Allocation:
-    """Returns the cheapest allocation of allowed choices within a budget per length; units in `demoted` stay exact."""
+def solve(measurement: Measurement, budget: Array, demoted: Sequence[int] = ()) -> Allocation:
+    """Returns the cheapest allocation within a budget per length; units in `demoted` stay exact."""
     risks = measurement.risks()
-    for place, choice in enumerate(measurement.layers.candidates.choices):
-        if place and allowed is not None and not allowed(choice):
-            risks[:, :, place] = np.inf
     for unit in demoted:
         risks[:, unit, 1:] = np.inf
     launches = None if measurement.inputs.settings.with_cache else measurement.launches

@@ -28,13 +28,15 @@ SECTIONS = {
     "training": ("kernels", "training", "Forward and backward at 16k"),
     "packed": ("packed", "packed", "Packed and padded calls beside dense ones"),
     "stored": ("stored", "stored", "One decode step over a cache of codes"),
-    "tuned": ("tuned", "tuned", "`auto` by a measured table beside every installed kernel"),
     "light": ("light", "light", "Short and middling causal calls"),
     "generation": ("generation", "generation", "Generation as Transformers compiles it"),
     "compiled": ("compiled", "compiled", "Whole models under torch.compile"),
     "model": ("model", "model", "A model shaped like LLaMA-8B, 32 layers, random weights"),
 }
-RECORDS = {"eight": "Scores in int8, a record: `studies/cuda/eight.py` at commit 66077c1"}
+RECORDS = {
+    "eight": "Scores in int8, a record: `studies/cuda/eight.py` at commit 66077c1",
+    "tuned": "`auto` by a measured table, a record: `studies/cuda/tuned.py` at commit 8416d12",
+}
 """Sections of the page whose programs have left."""
 TITLES = {name: title for name, (_, _, title) in SECTIONS.items()} | RECORDS
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

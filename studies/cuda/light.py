@@ -1,7 +1,7 @@
 """Causal calls of few or middling tokens, where the host's way to a launch and how programs begin and end decide.
 
 Through `auto`, as layers call it that follow the first one of a pass, beside torch's operator and the two backends of
-which the built-in order takes one. Clock and columns are those of the section `tuned`; no table is measured.
+which the built-in order takes one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.base import layer_call, spec_of
 
-from .measure import ON_CUDA, Cell, Section, length, request, stock
-from .tuned import medians
+from .measure import ON_CUDA, Cell, Section, length, medians, request, stock
 
 HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64))
 TOKENS = (100, 300, 512, 900, 1024, 1500, 2048, 3000, 4096, 8192)

@@ -32,7 +32,7 @@ from adaattn_hf.attention.request import AttentionRequest, AttentionResult, Call
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.base import spec_of
-from adaattn_hf.backends.clocks import warmed
+from adaattn_hf.backends.clocks import clock_of, quartiles, warmed
 from adaattn_hf.eval.provenance import commit
 
 Cell = dict[str, Any]
@@ -301,3 +301,8 @@ def package(name: str) -> Any:
         ImportError: It is absent, or lacks what it needs itself.
     """
     return importlib.import_module(name)
+
+
+def medians(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Microseconds of calls that are taken in turn, once the clock has had each compiled."""
+    return {way: quartiles(runs)[1] for way, runs in clock_of(DEVICE.type)(calls).items()}

@@ -16,26 +16,11 @@ from adaattn_hf.errors import EvalError
 from adaattn_hf.eval import atlas
 from adaattn_hf.eval.bench import report as bench
 from adaattn_hf.plans import page, render
-from studies.budget import ablate
 
 from ..unit.test_plan import make_plan
 
 NASTY = "\x1b]0;owned\x07\x9b31m</script><img src=x>|[red](x)"
 ROOMS = ("adaattn_hf", "patches", "configs", "eval")
-
-
-def ablated() -> dict[str, Any]:
-    row = {"arm": "combined", "budget": 0.1, "predicted": 1.0, "kl": 1.0, "delta_nll": 1.0, "ratio": 1.0}
-    settings = {"dtype": NASTY, "data": [NASTY], "verify_data": [], "sequences": 1, "held_out": 1}
-    made = {"versions": {"torch": NASTY, "transformers": NASTY}, "device": NASTY, "commit": NASTY}
-    return {
-        "rows": [{**row, "arm": arm} for arm in ablate.ARMS],
-        "settings": settings,
-        "provenance": made,
-        "model": NASTY,
-        "lengths": [64],
-        "machine": NASTY,
-    }
 
 
 def benched() -> dict[str, Any]:
@@ -108,7 +93,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "plans beside one another": lambda: page.compared([(NASTY, planned())], [NASTY]),
 }
 MARKDOWN: dict[str, Callable[[], str]] = {
-    "ablation": lambda: ablate.page(ablated()),
     "benchmark": lambda: bench.markdown(benched(), NASTY),
 }
 TERMINAL: dict[str, Callable[[], str]] = {

@@ -35,6 +35,7 @@ from adaattn_hf.calibration.corpus import draw, read_documents
 from adaattn_hf.calibration.inputs import open_inputs
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.needles import build, most, retrieved
+from adaattn_hf.calibration.search import JointPasses
 from adaattn_hf.calibration.state import FILE, CalibrationState
 from adaattn_hf.cli.options import nats
 from adaattn_hf.plans import execute, monitor, sampled, store
@@ -43,7 +44,7 @@ from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy import knapsack
 from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.stats.paired import TokenScores
-from studies.budget.held_out import HeldOutPasses
+from studies.budget.held_out import ratio
 
 from ..support.choices import make_choice
 from ..support.letters import lettered_llama
@@ -134,15 +135,16 @@ def test_predicted_risk_orders_and_sizes_the_measured_kl(model: LlamaForCausalLM
     """Untrained heads err in step over rows, which the diagonal form leaves out: the size holds to a small factor."""
     settings = replace(SETTINGS, sequences=4, rows=LENGTH, labels=4, tries=1, held_out=6)
     measurement = measure(open_inputs(model, encode, text, settings), prices=_prices())
-    passes, choices = HeldOutPasses(measurement), measurement.layers.candidates.choices
-    labels = [choice.label for choice in choices]
-    found = [passes.uniform(choices[labels.index(label)]) for label in ("w64+16", "w32+16", "r16")]
-    for one in found:
-        assert 1 / 4 < one["predicted"] / one["kl"] < 4, one
-    assert sorted(range(3), key=lambda i: found[i]["predicted"]) == sorted(
-        range(3), key=lambda i: found[i]["kl"]
-    )
-    assert found[0]["ratio"] == pytest.approx(5.0)
+    passes, risks = JointPasses(measurement), measurement.risks()[-1].sum(axis=0)
+    labels = [choice.label for choice in measurement.layers.candidates.choices]
+    places = [labels.index(label) for label in ("w64+16", "w32+16", "r16")]
+    everywhere = [np.full(len(measurement.layers.units), place) for place in places]
+    predicted = [float(risks[place]) for place in places]
+    measured = [passes.joint(picks, LENGTH).kl for picks in everywhere]
+    for one, kl in zip(predicted, measured, strict=True):
+        assert 1 / 4 < one / kl < 4, (predicted, measured)
+    assert np.argsort(predicted).tolist() == np.argsort(measured).tolist()
+    assert ratio(measurement, everywhere[0], LENGTH) == pytest.approx(5.0)
 
 
 def test_a_budget_that_cannot_be_met_is_exact_and_says_so(model: LlamaForCausalLM, text: list[Path]) -> None:

@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 from studies.cuda.__main__ import TITLES, app
 from studies.cuda.compiled import compiled
 from studies.cuda.generation import THOUSANDS, Clock, generation
+from studies.cuda.light import BATCHES, TOKENS, light
 from studies.cuda.measure import Cell, Section
 from studies.cuda.model import BUDGETS, HEADS, LAYERS, records
 from studies.cuda.stored import steady
-from studies.cuda.tuned import tuned
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 PEAKS = {"TFLOP/s": 800.0, "TB/s": 4.0}
@@ -91,14 +91,12 @@ def test_the_plans_that_the_rule_takes_hold_their_budgets() -> None:
     assert found["1 %"]["budget"] > found["0.1 %"]["budget"]
 
 
-def test_auto_beside_every_kernel_is_tried_without_a_device(tmp_path: Path) -> None:
-    section = Section(tmp_path / "tuned.json", {"commit": "abc", "device": "one"}, PEAKS)
-    tuned(section)
+def test_short_calls_are_tried_without_a_device(tmp_path: Path) -> None:
+    section = Section(tmp_path / "light.json", {"commit": "abc", "device": "one"}, PEAKS)
+    light(section)
     assert not [row for row in section.cells if "failed" in row]
-    for row in section.cells:
-        times = [row[name] for name in ("native", "sdpa") if name in row]
-        assert row["share of the best ×"] == pytest.approx(min(times) / row["auto"])
-        assert {row["auto takes"], row["built-in order"]} <= {"native", "sdpa"}
+    assert len(section.cells) == 3 * (len(TOKENS) + len(BATCHES))
+    assert all(row[arm] > 0 for row in section.cells for arm in ("sdpa", "auto", "by our sdpa"))
 
 
 def test_generation_is_tried_without_a_device(tmp_path: Path) -> None:
