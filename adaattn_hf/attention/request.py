@@ -362,14 +362,15 @@ class CallSpec(NamedTuple):
         if compiling and device == "cuda" and kind == "ragged" and not structure.one_run_a_row:
             kind = "irregular"  # nobody can look where chunks and documents begin
         holes, packed, aligned = None, 0, True
-        if look and kind == "ragged" and not (compiling or opaque or device == "meta"):
+        _, heads, q_len, head_dim = q.shape
+        counted = type(q_len) is int  # in torch.jit.trace extents are tensors
+        if look and counted and kind == "ragged" and not (compiling or opaque or device == "meta"):
             holes, aligned = structure.segments() is None, structure.aligned
             packed = 1 << structure.longest_packed.bit_length() >> 1
             # kernels that walk runs are no better off than with a dense mask
             kind = "irregular" if holes else kind
-        _, heads, q_len, head_dim = q.shape
         keys = kv_bytes = pairs = length = 0
-        if type(q_len) is int and not (compiling or opaque):  # in torch.jit.trace extents are tensors
+        if counted and not (compiling or opaque):
             length = 1 << (k.shape[2] - 1).bit_length() if k.shape[2] else 0
             if device == "cuda":
                 keys = k.shape[2] // 128 * 128 if q_len == 1 else 1 << k.shape[2].bit_length() >> 1

@@ -73,6 +73,27 @@ def test_a_traced_model_computes_attention_of_its_inputs(family: str) -> None:
         torch.testing.assert_close(traced(second), run(second), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["adaattn", "adaattn_sdpa", "adaattn_eager"])
+@pytest.mark.parametrize("said", ["sinks", "softcap", "documents"])
+def test_a_traced_call_computes_attention_of_its_inputs(name: str, said: str) -> None:
+    """A program of parts that are written into one output is no graph: its numbers would stay those of its making."""
+    keywords: dict[str, Any] = {"sinks": {"s_aux": torch.randn(4)}, "softcap": {"softcap": 2.0}}.get(said, {})
+    batch = 2
+    if said == "documents":
+        borders, batch = torch.tensor([0, 3, 7], dtype=torch.int32), 1
+        keywords = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+    serve: Any = AttentionInterface._global_mapping[name]
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = serve(Layer(), query, key, value, None, **keywords)[0]
+        return out
+
+    with torch.no_grad():
+        traced = torch.jit.trace(run, drawn(batch), check_trace=False)
+        second = drawn(batch)
+        torch.testing.assert_close(traced(*second), run(*second), atol=1e-5, rtol=1e-5)
+
+
 def test_make_fx_records_every_operation() -> None:
     first, second = drawn(2), drawn(2)
     graph = make_fx(lambda q, k, v: attention(q, k, v))(*first)

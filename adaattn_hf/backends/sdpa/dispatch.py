@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec, holds_no_memory
 from ...attention.structure import CallStructure
+from ...attention.tap import transform_at_work
 from ..base import FastCall, nothing_seen, spec_of
 from . import limits
 from .decode import attend_few
@@ -41,7 +42,8 @@ def attend(request: AttentionRequest) -> AttentionResult:
         and request.sink_logits is None
         and not request.need_lse
     )
-    if torch.compiler.is_compiling() or holds_no_memory(query, request.key, value):
+    # a program writes its parts into one output, which transforms do not see
+    if torch.compiler.is_compiling() or transform_at_work() or holds_no_memory(query, request.key, value):
         return AttentionResult(_traced(request, simple).transpose(1, 2))
     if request.asks_nothing:
         return nothing_seen(request)
