@@ -110,6 +110,32 @@ def _check_mask(query: Tensor, mask: Tensor) -> None:
         )
 
 
+def check_dense(module: nn.Module, mask: Any, extents: tuple[int, ...]) -> None:
+    """Refuses what is no mask of the scores; a wider one, too, for nobody could tell which columns are the keys'.
+
+    Args:
+        module: The attention module, which messages name.
+        mask: What came as the mask.
+        extents: Batch, heads, queries and keys.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: It does not broadcast to the scores.
+    """
+    if not isinstance(mask, Tensor):
+        raise TypeError(
+            f"attention_mask: got {type(mask).__name__}, expected a tensor "
+            "[batch, 1 or heads, q_len, kv_len] (boolean, True = attend, or added to the scores) or [batch, kv_len]"
+        )
+    if mask.ndim != 4 or any(
+        size not in (1, extent) for size, extent in zip(mask.shape, extents, strict=True)
+    ):
+        raise ValueError(
+            f"attention_mask: got shape {tuple(mask.shape)}, expected one that broadcasts to {extents} in "
+            f"{type(module).__name__}; pass a mask of this call's queries and keys"
+        )
+
+
 def with_bias(mask: Tensor, bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
     """Returns the sum of an additive mask and a bias, at least in the query's precision.
 

@@ -98,6 +98,24 @@ def test_masks_that_say_nothing_are_refused(serve: Serve, mask: Tensor) -> None:
         serve(Layer(), *drawn(1), mask)
 
 
+def test_a_mask_of_more_keys_than_there_are_is_refused(serve: Serve) -> None:
+    """A layer with a window keeps its last keys alone; the first columns of a mask of all are not theirs."""
+    for mask in (torch.ones(1, 1, 9, 12, dtype=torch.bool), torch.zeros(1, 1, 9, 12)):
+        with pytest.raises(
+            ValueError, match=r"attention_mask: got shape \(1, 1, 9, 12\), expected one that bro"
+        ):
+            serve(Layer(), *drawn(1), mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_integers_are_refused(serve: Serve, dtype: torch.dtype) -> None:
+    tensors = drawn(1)
+    for place, name in enumerate(("query", "key", "value")):
+        changed = [t.to(dtype) if place == number else t for number, t in enumerate(tensors)]
+        with pytest.raises(ValueError, match=f"{name}: got {dtype}, expected a floating-point dtype"):
+            serve(Layer(), *changed, None)
+
+
 def test_options_of_losses_pass(serve: Serve) -> None:
     tensors = drawn(1)
     plain = serve(Layer(), *tensors, None)[0]

@@ -247,3 +247,17 @@ def test_upcast_attention_of_gpt2_is_computed_in_fp32() -> None:
     with torch.no_grad(), recording(recorder):
         upcast.to(torch.bfloat16)(input_ids=tokens())
     assert [spec.dtype for _, spec, _ in recorder.calls] == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("implementation", ["adaattn", *FORCED])
+def test_a_mask_of_all_keys_is_refused_where_a_window_keeps_the_last_ones(implementation: str) -> None:
+    """The layers' keys are the mask's last columns; stock attention refuses it, too."""
+    stock, ours = pair("mistral-window", implementation)
+    ids, mask = tokens(1, 8), torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    for model in (stock, ours):
+        with torch.no_grad():
+            cache = model(
+                input_ids=ids[:, :6], attention_mask=mask[:, :, :6, :6], use_cache=True
+            ).past_key_values
+            with pytest.raises((ValueError, RuntimeError), match=r"attention_mask: got shape|The size of"):
+                model(input_ids=ids[:, 6:7], attention_mask=mask[:, :, 6:7, :7], past_key_values=cache)

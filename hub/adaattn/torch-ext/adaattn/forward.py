@@ -7,14 +7,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .attention.request import AttentionRequest
+from .attention.request import AttentionRequest, check_dimensions
 from .attention.structure import CallStructure
 from .attention.tap import transform_at_work
 from .backends import select
 from .config import settings_in
 from .mask import structure_of
 from .patches.documents import with_documents
-from .patches.refusals import check_call, check_paged, check_transform, with_bias
+from .patches.dtypes import one_dtype, restored
+from .patches.refusals import check_call, check_dense, check_paged, check_transform, with_bias
 from .patches.selected import with_selected_keys
 from .plans import execute
 from .plans.fit import program_of
@@ -65,6 +66,7 @@ def flash_attn_forward(
             "output_attentions: got True, expected False: this kernel returns no weights; load the model with "
             "attn_implementation='eager'"
         )
+    check_dimensions(query, key, value)
     check_call(module, query, key, attention_mask, position_bias, scaling, sliding_window, kwargs)
     check_paged(module, kwargs)
     compiling = torch.compiler.is_compiling()
@@ -80,26 +82,26 @@ def flash_attn_forward(
         check_transform("native" if backend == "native" else None, transform, query, key)
         backend = backend or "eager"
     out_dtype = query.dtype
-    wide = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-    query, key, value = (t if t.dtype is wide else t.to(wide) for t in (query, key, value))
+    query, key, value = one_dtype(module, query, key, value)
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     bias = position_bias
-    batch, _, q_len, head_dim = query.shape
+    batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
+    if attention_mask is not None:
+        check_dense(module, attention_mask, (batch, heads, q_len, kv_len))
     if attention_mask is None:
         # without a mask stock attention aligns causality to the first key and lets a single query see everything
         structure = CallStructure(batch, q_len, kv_len, causal and q_len > 1)
     elif attention_mask.dtype.is_floating_point:
         structure = CallStructure(batch, q_len, kv_len)
-        mask = attention_mask[..., :kv_len]
-        bias = mask if bias is None else with_bias(mask, bias, query, kv_len)
+        bias = attention_mask if bias is None else with_bias(attention_mask, bias, query, kv_len)
     elif compiling or transform is not None:
-        structure = CallStructure(batch, q_len, kv_len, mask=attention_mask.bool()[..., :kv_len])
+        structure = CallStructure(batch, q_len, kv_len, mask=attention_mask.bool())
     else:
         structure = structure_of(attention_mask, batch, kv_len, causal, sliding_window)
     if kwargs.get("cu_seq_lens_q") is not None:
         structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
-    structure = with_selected_keys(module, structure, query.shape[1], kwargs)
+    structure = with_selected_keys(module, structure, heads, kwargs)
     scaling = head_dim**-0.5 if scaling is None else scaling
     request = AttentionRequest(
         query, key, value, structure, scaling, dropout=dropout, softcap=softcap, sink_logits=s_aux, bias=bias
@@ -117,7 +119,7 @@ def flash_attn_forward(
                 "model with attn_implementation='adaattn', or remove the plan"
             )
         out = execute.attend(program, request, backend).out
-    return out if out.dtype is out_dtype else out.to(out_dtype), None
+    return out if out.dtype is out_dtype else restored(out, out_dtype), None
 
 
 def _no_tensors(plan: Plan, index: int, source: str | None, raw: object) -> NoReturn:
