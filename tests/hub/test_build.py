@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import CPU, ROOT
+from ..support.kernels import CPU, ROOT
 
 NAMES = [path.parent.name for path in sorted(ROOT.glob("hub/*/build.toml"))]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .conftest import CPU
+from ..support.kernels import CPU
 from .models import FAMILIES, FLASH, beside_stock, padded_batch
 
 kernels = pytest.importorskip(

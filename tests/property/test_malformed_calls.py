@@ -25,6 +25,7 @@ from ..support.malformed_rules import (
     stored_calls,
 )
 from . import search
+from .searching import kinds, page
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
 
@@ -132,7 +133,7 @@ def test_the_search_goes_on_where_it_was_and_counts_crashes(
         if kind == "rules" and crashed:
             crashed = False
             return subprocess.CompletedProcess(command, -11, "", "Segmentation fault")
-        found = search.chunk(kind, int(seed), int(cases), None)
+        found = kinds.chunk(kind, int(seed), int(cases))
         return subprocess.CompletedProcess(command, 0, f"{json.dumps(found)}\n", "")
 
     real = subprocess.run
@@ -143,9 +144,9 @@ def test_the_search_goes_on_where_it_was_and_counts_crashes(
     assert sum(done["verdicts"]["valid"].values()) == done["verdicts"]["valid"]["served"] == 9
     assert done["verdicts"]["rules"] == {"crashed": 1}
     assert "Segmentation fault" in done["failed"][0]
-    search.record(done, tmp_path)
+    page.record(done, tmp_path)
     assert (
-        "| malformed rules of the native kernels | 1 | 0 | 0 | 0 | 0 | 1 |"
+        "| malformed rules of the native kernels | 1 | 0 | 0 | 0 | 0 | 0 | 1 |"
         in (tmp_path / "fuzz.md").read_text()
     )
     monkeypatch.setattr(subprocess, "run", real)

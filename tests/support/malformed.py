@@ -15,10 +15,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.patches.structured_mask import StructuredMask
 
-from .requests import generator, requests
+from .doors import door
+from .requests import DEFAULTS, default_dtype, generator, requests
 
 NONE, MOST = float("nan"), float("inf")
 Change = Callable[[Tensor], Any]
@@ -54,18 +54,20 @@ class Call(Shown):
         backend: Name of the implementation behind the name, None for a choice.
         given: `query`, `key`, `value`, `attention_mask` and keywords.
         changes: What was made of a valid call, in words.
+        default: Torch's default dtype.
     """
 
     backend: str | None
     given: dict[str, Any]
     changes: list[str] = field(default_factory=list)
+    default: torch.dtype = torch.float32
 
     def __repr__(self) -> str:
         """The call without its numbers."""
         shown = {
             n: f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else v for n, v in self.given.items()
         }
-        return f"Call({self.backend}, {shown}, {self.changes})"
+        return f"Call({self.backend}, {shown}, {self.changes}, default {self.default})"
 
 
 def freed(tensor: Tensor) -> Tensor:
@@ -129,7 +131,9 @@ NUMBERS: dict[str, list[Any]] = {
 
 
 @st.composite
-def malformed(draw: st.DrawFn) -> Call:
+def malformed(
+    draw: st.DrawFn, doors: tuple[str | None, ...] = (None, None, "native", "sdpa", "eager")
+) -> Call:
     """A valid call after one or two changes, most of which it does not survive."""
     valid = draw(requests(longest=70))
     structure = valid.structure
@@ -150,7 +154,7 @@ def malformed(draw: st.DrawFn) -> Call:
     ):  # fmt: skip
         if value is not None:
             given[name] = value
-    call = Call(draw(st.sampled_from([None, None, "native", "sdpa", "eager"])), given)
+    call = Call(draw(st.sampled_from(doors)), given, default=draw(st.sampled_from(DEFAULTS)))
     for _ in range(draw(st.integers(1, 2))):
         tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
         name = draw(st.sampled_from([*tensors, *tensors, *NUMBERS]))
@@ -221,7 +225,6 @@ def meaning(call: Call) -> tuple[Tensor, Tensor]:
         if causal:  # as in flash-attn, the last query stands at the last key
             seen = seen.tril(kv_len - q_len)
     else:
-        mask = mask[..., :kv_len]
         if mask.dim() != 4 or any(a not in (1, b) for a, b in zip(mask.shape, shape, strict=True)):
             raise Unreadable
         if mask.is_floating_point():
@@ -268,8 +271,8 @@ def asked(call: Call, backend: str | None) -> Tensor:
     """What the package answers."""
     given = dict(call.given)
     query, key, value, mask = (given.pop(name) for name in ("query", "key", "value", "attention_mask"))
-    with torch.no_grad():
-        out: Tensor = attention_function(backend)(Layer(1), query, key, value, mask, **given)[0]
+    with torch.no_grad(), default_dtype(call.default):
+        out: Tensor = door(backend)(Layer(1), query, key, value, mask, **given)[0]
     return out
 
 
@@ -307,7 +310,9 @@ def judge(call: Call) -> str:
             raise AssertionError(f"{told}: stock answers, here {error!r}") from error
         return "refused as by stock"
     dropout = call.given.get("dropout", 0.0)
-    if out.device.type == "meta" or (dropout and 0 <= dropout <= 1):
+    if any(isinstance(value, Tensor) and value.is_meta for value in call.given.values()):
+        assert out.is_meta, f"{told}: numbers came of a tensor without numbers"
+    if out.is_meta or (dropout and 0 <= dropout <= 1):
         return "served"
     assert dropout == 0, f"{told}: served with a dropout that is none"
     sinks = call.given.get("s_aux")

@@ -21,7 +21,7 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from .malformed import Shown
-from .requests import HALF, bound, generator, requests
+from .requests import DEFAULTS, HALF, bound, default_dtype, generator, requests
 
 __all__ = ["Planned", "choices", "judge", "planned"]
 
@@ -42,11 +42,12 @@ def choices(draw: st.DrawFn, columns: int) -> Choice:
 
 @dataclass(repr=False)
 class Planned(Shown):
-    """A layer's plan, a call, and the backend that is named for it."""
+    """A layer's plan, a call, the backend that is named for it, and torch's default dtype."""
 
     program: Program
     request: AttentionRequest
     backend: str | None
+    default: torch.dtype = torch.float32
 
     def __repr__(self) -> str:
         """The plan and the call without their numbers."""
@@ -54,6 +55,7 @@ class Planned(Shown):
         labels = [choice.label for choice in p.plan.choices]
         shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
         more = f"{r.softcap}, sinks {r.sink_logits is not None}, bias {r.bias is not None}"
+        more += f", default {self.default}"
         return f"Planned({labels}, {p.max_length}, {self.backend}, {r.query.dtype}, {shapes}, {r.structure}, {more})"
 
 
@@ -75,7 +77,8 @@ def planned(draw: st.DrawFn) -> Planned:
     mean = torch.randn(heads, dim, generator=random) if draw(st.booleans()) else None
     limit = draw(st.sampled_from([10**6, 10**6, request.key.shape[2] // 2]))
     program = Program(LayerPlan(0, "", tuple(taken)), LayerTensors(mean, query_basis, key_basis), limit)
-    return Planned(program, request, draw(st.sampled_from([None, "native", "sdpa", "eager"])))
+    backend = draw(st.sampled_from([None, "native", "sdpa", "eager"]))
+    return Planned(program, request, backend, draw(st.sampled_from(DEFAULTS)))
 
 
 def rounding(request: AttentionRequest, out: Tensor, dtype: torch.dtype) -> float:
@@ -131,7 +134,7 @@ def judge(call: Planned) -> str:
         any(precision_of(choice) == "int8" for choice in program.plan.choices) and backend != "eager"
     )
     try:
-        with torch.no_grad():
+        with torch.no_grad(), default_dtype(call.default):
             found = execute.attend(program, request, backend).out
     except BackendRefusal:
         return "refused"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +19,22 @@ from adaattn_hf.backends.eager import EagerBackend
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.sdpa import SdpaBackend
 
+DEFAULTS = (torch.float32, torch.bfloat16)
+"""What users set torch's default dtype to."""
 HALF = (torch.bfloat16, torch.float16)
 ON_CPU: dict[str, Backend] = {"sdpa": SdpaBackend(), "eager": EagerBackend(), "native": NativeBackend()}
 """Backends for this machine's processor; `native` lacks its library where there was no compiler."""
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Torch's default while a block runs; it must change nothing of what is computed from tensors."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def generator(seed: int) -> torch.Generator:

@@ -11,44 +11,45 @@ from torch import Tensor
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.patches.interface import attention_function
 from adaattn_hf.patches.structured_mask import StructuredMask
 
+from .doors import HUB, door
 from .malformed import Layer, Shown
-from .requests import HALF, bound, generator, leaves, refuses, requests
+from .requests import DEFAULTS, HALF, bound, default_dtype, generator, leaves, refuses, requests
 
 
 @dataclass(repr=False)
 class Valid(Shown):
-    """A request, the backend that is named for it, and whether its gradients are compared."""
+    """A request, the backend that is named for it, whether its gradients are compared, and torch's default dtype."""
 
     request: AttentionRequest
     backend: str | None
     gradient: bool
+    default: torch.dtype
 
     def __repr__(self) -> str:
         """The call without its numbers."""
         r = self.request
         shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
-        return f"Valid({self.backend}, {r.query.dtype}, {shapes}, {r.structure}, gradient={self.gradient})"
+        words = f"{r.query.dtype}, {shapes}, {r.structure}, default {self.default}"
+        return f"Valid({self.backend}, {words}, gradient={self.gradient})"
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> Valid:
-    """Any request, for any backend of this processor."""
-    backend = draw(st.sampled_from([None, "native", "sdpa", "eager"]))
+def calls(draw: st.DrawFn, doors: tuple[str | None, ...] = (None, "native", "sdpa", "eager")) -> Valid:
+    """Any request, for any backend of this processor, or for another door."""
+    backend = draw(st.sampled_from(doors))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, *HALF]))
     request = draw(requests(dtype=dtype, longest=70))
-    assume(backend is None or not refuses(backend, request))
-    return Valid(
-        replace(request, need_lse=False), backend, dtype not in HALF and draw(st.integers(0, 2)) == 0
-    )
+    assume(backend in (None, HUB) or not refuses(backend, request))
+    gradient = dtype not in HALF and draw(st.integers(0, 2)) == 0
+    return Valid(replace(request, need_lse=False), backend, gradient, draw(st.sampled_from(DEFAULTS)))
 
 
 def answer(request: AttentionRequest, backend: str | None) -> Tensor:
     """What the attention function gives."""
     given = {"softcap": request.softcap, "s_aux": request.sink_logits, "position_bias": request.bias}
-    out: Tensor = attention_function(backend)(
+    out: Tensor = door(backend)(
         Layer(1), request.query, request.key, request.value,
         StructuredMask(request.structure, torch.device("cpu")), scaling=request.scaling,
         **{name: value for name, value in given.items() if value is not None},
@@ -65,7 +66,7 @@ def judge(call: Valid) -> str:
     request = call.request
     truth = reference.attention(request).out
     if not call.gradient:
-        with torch.no_grad():
+        with torch.no_grad(), default_dtype(call.default):
             found = answer(request, call.backend)
         assert found.dtype == request.query.dtype
         error = float((found.double() - truth).abs().amax())
@@ -74,7 +75,8 @@ def judge(call: Valid) -> str:
         return "served"
     ours, tensors = leaves(request)
     weight = torch.randn(truth.shape, generator=generator(5))
-    mine = torch.autograd.grad((answer(ours, call.backend) * weight).sum(), tensors, allow_unused=True)
+    with default_dtype(call.default):
+        mine = torch.autograd.grad((answer(ours, call.backend) * weight).sum(), tensors, allow_unused=True)
     theirs, copies = leaves(request)
     exact = torch.autograd.grad((reference.attention(theirs).out * weight).sum(), copies, allow_unused=True)
     scores = float(request.query.abs().amax() * request.key.abs().amax()) * abs(request.scaling)

@@ -1,0 +1,1 @@
+"""The parts of the random search: what it draws, how it judges, how it goes on, what it writes."""

@@ -1,0 +1,113 @@
+"""What is searched: kinds of cases, how many of each, how they are drawn and who judges them."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis.errors import UnsatisfiedAssumption
+
+from tests.support.kernels import kernel
+
+from .drawing import Drawing
+
+
+class Kind(NamedTuple):
+    """One kind of cases.
+
+    Attributes:
+        share: How many there are to each case that is asked for.
+        chunk: How many run in one process, after which what was found is kept.
+        words: For the page.
+    """
+
+    share: float
+    chunk: int
+    words: str
+
+
+KINDS = {
+    "valid": Kind(0.9, 10_000, "valid calls, forward or with gradients, against double precision"),
+    "plans": Kind(
+        0.1, 10_000, "valid calls under random plans, as they are and as a traced graph holds them"
+    ),
+    "malformed": Kind(0.7, 10_000, "malformed calls of the attention function"),
+    "rules": Kind(0.2, 10_000, "malformed rules of the native kernels"),
+    "stored": Kind(0.1, 10_000, "malformed tokens on their way into a cache"),
+    "hub": Kind(0.05, 10_000, "the same valid calls of the Hub's kernel `adaattn`"),
+    "hub malformed": Kind(0.05, 10_000, "malformed calls of that kernel"),
+    "ways": Kind(
+        0.1,
+        10_000,
+        "calls by every door, traced, batched, in forward mode, with keywords that mean something",
+    ),
+    "again": Kind(0.05, 10_000, "calls that follow one like them, with tensors of another device or kind"),
+    "files": Kind(0.02, 1_000, "saved caches with flipped bits, cut short, with other metadata"),
+    "models": Kind(
+        0.09,
+        1_000,
+        "tiny models of all families: positions, masks, rows, caches; against stock eager and sdpa",
+    ),
+    "graphs": Kind(0.01, 100, "the same, compiled, traced or exported, each graph called twice"),
+}
+VERDICTS = ("served", "refused", "refused as by stock", "stock differs", "wrong", "crashed")
+
+
+def searched(kind: str) -> tuple[Any, Callable[[Any], str]]:
+    """The strategy and the judge of a kind; what they need is imported here, for a chunk needs one of them alone."""
+    from tests.support import malformed, malformed_rules, planned, valid
+    from tests.support.doors import HUB
+
+    from . import again, files, graphs, oracle, ways, whole
+
+    made: dict[str, tuple[Any, Callable[[Any], str]]] = {
+        "valid": (valid.calls(), valid.judge),
+        "plans": (planned.planned(), planned.judge),
+        "malformed": (malformed.malformed(), malformed.judge),
+        "rules": (malformed_rules.native_calls(), malformed_rules.judge_native),
+        "stored": (malformed_rules.stored_calls(), malformed_rules.judge_stored),
+        "hub": (valid.calls((HUB,)), valid.judge),
+        "hub malformed": (malformed.malformed((HUB,)), malformed.judge),
+        "ways": (ways.ways(), ways.judge),
+        "again": (again.repeated(), again.judge),
+        "files": (files.saved(), files.judge),
+        "models": (whole.wholes(), oracle.judge),
+        "graphs": (graphs.graphed(), graphs.judge),
+    }
+    return made[kind]
+
+
+def chunk(kind: str, seed: int, cases: int, library: Path | None = None) -> dict[str, Any]:
+    """Runs a chunk in this process; returns the number of each verdict and what failed."""
+    from transformers import logging
+
+    from adaattn_hf.backends.native import library as native
+
+    if library is not None:
+        native._library, native._missing = native.load(library)
+    if native.missing():
+        raise SystemExit("; ".join(native.missing()))
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    kernel("adaattn")  # built before anything is judged: what its build raises is nobody's refusal
+    strategy, judge = searched(kind)
+    verdicts: collections.Counter[str] = collections.Counter()
+    failed: list[str] = []
+    draw = Drawing(f"{kind} {seed}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while verdicts.total() < cases:
+            try:
+                call = draw(strategy)
+            except UnsatisfiedAssumption:
+                continue
+            try:
+                verdicts[judge(call)] += 1
+            except AssertionError as error:
+                verdicts["wrong"] += 1
+                failed.append(f"{call!r}: {error}"[:1000])
+    return {"verdicts": dict(verdicts), "failed": failed[:5]}

@@ -1,0 +1,175 @@
+"""The same attention by every door and in every way in which torch runs a function, with keywords that mean something.
+
+Doors are the package's names and the Hub's kernel. Whatever serves must serve rightly, whoever does not says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from adaattn_hf.attention import reference
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.patches.structured_mask import StructuredMask
+from tests.support.doors import HUB, door
+from tests.support.malformed import Layer, Shown, raised_here
+from tests.support.requests import DEFAULTS, bound, default_dtype, generator, requests
+
+DOORS = (None, None, "native", "sdpa", "eager", HUB, HUB, HUB)
+WAYS = ("called", "called", "traced", "forward mode", "batched")
+SAID = (*["nothing"] * 4, "unknown keyword", "window without mask", "lengths", "weights")
+REFUSED_ALWAYS = ("unknown keyword", "window without mask")
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(repr=False)
+class Way(Shown):
+    """A request, the door and the way that it takes, and what is said beside it.
+
+    Attributes:
+        request, door: What is asked of whom.
+        form: `structure`, `boolean`, `additive` or `none`: how the mask is handed over.
+        way: One of `WAYS`.
+        said, keywords: One of `SAID`, and the keywords that say it.
+        default: Torch's default dtype.
+    """
+
+    request: AttentionRequest
+    door: str | None
+    form: str
+    way: str
+    said: str
+    keywords: dict[str, Any]
+    default: torch.dtype
+
+    def __repr__(self) -> str:
+        """The call without its numbers."""
+        r = self.request
+        shapes = [tuple(t.shape) for t in (r.query, r.key, r.value)]
+        more = f"{r.softcap}, sinks {r.sink_logits is not None}, bias {r.bias is not None}, default {self.default}"
+        return f"Way({self.door}, {self.way}, {self.form}, {self.said}, {shapes}, {r.structure}, {more})"
+
+
+@st.composite
+def ways(draw: st.DrawFn) -> Way:
+    """Any request by any door in any way; what is said of windows and documents, over a call that has no mask."""
+    request = replace(draw(requests(longest=31)), need_lse=False)
+    said, keywords = draw(st.sampled_from(SAID)), {}
+    form = draw(st.sampled_from(["structure", "boolean", "additive"]))
+    if said in ("window without mask", "lengths"):
+        length = min(request.query.shape[2], request.key.shape[2])
+        plain = CallStructure(1, length, length, causal=True)
+        query, key, value = (t[:1, :, :length] for t in (request.query, request.key, request.value))
+        request, form = AttentionRequest(query, key, value, plain, request.scaling), "none"
+        if said == "lengths":
+            starts = sorted({0, *(draw(st.integers(0, length - 1)) for _ in range(2))})
+            borders = torch.tensor([*starts, length], dtype=torch.int32)
+            documents = torch.repeat_interleave(borders.diff())[None]
+            plain = plain.with_changes(q_segments=documents, k_segments=documents)
+            request = replace(request, structure=plain)
+            keywords = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+        elif length == 1:
+            said = "nothing"  # a window of one key is no window then
+        else:
+            keywords = {"sliding_window": draw(st.integers(1, length - 1))}
+    elif said == "unknown keyword":
+        keywords = {"attention_gate": torch.ones(3)}
+    elif said == "weights":
+        keywords = {"output_attentions": True}
+    way = draw(st.sampled_from(WAYS))
+    return Way(
+        request, draw(st.sampled_from(DOORS)), form, way, said, keywords, draw(st.sampled_from(DEFAULTS))
+    )
+
+
+def function(call: Way) -> Function:
+    """The call as a function of query, key and value."""
+    request, mask = call.request, None
+    if call.form == "structure":
+        mask = StructuredMask(request.structure, torch.device("cpu"))
+    elif call.form != "none":
+        seen = request.structure.visible().expand(request.structure.batch, -1, -1, -1)
+        added = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
+        mask = seen.clone() if call.form == "boolean" else added
+    named = {"softcap": request.softcap, "s_aux": request.sink_logits, "position_bias": request.bias}
+    more = {name: value for name, value in named.items() if value is not None} | call.keywords
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return door(call.door)(Layer(1), query, key, value, mask, scaling=request.scaling, **more)[0]
+
+    return attend
+
+
+def other(request: AttentionRequest) -> AttentionRequest:
+    """The same request of other numbers."""
+    source = generator(11)
+    drawn = (torch.randn(t.shape, generator=source) for t in (request.query, request.key, request.value))
+    return replace(request, **dict(zip(("query", "key", "value"), drawn, strict=True)))
+
+
+def answers(call: Way) -> list[tuple[Tensor, Tensor, float]]:
+    """What the way gives, what is true, and how far they may differ."""
+    request, attend = call.request, function(call)
+    first, second = (request.query, request.key, request.value), other(request)
+    others = (second.query, second.key, second.value)
+    truth = [reference.attention(each).out for each in (request, second)]
+    limits = [bound(request, truth[0]), bound(second, truth[1])]
+    with warnings.catch_warnings(), default_dtype(call.default):
+        warnings.simplefilter("ignore")
+        if call.way == "traced":
+            with torch.no_grad():
+                traced = torch.jit.trace(attend, first, check_trace=False)
+                found = [traced(*first), traced(*others)]
+        elif call.way == "batched":
+            both = torch.func.vmap(attend)(*(torch.stack(pair) for pair in zip(first, others, strict=True)))
+            found = list(both)
+        elif call.way == "forward mode":
+            tangent = torch.randn(request.query.shape, generator=generator(12), dtype=torch.float32)
+            with forward_ad.dual_level():
+                dual = forward_ad.unpack_dual(attend(forward_ad.make_dual(first[0], tangent), *first[1:]))
+            assert dual.tangent is not None, "no tangent came out"
+            found, step = [dual.primal, dual.tangent], 1e-4
+            ends = [
+                reference.attention(
+                    replace(request, query=request.query.double() + sign * step * tangent)
+                ).out
+                for sign in (1, -1)
+            ]
+            truth[1] = (ends[0] - ends[1]) / (2 * step)
+            size = 1 + float(request.key.abs().amax() * tangent.abs().amax()) * abs(request.scaling)
+            limits[1] = 1e-4 * size * max(1.0, float(truth[1].abs().amax()))
+        else:
+            with torch.no_grad():
+                found = [attend(*first), attend(*others)]
+    return list(zip(found, truth, limits, strict=True))
+
+
+def judge(call: Way) -> str:
+    """The verdict in a word.
+
+    Raises:
+        AssertionError: An answer is wrong, an error nobody's, or what the package refuses was swallowed.
+    """
+    try:
+        compared = answers(call)
+    except AssertionError:
+        raise
+    except Exception as error:  # which one is what is judged
+        if raised_here(error):
+            return "refused"
+        if isinstance(error, NotImplementedError) and (call.door, call.way) == ("sdpa", "forward mode"):
+            return "refused as by stock"  # torch's own kernel has no tangent
+        raise AssertionError(f"{type(error).__name__}: {error}") from error
+    assert call.said not in REFUSED_ALWAYS, f"served with {call.keywords}"
+    for found, truth, limit in compared:
+        error = float((found.double() - truth).abs().amax()) if truth.numel() else 0.0
+        assert error <= limit, f"off by {error:.2e}, allowed {limit:.2e}"
+    return "served"

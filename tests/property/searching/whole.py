@@ -1,0 +1,128 @@
+"""Whole models, drawn with their calls, and how these are run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as tf
+from hypothesis import assume
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adaattn_hf import AdaAttnCache
+from tests.support.malformed import Shown
+from tests.support.models import main_output
+from tests.support.requests import DEFAULTS
+
+from .inputs import Inputs, additive, inputs
+from .twins import BORDERLESS, DECODERS, ENCODERS, KERNEL, ROUTES, offers
+
+OURS = ("adaattn", "adaattn", "adaattn_sdpa", "adaattn_native", "adaattn_eager", KERNEL)
+KEEPS_STATE = ("minimax", "lfm2")
+"""Families whose other layers carry state from one document to the next."""
+LOSES_LENGTHS = ("nemotron", "stablelm")
+"""Families that pass no `cu_seq_lens_*` to attention: in a graph, and for the kernel, they have positions alone."""
+TAKES_ROWS = ("esm", "layoutlm")
+"""Families that add dimensions to a mask of four."""
+
+
+@dataclass(repr=False)
+class Whole(Shown):
+    """A model and its calls.
+
+    Attributes:
+        family, implementation: Which model under which name.
+        given: What it is called with.
+        dtype, default: Of its numbers, and torch's default while it is called.
+        prepared: Whether `adaattn_hf.prepare` has seen it.
+    """
+
+    family: str
+    implementation: str
+    given: Inputs
+    dtype: torch.dtype
+    default: torch.dtype
+    prepared: bool
+
+    def __repr__(self) -> str:
+        """The call without its numbers."""
+        words = (
+            f"{self.family}, {self.implementation}, {self.given.words}, {self.dtype}, default {self.default}"
+        )
+        return f"Whole({words}, prepared={self.prepared})"
+
+
+@st.composite
+def families(draw: st.DrawFn) -> str:
+    """One of those whose masks lose borders, one of the three main ones, or any."""
+    main = ("llama", "gpt2", "bert")
+    return str(draw(st.sampled_from(draw(st.sampled_from([BORDERLESS, main, (*DECODERS, *ENCODERS)])))))
+
+
+@st.composite
+def wholes(draw: st.DrawFn, graph: bool = False) -> Whole:
+    """A model and calls for it; calls that a graph can be made of, where one shall be."""
+    family, implementation = draw(families()), draw(st.sampled_from(OURS))
+    assume(offers(family, implementation))
+    decodes = family in DECODERS
+    given = draw(inputs(decodes, decodes and family not in KEEPS_STATE, family in TAKES_ROWS, graph))
+    if family in LOSES_LENGTHS and given.borders is not None and (graph or implementation == KERNEL):
+        assume(given.positions is not None and given.mask is None)
+    half = not any(part in family for part in ROUTES) and draw(st.integers(0, 3)) == 0
+    dtype = torch.bfloat16 if half and given.cache != "int8" else torch.float32
+    default = draw(st.sampled_from(DEFAULTS))
+    prepared = implementation == "adaattn" and not graph and draw(st.integers(0, 3)) == 0
+    return Whole(family, implementation, given, dtype, default, prepared)
+
+
+def keywords(model: Any, given: Inputs, start: int, end: int) -> dict[str, Any]:
+    """What a model is handed for one piece, but its cache."""
+    asked: dict[str, Any] = {"input_ids": given.ids[:, start:end]}
+    if given.positions is not None:
+        asked["position_ids"] = given.positions[:, start:end]
+    mask = given.mask
+    if mask is not None and mask.dim() == 2:
+        asked["attention_mask"] = mask[:, :end]
+    elif mask is not None:
+        # stock eager attention adds what it is given
+        adds = mask.dtype is torch.bool and model.config._attn_implementation == "eager"
+        mask = additive(mask) if adds else mask
+        mask = mask if mask.dtype is torch.bool else mask.to(model.dtype)
+        asked["attention_mask"] = mask[:, :, start:end, :end]
+    if given.borders is not None:
+        longest = int(given.borders.diff().amax())
+        asked |= dict(cu_seq_lens_q=given.borders, cu_seq_lens_k=given.borders)
+        asked |= dict(max_length_q=longest, max_length_k=longest)
+    if given.cache == "off":
+        asked["use_cache"] = False
+    elif given.cache == "made":
+        asked["use_cache"] = True
+    return asked
+
+
+def cache_for(model: Any, given: Inputs) -> Any:
+    """The cache that is handed in, None for none."""
+    if given.cache == "static":
+        return tf.StaticCache(config=model.config, max_cache_len=given.ids.shape[1] + 3)
+    if given.cache in ("ours", "int8") and model.config._attn_implementation.startswith("adaattn"):
+        return AdaAttnCache(model, "int8" if given.cache == "int8" else "model")
+    return tf.DynamicCache(config=model.config) if given.cache in ("dynamic", "ours", "int8") else None
+
+
+def run(model: Any, given: Inputs) -> Tensor:
+    """What a model makes of its calls, `[rows, length, …]`."""
+    cache, parts, start = cache_for(model, given), [], 0
+    with torch.no_grad():
+        for piece in given.pieces:
+            asked = keywords(model, given, start, start + piece)
+            if cache is not None:
+                asked["past_key_values"] = cache
+            out = model(**asked)
+            parts.append(main_output(out))
+            cache, start = (
+                getattr(out, "past_key_values", None) if given.cache == "made" else cache,
+                start + piece,
+            )
+    return torch.cat(parts, 1)

@@ -1,0 +1,211 @@
+"""The random search finds what it is for: a fixed part of it passes, and with a fix taken out it reports the fault."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis.errors import UnsatisfiedAssumption
+
+from adaattn_hf.backends.base import facts_of
+from adaattn_hf.backends.native.library import missing
+from adaattn_hf.backends.sdpa import dispatch
+from adaattn_hf.patches import fast_path, interface, masks, packing, told
+from tests.support import malformed, valid
+from tests.support.doors import HUB
+from tests.support.kernels import kernel
+
+from .searching import again, graphs, oracle, ways, whole
+from .searching.drawing import Drawing
+
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@settings(max_examples=60)
+@given(case=whole.wholes())
+def test_models_compute_what_stock_attention_computes(case: whole.Whole) -> None:
+    assert oracle.judge(case)
+
+
+@settings(max_examples=5)
+@given(case=graphs.graphed())
+def test_graphs_of_models_do(case: graphs.Graphed) -> None:
+    assert graphs.judge(case)
+
+
+@settings(max_examples=200)
+@given(call=ways.ways())
+def test_every_door_serves_every_way_or_says_why_not(call: ways.Way) -> None:
+    assert ways.judge(call)
+
+
+@settings(max_examples=200)
+@given(call=again.repeated())
+def test_what_is_remembered_answers_nothing_else(call: again.Again) -> None:
+    assert again.judge(call)
+
+
+@settings(max_examples=100)
+@given(call=valid.calls((HUB,)))
+def test_the_kernel_of_the_hub_is_attention(call: valid.Valid) -> None:
+    assert valid.judge(call)
+
+
+@settings(max_examples=200)
+@given(call=malformed.malformed((HUB,)))
+def test_the_kernel_of_the_hub_refuses_what_the_package_refuses(call: malformed.Call) -> None:
+    assert malformed.judge(call)
+
+
+# ------------------------------------------------------------------- each fix taken out, and the search that reports it
+def reported(
+    strategy: Any, judge: Callable[[Any], str], most: int, only: Callable[[Any], bool] = lambda _: True
+) -> str:
+    """The first failure among so many cases, or nothing."""
+    draw = Drawing("planted")
+    for _ in range(most):
+        try:
+            case = draw(strategy)
+        except UnsatisfiedAssumption:
+            continue
+        if not only(case):
+            continue
+        try:
+            judge(case)
+        except AssertionError as error:
+            return f"{case!r}: {error}"
+    return ""
+
+
+def forward_of_the_kernel() -> ModuleType:
+    """The module of the Hub's kernel that a model calls."""
+    return sys.modules[kernel("adaattn").flash_attn_forward.__module__]
+
+
+def borderless(case: whole.Whole) -> bool:
+    """Whether positions could be taken for documents."""
+    return case.family in oracle.BORDERLESS and case.given.positions is not None
+
+
+def test_it_reports_positions_that_overrule_a_mask_or_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(told, "told_to_model", lambda maker: told.Told(True))
+    assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
+
+
+def test_it_reports_positions_that_are_taken_for_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_any_step(structure: Any, positions: torch.Tensor, known: Any = None) -> Any:
+        border = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
+        if not (structure.causal and structure.plain) or structure.q_len != structure.kv_len:
+            return structure
+        documents = border.cumsum(1)
+        return structure.with_changes(q_segments=documents, k_segments=documents)
+
+    monkeypatch.setattr(packing, "with_restarts", by_any_step)
+    assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
+
+
+def test_it_reports_rows_that_are_read_across(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = packing.with_restarts
+
+    def in_one_row(structure: Any, positions: torch.Tensor, known: Any = None) -> Any:
+        return real(structure, positions, known) if structure.batch == 1 else structure
+
+    monkeypatch.setattr(packing, "with_restarts", in_one_row)
+
+    def rows(case: whole.Whole) -> bool:
+        told = case.given.mask is None and case.given.cache == "off"
+        return borderless(case) and told and len(case.given.ids) > 1
+
+    assert "off by" in reported(whole.wholes(), oracle.judge, 9000, rows)
+
+
+def test_it_reports_a_graph_that_keeps_what_one_mask_hid(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hides_nothing(attention_mask: Any, length: int) -> bool:
+        return attention_mask.shape[1] >= length and bool(attention_mask.all())
+
+    monkeypatch.setattr(masks, "_hides_nothing", hides_nothing)
+
+    def traced(case: graphs.Graphed) -> bool:
+        words = case.first.given.words
+        return case.way == "traced" and words["mask"] == "ones" and words["positions"] != "packed"
+
+    assert "call 2: off by" in reported(graphs.graphed(), graphs.judge, 600, traced)
+
+
+@pytest.mark.parametrize(
+    ("guard", "instead", "told"),
+    [
+        ("check_call", lambda *_: None, "served with"),
+        ("with_documents", lambda structure, *_: structure, "off by"),
+        ("transform_at_work", lambda: None, ""),
+    ],
+)
+def test_it_reports_a_door_without_a_guard(
+    monkeypatch: pytest.MonkeyPatch, guard: str, instead: Any, told: str
+) -> None:
+    monkeypatch.setattr(forward_of_the_kernel(), guard, instead)
+    found = reported(ways.ways(), ways.judge, 300, lambda call: call.door == HUB)
+    assert found
+    assert told in found
+
+
+def test_it_reports_models_whose_documents_a_door_ignores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_of_the_kernel(), "with_documents", lambda structure, *_: structure)
+
+    def packed(case: whole.Whole) -> bool:
+        return case.implementation == oracle.KERNEL and case.given.borders is not None
+
+    assert "off by" in reported(whole.wholes(), oracle.judge, 4000, packed)
+
+
+def test_it_reports_masks_that_a_door_reads_as_numbers_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_of_the_kernel(), "check_dense", lambda *_: None)
+
+    def flat(call: malformed.Call) -> bool:
+        mask = call.given["attention_mask"]
+        return isinstance(mask, torch.Tensor) and mask.dim() == 2
+
+    assert reported(malformed.malformed((HUB,)), malformed.judge, 4000, flat)
+
+
+def test_it_reports_a_remembered_call_that_forgets_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_the_query(backend: Any, query: Any, key: Any, value: Any, stored: bool) -> Any:
+        beside = (torch.empty_like(t, device=query.device) for t in (key, value))
+        return facts_of(backend, query, *beside, stored)
+
+    for module in (interface, fast_path):
+        monkeypatch.setattr(module, "facts_of", by_the_query)
+    found = reported(again.repeated(), again.judge, 600)
+    assert "numbers came of a tensor without numbers" in found
+
+
+def test_it_reports_a_program_that_tracers_do_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "transform_at_work", lambda: None)
+    found = reported(ways.ways(), ways.judge, 4000, lambda call: (call.door, call.way) == ("sdpa", "traced"))
+    assert "off by" in found
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    for strategy in (ways.ways(), again.repeated(), whole.wholes()):
+        first, second = (Drawing("1 0") for _ in range(2))
+        pairs = []
+        for draw in (first, second):
+            drawn = []
+            while len(drawn) < 5:
+                try:
+                    drawn.append(repr(draw(strategy)))
+                except UnsatisfiedAssumption:
+                    continue
+            pairs.append(drawn)
+        assert all(
+            a.split(" object at")[0] == b.split(" object at")[0] for a, b in itertools.zip_longest(*pairs)
+        )
