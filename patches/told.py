@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -43,6 +43,7 @@ def told_to_model(maker: FrameType) -> Told:
     """
     caches = [maker.f_locals[name] for name in CACHE_KEYWORDS if name in maker.f_locals]
     frame: FrameType | None = maker
+    model: Any = None
     while frame is not None and not isinstance(model := frame.f_locals.get("self"), nn.Module):
         frame = frame.f_back
     while frame is not None and frame.f_locals.get("self", model) is model:

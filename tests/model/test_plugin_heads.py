@@ -108,7 +108,7 @@ def test_outputs_loss_and_gradients_equal_eager(family: str, cls: type[tf.PreTra
 
 
 QUESTIONS = dict(start_positions=torch.tensor([5, 6, 7]), end_positions=torch.tensor([6, 8, 9]))
-EVERYWHERE = [
+EVERYWHERE: list[tuple[Any, dict[str, Tensor]]] = [
     (tf.AutoModelForQuestionAnswering, QUESTIONS),
     (tf.AutoModelForTokenClassification, dict(labels=tokens() % 2)),
     (tf.AutoModelForCausalLM, dict(labels=tokens())),
