@@ -12,6 +12,7 @@ EXIT_CODES: dict[int, str] = {
     3: "data unavailable: the corpus is neither local, nor cached, nor to be downloaded, or cannot be read",
     4: "model unavailable: no such checkpoint, no tokenizer, no output head, or no such attention",
     5: "the output directory belongs to another run (the reason names what differs)",
+    6: "out of memory: what would fit is said; finished work is kept and --resume continues it",
     130: "interrupted; finished work is kept and --resume continues it",
 }
 """Exit code of `adaattn eval` to its meaning."""
@@ -39,6 +40,12 @@ class ModelUnavailable(EvalError):
     """The model, its tokenizer or the attention that was asked for cannot be had."""
 
     exit_code = 4
+
+
+class OutOfMemory(EvalError):
+    """The device, or the machine, has no room for what was asked."""
+
+    exit_code = 6
 
 
 class JournalMismatch(EvalError):

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from adaattn_hf.calibration.corpus import ENCODING, TABLE_SUFFIXES, TEXT_SUFFIXES, no_text
+from adaattn_hf.calibration.texts import (
+    OTHER_TABLES,
+    TABLE_SUFFIXES,
+    TEXT_SUFFIXES,
+    json_lines,
+    no_table,
+    pieces,
+    text_of,
+)
 from adaattn_hf.errors import DataUnavailable, UsageError
 
 from . import wikitext
@@ -185,16 +192,15 @@ def _from_hub(known: str, split: str) -> Corpus:
 def _pages(rows: Iterable[dict[str, Any]], where: str) -> Iterator[str]:
     """WikiText pages of rows that hold pages (`page`) or lines (`text`)."""
     listed = list(rows)
-    if listed and "page" in listed[0]:
-        yield from (row["page"] for row in listed)
-    elif listed and "text" in listed[0]:
-        yield from wikitext.split_pages(wikitext.join_rows(row["text"] for row in listed))
-    elif listed:
-        raise DataUnavailable(f"data: {where} has the fields {sorted(listed[0])}, expected 'page' or 'text'")
+    whole = bool(listed) and isinstance(listed[0], dict) and "page" in listed[0]
+    texts = [_field(row, where, number, ("page", "text")) for number, row in enumerate(listed)]
+    yield from texts if whole else wikitext.split_pages(wikitext.join_rows(texts))
 
 
 def _files(path: Path) -> list[Path]:
     if path.is_file():
+        if path.suffix.lower() in OTHER_TABLES:
+            raise DataUnavailable(no_table(path))
         return [path]
     if path.exists() and not path.is_dir():
         raise DataUnavailable(
@@ -213,21 +219,23 @@ def _files(path: Path) -> list[Path]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding=ENCODING)
+        return "".join(pieces(path))
     except OSError as error:
         raise DataUnavailable(f"data: cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise DataUnavailable(no_text(path, error)) from error
+    except ValueError as error:
+        raise DataUnavailable(str(error)) from error
 
 
 def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -> Iterator[tuple[str, str]]:
     """(name, text) of each document; with `lines`, each line of a plain text file is one."""
     if (path.is_dir() and (path / "dataset_info.json").exists()) or (path / "dataset_dict.json").exists():
-        yield from ((f"row {i}", _field(row, path)) for i, row in enumerate(_rows(path, split)))
+        yield from ((f"row {i}", _field(row, path, i)) for i, row in enumerate(_rows(path, split)))
         return
     for file in _files(path):
         if file.suffix.lower() in ROW_SUFFIXES:
-            yield from ((f"{file.name} {i}", _field(row, file)) for i, row in enumerate(_rows(file, split)))
+            yield from (
+                (f"{file.name} {i}", _field(row, file, i)) for i, row in enumerate(_rows(file, split))
+            )
         elif lines:
             yield from ((f"{file.name} {i}", t) for i, t in enumerate(_read(file).split("\n")) if t.strip())
         elif separator is not None:
@@ -237,26 +245,22 @@ def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -
             yield file.name, _read(file)
 
 
-def _field(row: Any, where: Path) -> str:
-    if not isinstance(row, dict) or not isinstance(row.get("text", row.get("page")), str):
-        shown = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise DataUnavailable(
-            f"data: a row of {where} has {shown}, expected an object with the text field 'text'"
-        )
-    return str(row.get("text", row.get("page")))
+def _field(row: Any, where: Path | str, number: int, fields: tuple[str, ...] = ("text", "page")) -> str:
+    try:
+        return text_of(row, f"data: row {number + 1} of {where}", fields)
+    except ValueError as error:
+        raise DataUnavailable(str(error)) from error
 
 
 def _rows(path: Path, split: str) -> Iterator[Any]:
     """Rows of a .jsonl/.json file, or of anything else that `datasets` reads, or of a directory it saved."""
     if path.suffix.lower() == ".jsonl":
-        for number, line in enumerate(
-            _read(path).split("\n"), 1
-        ):  # not at U+2028, which JSON leaves as it is
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DataUnavailable(f"data: line {number} of {path} is not JSON: {error}") from error
+        try:
+            yield from (row for _, row in json_lines(path))
+        except OSError as error:
+            raise DataUnavailable(f"data: cannot read {path}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise DataUnavailable(str(error)) from error
         return
     try:
         import datasets

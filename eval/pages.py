@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+from adaattn_hf.plans.wording import printable
+
 _MARKUP = {ord(character): f"&#{ord(character)};" for character in "|<["}
-
-
-def plain(text: str) -> str:
-    """A name as a terminal may show it: control characters, escape sequences among them, are spelt out."""
-    return text.translate(_CONTROL)
 
 
 def harmless(record: Any) -> Any:
     """A record whose texts, keys too, bring no tag, link or table cell of their own to a page, and stay on one line."""
     if isinstance(record, str):
-        return plain(record).translate(_MARKUP)
+        return printable(record).translate(_MARKUP)
     if isinstance(record, Mapping):
         return {harmless(key): harmless(value) for key, value in record.items()}
     return [harmless(value) for value in record] if isinstance(record, (list, tuple)) else record

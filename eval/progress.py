@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,22 +18,58 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from adaattn_hf.plans.wording import printable
+
 if TYPE_CHECKING:
     from .runner import Progress as Tell
 
-EVERY = 60.0
+EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
 
 
 @contextmanager
+def beating(sentence: Callable[[float], str], console: Console, *, quiet: bool = False) -> Iterator[None]:
+    """Says how far the work is every ten seconds while it lasts, however long one step of it takes.
+
+    Args:
+        sentence: What to say, given the seconds that are over.
+        console: Where to.
+        quiet: Say nothing.
+    """
+    if quiet:
+        yield
+        return
+    start, over = time.monotonic(), threading.Event()
+
+    def beat() -> None:
+        while not over.wait(EVERY):
+            line = printable(sentence(time.monotonic() - start))
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
 def shown_progress(label: str, quiet: bool) -> Iterator[Tell]:
-    """On standard error, a bar over scored tokens; where that is no terminal, a line a minute and one at the end."""
-    console = Console(stderr=True)
+    """On standard error, a bar over scored tokens; where that is no terminal, a line every ten seconds and at the end.
+
+    Args:
+        label: What is measured; names in it bring no markup and no control sequence.
+        quiet: Show nothing.
+    """
+    console, label = Console(stderr=True), printable(label)
     if not quiet and not console.is_terminal:
-        yield _lines(label, console)
+        with _lines(label, console) as tell:
+            yield tell
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("tokens"),
@@ -44,15 +81,18 @@ def shown_progress(label: str, quiet: bool) -> Iterator[Tell]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _lines(label: str, console: Console) -> Tell:
-    start = last = time.monotonic()
+@contextmanager
+def _lines(label: str, console: Console) -> Iterator[Tell]:
+    at, start = [0, 0], time.monotonic()
+
+    def words(seconds: float) -> str:
+        return f"{label}: {at[0]:,} of {at[1]:,} tokens after {seconds:.0f} s"
 
     def tell(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if done >= total or now - last >= EVERY:
-            last = now
-            words = f"{label}: {done:,} of {total:,} tokens after {now - start:.0f} s"
-            console.print(words, markup=False, highlight=False, soft_wrap=True)
+        at[:] = done, total
+        if done >= total:
+            line = words(time.monotonic() - start)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    return tell
+    with beating(words, console):
+        yield tell

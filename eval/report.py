@@ -8,7 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from .pages import plain
+from adaattn_hf.plans.wording import in_nats, printable, signed_nats
+
 from .provenance import processor
 
 Report = Mapping[str, Any]
@@ -22,7 +23,7 @@ _MARKDOWN = {ord(character): f"&#{ord(character)};" for character in "|<>`[]*_"}
 
 def in_markdown(text: str) -> str:
     """A name as Markdown shows it: no markup of its own, one line."""
-    return plain(text).replace("&", "&amp;").translate(_MARKDOWN)
+    return printable(text).replace("&", "&amp;").translate(_MARKDOWN)
 
 
 def _number(value: Any, form: str = ".6g") -> str:
@@ -31,8 +32,9 @@ def _number(value: Any, form: str = ".6g") -> str:
 
 def _limits(entry: Mapping[str, Any]) -> str:
     if entry["low"] is None:
-        return f"{entry['mean']:+.3e} (one cluster: no interval)"
-    return f"{entry['mean']:+.3e} [{entry['low']:+.3e}, {entry['high']:+.3e}]"
+        return f"{signed_nats(entry['mean'], 3)} (one cluster: no interval)"
+    mean, low, high = (signed_nats(entry[name], 3) for name in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
 
 
 def _spread(entry: Mapping[str, Any]) -> str:
@@ -71,11 +73,14 @@ def rows(report: Report) -> tuple[list[str], Rows]:
         per_arm("perplexity per byte", "byte_perplexity", ".6f")
         per_arm("bits per byte", "bits_per_byte", ".6f")
     compared("Δnll, 95 % CI (nats/token)", lambda c: _limits(c["delta_nll"]))
-    compared("Δnll, one-sided 95 % bound", lambda c: _number(c["delta_nll"]["upper"], "+.3e"))
-    compared("perplexity ratio - 1", lambda c: f"{c['perplexity_ratio']['value'] - 1:+.3e}")
-    compared("mean absolute Δnll per token", lambda c: f"{c['abs_delta_nll_mean']:.3e}")
-    compared("KL, mean (nats/token)", lambda c: f"{c['kl_mean']:.3e}")
-    compared("KL, 99.9th percentile", lambda c: f"{c['kl_p999']:.3e}")
+    compared(
+        "Δnll, one-sided 95 % bound",
+        lambda c: ABSENT if c["delta_nll"]["upper"] is None else signed_nats(c["delta_nll"]["upper"], 3),
+    )
+    compared("perplexity ratio - 1", lambda c: signed_nats(c["perplexity_ratio"]["value"] - 1.0, 3))
+    compared("mean absolute Δnll per token", lambda c: in_nats(c["abs_delta_nll_mean"], 3))
+    compared("KL, mean (nats/token)", lambda c: in_nats(c["kl_mean"], 3))
+    compared("KL, 99.9th percentile", lambda c: in_nats(c["kl_p999"], 3))
     compared("top-1 agreement", lambda c: f"{c['top1_agreement']:.5f}")
     table.append(("activation rate", [_number(a["rate"], ".4f") for a in report["activation"]]))
     for clock, key in (("wall", "speed_ratio_wall"), ("process", "speed_ratio_process")):
@@ -100,10 +105,10 @@ def title(report: Report) -> str:
 def terminal_table(report: Report) -> Table:
     """The report as a rich table."""
     heads, table = rows(report)
-    shown = Table(title=Text(plain(title(report))), caption=Text(plain(report["protocol"])))
+    shown = Table(title=Text(printable(title(report))), caption=Text(printable(report["protocol"])))
     shown.add_column("")
     for head in heads:
-        shown.add_column(Text(plain(head)), justify="right", overflow="fold")
+        shown.add_column(Text(printable(head)), justify="right", overflow="fold")
     for label, values in table:
         shown.add_row(Text(label), *map(Text, values))
     return shown

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .._files import write_atomically
 from ..plans import store
+from ..plans.headline import MODEL, SOURCES
 from ..plans.plan import PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord, Verified
 from ..plans.tensors import LayerTensors
 from ..policy.acceptance import Gates
@@ -119,6 +120,7 @@ def finished_plan(
         name: value for name, value in asdict(measurement.inputs.settings).items() if name not in named
     }
     protocol: dict[str, Any] = {
+        MODEL: measurement.layers.name,
         "scoring": measurement.inputs.scoring.words(),
         "settings": {
             name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
@@ -127,6 +129,7 @@ def finished_plan(
         "gates": {name: value for name, value in asdict(gates).items() if value != math.inf},
         "prices": measurement.table.digest,
         "machine": measurement.table.machine,
+        SOURCES: measurement.inputs.sources,
         "clusters": "documents where they count for eight of one size, stretches of text otherwise",
     }
     if measurement.exact_steps:

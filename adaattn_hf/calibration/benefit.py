@@ -67,7 +67,8 @@ def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) 
         rounds: Smallest number of rounds, 2 or more.
     """
     found = []
-    for length, sample in inputs.samples.items():
+    for number, (length, sample) in enumerate(inputs.samples.items()):
+        inputs.progress("speed", number, len(inputs.samples))
         tokens = inputs.readings(sample.joint[0])[0].tokens.repeat(inputs.settings.batch, 1)
         seconds = _seconds(inputs, tokens, {"exact": exact_tap, "plan": plan_tap(programs)}, rounds)
         logs = np.log(np.array(seconds["exact"]) / np.array(seconds["plan"]))
@@ -77,6 +78,7 @@ def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) 
         mean, clock = float(logs.mean()), "time" if tokens.is_cuda else "CPU time"
         limits = math.exp(mean), math.exp(mean - spread), math.exp(mean + spread)
         found.append(Benefit(length, *limits, count, clock, inputs.settings.batch))
+    inputs.progress("speed", len(inputs.samples), len(inputs.samples))
     return found
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..plans.plan import Verified
 from ..plans.program import Program
+from ..plans.wording import allowed, in_nats, share
 from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.backoff import Caution
@@ -137,7 +138,7 @@ class Campaign:
         aim = self.aim(max(self.most(), 2))
         afforded = np.array([aim.affordable(length, 0.0, 0.0) for length in lengths])
         self.format = aimed_at(measurement, self.roundings, afforded)
-        costs = [f"{one.stored} costs a KL of {max(one.kl.values()):.2e}" for one in self.roundings]
+        costs = [f"{one.stored} costs a KL of {in_nats(max(one.kl.values()))}" for one in self.roundings]
         measurement.inputs.say(
             f"cache: {', '.join(costs)} nats/token; windows are sought beside "
             f"{'numbers' if self.format is None else self.format.stored}"
@@ -151,10 +152,10 @@ class Campaign:
             kl = max(one.kl.values())
             if planned:
                 found[one.stored] = (
-                    f"it costs a KL of {kl:.2e} nats/token, and windows were sought beside {beside}"
+                    f"it costs a KL of {in_nats(kl)} nats/token, and windows were sought beside {beside}"
                 )
             elif kl > budget:
-                found[one.stored] = f"it costs a KL of {kl:.2e} nats/token, above {budget:.2e}"
+                found[one.stored] = f"it costs a KL of {in_nats(kl)} nats/token, above {in_nats(budget)}"
         if planned and self.format is not None and self.proved is not None:
             found[self.format.stored] = self.proved
         return found
@@ -269,8 +270,8 @@ class Campaign:
         low, high = min(joint.kl_by_source.values()), max(joint.kl_by_source.values())
         if self.plans == 1 and not low / OUTSIDE <= held <= high * OUTSIDE:
             self.measurement.inputs.say(
-                f"at {length} tokens the held-out text lies outside the calibration text: KL {held:.2e} against "
-                f"{low:.2e} to {high:.2e} nats/token; give --data of its kind beside the others"
+                f"at {length} tokens the held-out text lies outside the calibration text: KL {in_nats(held)} against "
+                f"{in_nats(low)} to {in_nats(high)} nats/token; give --data of its kind beside the others"
             )
 
     def forecast(self) -> str:
@@ -290,14 +291,14 @@ class Campaign:
             noise = 1.0 - law.per_kl * kl / (aim.share * s.budget)
             words.append(
                 f"{size} of {len(inputs.samples[length].held_out)} held-out sequences of {length} tokens, whose noise "
-                f"and whose uncertainty take about {noise:.0%} of the budget"
+                f"and whose uncertainty take about {share(noise)} of the budget"
             )
         spare = (
             "" if self.pool() >= 2 * s.held_out else "; the text allows one plan only, more text allows more"
         )
         if self.stock.kl > APART * s.budget:
             words.append(
-                f"two stock implementations lie a KL of {self.stock.kl:.2e} nats/token apart in this dtype, "
+                f"two stock implementations lie a KL of {in_nats(self.stock.kl)} nats/token apart in this dtype, "
                 "which is not held against a plan"
             )
         return f"search and proof of one plan: about {duration(seconds / inputs.team.size)}, {'; '.join(words)}{spare}"
@@ -316,7 +317,7 @@ class Campaign:
         none = np.zeros(len(self.measurement.layers.units), dtype=np.int64)
         plan, _ = finished_plan(self.measurement, none, None, self.alpha, self.current.gates)
         budget = self.measurement.inputs.settings.budget
-        text = f"the budget of {budget:.3g} nats/token cannot be met: {sentence}; the plan is exact"
+        text = f"the budget of {allowed(budget)} cannot be met: {sentence}; the plan is exact"
         verdicts = [entry["verified"] for entry in self.history if "verified" in entry][-1:]
         return Calibration(plan, {}, False, text, {**self.told(None, []), "verdicts": verdicts})
 

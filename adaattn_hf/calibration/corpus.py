@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -17,19 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-CHARS = 1 << 16
-"""Characters read and tokenised at a time."""
+from .texts import read_documents
+
 RUN = 32
 """Tokens in a row that are looked up to tell text that was read before."""
 COPIED = 0.5
 """A sequence is a copy if this share of its runs was read before; less is a licence or a heading."""
-ENCODING = "utf-8-sig"
-"""UTF-8, without the mark that some editors put in front."""
-TEXT_SUFFIXES = (".txt", ".md", ".raw", ".tokens", ".text")
-"""What plain text is called in a directory; a file that is named by itself may be called otherwise."""
-TABLE_SUFFIXES = (".json", ".parquet", ".csv", ".arrow")
-"""Rows that `adaattn eval` reads through the package datasets, and calibration does not."""
-
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -59,113 +51,6 @@ class Sample:
 
     parts: dict[str, list[TokenSequence]]
     fingerprint: str
-
-
-def text_files(path: Path) -> list[Path]:
-    """Returns the file of a path, or the text and `.jsonl` files in a directory and in those below it, by their names.
-
-    Raises:
-        FileNotFoundError: If there is no such path.
-        ValueError: If a directory holds no such file, or a file is a table.
-    """
-    if path.is_dir():
-        known = (*TEXT_SUFFIXES, ".jsonl")
-        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in known and file.is_file())
-        if not found:
-            raise ValueError(
-                f"data: the directory {path} holds no text, expected files named {', '.join(known)}"
-            )
-        return found
-    if not path.exists():
-        raise FileNotFoundError(
-            f"data: {path} does not exist; expected .txt or .jsonl files or directories of them"
-        )
-    if path.suffix.lower() in TABLE_SUFFIXES:
-        raise ValueError(
-            f"data: {path} is a table, expected plain text or a .jsonl with a field 'text'; write its texts as one"
-        )
-    return [path]
-
-
-def refuse_repeats(data: Iterable[str | Path], verify_data: Iterable[str | Path] | None) -> None:
-    """Refuses a file that is named twice: a plan would be proved on the text that it was chosen by.
-
-    Raises:
-        FileNotFoundError: If a path does not exist.
-        ValueError: If a file is named twice, by itself or in a directory, or a path holds no text.
-    """
-    known: dict[Path, str] = {}
-    for argument, paths in (("data", data), ("verify_data", verify_data or ())):
-        for path in paths:
-            for file in text_files(Path(path)):
-                real = file.resolve()
-                if real in known:
-                    raise ValueError(
-                        f"{argument}: {file} is named twice, in {known[real]} and in {argument} {path}, expected each "
-                        "text once: a plan is not proved on text that it was chosen by, nor by one text counted twice; "
-                        "leave it out of one of them"
-                    )
-                known[real] = f"{argument} {path}"
-
-
-def read_documents(paths: Iterable[str | Path]) -> Iterator[tuple[str, Iterator[str]]]:
-    """Yields documents as a name and pieces of text: each line of a `.jsonl` file (its field `text`), or a whole file.
-
-    Directories are read file by file in the order of their names, with the directories below them.
-
-    Raises:
-        FileNotFoundError: If a path does not exist.
-        ValueError: If a file is no text in UTF-8, or a line of a `.jsonl` has no `text`.
-    """
-    for path in map(Path, paths):
-        for file in text_files(path):
-            if file.suffix.lower() == ".jsonl":
-                for number, line in enumerate(_pieces(file, lines=True)):
-                    if line.strip():
-                        yield f"{file}:{number}", iter([_text(line, f"data: {file} line {number + 1}")])
-            else:
-                yield str(file), _pieces(file)
-
-
-def _text(line: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise ValueError(f"{where} has no string field 'text'")
-    return str(record["text"])
-
-
-def _pieces(path: Path, lines: bool = False) -> Iterator[str]:
-    """Yields the lines of a file, or pieces that end at a line break, so that few tokens span two pieces."""
-    try:
-        with path.open(encoding=ENCODING) as file:
-            if lines:
-                yield from file
-                return
-            rest = ""
-            while piece := file.read(CHARS):
-                if "\0" in piece:
-                    raise ValueError(
-                        f"data: {path} holds zero bytes, expected text in UTF-8: .txt or .jsonl files or directories "
-                        "of them; convert it, or leave it out"
-                    )
-                text = rest + piece
-                cut = text.rfind("\n") + 1 or len(text)
-                rest = text[cut:]
-                yield text[:cut]
-            if rest:
-                yield rest
-    except UnicodeDecodeError as error:
-        raise ValueError(no_text(path, error)) from error
-
-
-def no_text(path: Path, error: UnicodeDecodeError) -> str:
-    """Returns the sentence for a file that is not in UTF-8."""
-    return (
-        f"data: cannot read {path} as UTF-8 text ({error}); save it in UTF-8: iconv -f LATIN1 -t UTF-8, say"
-    )
 
 
 def sequences(

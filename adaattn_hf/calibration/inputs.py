@@ -11,14 +11,12 @@ from pathlib import Path
 from torch import nn
 
 from ..plans import store
-from . import corpus, team
+from . import corpus, team, texts
 from .arms import ModelArms, Progress, silent
 from .corpus import TokenSequence
+from .positions import learned_positions, refuse_longer, stated_positions
 from .scoring import NEXT_TOKEN, Reading, Scoring
 from .settings import CalibrationSettings
-
-POSITIONS = ("position_embeddings", "wpe", "embed_positions")
-"""Names of learned position embeddings in models."""
 
 
 def unsaid(sentence: str) -> None:
@@ -135,15 +133,11 @@ def open_inputs(
             'load the model with from_pretrained(..., attn_implementation="adaattn")'
         )
     model.eval()
-    positions = most_positions(model)
-    if positions is not None and settings.lengths[-1] > positions:
-        raise ValueError(
-            f"lengths is {list(settings.lengths)}, expected at most the {positions} tokens that "
-            f"{type(model).__name__} has positions for; give shorter lengths"
-        )
+    for positions in (learned_positions(model), stated_positions(model.config)):
+        refuse_longer(settings.lengths, positions, type(model).__name__)
     own_numbers = store.number_layers(model)
     arms = ModelArms(model)
-    corpus.refuse_repeats(data, verify_data)
+    texts.refuse_repeats(data, verify_data)
     sample = _draw(data, verify_data, encode, scoring.content(settings.lengths[-1]), settings)
     corpus.refuse_copies((*sample.risk, *sample.joint), sample.held_out)
     # the same stretches at every length: text that one length is proved on was not used for another
@@ -198,13 +192,3 @@ def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: in
             "source: each must keep the budget; give more of its text, shorter lengths, or leave it out"
         )
     return held_out[: counts[fewest] * len(counts)]
-
-
-def most_positions(model: nn.Module) -> int | None:
-    """Returns the longest input of a model with learned position embeddings, `None` for other models."""
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in POSITIONS and isinstance(module, nn.Embedding):
-            # RoBERTa and related models start counting after the padding token's index, OPT at an offset
-            before = 0 if module.padding_idx is None else module.padding_idx + 1
-            return module.num_embeddings - int(getattr(module, "offset", before))
-    return None

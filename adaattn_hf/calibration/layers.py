@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from ..attention.tap import tapping
 from ..plans import store
 from ..plans.configured import computes_by
 from ..plans.tensors import LayerTensors
-from ..policy.candidates import Candidates, candidates
+from ..policy.candidates import FAMILIES, Candidates, candidates
 from ..stats.spectrum import Gram, score_factors
 from . import fisher
 from .inputs import Inputs
+from .settings import CalibrationSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,7 @@ class Layers:
     """The attention layers of a model.
 
     Attributes:
+        name: The model's, as a hub id, or the last part of its directory.
         model_type: `config.model_type` of the model with the attention modules.
         dtype: Dtype of the attention weights, `float32` and so on.
         indices: Indices of the layers, ascending.
@@ -47,6 +50,7 @@ class Layers:
         seconds: By length: wall-clock time of the pass over one sequence.
     """
 
+    name: str
     model_type: str
     dtype: str
     indices: tuple[int, ...]
@@ -129,7 +133,9 @@ def observe_layers(inputs: Inputs) -> Layers:
         inputs.scoring.causal,
         settings.with_cache,
     )
+    refuse_nothing_to_choose(found, settings, dtype)
     return Layers(
+        name=name_of_model(inputs.model),
         model_type=model_type,
         dtype=dtype,
         indices=indices,
@@ -144,6 +150,33 @@ def observe_layers(inputs: Inputs) -> Layers:
         local_calls=local_calls,
         seconds=seconds,
     )
+
+
+def refuse_nothing_to_choose(found: Candidates, settings: CalibrationSettings, dtype: str) -> None:
+    """Refuses families that have no choice for these lengths and this dtype: there would be nothing to measure.
+
+    Raises:
+        ValueError: If exact attention is all that there is.
+    """
+    if len(found.choices) == 1:
+        longest, others = settings.lengths[-1], [name for name in FAMILIES if name not in settings.families]
+        raise ValueError(
+            f"families is {','.join(settings.families)}, which offer no choice for {longest} tokens in {dtype}: no "
+            f"window pays in so few, and rounding is to fewer bits than the model's own; give longer lengths "
+            f"(--lengths {8 * longest})" + (f", or other families ({','.join(others)})" if others else "")
+        )
+
+
+def name_of_model(model: nn.Module) -> str:
+    """Returns the name that a model was loaded by: a hub id, or the last part of a directory."""
+    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    path = Path(name)
+    if not path.exists():
+        return name
+    whole = path.resolve()
+    # a copy in the hub's cache lies in models--owner--name/snapshots/COMMIT
+    kept = whole.parents[1].name if whole.parent.name == "snapshots" else ""
+    return "/".join(kept.split("--")[1:]) if kept.startswith("models--") else whole.name
 
 
 def _calls(inputs: Inputs, moments: fisher.Moments, length: int) -> list[AttentionRequest]:

@@ -19,6 +19,7 @@ from ..attention.stored import CHANNELS, FORMATS
 from ..plans.choices import EXACT
 from ..plans.plan import Verified
 from ..plans.program import Program
+from ..plans.wording import allowed
 from ..policy.acceptance import Gates
 from ..policy.knapsack import Array
 from .over_codes import stored_tap
@@ -196,4 +197,4 @@ def choose_storage(
         lost.append(f"{storage.words} {worst.sentence}")
     target = "" if s.kv_bytes is None else f" that takes {s.kv_bytes:g}x of the bytes"
     reasons = "; ".join(lost) or "none is smaller"
-    return None, f"cache: the budget of {s.budget:.3g} nats/token allows no format{target}: {reasons}"
+    return None, f"cache: the budget of {allowed(s.budget)} allows no format{target}: {reasons}"

@@ -11,6 +11,7 @@ import torch
 from ..attention.tap import Tap
 from ..plans.plan import Verified
 from ..plans.program import Program
+from ..plans.wording import allowed, at_most, in_nats, rise, share, signed_nats
 from ..policy.acceptance import Bound, Gates, clustered, upper_bound
 from ..policy.aim import Observation
 from ..stats.paired import Float, Ratio, TokenScores, clustered_ratio
@@ -205,10 +206,11 @@ def judge(
     mean, tail = float(kl.mean()), float(np.quantile(kl, 0.999))
     top1 = evidence.agree / max(bound.tokens, 1)
     reasons = gates.failures(bound.upper, mean, top1, evidence.lost, evidence.won, evidence.found, tail)
-    gate, share = gates.nearest(bound.upper, mean, top1, tail)
+    gate, used = gates.nearest(bound.upper, mean, top1, tail)
     verdict = (
-        f"passed: Δnll {bound.mean:+.2e}, at most {bound.upper:.2e} nats/token at {confidence:.2%}, "
-        f"budget {gates.budget:.2e}; nearest to its limit: {gate}, at {share:.0%}"
+        f"passed: perplexity {rise(bound.mean)}, at most {at_most(bound.upper)}, allowed {allowed(gates.budget)} (Δnll "
+        f"{signed_nats(bound.mean)}, at most {signed_nats(bound.upper)} at {share(confidence, 2)}, budget "
+        f"{in_nats(gates.budget)} nats/token); nearest to its limit: {gate}, at {share(used)}"
         if not reasons
         else "failed: " + "; ".join(reasons)
     )

@@ -1,20 +1,26 @@
-"""`adaattn calibrate`: a loss budget in, a verified plan beside the weights out."""
+"""`adaattn calibrate`: a loss budget in, a verified plan out."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from ..errors import DataUnavailable, UsageError
+from ..errors import DataUnavailable, OutOfMemory, UsageError
+from .fields import with_options
 from .interrupt import interrupted, of_file, terminate_like_interrupt
 from .interrupt import leave as ended
 from .json_output import AsJson
+from .place import PLAN_DIRECTORY, Place, refuse_other_plan
+from .shown import Shown, tell
 
 
+@with_options(place=Place, shown=Shown)
 def calibrate(
+    *,
     model: Annotated[
         str | None,
         typer.Argument(help="Hub id or directory of a causal or masked LM. Default: the packaged LLaMA."),
@@ -43,12 +49,7 @@ def calibrate(
             help="Held-out text of other sources, each of them proved. Default: other parts of --data."
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where the plan goes. Default: MODEL, if it is a directory; adaattn-plan for the packaged model."
-        ),
-    ] = None,
+    place: Place,
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -120,38 +121,37 @@ def calibrate(
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")
+        bool, typer.Option("--resume", help="Go on with the interrupted run in the plan's directory.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    shown: Shown,
     as_json: AsJson = False,
 ) -> None:
-    """Turn a loss budget into a plan per layer and head, prove it on held-out text, and store it with the model.
+    """Turn a loss budget into a plan per layer and head, prove it on held-out text, and store it.
 
     Without MODEL a small LLaMA and the pages that come with the package are used, offline and in about a minute.
 
     Exit codes: 0 a plan passed; 2 wrong arguments; 3 a file cannot be read or written; 4 the budget cannot be met and
-    the plan is exact; 130 interrupted.
+    the plan is exact; 6 memory does not suffice; 130 interrupted.
     Under `accelerate launch` or `torchrun` the processes share the sequences and make the same plan.
     """
     # what loads torch is imported when the command runs, not when its help is asked for
+    from adaattn_hf.eval.progress import beating
     from adaattn_hf.patches.checkpoint import resolve_device
 
-    from ..calibration.corpus import refuse_repeats
+    from ..calibration.positions import refuse_longer
     from ..calibration.settings import CalibrationSettings
     from ..calibration.state import refuse_interrupted
     from ..calibration.team import join, leave
-    from .calibration_job import Job, fitted, named_or_packaged, print_calibration, refuse_other_model, run
-    from .loading import load
+    from ..calibration.texts import refuse_repeats
+    from .calibration_job import Job, fitted, named_or_packaged, out_of_memory, print_calibration, run
+    from .loading import load, opened
+    from .memory import room_or_sentence
     from .options import kinds, known_prices, share, times, tokens, use_threads, writable
 
     console = Console(stderr=as_json)
-    target = out if out is not None else Path(model or "adaattn-plan")
+    target = place.out or Path(PLAN_DIRECTORY)
     try:
-        if out is None and model is not None and not target.is_dir():
-            raise ValueError(
-                f"out is absent and {model!r} is no directory: where it is one, check the path; where it is a model of "
-                "the hub, say where the plan goes with --out DIRECTORY"
-            )
+        target = place.directory(model)
         use_threads(threads)
         resolve_device(device)
         material = named_or_packaged(model, data, verify_data, budget, preset)
@@ -188,25 +188,37 @@ def calibrate(
             prices=known_prices(prices),
             device=device,
             resume=resume,
-            quiet=quiet,
+            shown=shown,
         )
         refuse_repeats(job.data, job.verify_data)
-        refuse_other_model(target, material.model)
         writable(target, "out")
         if not resume:
             refuse_interrupted(target)
         with terminate_like_interrupt():
             team, rank = join()
+            if team.leads:
+                tell(console, place.sentence(target, model))
+            known = opened(job.model, job.gguf_file)
             if lengths is None:
-                job = fitted(job, console if team.leads and not quiet else None)
-            loaded = load(
-                material.model, dtype=dtype, gguf_file=gguf_file, mask_share=mask_share, maskings=maskings
-            )
+                job = fitted(job, known, console if team.leads and not shown.quiet else None)
+            else:
+                refuse_longer(job.settings.lengths, known.positions, job.model)
+            loading = partial("loading {}: {:.0f} s".format, material.model)
+            full = partial(out_of_memory, job, "the machine", "")
+            silent = shown.quiet or not team.leads
+            with beating(loading, console, quiet=silent), room_or_sentence(full):
+                loaded = load(
+                    material.model, dtype=dtype, gguf_file=gguf_file, mask_share=mask_share, maskings=maskings
+                )
+            if not place.in_place:
+                refuse_other_plan(target, loaded.model)
             code, found = run(job, loaded, console, team, rank)
         if as_json and team.leads:
             print_calibration(found)
     except KeyboardInterrupt:
         interrupted(f"finished work is kept in {target}; the same command with --resume goes on")
+    except OutOfMemory as error:
+        ended(error)
     except (ValueError, FileNotFoundError) as error:
         ended(UsageError(str(error)))
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,17 +21,20 @@ from .._files import json_text, write_atomically
 from ..calibration import calibrate as calibration
 from ..calibration.benefit import Benefit
 from ..calibration.settings import CalibrationSettings
-from ..calibration.state import CalibrationState
+from ..calibration.state import FILE, CalibrationState
 from ..calibration.team import Team
+from ..plans.headline import PLAN_HASH, REPORT_FILE, Bought, digest
 from ..plans.page import plan_page
 from ..plans.plan import PlanError
 from ..plans.reading import read_plan
-from ..plans.render import heat_map, summary
 from ..policy.prices import PriceTable
 from .fit import fit_to_text
-from .loading import Loaded, opened
+from .loading import Loaded, Opened
+from .memory import room_or_sentence
 from .options import nats
+from .printed import print_plan
 from .progress import display
+from .shown import Shown, tell
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,11 @@ def named_or_packaged(
     )
 
 
-def fitted(job: Job, console: Console | None) -> Job:
+def fitted(job: Job, known: Opened, console: Console | None) -> Job:
     """Returns the job with a length and folds that the model and the text can fill, told before the model loads."""
-    tokenizer = opened(job.model, job.gguf_file)
-    settings, sentence = fit_to_text(
-        job.settings, tokenizer.encode, job.data, job.verify_data, tokenizer.positions
-    )
+    settings, sentence = fit_to_text(job.settings, known.encode, job.data, job.verify_data, known.positions)
     if console is not None:
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        tell(console, sentence)
     return replace(job, settings=settings)
 
 
@@ -113,7 +113,7 @@ class Job:
         prices: Prices measured before.
         device: Device by name, `None` for the default.
         resume: Go on with an interrupted run.
-        quiet: Show no progress.
+        shown: How much is printed.
     """
 
     model: str
@@ -125,7 +125,7 @@ class Job:
     prices: PriceTable | None
     device: str | None
     resume: bool
-    quiet: bool
+    shown: Shown
 
 
 class Outcome(NamedTuple):
@@ -150,31 +150,39 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
     device = resolve_device(job.device)
     if device.type == "cuda" and device.index is None and team.size > 1:
         device = torch.device("cuda", rank)
-    model, settings = loaded.model.to(device), job.settings
+    settings = job.settings
 
     def say(sentence: str) -> None:
-        if team.leads and not job.quiet:
-            console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        if team.leads and not job.shown.quiet:
+            tell(console, sentence)
 
-    with display(settings, console, job.quiet or not team.leads) as progress:
-        result = calibration.calibrate(
-            model,
-            loaded.encode,
-            job.data,
-            settings,
-            verify_data=job.verify_data,
-            scoring=loaded.scoring,
-            prices=job.prices,
-            directory=job.target,
-            resume=job.resume,
-            progress=progress,
-            say=say,
-        )
+    with display(settings, console, job.shown.quiet or not team.leads) as progress:
+
+        def no_room(said: str) -> str:
+            return out_of_memory(job, device, progress.stage, said)
+
+        with room_or_sentence(no_room):
+            model = loaded.model.to(device)
+            result = calibration.calibrate(
+                model,
+                loaded.encode,
+                job.data,
+                settings,
+                verify_data=job.verify_data,
+                scoring=loaded.scoring,
+                prices=job.prices,
+                directory=job.target,
+                resume=job.resume,
+                progress=progress,
+                say=say,
+            )
     code = 0 if result.met else BUDGET_NOT_MET
     if not team.leads:
         return Outcome(code, {})
-    prices, report = result.report.pop("prices"), json_text(result.report, indent=1, sort_keys=True)
-    found = {"plan": json.loads(result.plan.to_json()), "report": json.loads(report)}
+    plan = result.plan.to_json()
+    prices = result.report.pop("prices")
+    report = json_text({**result.report, PLAN_HASH: digest(plan.encode())}, indent=1, sort_keys=True)
+    found = {"plan": json.loads(plan), "report": json.loads(report)}
     if not result.met and _proven(job.target, result.plan.weight_hash):
         failed = job.target / "adaattn_failed.json"
         write_atomically(failed, json_text(found, indent=1, sort_keys=True) + "\n")
@@ -184,28 +192,63 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
             f"kept: the plan in {job.target}, which was proven before",
             f"report: {failed}",
         ):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            tell(console, line)
         return Outcome(code, found)
     write_atomically(job.target / "adaattn_prices.json", prices)
-    write_atomically(job.target / "adaattn_report.json", report + "\n")
-    calibration.save_plan(model, result, job.target)  # last: it ends what --resume goes on with
-    console.print(heat_map(result.plan))
-    lines = summary(result.plan)
-    bought = [Benefit(**one).sentence() for one in result.report.get("whole_forward", [])]
+    write_atomically(job.target / REPORT_FILE, report + "\n")
+    buys = Bought.of(json.loads(report))
     picture = job.target / "adaattn_plan.html"
-    write_atomically(picture, plan_page(result.plan))
+    write_atomically(picture, plan_page(result.plan, buys))
+    calibration.save_plan(model, result, job.target)  # last: it ends what --resume goes on with
+    print_plan(console, result.plan, buys, job.shown.verbose, None if result.met else result.sentence)
     for line in [
-        *(lines if result.met else [*lines[:-1], result.sentence]),
         *([result.report["cache"]] if result.met and "cache" in result.report else []),
-        *bought,
+        *_of_passes(result.report.get("whole_forward", []), job.shown.verbose),
         f"plan: {job.target}",
         f"use: adaattn_hf.load_plan(model, {str(job.target)!r})",
         f"compare with stock attention: {evaluation(job, result.plan.dtype)}",
         f"picture: {picture}",
-        f"other budgets: adaattn plan explore {job.target} --html FILE",
+        f"other budgets: adaattn plan explore {shlex.quote(str(job.target))} --html FILE",
     ]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        tell(console, line)
     return Outcome(code, found)
+
+
+def _of_passes(measured: Sequence[Mapping[str, Any]], verbose: bool) -> list[str]:
+    """Sentences on whole passes: all where they are asked for, and those that are slower in any case."""
+    every = [Benefit(**one) for one in measured]
+    return [one.sentence() for one in every if verbose or one.high < 1.0]
+
+
+def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:
+    """What to say where a calibration has no room: what was being done, what would fit, and what is kept."""
+    longest, batch = job.settings.lengths[-1], job.settings.batch
+    doing = {
+        "": f"loading the weights of {job.model}",
+        "moments": f"reading the first sequence of {longest} tokens",
+        "risk": f"measuring risks on sequences of {longest} tokens",
+        "prices": f"timing attention of {batch} times {longest} tokens",
+        "direct": f"measuring single choices on sequences of {longest} tokens",
+        "joint": f"measuring whole plans on {job.settings.joint} sequences of {longest} tokens",
+    }.get(stage, f"proving a plan on sequences of {longest} tokens")
+    shorter = f"shorter lengths (--lengths {max(longest // 2, 32)})"
+    fits = {
+        "": "another --dtype (bfloat16 takes half of float32)",
+        "risk": f"{shorter} or fewer rows (--rows {max(job.settings.rows // 2, 1)})",
+        "prices": f"a smaller batch (--batch {batch // 2})" if batch > 1 else shorter,
+        "joint": f"{shorter} or fewer sequences at once (--joint {max(job.settings.joint - 1, 1)})",
+    }.get(stage, shorter)
+    file = job.target / FILE
+    kept = (
+        f"the risks that are measured are kept in {file}: the same command with --resume goes on, with another --batch "
+        "or --held-out, too; delete that file to begin anew with other lengths, rows or sequences"
+        if file.is_file()
+        else "nothing was finished before it"
+    )
+    return (
+        f"memory: {device} has none left while {doing} ({said}), expected room for it; what would fit: {fits}, or a "
+        f"device with more memory; {kept}"
+    )
 
 
 def _proven(directory: Path, weights: str) -> bool:
@@ -215,28 +258,6 @@ def _proven(directory: Path, weights: str) -> bool:
     except PlanError:
         return False
     return plan.weight_hash == weights and plan.verified is not None and plan.verified.passed
-
-
-def refuse_other_model(target: Path, model: str) -> None:
-    """Refuses a directory whose `config.json` a calibration did not write and would overwrite.
-
-    Raises:
-        ValueError: It holds a checkpoint, or a configuration, and is not the model's own directory.
-    """
-    if Path(model).is_dir() and target.resolve() == Path(model).resolve():
-        return
-    weights = [
-        file.name
-        for kind in ("*.safetensors", "*.bin", "*.gguf")
-        for file in sorted(target.glob(kind))
-        if not file.name.startswith("adaattn_")
-    ]
-    ours = (target / "adaattn_plan.json").is_file()
-    if weights or ((target / "config.json").is_file() and not ours):
-        raise ValueError(
-            f"out: {target} holds {weights[0] if weights else 'config.json'}, of a model that is not {model}, and its "
-            "config.json would be overwritten; give the model's own directory, or one for the plan alone"
-        )
 
 
 def evaluation(job: Job, dtype: str) -> str:

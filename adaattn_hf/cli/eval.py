@@ -15,6 +15,7 @@ from .._files import write_atomically
 from ..errors import EXIT_CODES, DataUnavailable, EvalError, UsageError
 from .interrupt import interrupted, leave, of_file, terminate_like_interrupt
 from .json_output import AsJson, print_reports, tables_aside
+from .shown import tell
 
 if TYPE_CHECKING:
     from adaattn_hf.eval.settings import Limits, Loading, Output, Settings, Text
@@ -197,9 +198,7 @@ def evaluate(
     if as_json and made:
         print_reports(made)
     for sentence in broken:
-        Console(stderr=True).print(
-            f"quality: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        tell(Console(stderr=True, style="red"), f"quality: {sentence}")
     if broken:
         raise typer.Exit(1)
 
@@ -236,6 +235,7 @@ def _run(
     from adaattn_hf.patches.checkpoint import load, read_config
 
     from ..calibration import team
+    from .memory import room_or_sentence
 
     console = Console(stderr=False)
     if chosen or model is None:
@@ -257,11 +257,16 @@ def _run(
         loading = replace(loading, device=f"cuda:{device_index}")
     rolls = settings.windows == "rolling" and any(corpus.kind != "lastword" for corpus in texts)
     _refuse_unwritable(output.directory)  # of a default place last: it is made here
-    checkpoint = load(model, **loading.keywords(), prefixed=rolls and settings.prefix_token is None)
+
+    def no_room(said: str) -> str:
+        return _out_of_memory(settings, output, said)
+
+    with room_or_sentence(no_room):
+        checkpoint = load(model, **loading.keywords(), prefixed=rolls and settings.prefix_token is None)
     reports, files, broken = [], [], []
     for corpus in texts:
         label = f"{checkpoint.name} on {corpus.name}"
-        with shown_progress(label, output.quiet or not crew.leads) as tell:
+        with room_or_sentence(no_room), shown_progress(label, output.quiet or not crew.leads) as progress:
             result = runner.evaluate(
                 checkpoint,
                 corpus,
@@ -269,7 +274,7 @@ def _run(
                 output=output.directory / corpus.name,
                 resume=output.resume,
                 overwrite=output.overwrite,
-                progress=tell,
+                progress=progress,
             )
         result["bounds"], sentences = bounds.check(result, limits.max_delta_nll, limits.max_ppl_ratio)
         broken += sentences
@@ -283,8 +288,21 @@ def _run(
     team.leave()
     if crew.leads:
         write_atomically(output.directory / "report.md", report.markdown(reports))
-        console.print(f"reports: {output.directory}", markup=False, highlight=False, soft_wrap=True)
+        tell(console, f"reports: {output.directory}")
     return files, broken if crew.leads else []
+
+
+def _out_of_memory(settings: Settings, output: Output, said: str) -> str:
+    """What to say where there is no room: what would fit, and what is kept."""
+    fits = [f"fewer windows at once (--batch-size {settings.batch_size // 2})"] * (settings.batch_size > 1)
+    fits.append(
+        "shorter windows (--context)" if settings.context is None else f"--context {settings.context // 2}"
+    )
+    return (
+        f"memory: none is left ({said}), expected room for the weights and a batch; what would fit: {', '.join(fits)}, "
+        "or another --dtype or --device; finished batches are kept: with the same settings --resume --output "
+        f"{output.directory} goes on with them, other settings need another --output"
+    )
 
 
 def _refuse_unwritable(directory: Path) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..calibration.corpus import read_documents
 from ..calibration.settings import CalibrationSettings
+from ..calibration.texts import read_documents
 
 LENGTHS = (4096, 2048, 1024, 512, 256, 128)
 """Lengths that are tried where none is asked for, longest first."""

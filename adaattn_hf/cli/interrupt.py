@@ -43,7 +43,7 @@ def leave(error: EvalError) -> NoReturn:
     import typer
     from rich.console import Console
 
-    from ..plans.render import printable
+    from ..plans.wording import printable
 
     said = "\n".join(map(printable, str(error).splitlines()))
     Console(stderr=True).print(f"error: {said}", style="red", markup=False, highlight=False, soft_wrap=True)

@@ -17,10 +17,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON; 
 
 
 def libraries_aside() -> None:
-    """Send to stderr what libraries print to stdout past Python, for the rest of the process.
-
-    HiGHS 1.12, scipy's solver, prints a line that no option turns off (github.com/ERGO-Code/HiGHS/issues/2783).
-    """
+    """Send to stderr what libraries print to stdout past Python, for the rest of the process."""
     try:
         if sys.stdout.fileno() != 1:
             return

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from adaattn_hf.errors import EvalError
 from adaattn_hf.patches import checkpoint
 
+from ..calibration.positions import stated_positions
 from ..calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
 
 
@@ -59,14 +60,7 @@ def opened(name: str, gguf_file: str | None = None) -> Opened:
         raise ValueError(
             f"tokenizer: that of {name!r} cannot be loaded: {checkpoint.why_not(name, error)}"
         ) from error
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and config.model_type in COUNT_FROM_BEHIND_PADDING:
-        positions -= (config.pad_token_id or 0) + 1
-    return Opened(_encoder(tokenizer), positions if isinstance(positions, int) else None)
-
-
-COUNT_FROM_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
-"""Model types whose first position is the one behind that of the padding token."""
+    return Opened(_encoder(tokenizer), stated_positions(config))
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +14,8 @@ from rich.console import Console
 from .._files import write_atomically
 from ..errors import UsageError
 from .interrupt import leave, of_file
+from .place import PLAN_DIRECTORY
+from .shown import tell
 
 if TYPE_CHECKING:  # what loads torch is imported when a command runs, not when its help is asked for
     from ..plans.plan import Plan
@@ -22,6 +24,14 @@ app = typer.Typer(
     add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, no_args_is_help=True
 )
 PlanPath = Annotated[Path, typer.Argument(help="A plan, or the directory of a model that carries one.")]
+OwnPath = Annotated[
+    Path | None,
+    typer.Argument(
+        help=f"A plan, the directory that `adaattn calibrate` wrote, or a model that carries a plan. Default: "
+        f"{PLAN_DIRECTORY}."
+    ),
+]
+AsPlan = Annotated[Path | None, typer.Option("--plan", help="The same, as other commands name it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a picture.")]
 
 
@@ -32,39 +42,42 @@ def plan() -> None:
 
 @app.command()
 def show(
-    path: PlanPath,
+    path: OwnPath = None,
+    plan: AsPlan = None,
     png: Annotated[Path | None, typer.Option(help="Also write the picture to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also draw it on this page.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print nats, levels and versions, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a plan as a picture of layers by heads, with its budget and its proof.
+    """Show a plan as a picture of layers by heads, with what it costs and buys.
 
     Files are written before anything is printed. Exit codes: 0 done; 2 wrong arguments, or no plan.
     """
+    from ..plans.headline import bought
     from ..plans.page import plan_page
     from ..plans.plan import PlanError
-    from ..plans.render import heat_map, save_png, summary
+    from ..plans.render import save_png
     from ..plans.store import read_plan
+    from .printed import print_plan
 
+    place = path or plan or Path(PLAN_DIRECTORY)
     try:
+        _refuse_both(path, plan)
         if png is not None and importlib.util.find_spec("matplotlib") is None:
             raise UsageError("--png needs matplotlib; pip install matplotlib")
-        shown = read_plan(path)
+        shown, buys = read_plan(place), bought(place)
         if png is not None:
             _draw("--png", png, lambda path: save_png(shown, path))
         if html is not None:
-            _draw("--html", html, _page(plan_page(shown)))
+            _draw("--html", html, _page(plan_page(shown, buys)))
     except (PlanError, UsageError) as error:
         leave(UsageError(str(error)))
     except OSError as error:
-        leave(UsageError(of_file(error, path)))
+        leave(UsageError(of_file(error, place)))
     if as_json:
         typer.echo(shown.to_json())
         return
-    console = Console()
-    console.print(heat_map(shown))
-    for line in summary(shown):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_plan(Console(), shown, buys, verbose)
 
 
 @app.command()
@@ -82,6 +95,7 @@ def diff(
     from ..plans.plan import PlanError
     from ..plans.render import differences
     from ..plans.store import read_plan
+    from ..plans.wording import legend
 
     try:
         plans = [read_plan(path), read_plan(other)]
@@ -89,8 +103,8 @@ def diff(
         numbers = [_numbers(one) for one in plans]
         if html is not None:
             names = [f"first: {path.name}", f"second: {other.name}"]
-            lines = [f"{path} and {other}: {len(changed)} heads differ"]
-            _draw("--html", html, _page(compared([*zip(names, plans, strict=True)], lines)))
+            line = f"{path} and {other}: {len(changed)} heads differ"
+            _draw("--html", html, _page(compared([*zip(names, plans, strict=True)], line)))
     except (PlanError, UsageError) as error:
         leave(UsageError(str(error)))
     except OSError as error:
@@ -102,21 +116,24 @@ def diff(
         ]
         typer.echo(json.dumps({"plans": numbers, "units": units}, indent=2))
         return
+    console = Console()
     for layer, head, left, right in changed:
-        typer.echo(f"layer {layer} head {head}: {left.label} -> {right.label}")
-    typer.echo(f"{len(changed)} units differ")
-    for name, first, second in zip(numbers[0], *(one.values() for one in numbers), strict=True):
-        typer.echo(f"{name}: {_shown(first)} -> {_shown(second)}")
+        tell(console, f"layer {layer} head {head}: {left.label} -> {right.label}")
+    means = legend(choice for _, _, *both in changed for choice in both)
+    for line in (*([means] if means else []), f"{len(changed)} heads differ"):
+        tell(console, line)
+    for name, first, second in zip(numbers[0], *(_words(one).values() for one in numbers), strict=True):
+        tell(console, f"{name}: {first} -> {second}")
 
 
 @app.command()
 def explore(
-    path: Annotated[
-        Path, typer.Argument(help="The directory that `adaattn calibrate` wrote, or the plan in it.")
-    ],
+    path: OwnPath = None,
+    *,
+    plan: AsPlan = None,
     html: Annotated[Path, typer.Option(help="The page to write.")],
     name: Annotated[
-        str | None, typer.Option(help="Name of the model in the heading. Default: its model type.")
+        str | None, typer.Option(help="Name of the model in the heading. Default: the plan's.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what the page shows as JSON, too.")] = False,
 ) -> None:
@@ -127,15 +144,18 @@ def explore(
 
     Exit codes: 0 done; 2 wrong arguments, no plan, or no report beside it.
     """
+    from ..plans.headline import REPORT_FILE, bought
     from ..plans.page import page
     from ..plans.plan import PlanError
-    from ..plans.render import facts
     from ..plans.store import read_plan
+    from ..plans.wording import at_most, rise, share, times
     from ..policy.explore import SolverTable, explorer
 
+    place = path or plan or Path(PLAN_DIRECTORY)
     try:
-        shown = read_plan(path)
-        report = (path if path.is_dir() else path.parent) / "adaattn_report.json"
+        _refuse_both(path, plan)
+        shown = read_plan(place)
+        report = (place if place.is_dir() else place.parent) / REPORT_FILE
         if not report.is_file():
             raise PlanError(
                 f"{report} does not exist; expected what `adaattn calibrate` leaves beside a plan"
@@ -143,43 +163,62 @@ def explore(
         found = json.loads(report.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or "table" not in found:
             raise PlanError(f"{report} holds no table of risks and prices; calibrate again with this version")
-        data = explorer(SolverTable.from_dict(found["table"]), shown, facts(shown), name)
+        data = explorer(SolverTable.from_dict(found["table"]), shown, bought(place), name)
         _draw("--html", html, _page(page(data)))
     except (PlanError, UsageError) as error:
         leave(UsageError(str(error)))
     except OSError as error:
-        leave(UsageError(of_file(error, path)))
+        leave(UsageError(of_file(error, place)))
     except ValueError as error:
         leave(UsageError(f"{report}: {error}"))
     if as_json:
         typer.echo(json.dumps(data))
         return
+    console = Console()
     for stop in data["stops"]:
-        proved = f", proved at most {stop['proof']['upper']:.2e}" if stop["proof"] else ""
-        cache = f", cache {stop['memory']:.0%}" if stop["memory"] is not None else ""
-        typer.echo(
-            f"{stop['name']:>24}: predicted loss {stop['loss']:.2e} nats/token{proved}, attention {stop['speed']:.2f} "
-            f"times as fast{cache}"
-        )
-    typer.echo(f"page: {html}")
+        proved = f", proved at most {at_most(stop['proof']['upper'])}" if stop["proof"] else ""
+        cache = f", cache {share(stop['memory'])} of the bytes" if stop["memory"] is not None else ""
+        speed = f"attention {times(stop['speed'])} times as fast{cache}"
+        tell(console, f"{stop['name']:>24}: predicted increase {rise(stop['loss'])}{proved}, {speed}")
+    tell(console, f"page: {html}")
+
+
+def _refuse_both(path: Path | None, plan: Path | None) -> None:
+    if path is not None and plan is not None:
+        raise UsageError(f"plan: got {path} and --plan {plan}, expected one of them; leave one out")
 
 
 def _numbers(plan: Plan) -> dict[str, float | None]:
-    """What a plan loses and buys."""
-    price = sum(unit.price for unit in plan.units)
+    """What a plan costs and buys."""
+    from ..plans.wording import quotient
+
     return {
         "budget, nats/token": plan.budget,
-        "predicted loss, nats/token": plan.predicted_loss,
-        "proved loss, at most, nats/token": plan.verified.upper if plan.verified else None,
-        "attention of planned layers, times as fast": sum(u.exact_price for u in plan.units) / price
-        if price
+        "predicted increase, nats/token": plan.predicted_loss,
+        "proved increase, at most, nats/token": plan.verified.upper if plan.verified else None,
+        "attention of planned layers, times as fast": quotient(
+            [u.exact_price for u in plan.units], [u.price for u in plan.units]
+        )
+        if plan.units
         else 1.0,
         "heads that are not exact": sum(not c.is_exact for layer in plan.layers for c in layer.choices),
     }
 
 
-def _shown(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3g}"
+def _words(numbers: Mapping[str, float | None]) -> dict[str, str]:
+    """The same as people read it."""
+    from ..plans.wording import in_nats, rise, times
+
+    return {
+        name: "none"
+        if value is None
+        else f"{rise(value)} ({in_nats(value)})"
+        if name.endswith("nats/token")
+        else times(value)
+        if "times" in name
+        else f"{value:g}"
+        for name, value in numbers.items()
+    }
 
 
 def _draw(name: str, target: Path, draw: Callable[[Path], None]) -> None:

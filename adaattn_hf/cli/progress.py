@@ -14,7 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
+from adaattn_hf.eval.progress import beating
+
 from ..calibration.settings import CalibrationSettings
+from ..plans.wording import share
 
 
 class Display:
@@ -23,6 +26,7 @@ class Display:
     Attributes:
         work: Passes of tokens through the model that each stage takes.
         done: Share of each stage that is done.
+        stage: The stage that was told of last, empty before the first.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Display:
             **{f"verify {length}": 2.0 * length * (s.held_out + s.haystacks) for length in s.lengths},
         }
         self.done = dict.fromkeys(self.work, 0.0)
+        self.stage = ""
         self._console, self._bars, self._quiet = console, bars, quiet
         self._start = time.monotonic()
         self._tasks = {"all": bars.add_task("calibration", total=1.0, left="")} if bars is not None else {}
@@ -57,9 +62,10 @@ class Display:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Takes note that `done` of `total` steps of a stage are done."""
-        share = done / total if total else 1.0
-        finished = share >= 1.0 > self.done.get(stage, 0.0)
-        self.done[stage] = share
+        self.stage = stage
+        part = done / total if total else 1.0
+        finished = part >= 1.0 > self.done.get(stage, 0.0)
+        self.done[stage] = part
         self.work.setdefault(stage, 0.0)
         if self._bars is not None:
             if stage not in self._tasks:
@@ -67,10 +73,14 @@ class Display:
             self._bars.update(self._tasks[stage], completed=done, total=total)
             self._bars.update(self._tasks["all"], completed=self.share, left=self.left())
         elif finished and not self._quiet:
-            spent, left = time.monotonic() - self._start, self.left()
-            self._console.print(
-                f"{stage}: done after {spent:.0f} s{left and f', {left}'}", markup=False, highlight=False
-            )
+            self._console.print(self.line(), markup=False, highlight=False)
+
+    def line(self, _: float = 0.0) -> str:
+        """Returns how far the stage is that was told of last, and the time left."""
+        spent, left = time.monotonic() - self._start, self.left()
+        done = self.done.get(self.stage, 0.0)
+        how_far = "done" if done >= 1.0 else f"{share(done)}"
+        return f"{self.stage or 'beginning'}: {how_far} after {spent:.0f} s{left and f', {left}'}"
 
 
 @contextmanager
@@ -83,7 +93,9 @@ def display(settings: CalibrationSettings, console: Console, quiet: bool) -> Ite
         quiet: Show nothing.
     """
     if quiet or not console.is_terminal:
-        yield Display(settings, console, None, quiet)
+        shown = Display(settings, console, None, quiet)
+        with beating(shown.line, console, quiet=quiet):
+            yield shown
         return
     columns = (
         TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),

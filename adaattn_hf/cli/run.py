@@ -16,12 +16,20 @@ from ..errors import UsageError
 from .interrupt import leave
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+PLAN = "ADAATTN_PLAN"
+"""Environment variable by which the startup directory is told of the plan."""
 STARTUP = Path(__file__).with_name("startup")
 """Directory that goes in front of the program's path; holds one `sitecustomize`."""
 
 
 def run(
     command: Annotated[list[str], typer.Argument(help="A program and its arguments, after `--`.")],
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a plan, which every model of its type runs that carries none; other weights are refused."
+        ),
+    ] = None,
 ) -> None:
     """Run a program in which `adaattn` is a known attention implementation; nothing else changes.
 
@@ -33,6 +41,8 @@ def run(
 
     Exit codes: those of the program; 2 where there is none of that name.
     """
+    if plan is not None:
+        _refuse_no_plan(plan)
     # the programs of this environment are found where it is not activated, too
     program = shutil.which(command[0]) or shutil.which(command[0], path=sysconfig.get_path("scripts"))
     if program is None:
@@ -46,7 +56,7 @@ def run(
     if os.name == "posix":  # it takes our place, and our signals
         sys.stdout.flush()
         try:
-            os.execve(program, [program, *command[1:]], environment())  # noqa: S606
+            os.execve(program, [program, *command[1:]], environment(plan))  # noqa: S606
         except OSError as error:
             leave(
                 UsageError(
@@ -54,10 +64,23 @@ def run(
                     "its first line, as in #!/bin/sh"
                 )
             )
-    raise typer.Exit(subprocess.run([program, *command[1:]], env=environment(), check=False).returncode)  # noqa: S603
+    raise typer.Exit(subprocess.run([program, *command[1:]], env=environment(plan), check=False).returncode)  # noqa: S603
 
 
-def environment() -> dict[str, str]:
-    """The environment of the program: ours, with the startup directory in front of `PYTHONPATH`."""
+def _refuse_no_plan(directory: Path) -> None:
+    from adaattn_hf.patches.everywhere import configuration_of
+
+    from ..plans.plan import PlanError
+    from ..plans.store import with_tensors
+
+    try:
+        configuration_of(with_tensors(directory))
+    except (PlanError, OSError) as error:
+        leave(UsageError(f"plan: {error}"))
+
+
+def environment(plan: Path | None = None) -> dict[str, str]:
+    """The environment of the program: ours, with the startup directory in front of `PYTHONPATH`, and the plan."""
     kept = os.environ.get("PYTHONPATH", "")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [kept])])}
+    given = {} if plan is None else {PLAN: str(plan.resolve())}
+    return {**os.environ, **given, "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [kept])])}

@@ -12,6 +12,7 @@ from .plan import Plan, PlanError
 
 MOST_BYTES = 1 << 24
 """Largest size of a plan file."""
+PLAN_FILE = "adaattn_plan.json"
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -22,7 +23,7 @@ def read_plan(path: str | Path) -> Plan:
     """
     file = Path(path)
     if file.is_dir():
-        own = file / "adaattn_plan.json"
+        own = file / PLAN_FILE
         file = own if own.is_file() else file / "config.json"
     if not file.is_file():
         raise PlanError(
@@ -30,7 +31,7 @@ def read_plan(path: str | Path) -> Plan:
         )
     if file.name != "config.json":
         try:
-            return Plan.from_json(_text_of(file))
+            return Plan.from_json(text_file(file))
         except PlanError as error:
             raise PlanError(
                 f"{file}: {error}; expected the adaattn_plan.json of `adaattn calibrate`"
@@ -43,7 +44,7 @@ def read_plan(path: str | Path) -> Plan:
 
 def holds_plan(path: Path) -> bool:
     """Whether a file or directory holds a plan, and not only bases and means."""
-    if path.is_file() or (path / "adaattn_plan.json").is_file():
+    if path.is_file() or (path / PLAN_FILE).is_file():
         return True
     config = path / "config.json"
     if not config.is_file():
@@ -51,8 +52,8 @@ def holds_plan(path: Path) -> bool:
     return CONFIG_KEY in _settings_of(config)
 
 
-def _text_of(file: Path) -> str:
-    """Returns the text of a plan file.
+def text_file(file: Path) -> str:
+    """Returns the text of a plan or report.
 
     Raises:
         PlanError: If it cannot be read, is too large, or is not text.
@@ -75,7 +76,7 @@ def _settings_of(config: Path) -> Mapping[str, Any]:
         PlanError: If the file is not a configuration.
     """
     try:
-        data = parse_json(_text_of(config))
+        data = parse_json(text_file(config))
     except ValueError as error:
         raise PlanError(f"{config} is not JSON: {error}") from error
     settings = data.get("adaattn") if isinstance(data, Mapping) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from rich.text import Text
 
 from .._files import write_atomically
 from .choices import EXACT, Choice
+from .headline import level_of, name_of
 from .plan import Plan
+from .wording import allowed, in_nats, legend, printable, quotient, rise, share, times
 
 MOST_ROWS, MOST_COLUMNS = 256, 128
 """Most layers and key/value heads that a picture shows."""
@@ -21,36 +23,46 @@ NAMED_COLUMNS = 5
 """Up to so many key/value heads a terminal shows the names of choices, above that one letter each."""
 
 
-def printable(text: str) -> str:
-    """Returns a text on one line, with control and formatting characters escaped so that no terminal obeys them."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in text
-    )
-
-
-def grid(plan: Plan, layers: int | None = None, heads: int | None = None) -> list[list[Choice]]:
+def grid(plan: Plan, rows: Sequence[int] | None = None, heads: int | None = None) -> list[list[Choice]]:
     """Returns the choices `[layers][heads]` that a picture shows, exact in layers that the plan does not contain."""
     known = {layer.layer: layer.choices for layer in plan.layers}
     width = min(heads or max((len(choices) for choices in known.values()), default=1), MOST_COLUMNS)
-    depth = min(layers or max(known, default=-1) + 1, MOST_ROWS)
-    return [list(known.get(index, (EXACT,) * width))[:width] for index in range(depth)]
+    return [list(known.get(index, (EXACT,) * width))[:width] for index in rows or layers_of(plan)]
+
+
+def layers_of(plan: Plan) -> list[int]:
+    """Returns the layers that a picture shows: those of the model, as far as the plan knows them."""
+    deepest = max((layer.layer for layer in plan.layers), default=-1)
+    return list(range(deepest + 1))[:MOST_ROWS]
+
+
+def unseen(plan: Plan) -> str:
+    """Returns what the picture leaves out, empty where it shows every layer."""
+    beyond = max((layer.layer for layer in plan.layers), default=-1) + 1
+    return f"layers {beyond} and up: exact" if beyond else ""
 
 
 def facts(plan: Plan) -> list[str]:
     """Returns lines that describe a plan."""
     lines = [
-        f"{plan.model_type}, {plan.dtype}, budget {plan.budget:.3g} nats/token, lengths {list(plan.lengths)}",
+        f"{name_of(plan)}: {plan.model_type}, {plan.dtype}, lengths {', '.join(map(str, plan.lengths))}",
         f"made with adaattn {plan.adaattn}, torch {plan.torch}, transformers {plan.transformers}",
     ]
     scoring = plan.protocol.get("scoring")
     if isinstance(scoring, Mapping):
         named = {"predicts": "scored on", "retrieval": "retrieval:"}
         lines += [f"{words} {scoring[key]}" for key, words in named.items() if key in scoring]
+    return [printable(line) for line in lines]
+
+
+def notes(plan: Plan) -> list[str]:
+    """Returns lines on what the picture does not show: layers, decode steps, the cache."""
+    lines = [unseen(plan)] if unseen(plan) else []
+    if plan.exact_steps:
+        lines.append("decode steps stay exact: no choice was faster there")
     if plan.cache is not None:
         stored, streaming = plan.cache
         lines.append(f"cache: {stored}{', heads with a window keep it alone' * streaming}")
-    if plan.exact_steps:
-        lines.append("decode steps stay exact: no choice was faster there")
     depth = max((layer.layer for layer in plan.layers), default=-1) + 1
     width = max((len(layer.choices) for layer in plan.layers), default=0)
     if depth > MOST_ROWS or width > MOST_COLUMNS:
@@ -60,53 +72,61 @@ def facts(plan: Plan) -> list[str]:
     return [printable(line) for line in lines]
 
 
-def summary(plan: Plan) -> list[str]:
-    """Returns lines that describe a plan and its verification."""
-    lines = facts(plan)
-    exact, price = sum(unit.exact_price for unit in plan.units), sum(unit.price for unit in plan.units)
-    if plan.units and price > 0.0:
+def details(plan: Plan) -> list[str]:
+    """Returns lines on how a plan was made and proved, in nats and levels: what a headline leaves out."""
+    lines = [*facts(plan), f"budget {allowed(plan.budget)}, {in_nats(plan.budget)} nats/token"]
+    speed = quotient([unit.exact_price for unit in plan.units], [unit.price for unit in plan.units])
+    if speed is not None:
         lines.append(
-            f"predicted loss {plan.predicted_loss:.2e} nats/token; attention of the planned layers "
-            f"{exact / price:.2f} times as fast as exact, by the prices measured for it"
+            f"predicted increase {rise(plan.predicted_loss)}, {in_nats(plan.predicted_loss)} nats/token; attention of "
+            f"the planned layers {times(speed)} times as fast as exact, by the prices measured for it"
         )
-    lines.append(
-        plan.verified.sentence
-        if plan.verified
-        else "not verified: the plan is exact"
-        if plan.is_exact
-        else "not verified"
-    )
-    rate = plan.protocol.get("settings", {}).get("alpha")
-    if plan.verified and rate is not None:
-        level = plan.verified.confidence
+    if plan.verified is not None:
+        level, every = plan.verified.confidence, level_of(plan)
+        lines.append(plan.verified.sentence)
         lines.append(
-            f"{level:.2%}: this look at this plan may err by {1 - level:.2%}, all looks at all plans by {rate:.0%}"
+            f"{share(level, 2)}: this look at this plan may err by {share(1.0 - level, 2)}, all looks at all plans by "
+            f"{share(1.0 - every)}"
         )
     return [printable(line) for line in lines]
 
 
+def heading(plan: Plan) -> str:
+    """Returns the line above a plan's table, which is all that there is to show where every layer is exact."""
+    return f"{name_of(plan)}: {'every layer is exact' if plan.is_exact else 'layers by key/value heads'}"
+
+
 def heat_map(plan: Plan) -> Table:
     """Returns a table for the terminal, one row per layer, one cell per key/value head."""
-    choices = grid(plan)
-    if not choices:
-        return Table(title="every layer is exact", min_width=24, show_header=False, box=None)
-    table = Table(title="layers by key/value heads", pad_edge=False, min_width=28)
+    rows, choices = layers_of(plan), grid(plan)
+    table = Table(pad_edge=False)
     table.add_column("layer", justify="right")
     width = max((len(row) for row in choices), default=0)
     if width > NAMED_COLUMNS:
-        codes = {
-            c: letter(place) for place, c in enumerate(dict.fromkeys((EXACT, *itertools.chain(*choices))))
-        }
+        codes = _codes(choices)
         table.add_column(f"heads 0 to {width - 1}", overflow="fold")
-        for index, row in enumerate(choices):
+        for index, row in zip(rows, choices, strict=True):
             table.add_row(str(index), Text().join(_cell(codes[c], c) for c in row))
-        table.caption = ", ".join(f"{code} {choice.label}" for choice, code in codes.items())
         return table
     for head in range(width):
         table.add_column(str(head), justify="center")
-    for index, row in enumerate(choices):
+    for index, row in zip(rows, choices, strict=True):
         table.add_row(str(index), *(_cell(f" {c.label} ", c) for c in row))
     return table
+
+
+def below(plan: Plan) -> list[str]:
+    """Returns the lines under a plan's table: what its labels mean, and what it does not show."""
+    choices = grid(plan)
+    codes, meanings = _codes(choices), legend(itertools.chain(*choices))
+    coded = max((len(row) for row in choices), default=0) > NAMED_COLUMNS and not plan.is_exact
+    named = [", ".join(f"{code} {choice.label}" for choice, code in codes.items())] * coded
+    return [*named, *([meanings] if meanings else []), *notes(plan)]
+
+
+def _codes(choices: Sequence[Sequence[Choice]]) -> dict[Choice, str]:
+    """A letter for each choice of a picture, exact first."""
+    return {c: letter(place) for place, c in enumerate(dict.fromkeys((EXACT, *itertools.chain(*choices))))}
 
 
 def letter(place: int) -> str:

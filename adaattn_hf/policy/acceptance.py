@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from ..plans import wording
+from ..plans.wording import at_most, in_nats, share
 from ..stats.paired import clustered_ratio
 
 
@@ -130,14 +132,17 @@ class Gates:
         reasons = []
         if not upper <= self.budget:
             reasons.append(
-                f"the upper bound of the loss difference is {upper:.2e} nats/token, above {self.budget:.2e}"
+                f"the perplexity may rise by {at_most(upper)}, {wording.allowed(self.budget)} is allowed (the upper "
+                f"bound of Δnll is {in_nats(upper)} nats/token, above {in_nats(self.budget)})"
             )
         if not kl <= self.most_kl:
-            reasons.append(f"the mean KL is {kl:.2e} nats/token, above {self.most_kl:.2e}")
+            reasons.append(f"the mean KL is {in_nats(kl)} nats/token, above {in_nats(self.most_kl)}")
         if not top1 >= self.top1:
-            reasons.append(f"the likeliest token agrees on {top1:.2%}, below {self.top1:.2%}")
+            reasons.append(f"the likeliest token agrees on {share(top1, 2)}, below {share(self.top1, 2)}")
         if not kl_p999 <= self.kl_p999:
-            reasons.append(f"the 99.9th percentile of the KL is {kl_p999:.2e} nats, above {self.kl_p999:.2e}")
+            reasons.append(
+                f"the 99.9th percentile of the KL is {in_nats(kl_p999)} nats, above {in_nats(self.kl_p999)}"
+            )
         allowed = math.ceil((NEEDLES if self.needles is None else self.needles) * retrieved)
         chance = float(stats.binom.sf(lost - 1, lost + won, 0.5)) if lost else 1.0
         if lost - won > allowed and (self.needles is not None or chance <= SIGNIFICANT):
@@ -147,7 +152,7 @@ class Gates:
     def nearest(self, upper: float, kl: float, top1: float, kl_p999: float) -> tuple[str, float]:
         """Returns the name of the gate nearest to its limit, and which share of the limit was used."""
         shares = {
-            "the bound of the loss": upper / self.budget,
+            "the bound of the increase": upper / self.budget,
             "the mean KL": kl / self.most_kl,
             "the likeliest token": (1.0 - top1) / (1.0 - self.top1) if self.top1 < 1.0 else math.inf,
             "the KL's 99.9th percentile": kl_p999 / self.kl_p999,

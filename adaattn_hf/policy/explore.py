@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..plans.headline import Bought, headline, name_of
 from ..plans.page import proof, rounded
 from ..plans.plan import Plan
+from ..plans.render import details, notes
+from ..plans.wording import allowed, legend_of_labels
 from .knapsack import Allocation, Array, Launches, allocate, evaluate, of_cache, shared_prices, worst_length
 
 BUDGETS = tuple(math.log1p(lead * 10.0**power) for power in range(-5, 0) for lead in (1, 1.5, 2, 3, 5, 7))
@@ -118,14 +121,16 @@ def _infinite(values: Any) -> Array:
     return np.asarray(np.nan_to_num(np.array(values, dtype=float), nan=np.inf, posinf=np.inf))
 
 
-def explorer(table: SolverTable, plan: Plan, about: Sequence[str], name: str | None = None) -> dict[str, Any]:
+def explorer(
+    table: SolverTable, plan: Plan, buys: Bought | None = None, name: str | None = None
+) -> dict[str, Any]:
     """Returns the data of a calibration's page: the solver's plan at every budget, and the plan that was proved.
 
     Args:
         table: Prices and risks that the solver chose from.
         plan: The plan of the calibration.
-        about: Lines below the heading.
-        name: Name of the model in the heading; its `model_type` if absent.
+        buys: What the report beside the plan says that it buys.
+        name: Name of the model in the heading; the plan's own if absent.
     """
     exact = np.zeros(len(table.units), dtype=np.int64)
     base = evaluate(exact, table.prices, table.risks, table.launches)
@@ -135,13 +140,13 @@ def explorer(table: SolverTable, plan: Plan, about: Sequence[str], name: str | N
     for budget in BUDGETS:
         picks = table.solve(budget, smallest).picks
         solved = evaluate(picks, table.prices, table.risks, table.launches)
-        stop = _stop(f"{100 * math.expm1(budget):.3g} %", table, solved, base.price)
+        stop = _stop(allowed(budget), table, solved, base.price)
         if stop["picks"] != stops[-1]["picks"]:
             stops.append({**stop, "budget": budget})
     start = len(stops) // 2
     if plan.verified is not None and not plan.is_exact:
         proved = evaluate(_picks(table, plan), table.prices, table.risks, table.launches)
-        label = f"the plan of {100 * math.expm1(plan.budget):.3g} %"
+        label = f"the plan of {allowed(plan.budget)}"
         stop = {**_stop(label, table, proved, base.price), "proof": proof(plan)}
         start = next((at for at, other in enumerate(stops) if other["loss"] > stop["loss"]), len(stops))
         stops.insert(start, stop)
@@ -149,11 +154,13 @@ def explorer(table: SolverTable, plan: Plan, about: Sequence[str], name: str | N
     each = table.prices + table.launches.constant.sum(axis=0) / heads
     risks = table.risks.max(axis=0)
     return {
-        "title": f"What a loss budget buys: {name or plan.model_type}",
-        "about": list(about),
+        "title": f"What a budget buys: {name or name_of(plan)}",
+        "headline": headline(plan, buys),
+        "about": [*details(plan), *notes(plan)],
         "rows": list(dict.fromkeys(layer for layer, _ in table.units)),
         "width": heads,
         "choices": list(table.choices),
+        "meanings": legend_of_labels(),
         "stops": stops,
         "start": start,
         "offers": {"risk": _short(risks), "time": _short(each / each[:, :1])},

@@ -18,6 +18,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, hstack, identity, kron, vstack
 
 from .prices import PriceTable
+from .silence import silenced
 
 Array = NDArray[np.float64]
 
@@ -183,13 +184,14 @@ def allocate(
     low[:units] = 1.0
     high = np.concatenate([np.ones(units), budget / unit_of_risk, np.zeros(len(low) - units - len(budget))])
     upper = np.concatenate([allowed.ravel().astype(float), np.full(len(paid), np.inf)])
-    answer = milp(
-        cost,
-        integrality=np.concatenate([np.ones(items), np.zeros(len(paid))]),
-        bounds=Bounds(np.zeros_like(cost), upper),
-        constraints=LinearConstraint(matrix, low, high),
-        options={"mip_rel_gap": gap, "node_limit": 20000},
-    )
+    with silenced():
+        answer = milp(
+            cost,
+            integrality=np.concatenate([np.ones(items), np.zeros(len(paid))]),
+            bounds=Bounds(np.zeros_like(cost), upper),
+            constraints=LinearConstraint(matrix, low, high),
+            options={"mip_rel_gap": gap, "node_limit": 20000},
+        )
     if answer.x is None:
         raise ValueError(f"the solver found no allocation: {answer.message}")
     picks = answer.x[:items].reshape(units, choices).argmax(axis=1).astype(np.int64)

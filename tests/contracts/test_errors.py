@@ -29,6 +29,8 @@ from adaattn_hf.backends.select import BackendRefusal, by_name
 from adaattn_hf.backends.table import Table, TableError
 from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
 from adaattn_hf.calibration.scoring import MaskedTokens
+from adaattn_hf.calibration.texts import text_of
+from adaattn_hf.cli.place import Place
 from adaattn_hf.errors import UsageError
 from adaattn_hf.patches.cache.carrier import StoredTensor
 from adaattn_hf.patches.cache.kept import refuse_assigned
@@ -129,7 +131,8 @@ def calibrate_tiny(made: type[Any], length: int = 64, **more: Any) -> Any:
     """A calibration of a BERT of random weights on this file."""
     config = config_of("bert")
     config._attn_implementation = "adaattn"
-    settings = CalibrationSettings(lengths=(length,), held_out=2)
+    families = more.pop("families", CalibrationSettings().families)
+    settings = CalibrationSettings(lengths=(length,), held_out=2, families=families)
     return calibrate(
         made(config), lambda text: [4 + ord(one) % 60 for one in text], [__file__], settings, **more
     )
@@ -498,6 +501,35 @@ CASES = (
         lambda: calibrate_tiny(BertForMaskedLM, length=128, scoring=MaskedTokens(3)),
         ValueError,
         ("lengths", "[128]", "at most the 96 tokens", "BertForMaskedLM"),
+    ),
+    Case(
+        "calibrates with a family that has no choice for such lengths",
+        lambda: calibrate_tiny(BertForMaskedLM, scoring=MaskedTokens(3), families=("window",)),
+        ValueError,
+        ("families", "window", "no choice for 64 tokens", "--lengths 512"),
+    ),
+    Case(
+        "gives a row of text that is null",
+        lambda: text_of({"text": None}, "data: rows.jsonl line 2"),
+        ValueError,
+        ("data: rows.jsonl line 2", "'text' is null", "expected a string", "leave the line out"),
+    ),
+    Case(
+        "asks for a plan in a model of the hub",
+        lambda: Place(in_place=True).directory("owner/name"),
+        UsageError,
+        (
+            "in_place",
+            "got owner/name",
+            "expected the directory of a model that is yours",
+            "leave --in-place out",
+        ),
+    ),
+    Case(
+        "gives a plan and a model one directory without saying so",
+        lambda: Place(out=Path()).directory(str(Path())),
+        UsageError,
+        ("out", ". is the model's own directory", "expected one for the plan alone", "--in-place"),
     ),
 )
 

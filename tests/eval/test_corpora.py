@@ -126,7 +126,7 @@ def test_without_a_hub_the_message_names_the_remedy(hub: dict[str, Any], name: s
         ("", "{path}", "no text"),
         ("\n", "wikitext:{path}", "no text"),
         ("word\n", "lambada:{path}", "at least two words"),
-        (b"\xff\xfe", "{path}", "as UTF-8"),
+        (b"caf\xe9", "{path}", "as UTF-8"),
     ],
 )
 def test_what_cannot_be_read(tmp_path: Path, content: str | bytes | None, spec: str, says: str) -> None:
@@ -139,7 +139,7 @@ def test_what_cannot_be_read(tmp_path: Path, content: str | bytes | None, spec: 
 
 @pytest.mark.parametrize(
     ("line", "says"),
-    [("{", "line 1 of .* is not JSON"), ('{"body": "x"}', "field 'text'"), ("[1]", "text field 'text'")],
+    [("{", "line 1 is not JSON"), ('{"body": "x"}', "field 'text'"), ("[1]", "text field 'text'")],
 )
 def test_rows_that_are_none(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "rows.jsonl"

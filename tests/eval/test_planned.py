@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from typer.testing import CliRunner
 
+from adaattn_hf import config
 from adaattn_hf.cli.main import app
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval import activation, corpora, report, runner
 from adaattn_hf.eval.settings import Settings
-from adaattn_hf.patches import checkpoint
+from adaattn_hf.patches import checkpoint, everywhere
 from adaattn_hf.plans import store
 from adaattn_hf.plans.configured import computes_by
 from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan, Verified
@@ -162,3 +166,79 @@ def test_short_text_never_leaves_the_exact_path_and_the_rate_says_so(planned: ch
 def test_stock_does_not_heed_the_plan(planned: checkpoint.Checkpoint) -> None:
     assert activation.has_plan(planned.model, "adaattn")
     assert not activation.has_plan(planned.model, "sdpa")
+
+
+def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path) -> None:
+    """`adaattn run --plan`: the program loads a model as it always does, which runs what `load_plan` would run."""
+    plan = kept(checkpoint.load(llama, device="cpu"), tmp_path / "plan", WINDOW)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation='adaattn')\n"
+        "with torch.no_grad():\n"
+        "    torch.save(model(torch.arange(60)[None]).logits, sys.argv[2])\n"
+    )
+
+    def logits(name: str, *words: str) -> torch.Tensor:
+        out = tmp_path / name
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "adaattn_hf.cli",
+            "run",
+            *words,
+            "--",
+            sys.executable,
+            str(program),
+        ]
+        subprocess.run([*command, str(llama), str(out)], check=True, timeout=300)
+        return torch.load(out)
+
+    model = checkpoint.load(llama, device="cpu", implementation="adaattn").model
+    with torch.no_grad():
+        exact = model(torch.arange(60)[None]).logits
+        store.load_plan(model, plan)
+        planned = model(torch.arange(60)[None]).logits
+    assert torch.equal(logits("with", "--plan", plan), planned)
+    assert not torch.equal(exact, planned)
+    assert torch.equal(logits("without"), exact)
+
+
+def test_a_program_is_not_started_with_a_plan_that_is_none(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["run", "--plan", str(tmp_path), "--", "python", "-c", "print('ran')"])
+    assert (done.exit_code, "error: plan: " in done.stderr, "ran" in done.stdout) == (2, True, False)
+
+
+def test_a_plan_of_all_models_of_a_type_is_taken_away_from_one(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = kept(checkpoint.load(llama, device="cpu"), tmp_path / "plan", WINDOW)
+    monkeypatch.setattr(transformers.LlamaConfig, "adaattn", None, raising=False)
+    monkeypatch.setattr("adaattn_hf.config.GIVEN", {})
+    monkeypatch.setattr(everywhere, "GIVEN", config.GIVEN)
+    everywhere.give(plan)
+    one, other = (checkpoint.load(llama, device="cpu", implementation="adaattn").model for _ in range(2))
+    store.remove_plan(one)
+    with torch.no_grad():
+        exact, planned = (model(torch.arange(60)[None]).logits for model in (one, other))
+    assert not torch.equal(exact, planned)
+    assert store.plan_of(one) is None
+    assert store.plan_of(other) == store.read_plan(plan)
+
+
+def test_no_room_for_a_batch_is_a_sentence(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(runner, "evaluate", full)
+    text = tmp_path / "text.txt"
+    text.write_text(PAGES[0])
+    words = ["--context", "64", "--batch-size", "4", "--output", str(tmp_path / "out"), "--device", "cpu"]
+    done = CliRunner().invoke(app, ["eval", str(llama), "--data", str(text), *words])
+    assert done.exit_code == 6, done.output
+    for said in ("Tried to allocate 2.00 GiB", "--batch-size 2", "--context 32", "--resume"):
+        assert said in done.stderr

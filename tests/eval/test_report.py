@@ -69,7 +69,7 @@ def test_a_table_follows_its_json(reports: dict[str, Any]) -> None:
     changed["bounds"], _ = bounds.check(changed, 0.1, None)
     text = report.markdown([changed])
     assert "12345.678000" in text
-    assert "+5.000e-01 (one cluster: no interval)" in text
+    assert "+5.000e-1 (one cluster: no interval)" in text
     assert "| 0.2500 |" in text
     assert "* Bound max_delta_nll: asked 0.1, no interval" in text
 

@@ -31,12 +31,13 @@ from adaattn_hf.calibration.calibrate import (
     calibrate,
     save_plan,
 )
-from adaattn_hf.calibration.corpus import draw, read_documents
+from adaattn_hf.calibration.corpus import draw
 from adaattn_hf.calibration.inputs import open_inputs
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.needles import build, most, retrieved
 from adaattn_hf.calibration.search import JointPasses
 from adaattn_hf.calibration.state import FILE, CalibrationState
+from adaattn_hf.calibration.texts import read_documents
 from adaattn_hf.cli.options import nats
 from adaattn_hf.plans import execute, monitor, sampled, store
 from adaattn_hf.plans.plan import EXACT, TENSORS_FILE, Choice, Plan, PlanError

@@ -32,7 +32,7 @@ from adaattn_hf.patches.cache.stored import AdaAttnCache
 from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.render import facts
+from adaattn_hf.plans.render import notes
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.acceptance import Gates
 from adaattn_hf.policy.explore import SolverTable, explorer
@@ -85,7 +85,7 @@ def test_the_smallest_cache_inside_the_budget_is_proved_stored_and_used(
     assert words["verified"]["upper"] <= MEMORY.budget
     assert words["share"] == pytest.approx(told(result.plan, words["stored"]), rel=0.02)
     assert Plan.from_dict(result.plan.to_dict()).cache == ("k8v4", True)
-    assert "cache: k8v4, heads with a window keep it alone" in facts(result.plan)
+    assert "cache: k8v4, heads with a window keep it alone" in notes(result.plan)
     with pytest.raises(PlanError, match=r"protocol\.cache is 'k8v4', expected a mapping"):
         _ = replace(result.plan, protocol={"cache": "k8v4"}).cache
     model = _model()
@@ -177,7 +177,7 @@ def test_the_page_of_budgets_shows_what_a_search_for_a_small_cache_takes(text: l
     measurement = measure(open_inputs(_model(), encode, text, settings), prices=flat("w32+16", "w96+16"))
     result = choose_and_verify(measurement)
     alpha = np.array(result.report["alpha"])
-    data = explorer(SolverTable.from_dict(result.report["table"]), result.plan, [])
+    data = explorer(SolverTable.from_dict(result.report["table"]), result.plan)
     stops = [stop for stop in data["stops"] if "budget" in stop]
     assert len(stops) >= 3
     for stop in stops:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import shlex
@@ -22,13 +23,14 @@ from typer.testing import CliRunner, Result
 
 import adaattn_hf
 from adaattn_hf.calibration import calibrate as calibration
-from adaattn_hf.calibration import fisher
+from adaattn_hf.calibration import fisher, pricing
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import FILE, CalibrationState
 from adaattn_hf.cli.calibration_job import BUDGET_NOT_MET, Job, evaluation
 from adaattn_hf.cli.main import app
 from adaattn_hf.cli.options import tokens
 from adaattn_hf.cli.progress import Display, display
+from adaattn_hf.cli.shown import Shown
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.policy.prices import Price, PriceTable
@@ -60,11 +62,24 @@ def model(tmp_path: Path) -> Path:
 def arguments(model: Path, material: tuple[str, str]) -> list[str]:
     size = f"--lengths {LENGTH} --sequences 2 --rows 16 --labels 1 --held-out 4 --most-held-out 4"
     options = f"{size} --bolder 0 --families bf16 --tries 1"
-    return ["calibrate", str(model), "--data", material[0], "--prices", material[1], *options.split()]
+    return [
+        "calibrate",
+        str(model),
+        "--data",
+        material[0],
+        "--prices",
+        material[1],
+        "--in-place",
+        *options.split(),
+    ]
 
 
 def run(model: Path, material: tuple[str, str], *more: str) -> Result:
-    return CliRunner().invoke(app, [*arguments(model, material), *more])
+    """The command, with the plan in the model unless `--out` is among the words."""
+    words = arguments(model, material)
+    if "--out" in more:
+        words.remove("--in-place")
+    return CliRunner().invoke(app, [*words, *more])
 
 
 def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
@@ -76,20 +91,27 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
     for words in (
         "risk: done after",
         "bf16",
-        "times as fast as exact",
-        "passed: Δnll",
+        "bf16: products in bfloat16",
+        "perplexity ",
+        ", allowed +1 % (95 %, held-out text) · whole model ",
         f"plan: {model}",
         "load_plan(model, ",
         f"adaattn eval {model} --plan {model} --data {material[0]}",
     ):
         assert words in done.output, words
-    assert done.output.count("passed: Δnll") == 1
+    assert done.output.count(", at most ") == 1
+    assert "nats" not in done.output.partition("allowed +1 %")[2]
     plan = (model / "adaattn_plan.json").read_bytes()
-    assert run(model, material, "--budget", "1%", "--quiet").exit_code == 0
+    done = run(model, material, "--budget", "1%", "--quiet")
+    assert done.exit_code == 0
     assert (model / "adaattn_plan.json").read_bytes() == plan
     shown = CliRunner().invoke(app, ["plan", "show", str(model)])
     assert shown.exit_code == 0
-    assert "passed: Δnll" in shown.output
+    line = next(one for one in done.output.splitlines() if one.startswith("perplexity "))
+    assert line in shown.output
+    assert "nats/token" not in shown.output
+    verbose = CliRunner().invoke(app, ["plan", "show", "--plan", str(model), "--verbose"])
+    assert all(words in verbose.output for words in (line, "budget +1 %, 9.95e-3 nats/token", "passed: "))
 
     picture = model / "pictures" / "plan.png"
     absent = CliRunner().invoke(app, ["plan", "show", str(model), "--png", str(picture)])
@@ -102,7 +124,7 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
     assert CliRunner().invoke(app, ["plan", "show", str(model), "--html", str(page)]).exit_code == 0
     assert all(
         words in page.read_text()
-        for words in ("<title>Plan for llama</title>", '"bf16"', r"passed: \u0394nll")
+        for words in ("<title>Plan for model</title>", '"bf16"', r"\u0394nll", "whole model")
     )
     for refused, words in (
         (["show", str(model), "--png", f"{__file__}/plan.png"], "test_calibrate_command.py does not exist"),
@@ -150,7 +172,7 @@ def test_that_command_names_the_dtype_and_the_gguf_file() -> None:
         prices=None,
         device=None,
         resume=False,
-        quiet=False,
+        shown=Shown(),
     )
     known = "adaattn eval m --plan p --dtype bfloat16 --gguf-file 'a b.gguf' --windows strided --data t.txt"
     assert evaluation(job, "bfloat16") == known
@@ -162,7 +184,7 @@ def test_json_is_all_that_standard_output_holds(model: Path, material: tuple[str
     told = json.loads(done.stdout)
     assert told["plan"] == json.loads((model / "adaattn_plan.json").read_text())
     assert told["report"]["table"]["choices"] == ["exact", "bf16"]
-    assert "passed: Δnll" in done.stderr
+    assert ", at most " in done.stderr
 
 
 def test_a_tokenizer_that_needs_a_package_is_a_sentence(
@@ -201,7 +223,7 @@ def test_a_budget_that_cannot_be_met_has_a_code_and_a_sentence(
 ) -> None:
     done = run(model, material, "--budget", "1e-9")
     assert done.exit_code == BUDGET_NOT_MET
-    assert "the budget of 1e-09 nats/token cannot be met" in done.output
+    assert "the budget of +1.0e-7 % cannot be met" in done.output
     assert "the plan is exact" in done.output
     assert json.loads((model / "adaattn_plan.json").read_text())["layers"] == []
 
@@ -259,15 +281,184 @@ def test_the_directory_of_another_model_is_refused_before_any_work(
     other = Path(shutil.copytree(demo_model_path("gpt2"), tmp_path / "other"))
     before = files(other)
     done = run(model, material, "--budget", "1%", "--out", str(other))
-    assert (done.exit_code, "of a model that is not" in done.stderr) == (2, True), done.output
+    assert (done.exit_code, "of a model, whose config.json" in done.stderr) == (2, True), done.output
     for path in other.glob("*.safetensors"):
         path.unlink()
     done = run(model, material, "--budget", "1%", "--out", str(other))
-    assert (done.exit_code, "holds config.json, of a model" in done.stderr) == (2, True), done.output
+    assert (done.exit_code, "holds config.json of a model" in done.stderr) == (2, True), done.output
     assert files(other) == {name: data for name, data in before.items() if not name.endswith(".safetensors")}
     alone = tmp_path / "plan"
     for _ in range(2):  # into a new directory, and into one that a calibration wrote
         assert run(model, material, "--budget", "1%", "--out", str(alone)).exit_code == 0
+
+
+def test_a_model_is_not_changed_and_the_plan_goes_where_it_is_said_first(
+    model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = files(model)
+    words = [word for word in arguments(model, material) if word != "--in-place"]
+    done = CliRunner().invoke(app, [*words, "--budget", "1%"])
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith(f"the plan will be written to adaattn-plan; {model} is not changed\n")
+    assert files(model) == before
+    assert CliRunner().invoke(app, ["plan", "show"]).exit_code == 0  # finds it where it went
+    assert CliRunner().invoke(app, ["plan", "explore", "--html", "page.html"]).exit_code == 0
+    twice = CliRunner().invoke(app, ["plan", "show", "adaattn-plan", "--plan", "adaattn-plan"])
+    assert (twice.exit_code, "expected one of them" in twice.stderr) == (2, True)
+    loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="adaattn")
+    assert adaattn_hf.plan_of(loaded) is None
+    adaattn_hf.load_plan(loaded, "adaattn-plan")
+
+    # the plan of another model stays, and nothing is measured
+    plan = files(tmp_path / "adaattn-plan")
+    with torch.no_grad():
+        loaded.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+    adaattn_hf.remove_plan(loaded)
+    loaded.save_pretrained(tmp_path / "tuned")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "tuned")
+    for name, words in (
+        ("tuned", "a plan of model (other weights)"),
+        ("half", "a plan of model (in float32)"),
+    ):
+        where, dtype = (model, ["--dtype", "bfloat16"]) if name == "half" else (tmp_path / name, [])
+        rest = [word for word in arguments(where, material) if word != "--in-place"]
+        refused = CliRunner().invoke(app, [*rest, "--budget", "1%", *dtype])
+        assert (refused.exit_code, words in refused.stderr) == (2, True), refused.output
+        assert "give another directory (--out), or delete adaattn-plan" in refused.stderr
+        assert "moments" not in refused.output
+        assert files(tmp_path / "adaattn-plan") == plan
+
+
+def test_a_model_is_written_to_only_where_that_was_said(model: Path, material: tuple[str, str]) -> None:
+    before = files(model)
+    for words, says in (
+        (
+            ["--out", str(model)],
+            "is the model's own directory, expected one for the plan alone; give --in-place",
+        ),
+        (["--in-place", "--out", "x"], "got --out x, too, expected one of them"),
+    ):
+        rest = [word for word in arguments(model, material) if word != "--in-place"]
+        done = CliRunner().invoke(app, [*rest, *words])
+        assert (done.exit_code, says in done.stderr) == (2, True), done.output
+    for named in ([], ["owner/name", "--data", material[0]]):
+        done = CliRunner().invoke(app, ["calibrate", *named, "--in-place"])
+        assert (done.exit_code, "expected the directory of a model that is yours" in done.stderr) == (2, True)
+    assert files(model) == before
+    written = run(model, material, "--budget", "1%")
+    assert written.output.startswith(f"the plan will be written into the model {model}: its config.json")
+
+
+@pytest.mark.parametrize("way", ["linked", "copied", "read-only", "link alone"])
+def test_what_others_share_is_never_touched(
+    model: Path, material: tuple[str, str], tmp_path: Path, way: str
+) -> None:
+    """The hub's cache, with and without links, and files that are links or may not be written."""
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
+    blobs = snapshot.parents[1] / "blobs"
+    if way in ("linked", "copied"):
+        blobs.mkdir(parents=True)
+        snapshot.mkdir(parents=True)
+        for file in model.iterdir():
+            if way == "copied":  # as on a system without links
+                shutil.copy(file, snapshot / file.name)
+            else:
+                shutil.copy(file, blobs / f"{file.name}.sha")
+                (snapshot / file.name).symlink_to(Path("..", "..", "blobs", f"{file.name}.sha"))
+        target, says = snapshot, "lies in the cache of the hub"
+    elif way == "read-only":
+        (model / "config.json").chmod(0o444)
+        target, says = model, "config.json is read-only"
+    else:
+        (model / "config.json").rename(tmp_path / "config.json")
+        (model / "config.json").symlink_to(tmp_path / "config.json")
+        target, says = model, "config.json is a link to"
+    before = files(target)
+    done = run(target, material, "--budget", "1%")
+    assert (done.exit_code, says in done.stderr) == (2, True), done.output
+    assert files(target) == before
+    assert not any(blobs.glob("*plan*"))
+    if way in ("linked", "copied"):
+        beside = run(target, material, "--budget", "1%", "--out", str(tmp_path / "plan"))
+        assert beside.exit_code == 0, beside.output
+        assert "owner/name: layers by key/value heads" in beside.output
+        assert files(target) == before
+
+
+def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
+    model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = str(tmp_path / "plan")
+    real, calls = fisher.measure, []
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.00 "
+                "GiB is free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. If reserved but"
+            )
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(fisher, "measure", full)
+    done = run(model, material, "--budget", "1%", "--out", target)
+    assert done.exit_code == 6, done.output
+    assert "Traceback" not in done.output
+    for words in (
+        f"measuring risks on sequences of {LENGTH} tokens",
+        "(CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which",
+        "1.00 GiB is free)",
+        f"shorter lengths (--lengths {LENGTH // 2})",
+        "fewer rows (--rows 8)",
+        f"are kept in {target}/{FILE}: the same command with --resume goes on",
+    ):
+        assert words in done.stderr, done.stderr
+    resumed = run(model, material, "--budget", "1%", "--out", target, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert len(calls) == 3
+
+
+def test_no_room_for_prices_or_weights_names_what_would_help(
+    model: Path, material: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        return torch.empty(1 << 60)  # what torch raises on a CPU is a plain RuntimeError
+
+    words = arguments(model, material)
+    words = [w for w in words if w not in ("--prices", material[1], "--in-place")]
+    with monkeypatch.context() as planted:
+        planted.setattr(pricing, "measure_prices", full)
+        done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "a"), "--batch", "8"])
+    assert (done.exit_code, "a smaller batch (--batch 4)" in done.stderr) == (6, True), done.output
+    with monkeypatch.context() as planted:
+        planted.setattr(AutoModelForCausalLM, "from_pretrained", full)
+        done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "b")])
+    assert (done.exit_code, "loading the weights of" in done.stderr) == (6, True), done.output
+    assert "nothing was finished before it" in done.stderr
+
+
+def test_another_error_of_the_runtime_stays_what_it_is(
+    model: Path, material: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("shapes disagree")
+
+    monkeypatch.setattr(fisher, "measure", wrong)
+    done = run(model, material, "--budget", "1%")
+    assert isinstance(done.exception, RuntimeError)
+
+
+@pytest.mark.parametrize(("dtype", "families"), [("float32", "window"), ("bfloat16", "bf16")])
+def test_families_without_a_choice_are_refused_before_anything_is_measured(
+    model: Path, material: tuple[str, str], dtype: str, families: str
+) -> None:
+    words = ["--lengths", "128", "--families", families, "--dtype", dtype]
+    done = run(model, material, *words)
+    assert (done.exit_code, "which offer no choice for 128 tokens in" in done.stderr) == (2, True), (
+        done.output
+    )
+    assert "risk" not in done.stdout
 
 
 def test_the_checkpoint_keeps_the_dtype_that_it_states(model: Path, material: tuple[str, str]) -> None:
@@ -289,11 +480,6 @@ def test_an_empty_budget_is_none(
 ) -> None:
     done = run(model, material, *changed)
     assert (done.exit_code, words in done.stderr) == (2, True), done.output
-
-
-def test_a_mistyped_model_is_told_to_be_no_directory(material: tuple[str, str]) -> None:
-    done = run(Path("models/mistyped"), material, "--budget", "1%")
-    assert (done.exit_code, "is no directory: where it is one, check the path" in done.stderr) == (2, True)
 
 
 def test_a_report_is_json_where_a_number_is_not_finite(
@@ -346,7 +532,7 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
     ("more", "words"),
     [
         (("--lengths", "4x"), "lengths is '4x', expected numbers of tokens"),
-        (("--lengths", "9k"), "the text holds"),
+        (("--lengths", "9k"), "lengths is [9216], expected at most the "),
         (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
         (("--dtype", "float33"), "dtype: got 'float33'"),
         (("--families", "windows"), "Did you mean 'window'"),
@@ -452,3 +638,51 @@ def test_the_time_left_follows_the_work_done(monkeypatch: pytest.MonkeyPatch) ->
     assert progress.share == pytest.approx(share)
     clock[0] = 1000.0
     assert progress.left() == f"{1000 * (1 - share) / share / 60:.0f} min left"
+
+
+def test_a_long_step_is_told_of_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every ten seconds where there is no terminal; every few milliseconds here."""
+    monkeypatch.setattr("adaattn_hf.eval.progress.EVERY", 0.005)
+    settings = CalibrationSettings(lengths=(64,), sequences=2, rows=8, labels=1, held_out=4, tries=1)
+    written = io.StringIO()
+    with display(settings, Console(file=written), quiet=False) as progress:
+        progress("risk", 1, 2)
+        limit = time.monotonic() + 20
+        while written.getvalue().count("risk: 50 % after") < 2 and time.monotonic() < limit:
+            time.sleep(0.005)
+    after = written.getvalue()
+    assert after.count("risk: 50 % after") >= 2
+    time.sleep(0.05)
+    assert written.getvalue() == after, "nothing is said when the work is over"
+
+
+@pytest.mark.parametrize(
+    ("rope", "reach"),
+    [
+        ({"rope_type": "default"}, 256),
+        ({"rope_type": "linear", "factor": 4.0}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0}, 256),
+    ],
+)  # fmt: skip
+def test_lengths_beyond_the_positions_are_refused_with_scaling_considered(
+    model: Path, material: tuple[str, str], rope: dict[str, Any], reach: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = 256
+    config["rope_parameters"] = {"rope_theta": 10000.0, **rope}
+    (model / "config.json").write_text(json.dumps(config))
+
+    def read(*arguments: Any, **options: Any) -> Any:
+        raise OSError("the weights were read")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    done = run(model, material, "--lengths", str(reach + 32))
+    assert done.exit_code == 2, done.output
+    said = f"lengths is [{reach + 32}], expected at most the {reach} tokens that {model} has positions for"
+    assert said in done.stderr
+    assert f"--lengths {reach}" in done.stderr
+    assert "the weights were read" not in done.stderr
+    within = run(model, material, "--lengths", str(reach))
+    assert "the weights were read" in within.stderr

@@ -45,8 +45,9 @@ from adaattn_hf.calibration.calibrate import (
     calibrate,
     save_plan,
 )
-from adaattn_hf.calibration.inputs import most_positions, open_inputs
+from adaattn_hf.calibration.inputs import open_inputs
 from adaattn_hf.calibration.measure import measure
+from adaattn_hf.calibration.positions import learned_positions
 from adaattn_hf.calibration.scoring import MaskedTokens, NextToken, Reading
 from adaattn_hf.cli.main import app
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
@@ -551,7 +552,7 @@ def test_positions_of_tables_that_count_from_behind_padding() -> None:
         max_position_embeddings=66,
     )  # fmt: skip
     roberta = RobertaForMaskedLM(config)
-    assert most_positions(roberta) == 64
+    assert learned_positions(roberta) == 64
     with torch.no_grad():
         roberta(torch.full((1, 64), 5))
         with pytest.raises((IndexError, RuntimeError)):
@@ -564,7 +565,7 @@ def test_positions_that_start_at_an_offset_count_less() -> None:
         max_position_embeddings=64, word_embed_proj_dim=16,
     )  # fmt: skip
     opt = OPTForCausalLM(config).eval()
-    assert most_positions(opt) == 64
+    assert learned_positions(opt) == 64
     with torch.no_grad():
         opt(torch.full((1, 64), 5))
         with pytest.raises((IndexError, RuntimeError)):
@@ -573,7 +574,7 @@ def test_positions_that_start_at_an_offset_count_less() -> None:
 
 # ---------------------------------------------------------------------- the command
 def run_command(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["calibrate", *arguments])
+    return CliRunner().invoke(app, ["calibrate", *arguments, "--in-place"])
 
 
 def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Path]) -> None:
@@ -599,8 +600,8 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
         "--mask-share", "0.2", "--families", "bf16", "--prices", str(table), *small,
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert "passed: Δnll" in done.output
-    shown = CliRunner().invoke(app, ["plan", "show", str(directory)])
+    assert "perplexity +" in done.output
+    shown = CliRunner().invoke(app, ["plan", "show", str(directory), "--verbose"])
     assert "scored on tokens at masked positions" in shown.output
     assert "retrieval: does not apply" in shown.output
     plan = adaattn_hf.load_plan(load(AutoModelForMaskedLM, directory))

@@ -18,7 +18,7 @@ from adaattn_hf.calibration.calibrate import calibrate
 from adaattn_hf.patches.explain import explain
 from adaattn_hf.plans import execute, store
 from adaattn_hf.plans.plan import EXACT, Plan, PlanError
-from adaattn_hf.plans.render import facts
+from adaattn_hf.plans.render import notes
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.prices import Price, PriceTable
 
@@ -44,7 +44,7 @@ def test_a_plan_that_pays_in_prefill_alone_leaves_decode_steps_exact(text: list[
     assert found.met, found.sentence
     assert found.plan.exact_steps
     assert Plan.from_json(found.plan.to_json()).exact_steps
-    assert any("decode steps stay exact" in line for line in facts(found.plan))
+    assert any("decode steps stay exact" in line for line in notes(found.plan))
     tokens = torch.randint(0, 128, (1, LENGTH - 1), generator=torch.Generator().manual_seed(0))
 
     def run(plan: Plan | None) -> tuple[torch.Tensor, torch.Tensor]:

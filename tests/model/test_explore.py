@@ -86,8 +86,8 @@ def test_the_heading_names_the_model(directory: Path) -> None:
     words = ["plan", "explore", str(directory), "--html", str(target), "--name", "Small <1>"]
     assert CliRunner().invoke(app, words).exit_code == 0
     named, typed = embedded(target.read_text(encoding="utf-8")), embedded(page(directory))
-    assert named["title"] == "What a loss budget buys: Small <1>"
-    assert typed["title"] == "What a loss budget buys: llama"
+    assert named["title"] == "What a budget buys: Small <1>"
+    assert typed["title"] == "What a budget buys: LlamaForCausalLM"
     assert {**named, "title": ""} == {**typed, "title": ""}
 
 
@@ -122,7 +122,7 @@ def test_a_table_survives_its_file_and_refuses_what_is_none(made: tuple[Measurem
         assert older.tolist() == [[each] * len(data["units"])]
     renamed = SolverTable.from_dict({**data, "choices": ["exact", *(f"x{c}" for c in data["choices"][1:])]})
     with pytest.raises(ValueError, match="its report does not hold"):
-        explorer(renamed, made[1].plan, [])
+        explorer(renamed, made[1].plan)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     sizes = f"--lengths {LENGTH} --sequences 3 --rows 16 --labels 1 --joint 3 --held-out 5 --tries 1"
-    words = f"--budget 1% --families bf16 {sizes} --threads 1 --device cpu"
+    words = f"--in-place --budget 1% --families bf16 {sizes} --threads 1 --device cpu"
     options = ["--data", str(text), "--prices", str(prices), *words.split()]
     launcher = (
         f"-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --main_process_port {port}"
@@ -66,7 +66,7 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
         )
     outputs = [process.communicate(timeout=600) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
-    assert outputs[1][0].count("passed: Δnll") == 1  # one of them speaks
+    assert outputs[1][0].count("at most +") == 1  # one of them speaks
     plans = [(tmp_path / name / "adaattn_plan.json").read_bytes() for name in ("one", "two")]
     assert plans[0] == plans[1]
     assert b'"bf16"' in plans[0]

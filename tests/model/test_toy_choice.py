@@ -41,6 +41,10 @@ class EverySecond(Keys):
     def label(self) -> str:
         return f"e{self.near}"
 
+    @property
+    def meaning(self) -> str:
+        return f"the last {self.near} keys, and every second one before them"
+
     def tinted(self, colour: Colour) -> Colour:
         return 200, 160, 30
 

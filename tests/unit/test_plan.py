@@ -23,7 +23,7 @@ from adaattn_hf.plans.plan import (
     UnitRecord,
     Verified,
 )
-from adaattn_hf.plans.render import differences, grid, heat_map, save_png, summary
+from adaattn_hf.plans.render import details, differences, grid, heat_map, save_png
 
 from ..support.choices import make_choice
 
@@ -148,7 +148,7 @@ def test_picture_and_differences(tmp_path: Any) -> None:
     assert [(d[0], d[1]) for d in differences(plan, other)] == [(1, 0), (1, 1)]
     assert differences(plan, plan) == []
     assert heat_map(plan).row_count == 2
-    assert "1.50 times as fast as exact" in " ".join(summary(plan))
+    assert "1.50 times as fast as exact" in " ".join(details(plan))
     save_png(plan, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
+from adaattn_hf.cli.printed import print_plan
 from adaattn_hf.plans.choices import EXACT
+from adaattn_hf.plans.headline import Bought, bought, digest
 from adaattn_hf.plans.page import compared, plan_page
 from adaattn_hf.plans.plan import LayerPlan, Plan, UnitRecord
-from adaattn_hf.plans.render import heat_map
+from adaattn_hf.plans.wording import allowed, at_most, quotient, rise
 
 from ..support.browser import CONTRASTS, drawn, needs_browser
 from ..support.choices import make_choice
@@ -50,20 +55,26 @@ def test_a_page_holds_the_plan_and_asks_for_nothing_from_elsewhere() -> None:
     assert [data["choices"][pick] for pick in stop["picks"]] == ["exact", "exact", "w256+16 bf16", "exact"]
     assert stop["time"] == [1.0, 1.0, 0.3333, 1.0]
     assert stop["speed"] == 1.5
-    assert stop["proof"] == {"mean": 1e-4, "upper": 5e-4, "sentence": "passed"}
+    words = "perplexity +0.010 %, at most +0.051 %, allowed +0.1 % (98 %, held-out text)"
+    assert data["title"] == "Plan for </script><b>"
+    assert data["headline"] == f"{words} · attention of the planned layers 1.50 times as fast"
+    assert stop["proof"] == {"mean": 1e-4, "upper": 5e-4, "sentence": words}
     assert embedded(plan_page(make_plan(layers=(), units=())))["rows"] == []
 
 
 @pytest.mark.parametrize("heads", [2, 12, 32])
 def test_a_terminal_of_80_columns_shows_every_head(heads: int) -> None:
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(heat_map(wide_plan(heads)))
+    print_plan(console, wide_plan(heads), Bought(), verbose=False)
     text = console.export_text()
     console.file.close()
     assert "…" not in text
     signs = "w256+16 bf16" if heads == 2 else ("A·B" * heads)[:heads]
     assert text.count(signs) >= 3
     assert all(choice.label in text for choice in KINDS[: min(heads, 3)])
+    assert "w256+16: the last 256 keys and the first 16; bf16: products in bfloat16" in text.replace(
+        "\n", " "
+    )
 
 
 def test_two_plans_differ_in_numbers_and_picture(tmp_path: Path) -> None:
@@ -74,8 +85,8 @@ def test_two_plans_differ_in_numbers_and_picture(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["plan", "diff", str(first), str(second), "--html", str(page)])
     assert done.exit_code == 0, done.output
     assert "layer 0 head 0: w256+16 bf16 -> exact" in done.output
-    assert "predicted loss, nats/token: 3e-05 -> 1e-05" in done.output
-    assert "attention of planned layers, times as fast: 3 -> 1.5" in done.output
+    assert "predicted increase, nats/token: +0.0030 % (3.00e-5) -> +0.0010 % (1.00e-5)" in done.output
+    assert "attention of planned layers, times as fast: 3.00 -> 1.50" in done.output
     data = embedded(page.read_text(encoding="utf-8"))
     assert data["compared"]
     assert [stop["name"] for stop in data["stops"]] == ["first: first.json", "second: second.json"]
@@ -99,7 +110,7 @@ def test_a_browser_draws_it_so_that_it_can_be_read(heads: int, window: str, tmp_
 
 @needs_browser
 def test_a_browser_marks_what_differs_and_obeys_the_keyboard(tmp_path: Path) -> None:
-    page = compared([("a", wide_plan(2)), ("b", make_plan())], ["two plans"])
+    page = compared([("a", wide_plan(2)), ("b", make_plan())], "two plans")
     press = "$('grid').dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));"
     press = f"for (const key of ['ArrowDown', 'End']) {press}"
     found = drawn(
@@ -108,3 +119,77 @@ def test_a_browser_marks_what_differs_and_obeys_the_keyboard(tmp_path: Path) -> 
     assert found.count('class="changed"') == 2  # layer 0 head 0, layer 2 head 0; layer 1 is the same
     assert "Layer 1, head 1" in found
     assert ">b</output>" in found
+
+
+@pytest.mark.parametrize("price", [1e308, 5e-324, 0.0])
+def test_prices_at_the_ends_of_the_floats_are_drawn(price: float, tmp_path: Path) -> None:
+    """Their sums are infinite, their ratios beyond any float: what cannot be said is said to be unknown."""
+    units = tuple(UnitRecord(1, head, 1e308, 1e308, price, 0.0, 0.0, 0.0) for head in (0, 1))
+    path, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    path.write_text(make_plan(units=units).to_json())
+    for words in (["show", str(path), "--verbose"], ["diff", str(path), str(path)]):
+        done = CliRunner().invoke(app, ["plan", *words, "--html", str(page)])
+        assert done.exit_code == 0, (done.output, done.exception)
+        assert "without bound" in done.output
+        (stop, *_) = embedded(page.read_text(encoding="utf-8"))["stops"]
+        assert stop["loss"] is None
+        assert stop["speed"] == {1e308: 1.0, 5e-324: 0.0, 0.0: 0.0}[price]
+    for ratio, told in ((quotient([1e308] * 9, [1e308] * 3), 3.0), (quotient([1e308], [5e-324]), None)):
+        assert ratio == told
+
+
+@pytest.mark.parametrize("heads", [2, 12])
+def test_a_plan_says_what_its_picture_shows_and_leaves_out(heads: int) -> None:
+    def printed(plan: Plan) -> str:
+        console = Console(width=200, file=io.StringIO())
+        print_plan(console, plan, Bought((1.2, 1.29), 2.77), verbose=False)
+        return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+    plan = replace(wide_plan(heads), protocol={"model": "owner/name", "held_out_sources": 2})
+    text = printed(plan)
+    assert text.startswith("owner/name: layers by key/value heads\n")
+    assert (
+        "(98 %, held-out text, two sources) · whole model 1.20 to 1.29 times as fast, attention 2.77\n"
+        in text
+    )
+    exact = printed(replace(plan, layers=(), units=(), verified=None))
+    assert exact == "owner/name: every layer is exact\nexact: the perplexity of the model\n"
+    cached = replace(plan, protocol={"cache": {"stored": "int8", "streaming": False, "share": 0.5641}})
+    assert printed(cached).endswith(" · cache 0.56 of the bytes\n")
+
+
+def test_a_report_speaks_for_its_own_plan_alone(tmp_path: Path) -> None:
+    plan, report = tmp_path / "adaattn_plan.json", tmp_path / "adaattn_report.json"
+    plan.write_text(make_plan().to_json())
+    told: dict[str, Any] = {
+        "whole_forward": [{"ratio": 1.3}],
+        "price_exact_seconds": 3.0,
+        "price_plan_seconds": 2.0,
+    }
+    report.write_text(json.dumps({**told, "plan_sha256": digest(plan.read_bytes())}))
+    assert bought(tmp_path) == bought(plan) == Bought((1.3, 1.3), 1.5)
+    report.write_text(json.dumps({**told, "plan_sha256": digest(b"another")}))
+    assert bought(tmp_path) == Bought()
+    for wrong in ({"whole_forward": 5}, {"whole_forward": [{"ratio": "fast"}]}, {"price_plan_seconds": -1.0}):
+        report.write_text(json.dumps({**told, **wrong, "plan_sha256": digest(plan.read_bytes())}))
+        done = CliRunner().invoke(app, ["plan", "show", str(tmp_path)])
+        assert (done.exit_code, "delete it, or calibrate again" in done.stderr) == (2, True), done.output
+
+
+@pytest.mark.parametrize(
+    ("nats", "middle", "upper", "asked"),
+    [
+        (math.log1p(0.009), "+0.90 %", "+0.90 %", "+0.9 %"),
+        (7.08e-3, "+0.71 %", "+0.72 %", "+0.711 %"),  # a bound is never rounded down
+        (math.log1p(1e-3), "+0.10 %", "+0.10 %", "+0.1 %"),
+        (0.0, "+0 %", "+0 %", "+0 %"),
+        (-3e-4, "-0.030 %", "-0.029 %", "-0.030 %"),
+        (1e-7, "+1.0e-5 %", "+1.0e-5 %", "+1.0e-5 %"),
+        (math.inf, "without bound", "without bound", "without bound"),
+        (math.nan, "unknown", "unknown", "unknown"),
+    ],
+)
+def test_a_loss_is_written_in_percent_of_the_perplexity(
+    nats: float, middle: str, upper: str, asked: str
+) -> None:
+    assert (rise(nats), at_most(nats), allowed(nats)) == (middle, upper, asked)

@@ -13,12 +13,11 @@ from adaattn_hf.calibration.corpus import (
     RUN,
     TokenSequence,
     draw,
-    read_documents,
     refuse_copies,
-    refuse_repeats,
 )
 from adaattn_hf.calibration.inputs import _draw, _each, open_inputs
 from adaattn_hf.calibration.settings import CalibrationSettings
+from adaattn_hf.calibration.texts import read_documents, refuse_repeats
 from adaattn_hf.calibration.verify import Evidence
 
 from ..support.letters import encode, lettered_llama, random_letters

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pytest
 
-from adaattn_hf.calibration.corpus import CHARS, read_documents, refuse_repeats
+from adaattn_hf.calibration.texts import CHARS, read_documents, refuse_repeats
 from adaattn_hf.errors import DataUnavailable
 from adaattn_hf.eval import corpora
 
@@ -63,6 +66,48 @@ def test_other_encodings_are_refused_with_the_remedy(tmp_path: Path, name: str) 
     for read, error in ((calibrated, ValueError), (evaluated, DataUnavailable)):
         with pytest.raises(error, match=rf"cannot read .*{name} as UTF-8 text .*iconv"):
             read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "null.jsonl",
+            b'{"text": "one"}\n{"text": null}\n',
+            r"null\.jsonl.*field 'text' is null, expected a string",
+        ),
+        ("number.jsonl", b'{"text": 7}\n', "field 'text' is a number, expected a string"),
+        ("list.jsonl", b'["one"]\n', "is a list, expected an object with the text field 'text'"),
+        ("other.jsonl", b'{"body": "one"}\n', "has 'body', expected the text field 'text'.*rename"),
+        ("marked.txt", "one two".encode("utf-16"), "is text in UTF-16, expected .* iconv -f UTF-16 -t UTF-8"),
+        ("rows.jsonl", '{"text": "one"}'.encode("utf-16"), "is text in UTF-16, .* iconv -f UTF-16 "),
+        ("little.txt", "one two".encode("utf-16-le"), "is text in UTF-16, .* iconv -f UTF-16LE"),
+        ("big.txt", "one two".encode("utf-16-be"), "is text in UTF-16, .* iconv -f UTF-16BE"),
+        ("wide.txt", "one two".encode("utf-32"), "is text in UTF-32, .* iconv -f UTF-32"),
+        ("one.txt.gz", gzip.compress(b"one two"), "is compressed by gzip, .*: gunzip"),
+        ("rows.jsonl.gz", gzip.compress(b'{"text": "one"}'), "is compressed by gzip, .*: gunzip"),
+        ("one.txt.xz", lzma.compress(b"one two"), "is compressed by xz, .*: unxz"),
+        ("one.txt.bz2", bz2.compress(b"one two"), "is compressed by bzip2, .*: bunzip2"),
+        ("one.pdf", b"%PDF-1.7\n", "is a PDF, .*: pdftotext"),
+        ("late.txt", b"one " * CHARS + b"\0", "holds zero bytes"),
+        ("rows.tsv", b"text\tlabel\none\t1\n", "is a table, expected plain text or a .jsonl"),
+    ],
+)
+def test_what_is_no_plain_text_is_refused_with_the_way_to_make_it_so(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    for read, error in ((calibrated, ValueError), (evaluated, DataUnavailable)):
+        with pytest.raises(error, match=words):
+            read(path)
+
+
+def test_a_page_of_wikitext_that_is_null_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "pages.jsonl"
+    path.write_text('{"page": "one"}\n{"page": null}\n')
+    with pytest.raises(DataUnavailable, match=r"row 2 of .*pages\.jsonl.*field 'page' is null"):
+        corpora.load(f"wikitext:{path}")
 
 
 def test_a_wrong_line_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +28,11 @@ class _Registering:
         return getattr(self._loader, name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute Transformers' module, then register."""
+        """Execute Transformers' module, then register, and give models the plan of `adaattn run --plan`."""
         self._loader.exec_module(module)
         importlib.import_module("adaattn_hf")
+        if plan := os.environ.get("ADAATTN_PLAN"):
+            importlib.import_module("adaattn_hf.patches.everywhere").give(plan)
 
 
 class _Finder:

@@ -73,6 +73,11 @@ class Part(ABC):
     def label(self) -> str:
         """A short name, for tables."""
 
+    @property
+    @abstractmethod
+    def meaning(self) -> str:
+        """The label in words, for legends."""
+
     @abstractmethod
     def tinted(self, colour: Colour) -> Colour:
         """Returns the colour of a head with this part, from the colour without it."""

@@ -50,6 +50,11 @@ class Precision(Operands):
         """`bf16` or `int8`."""
         return self.precision
 
+    @property
+    def meaning(self) -> str:
+        """What the label says."""
+        return {"bf16": "products in bfloat16", "int8": "products in 8 bits"}[self.precision]
+
     def tinted(self, colour: Colour) -> Colour:
         """Greener, the more so in fewer bits."""
         return colour[0], min(255, colour[1] + (60 if self.precision == "bf16" else 110)), colour[2]

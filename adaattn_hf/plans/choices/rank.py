@@ -42,6 +42,11 @@ class Rank(Operands):
         """`r32`."""
         return f"r{self.rank}"
 
+    @property
+    def meaning(self) -> str:
+        """What the label says."""
+        return f"scores of rank {self.rank}"
+
     def tinted(self, colour: Colour) -> Colour:
         """Redder."""
         return min(255, colour[0] + 90), colour[1], colour[2]

@@ -47,6 +47,11 @@ class Window(Keys):
         """`w1024+16`: a window of 1,024 keys and 16 sinks."""
         return f"w{self.window}+{self.sinks}"
 
+    @property
+    def meaning(self) -> str:
+        """What the label says."""
+        return f"the last {self.window} keys" + (f" and the first {self.sinks}" if self.sinks else "")
+
     def tinted(self, colour: Colour) -> Colour:
         """Blue, darker for wider windows."""
         return 30, 110, max(120, 250 - self.window // 20)

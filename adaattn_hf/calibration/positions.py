@@ -1,0 +1,68 @@
+"""How many tokens a model can read: learned positions, and what its configuration says of rotary ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+LEARNED = ("position_embeddings", "wpe", "embed_positions")
+"""Names of learned position embeddings in models."""
+COUNT_FROM_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
+"""Model types whose first position is the one behind that of the padding token."""
+
+
+def stated_positions(config: Any) -> int | None:
+    """Returns the most tokens that a model reads by its configuration, `None` where that does not say.
+
+    Rotary embeddings that are scaled (`rope_parameters`) reach further than those that the model was trained with.
+
+    Args:
+        config: A Transformers configuration; of several towers, that of the text is read.
+    """
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:
+        return None
+    if text.model_type in COUNT_FROM_BEHIND_PADDING:
+        return positions - (text.pad_token_id or 0) - 1
+    reached = [
+        int(rope["factor"] * (rope.get("original_max_position_embeddings") or positions))
+        for rope in _scaled(text)
+    ]
+    return max([positions, *reached])
+
+
+def _scaled(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yields the parameters of scaled rotary embeddings, of each kind of layer where they differ."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = getattr(config, name, None)
+        kinds = rope.values() if isinstance(rope, Mapping) else ()
+        for one in (rope, *kinds):
+            if isinstance(one, Mapping) and isinstance(one.get("factor"), int | float):
+                yield one
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """Returns the longest input of a model with learned position embeddings, `None` for other models."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in LEARNED and isinstance(module, nn.Embedding):
+            # RoBERTa and related models start counting after the padding token's index, OPT at an offset
+            before = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - int(getattr(module, "offset", before))
+    return None
+
+
+def refuse_longer(lengths: Sequence[int], positions: int | None, name: str) -> None:
+    """Refuses lengths that a model cannot read: a budget would be proved on text that it makes nothing of.
+
+    Raises:
+        ValueError: If the longest one has more tokens than the model has positions.
+    """
+    if positions is not None and lengths[-1] > positions:
+        raise ValueError(
+            f"lengths is {list(lengths)}, expected at most the {positions} tokens that {name} has positions for "
+            f"(max_position_embeddings, rotary scaling included); give shorter lengths, such as --lengths {positions}, "
+            "or a model whose rope_parameters reach further"
+        )

@@ -1,0 +1,155 @@
+"""Where a calibration writes its plan: never into a model unless asked, and never over what belongs to others."""
+
+from __future__ import annotations
+
+import json
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from .fields import says
+
+PLAN_DIRECTORY = "adaattn-plan"
+"""Where a plan goes, and where commands look for one, if nothing is said."""
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the plan goes.
+
+    Attributes:
+        out: A directory for the plan alone.
+        in_place: Whether it goes into the model's own directory.
+    """
+
+    out: Path | None = field(
+        default=None,
+        metadata=says(f"Directory for the plan. Default: {PLAN_DIRECTORY}. MODEL is not changed."),
+    )
+    in_place: bool = field(
+        default=False,
+        metadata=says(
+            "Write the plan into MODEL, a directory: its config.json carries it then, and whoever loads it runs it."
+        ),
+    )
+
+    def directory(self, model: str | None) -> Path:
+        """Returns the directory that is written to.
+
+        Args:
+            model: Hub id or directory as it was named; None for the packaged model.
+
+        Raises:
+            UsageError: It is the model's own and was not asked for, or must not be written to.
+        """
+        own = None if model is None or not Path(model).is_dir() else Path(model)
+        if not self.in_place:
+            target = self.out or Path(PLAN_DIRECTORY)
+            if own is not None and target.resolve() == own.resolve():
+                raise UsageError(
+                    f"out: {target} is the model's own directory, expected one for the plan alone; give --in-place to "
+                    "write into the model"
+                )
+            _refuse_checkpoint(target)
+        elif self.out is not None:
+            raise UsageError(f"in_place: got --out {self.out}, too, expected one of them; leave one out")
+        elif own is None:
+            raise UsageError(
+                f"in_place: got {model or 'the packaged model'}, expected the directory of a model that is yours: what "
+                "comes from the hub or with the package is never written to; leave --in-place out, and run the plan "
+                "with adaattn_hf.load_plan(model, DIRECTORY)"
+            )
+        else:
+            target = own
+        _refuse_kept(target, "in_place" if self.in_place else "out")
+        return target
+
+    def sentence(self, target: Path, model: str | None) -> str:
+        """Returns where the plan will go, said before any work."""
+        if self.in_place:
+            return f"the plan will be written into the model {target}: its config.json will carry it"
+        return f"the plan will be written to {target}; {model or 'the packaged model'} is not changed"
+
+
+def _refuse_kept(target: Path, argument: str) -> None:
+    """Refuses a directory of the hub's cache, and files that are links or may not be written.
+
+    Raises:
+        UsageError: It is one, or holds some. Writing would replace them: a rename asks for no permission of the file.
+    """
+    whole = target.resolve()
+    remedy = "copy the model to a directory of your own, or leave --in-place out"
+    if argument == "out":
+        remedy = "give another directory"
+    if whole.parent.name == "snapshots" and (whole.parents[1] / "blobs").is_dir():
+        raise UsageError(
+            f"{argument}: {target} lies in the cache of the hub, which all programs of this machine read and which is "
+            f"never written to; {remedy}"
+        )
+    for file in sorted([target / "config.json", *target.glob("adaattn_*")]):
+        if file.is_symlink():
+            raise UsageError(
+                f"{argument}: {file} is a link to {file.readlink()}, expected a file of the directory's own; {remedy}"
+            )
+        if file.is_file() and not file.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
+            raise UsageError(
+                f"{argument}: {file} is read-only, expected a file that may be replaced; {remedy}"
+            )
+
+
+def _refuse_checkpoint(target: Path) -> None:
+    """Refuses a directory whose `config.json` a calibration did not write and would overwrite.
+
+    Raises:
+        UsageError: It holds a checkpoint, or a configuration.
+    """
+    weights = [
+        file.name
+        for kind in WEIGHTS
+        for file in sorted(target.glob(kind))
+        if not file.name.startswith("adaattn_")
+    ]
+    ours = (target / "adaattn_plan.json").is_file()
+    if weights or ((target / "config.json").is_file() and not ours):
+        raise UsageError(
+            f"out: {target} holds {weights[0] if weights else 'config.json'} of a model, whose config.json would be "
+            f"overwritten, expected a directory for the plan alone; give another one, {PLAN_DIRECTORY} say"
+        )
+
+
+def refuse_other_plan(target: Path, model: Any) -> None:
+    """Refuses a directory that holds the plan of another model, before anything is measured.
+
+    Args:
+        target: The directory.
+        model: The model that is calibrated, on which the plan is to run.
+
+    Raises:
+        UsageError: It does.
+    """
+    from ..plans.store import model_hash
+
+    file = target / "adaattn_plan.json"
+    if not file.is_file():
+        return
+    remedy = f"give another directory (--out), or delete {target}"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        known, held = found["weight_hash"], str(found["dtype"])
+        protocol = found.get("protocol")
+        name = (
+            protocol.get("model", found["model_type"]) if isinstance(protocol, dict) else found["model_type"]
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"out: {file} is no plan that can be read ({type(error).__name__}); {remedy}"
+        ) from error
+    if known != model_hash(model):
+        other = "other weights" if str(model.dtype) == f"torch.{held}" else f"in {held}"
+        raise UsageError(
+            f"out: {target} holds a plan of {name} ({other}), expected none, or one of the model that is calibrated; "
+            f"{remedy}"
+        )

@@ -1,0 +1,147 @@
+"""What a plan comes to in one line: what the perplexity may rise by, and what is bought with it.
+
+How fast the whole model runs is in the report that lies beside a plan, and not in the plan, which is the same byte for
+byte wherever it is made from the same prices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .plan import Plan, PlanError
+from .reading import PLAN_FILE, text_file
+from .wording import allowed, at_most, counted, printable, quotient, rise, share, times
+
+REPORT_FILE = "adaattn_report.json"
+MODEL = "model"
+"""Key in a plan's protocol: the name of the model that it was made for."""
+SOURCES = "held_out_sources"
+"""Key in a plan's protocol: how many sources of held-out text each keep the budget."""
+PLAN_HASH = "plan_sha256"
+"""Key in a report: the hash of the plan's file that it speaks of."""
+
+
+@dataclass(frozen=True)
+class Bought:
+    """What a plan buys on the machine that it was made on; None where that is not known.
+
+    Attributes:
+        whole: How many times as fast whole forward passes are, the least and the most of all lengths.
+        attention: The same of the attention of all layers, by measured prices.
+    """
+
+    whole: tuple[float, float] | None = None
+    attention: float | None = None
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> Bought:
+        """Returns what a report says.
+
+        Raises:
+            PlanError: A figure in it is none.
+        """
+        ratios = [_figure(one, "ratio") for one in _records(report.get("whole_forward", []))]
+        prices = "price_exact_seconds", "price_plan_seconds"
+        exact, price = (_figure(report, name) if name in report else 0.0 for name in prices)
+        return cls((min(ratios), max(ratios)) if ratios else None, quotient([exact], [price]))
+
+
+def bought(plan: Path) -> Bought:
+    """Returns what the report beside a plan says of it; nothing where there is none, or one of another plan.
+
+    Args:
+        plan: The plan's file, or the directory that it lies in.
+
+    Raises:
+        PlanError: The report is none.
+    """
+    directory = plan if plan.is_dir() else plan.parent
+    report, file = directory / REPORT_FILE, plan / PLAN_FILE if plan.is_dir() else plan
+    if not report.is_file() or not file.is_file():
+        return Bought()
+    try:
+        found = json.loads(text_file(report))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{report} is no report: {error}; delete it, or calibrate again") from error
+    if not isinstance(found, Mapping) or found.get(PLAN_HASH) != digest(file.read_bytes()):
+        return Bought()
+    try:
+        return Bought.of(found)
+    except PlanError as error:
+        raise PlanError(f"{report}: {error}; delete it, or calibrate again") from error
+
+
+def digest(plan: bytes) -> str:
+    """Returns the hash of a plan's file by which a report names it."""
+    return hashlib.sha256(plan).hexdigest()
+
+
+def name_of(plan: Plan) -> str:
+    """Returns the name of the model that a plan was made for; its type in plans that hold no name."""
+    name = plan.protocol.get(MODEL)
+    return printable(name if isinstance(name, str) and name else plan.model_type)
+
+
+def headline(plan: Plan, buys: Bought | None = None) -> str:
+    """Returns what a plan was proved to cost, and what it buys: `perplexity +0.51 %, at most +0.90 %, …`."""
+    buys = buys or Bought()
+    words = [_cost(plan)]
+    attention, planned = buys.attention, "attention"
+    if attention is None and plan.units:
+        attention = quotient([u.exact_price for u in plan.units], [u.price for u in plan.units])
+        planned = "attention of the planned layers"
+    if not plan.is_exact and buys.whole is not None:
+        low, high = (times(one) for one in buys.whole)
+        whole = low if low == high else f"{low} to {high}"
+        words.append(f"whole model {whole} times as fast, {planned} {times(attention)}")
+    elif not plan.is_exact and attention is not None:
+        words.append(f"{planned} {times(attention)} times as fast")
+    cache = plan.protocol.get("cache")
+    part = cache.get("share") if isinstance(cache, Mapping) else None
+    if isinstance(part, int | float) and math.isfinite(part):
+        words.append(f"cache {part:.2g} of the bytes")
+    return " · ".join(words)
+
+
+def _cost(plan: Plan) -> str:
+    proof = plan.verified
+    if proof is None:
+        return "exact: the perplexity of the model" if plan.is_exact else "not verified on held-out text"
+    failed = "" if proof.passed else "failed: "
+    return (
+        f"{failed}perplexity {rise(proof.delta_nll)}, at most {at_most(proof.upper)}, allowed {allowed(plan.budget)} "
+        f"({', '.join([share(level_of(plan)), 'held-out text', *_sources(plan)])})"
+    )
+
+
+def level_of(plan: Plan) -> float:
+    """Returns the level that all tests of a calibration keep together; that of the bound where it is not recorded."""
+    settings = plan.protocol.get("settings")
+    alpha = settings.get("alpha") if isinstance(settings, Mapping) else None
+    if isinstance(alpha, float) and 0.0 < alpha < 1.0:
+        return 1.0 - alpha
+    return 0.0 if plan.verified is None else plan.verified.confidence
+
+
+def _sources(plan: Plan) -> list[str]:
+    number = plan.protocol.get(SOURCES)
+    return [counted(number, "source")] if isinstance(number, int) and number > 1 else []
+
+
+def _records(data: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(data, list) or not all(isinstance(one, Mapping) for one in data):
+        raise PlanError(f"whole_forward is {type(data).__name__}, expected a list of measured passes")
+    return data
+
+
+def _figure(data: Mapping[str, Any], name: str) -> float:
+    value = data.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
+        raise PlanError(f"{name} is {value!r}, expected a number of 0 or more")
+    return float(value)

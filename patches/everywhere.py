@@ -1,0 +1,39 @@
+"""Gives a plan to every model of its type in a process, for programs that load a model by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from adaattn_hf.config import GIVEN
+from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.store import CONFIG_KEY, with_tensors
+
+
+def configuration_of(plan: Plan) -> type[Any]:
+    """Returns the class of the configurations that a plan was made for.
+
+    Raises:
+        PlanError: Transformers has none of that type.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if plan.model_type not in CONFIG_MAPPING:
+        raise PlanError(
+            f"model_type is {plan.model_type!r}, which no configuration of Transformers has; load the plan in the "
+            "program, by adaattn_hf.load_plan(model, directory)"
+        )
+    return CONFIG_MAPPING[plan.model_type]  # type: ignore[no-any-return]
+
+
+def give(directory: str | Path) -> None:
+    """Gives a plan to all models of its type that carry none; each checks it against its weights when it first runs.
+
+    Raises:
+        PlanError: There is no plan, or no such type.
+    """
+    plan = with_tensors(directory)
+    settings = {CONFIG_KEY: plan.to_dict()}
+    GIVEN[plan.model_type] = settings
+    # a graph that is traced before any call asks the class, and says that the model is to be called once first
+    configuration_of(plan).adaattn = settings
