@@ -57,7 +57,7 @@ def _parameters(group: type[Any]) -> list[inspect.Parameter]:
     for field in dataclasses.fields(group):
         # a flag is not said in two ways: what is off by default is turned on
         names = [f"--{field.name.replace('_', '-')}"] if types[field.name] is bool else []
-        kind = Annotated[types[field.name], typer.Option(*names, help=field.metadata["help"])]
+        kind: Any = Annotated[types[field.name], typer.Option(*names, help=field.metadata["help"])]  # type: ignore[valid-type, name-defined]
         found.append(
             inspect.Parameter(
                 field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kind

@@ -194,7 +194,8 @@ def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path) -
             str(program),
         ]
         subprocess.run([*command, str(llama), str(out)], check=True, timeout=300)
-        return torch.load(out)
+        found: torch.Tensor = torch.load(out)
+        return found
 
     model = checkpoint.load(llama, device="cpu", implementation="adaattn").model
     with torch.no_grad():

@@ -317,14 +317,14 @@ def test_a_model_is_not_changed_and_the_plan_goes_where_it_is_said_first(
     adaattn_hf.remove_plan(loaded)
     loaded.save_pretrained(tmp_path / "tuned")
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "tuned")
-    for name, words in (
+    for name, says in (
         ("tuned", "a plan of model (other weights)"),
         ("half", "a plan of model (in float32)"),
     ):
         where, dtype = (model, ["--dtype", "bfloat16"]) if name == "half" else (tmp_path / name, [])
         rest = [word for word in arguments(where, material) if word != "--in-place"]
         refused = CliRunner().invoke(app, [*rest, "--budget", "1%", *dtype])
-        assert (refused.exit_code, words in refused.stderr) == (2, True), refused.output
+        assert (refused.exit_code, says in refused.stderr) == (2, True), refused.output
         assert "give another directory (--out), or delete adaattn-plan" in refused.stderr
         assert "moments" not in refused.output
         assert files(tmp_path / "adaattn-plan") == plan
