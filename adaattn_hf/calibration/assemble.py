@@ -74,6 +74,7 @@ def make_plan(
         units=tuple(units),
         verified=verified,
         tensors="",
+        attention_layers=tuple(facts.indices),
     )
 
 

@@ -228,7 +228,6 @@ def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:
         "moments": f"reading the first sequence of {longest} tokens",
         "risk": f"measuring risks on sequences of {longest} tokens",
         "prices": f"timing attention of {batch} times {longest} tokens",
-        "direct": f"measuring single choices on sequences of {longest} tokens",
         "joint": f"measuring whole plans on {job.settings.joint} sequences of {longest} tokens",
     }.get(stage, f"proving a plan on sequences of {longest} tokens")
     shorter = f"shorter lengths (--lengths {max(longest // 2, 32)})"

@@ -107,6 +107,7 @@ class Plan:
         units: Risk and price of each unit of the layers above.
         verified: The verdict on held-out text, or `None` for a plan that was not verified.
         tensors: Hash of the safetensors file of bases and means, empty without one.
+        attention_layers: Indices of all attention layers of the model, rising; empty where they are not recorded.
     """
 
     format: int
@@ -126,6 +127,7 @@ class Plan:
     units: tuple[UnitRecord, ...]
     verified: Verified | None
     tensors: str
+    attention_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.format) is not int or self.format != PLAN_FORMAT:
@@ -163,9 +165,16 @@ class Plan:
             whole(length, "lengths", least=1)
         if list(self.lengths) != sorted(set(self.lengths)):
             raise PlanError(f"lengths are {list(self.lengths)}, expected rising positive numbers")
+        for index in self.attention_layers:
+            whole(index, "attention_layers", most=MOST_LAYERS)
         indices = [layer.layer for layer in self.layers]
-        if indices != sorted(set(indices)):
-            raise PlanError(f"layers are {indices}, expected rising indices, each once")
+        for name, rising in (("layers", indices), ("attention_layers", list(self.attention_layers))):
+            if rising != sorted(set(rising)):
+                raise PlanError(f"{name} are {rising}, expected rising indices, each once")
+        if self.attention_layers and not set(indices) <= set(self.attention_layers):
+            raise PlanError(
+                f"layers are {indices}, expected some of the model's {list(self.attention_layers)}; calibrate again"
+            )
 
     def _check_protocol(self) -> None:
         """Refuses entries of the protocol that are read and malformed."""
@@ -253,6 +262,9 @@ class Plan:
                 f"plan format is {data.get('format')!r:.60}, this version reads {PLAN_FORMAT}; calibrate again"
             )
         kwargs = read_record(cls, data, "plan")
+        kwargs["attention_layers"] = tuple(
+            read_list(kwargs["attention_layers"], "attention_layers", MOST_LAYERS)
+        )
         kwargs["lengths"] = tuple(read_list(kwargs["lengths"], "lengths", MOST_LENGTHS))
         kwargs["layers"] = tuple(
             LayerPlan.from_dict(item, f"layers[{index}]")

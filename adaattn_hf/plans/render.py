@@ -15,7 +15,7 @@ from .._files import write_atomically
 from .choices import EXACT, Choice
 from .headline import level_of, name_of
 from .plan import Plan
-from .wording import allowed, in_nats, legend, printable, quotient, rise, share, times
+from .wording import allowed, counted, in_nats, legend, printable, quotient, rise, share, times
 
 MOST_ROWS, MOST_COLUMNS = 256, 128
 """Most layers and key/value heads that a picture shows."""
@@ -31,15 +31,15 @@ def grid(plan: Plan, rows: Sequence[int] | None = None, heads: int | None = None
 
 
 def layers_of(plan: Plan) -> list[int]:
-    """Returns the layers that a picture shows: those of the model, as far as the plan knows them."""
+    """Returns the layers that a picture shows: those of the model, or all up to the last that is not exact."""
     deepest = max((layer.layer for layer in plan.layers), default=-1)
-    return list(range(deepest + 1))[:MOST_ROWS]
+    return list(plan.attention_layers or range(deepest + 1))[:MOST_ROWS]
 
 
 def unseen(plan: Plan) -> str:
     """Returns what the picture leaves out, empty where it shows every layer."""
     beyond = max((layer.layer for layer in plan.layers), default=-1) + 1
-    return f"layers {beyond} and up: exact" if beyond else ""
+    return f"layers {beyond} and up: exact" if beyond and not plan.attention_layers else ""
 
 
 def facts(plan: Plan) -> list[str]:
@@ -63,7 +63,7 @@ def notes(plan: Plan) -> list[str]:
     if plan.cache is not None:
         stored, streaming = plan.cache
         lines.append(f"cache: {stored}{', heads with a window keep it alone' * streaming}")
-    depth = max((layer.layer for layer in plan.layers), default=-1) + 1
+    depth = max(len(plan.attention_layers), max((layer.layer for layer in plan.layers), default=-1) + 1)
     width = max((len(layer.choices) for layer in plan.layers), default=0)
     if depth > MOST_ROWS or width > MOST_COLUMNS:
         lines.append(
@@ -93,7 +93,10 @@ def details(plan: Plan) -> list[str]:
 
 def heading(plan: Plan) -> str:
     """Returns the line above a plan's table, which is all that there is to show where every layer is exact."""
-    return f"{name_of(plan)}: {'every layer is exact' if plan.is_exact else 'layers by key/value heads'}"
+    if not plan.is_exact:
+        return f"{name_of(plan)}: layers by key/value heads"
+    number = len(plan.attention_layers)
+    return f"{name_of(plan)}: every layer is exact" + (f" ({counted(number, 'layer')})" if number else "")
 
 
 def heat_map(plan: Plan) -> Table:
@@ -164,6 +167,9 @@ def save_png(plan: Plan, path: Path) -> None:
     axes.set_xlabel("key/value head")
     axes.set_ylabel("layer")
     axes.set_xticks(range(width))
+    places = list(enumerate(layers_of(plan)))
+    shown = places[:: max(1, len(places) // 16)]
+    axes.set_yticks([place for place, _ in shown], [str(index) for _, index in shown])
     kinds = sorted({choice for row in choices for choice in row}, key=lambda choice: choice.label)
     handles = [Patch(color=f"#{bytes(choice.colour).hex()}", label=choice.label) for choice in kinds]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")

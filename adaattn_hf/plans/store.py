@@ -220,9 +220,8 @@ def remove_plan(model: nn.Module) -> None:
         if CONFIG_KEY in settings:
             ours = (CONFIG_KEY, CARRIED, REVOKED)
             rest = {name: value for name, value in settings.items() if name not in ours}
-            if rest or hasattr(
-                type(config), "adaattn"
-            ):  # a plan of all models of the type is not given again
+            # a plan of all models of the type is not given again
+            if rest or hasattr(type(config), "adaattn"):
                 config.adaattn = rest
             else:
                 del config.adaattn

@@ -53,7 +53,7 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
     )
     started = []
     for name, way in (("one", "-P -m adaattn_hf.cli"), ("two", f"-P {launcher} -m adaattn_hf.cli.main")):
-        model = shutil.copytree(demo_model_path("llama"), tmp_path / name)
+        model = shutil.copytree(demo_model_path("llama"), tmp_path / name / "model")
         started.append(
             subprocess.Popen(
                 [sys.executable, *way.split(), "calibrate", str(model), *options],
@@ -67,6 +67,6 @@ def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
     outputs = [process.communicate(timeout=600) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
     assert outputs[1][0].count("at most +") == 1  # one of them speaks
-    plans = [(tmp_path / name / "adaattn_plan.json").read_bytes() for name in ("one", "two")]
+    plans = [(tmp_path / name / "model" / "adaattn_plan.json").read_bytes() for name in ("one", "two")]
     assert plans[0] == plans[1]
     assert b'"bf16"' in plans[0]

@@ -18,8 +18,9 @@ from adaattn_hf.cli.main import app
 from adaattn_hf.cli.printed import print_plan
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.plans.headline import Bought, bought, digest
-from adaattn_hf.plans.page import compared, plan_page
-from adaattn_hf.plans.plan import LayerPlan, Plan, UnitRecord
+from adaattn_hf.plans.page import compared, plan_page, rounded
+from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, UnitRecord
+from adaattn_hf.plans.render import below, heading, heat_map, save_png
 from adaattn_hf.plans.wording import allowed, at_most, quotient, rise
 
 from ..support.browser import CONTRASTS, drawn, needs_browser
@@ -121,10 +122,12 @@ def test_a_browser_marks_what_differs_and_obeys_the_keyboard(tmp_path: Path) -> 
     assert ">b</output>" in found
 
 
-@pytest.mark.parametrize("price", [1e308, 5e-324, 0.0])
-def test_prices_at_the_ends_of_the_floats_are_drawn(price: float, tmp_path: Path) -> None:
-    """Their sums are infinite, their ratios beyond any float: what cannot be said is said to be unknown."""
-    units = tuple(UnitRecord(1, head, 1e308, 1e308, price, 0.0, 0.0, 0.0) for head in (0, 1))
+@pytest.mark.parametrize(("price", "speed"), [(1e12, 1.0), (1e-30, 1e-42), (0.0, 0.0)])
+def test_figures_at_the_ends_of_what_a_plan_may_hold_are_drawn(
+    price: float, speed: float, tmp_path: Path
+) -> None:
+    """What the perplexity rises by is then beyond any float."""
+    units = tuple(UnitRecord(1, head, 1e12, 1e12, price, 0.0, 0.0, 0.0) for head in (0, 1))
     path, page = tmp_path / "plan.json", tmp_path / "plan.html"
     path.write_text(make_plan(units=units).to_json())
     for words in (["show", str(path), "--verbose"], ["diff", str(path), str(path)]):
@@ -132,8 +135,11 @@ def test_prices_at_the_ends_of_the_floats_are_drawn(price: float, tmp_path: Path
         assert done.exit_code == 0, (done.output, done.exception)
         assert "without bound" in done.output
         (stop, *_) = embedded(page.read_text(encoding="utf-8"))["stops"]
-        assert stop["loss"] is None
-        assert stop["speed"] == {1e308: 1.0, 5e-324: 0.0, 0.0: 0.0}[price]
+        assert (stop["loss"], stop["speed"]) == (2e12, speed)
+
+
+def test_sums_that_no_float_can_say_are_unknown() -> None:
+    assert rounded(math.inf) is rounded(math.nan) is None
     for ratio, told in ((quotient([1e308] * 9, [1e308] * 3), 3.0), (quotient([1e308], [5e-324]), None)):
         assert ratio == told
 
@@ -156,6 +162,35 @@ def test_a_plan_says_what_its_picture_shows_and_leaves_out(heads: int) -> None:
     assert exact == "owner/name: every layer is exact\nexact: the perplexity of the model\n"
     cached = replace(plan, protocol={"cache": {"stored": "int8", "streaming": False, "share": 0.5641}})
     assert printed(cached).endswith(" · cache 0.56 of the bytes\n")
+
+
+def test_every_layer_of_the_model_is_drawn_and_counted(tmp_path: Path) -> None:
+    """Layers 4 and 5 are exact; so is 0. Of a model with other layers between, only those of attention count."""
+    for layers in ((0, 1, 2, 3, 4, 5), (1, 3, 7, 11)):
+        plan = make_plan(attention_layers=layers)
+        data = embedded(plan_page(plan))
+        assert data["rows"] == list(layers)
+        assert len(data["stops"][0]["picks"]) == 2 * len(layers)
+        assert sum(map(bool, data["stops"][0]["picks"])) == 1
+        table = heat_map(plan)
+        assert [str(cell) for cell in table.columns[0].cells] == list(map(str, layers))
+        save_png(plan, tmp_path / "plan.png")
+    assert below(plan) == ["w256+16: the last 256 keys and the first 16; bf16: products in bfloat16"]
+    assert below(replace(plan, attention_layers=()))[1] == "layers 2 and up: exact"
+    exact = replace(plan, layers=(), units=())
+    assert heading(exact) == "llama: every layer is exact (four layers)"
+    assert embedded(plan_page(exact))["rows"] == [1, 3, 7, 11]
+
+
+@pytest.mark.parametrize("layers", [(0, 0), (2, 1), (-1, 1), (0, 2), (0, 1.0)])
+def test_layers_of_a_model_that_cannot_be_are_refused(layers: tuple[Any, ...]) -> None:
+    with pytest.raises(PlanError, match="layers"):
+        make_plan(attention_layers=layers)
+
+
+def test_layers_are_kept_with_the_plan() -> None:
+    plan = make_plan(attention_layers=(1, 2))
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_a_report_speaks_for_its_own_plan_alone(tmp_path: Path) -> None:
