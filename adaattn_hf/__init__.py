@@ -6,9 +6,17 @@ Importing it registers names with Transformers and operators with torch; the res
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaattn_hf.patches.registry import NAMES, register, resolve, unregister
+# In a checkout the other directories of the package lie beside this one: a Python that is started there finds them so.
+_BESIDE = Path(__file__).parent.parent
+if all(
+    (_BESIDE / name).is_file() for name in ("pyproject.toml", "patches/registry.py", "eval/provenance.py")
+):
+    __path__.append(str(_BESIDE))
+
+from adaattn_hf.patches.registry import NAMES, register, resolve, unregister  # noqa: E402
 
 if TYPE_CHECKING:
     from adaattn_hf.patches.cache.disk import load_cache, save_cache

@@ -1,8 +1,9 @@
-"""Errors of the commands with their exit codes, and the one sentence for a name that nobody knows."""
+"""Errors of the commands with their exit codes, and the one sentence for a name or setting that nobody knows."""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 EXIT_CODES: dict[int, str] = {
@@ -61,3 +62,15 @@ def unknown(argument: str, got: str, known: Iterable[str], remedy: str = "") -> 
     hint = f" Did you mean {near[0]!r}?" if near else ""
     tail = f" {remedy}" if remedy else ""
     return f"{argument}: got {got!r}, expected one of {', '.join(names)}.{hint}{tail}"
+
+
+def from_environment(variable: str, known: Iterable[str], default: str) -> str:
+    """The value of an environment variable, `default` where it is not set or empty.
+
+    Raises:
+        UsageError: It is neither the default nor one of the known values.
+    """
+    asked = os.environ.get(variable) or default
+    if asked != default and asked not in known:
+        raise UsageError(unknown(variable, asked, known))
+    return asked

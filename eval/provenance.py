@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ import adaattn_hf.eval
 import adaattn_hf.patches
 from adaattn_hf.backends import capability
 from adaattn_hf.backends.native.library import level_here
+from adaattn_hf.errors import UsageError
 
 PACKAGES = (
     "adaattn-hf",
@@ -93,6 +95,9 @@ def commit(directory: Path) -> str | None:
     """The commit of the checkout that holds a directory, marked `+dirty` where tracked files differ.
 
     Outside a checkout it is what ADAATTN_COMMIT says: files that were copied to another machine have no other way.
+
+    Raises:
+        UsageError: ADAATTN_COMMIT is no commit.
     """
 
     def git(*words: str) -> str:
@@ -105,4 +110,10 @@ def commit(directory: Path) -> str | None:
         git("ls-files", "--error-unmatch", "__init__.py")
         return git("rev-parse", "HEAD") + ("+dirty" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("ADAATTN_COMMIT")
+        told = os.environ.get("ADAATTN_COMMIT") or None
+    if told is not None and not re.fullmatch(r"[0-9a-f]{7,64}(\+dirty)?", told):
+        raise UsageError(
+            f"ADAATTN_COMMIT: got {told!r}, expected the digits of a commit, as `git rev-parse HEAD` prints them, "
+            "followed by +dirty where files differ; or leave it unset"
+        )
+    return told

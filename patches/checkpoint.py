@@ -11,9 +11,12 @@ from typing import Any, Literal
 
 import torch
 
+from adaattn_hf.backends.select import BackendRefusal, check_possible
 from adaattn_hf.errors import ModelUnavailable, UsageError, unknown
 from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.plans.store import load_plan, remove_plan
+
+from .registry import NAMES
 
 Objective = Literal["causal", "masked"]
 
@@ -231,11 +234,13 @@ def load(
         prefixed: Refuse a causal model without a token to put before documents, before its weights are read.
 
     Raises:
-        ModelUnavailable: there is no such model or tokenizer, or it has no language-model head.
+        ModelUnavailable: there is no such model or tokenizer, it has no language-model head, or the backend that is
+            named can serve nothing here.
         UsageError: an unknown dtype, device or objective, or no such token.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
+    _refuse_impossible(implementation)
     name = Path(model).resolve().name if Path(model).exists() else str(model)
     torch_dtype, where = resolve_dtype(dtype), resolve_device(device)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -297,11 +302,25 @@ def _first_line(error: BaseException) -> str:
 
 
 def known_implementations() -> list[str]:
-    """Returns all attention implementations that Transformers knows now, `eager` included."""
+    """Returns all attention implementations that Transformers knows now, `eager` and all of ours included."""
     from transformers import AttentionInterface
 
     registry: Any = AttentionInterface
-    return sorted({"eager", *registry().valid_keys()})
+    return sorted({"eager", *registry().valid_keys(), *NAMES})
+
+
+def _refuse_impossible(implementation: str | None) -> None:
+    """Refuses a backend that can serve nothing here; Transformers would say of its name that it is not supported.
+
+    Raises:
+        ModelUnavailable: Says all that the backend lacks.
+    """
+    forced = NAMES.get(implementation or "")
+    if forced is not None:
+        try:
+            check_possible(forced)
+        except BackendRefusal as error:
+            raise ModelUnavailable(f"attention implementation: {implementation!r}: {error}") from error
 
 
 NO_PLAN = "none"
@@ -329,6 +348,7 @@ def arms(
     for implementation, plan in zip(implementations, plans or [None] * len(implementations), strict=True):
         if implementation not in known and "/" not in implementation:
             raise ModelUnavailable(unknown("attention implementation", implementation, known))
+        _refuse_impossible(implementation)
         shared = {id(p): p for p in checkpoint.model.parameters()}
         arm = copy.deepcopy(checkpoint.model, shared)
         try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,13 +17,17 @@ from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import BACKENDS, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
+from adaattn_hf.plans.reading import read_plan
 from adaattn_hf.plans.store import plan_of
 
 from .cache.keyword import cache_in, with_cache
 from .cache.memory import CacheMemory, memory_of
 from .cache.stored import AdaAttnCache
-from .support import refuse_other_attention
+from .support import model_in, refuse_other_attention, runs_ours, towers_of
 from .tuned import elsewhere
+
+if TYPE_CHECKING:
+    from transformers import Pipeline
 
 _LENGTH = 8
 
@@ -104,38 +109,73 @@ def _why_not(refused: Mapping[str, tuple[str, ...]], before: Mapping[str, tuple[
 
 
 def explain(
-    model: PreTrainedModel,
+    model: nn.Module | Pipeline,
     *,
     inputs: Mapping[str, torch.Tensor] | None = None,
     device: str | None = None,
     dtype: torch.dtype | None = None,
     cache: str = "model",
     streaming: bool = False,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
 ) -> Explanation:
     """Reports which backend and plan each attention layer of a model uses, by running a copy on the meta device.
 
     Args:
-        model: A model whose attention implementation is `adaattn…`.
+        model: A model whose attention implementation is `adaattn…`, or what holds such models (a pipeline, PEFT,
+            sentence-transformers).
         inputs: Keyword arguments of the model's forward, for models that read neither token ids nor pixels.
         device: Explain for this device type (`cpu`, `cuda`) instead of the model's own.
         dtype: Explain for this dtype instead of the model's own.
         cache: Explain for a cache of this format; see `AdaAttnCache`.
         streaming: Count the cache's bytes with the streaming heads of the plan; see `AdaAttnCache`.
-        plan: Explain with this plan instead of the model's own.
+        plan: Explain with this plan, or the one in this file or directory, instead of the model's own.
 
     Raises:
-        ValueError: The model runs another attention implementation, its inputs cannot be guessed, or it cannot use
-            such a cache.
+        ValueError: The model runs another attention implementation, its inputs cannot be guessed, it cannot use such a
+            cache, or no plan can be read there.
+        TypeError: There is no loaded model in it.
         BackendRefusal: A forced backend cannot serve a layer.
     """
-    refuse_other_attention(model)
+    held = model_in(model)
+    refuse_other_attention(held)
+    towers = [(name, tower) for name, tower in towers_of(held) if runs_ours(tower)]
+    if not towers:
+        raise ValueError(
+            f"model: got {type(held).__name__}, which holds no Transformers model that can be built from its "
+            "configuration; pass the model that it was made of"
+        )
+    given = plan if plan is None or isinstance(plan, Plan) else read_plan(plan)
+    found = [
+        _explained(name, tower, inputs, device, dtype, cache, streaming, given) for name, tower in towers
+    ]
+    names = dict.fromkeys(str(tower.config._attn_implementation) for _, tower in towers)
+    return Explanation(
+        ", ".join(type(tower).__name__ for _, tower in towers),
+        ", ".join(names),
+        tuple(choice for choices, _ in found for choice in choices),
+        next((memory for _, memory in found if memory is not None), None),
+    )
+
+
+def _explained(
+    path: str,
+    model: PreTrainedModel,
+    inputs: Mapping[str, torch.Tensor] | None,
+    device: str | None,
+    dtype: torch.dtype | None,
+    cache: str,
+    streaming: bool,
+    plan: Plan | None,
+) -> tuple[list[LayerChoice], CacheMemory | None]:
+    """Returns the choices of one Transformers model, and the memory of its cache."""
     device = device or model.device.type
-    dtype = dtype or model.dtype
     with torch.device("meta"):
         ghost: Any = type(model)(copy.deepcopy(model.config))
-    ghost.to(dtype=dtype).eval()
-    layer_names = {module: name for name, module in ghost.named_modules()}
+    ghost.to(dtype=dtype or model.dtype).eval()
+    for part in ghost.modules():
+        if isinstance(part, PreTrainedModel):
+            part.warn_if_padding_and_no_attention_mask = _no_warning  # which reads the tokens
+    layer_names = {module: f"{path}.{name}".strip(".") for name, module in ghost.named_modules()}
     plan = plan_of(model) if plan is None else plan
     asked = {} if plan is None else {layer.layer: _in_words(layer) for layer in plan.layers}
     choices: list[LayerChoice] = []
@@ -162,12 +202,11 @@ def explain(
                 of_plan = ""
             measured = () if forced is not None else _measured(spec)
             choices.append(LayerChoice(key[0], phase, spec, backend, refused, of_plan, measured))
-    return Explanation(
-        type(model).__name__,
-        str(model.config._attn_implementation),
-        tuple(choices),
-        kept[0] if kept else None,
-    )
+    return choices, kept[0] if kept else None
+
+
+def _no_warning(*_: Any) -> None:
+    """Warns of nothing: the copy's tokens cannot be read, and are none of the user's."""
 
 
 def _measured(spec: CallSpec) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ Both are forward hooks; nothing in the model is replaced, and `restore` removes 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from .cache.layers import GrowingCache
 from .cache.stored import check_stored, convert, stored_as
 from .fast_path import tracing
 from .fold import FoldError, Folding
-from .support import refuse_no_model
+from .support import refuse_no_model, towers_of
 from .unpad import Unpadding, probe, refusals, trunk_of
 from .unpad.call import arguments_of, has_cache, makes_cache
 from .unpad.direct import DirectForward, called_directly
@@ -123,7 +122,7 @@ def prepare(
     refuse_no_model(model)
     if on_padded not in _ON_PADDED:
         raise ValueError(f"on_padded: got {on_padded!r}, expected one of {', '.join(_ON_PADDED)}")
-    towers = list(_outermost(model))
+    towers = [tower for _, tower in towers_of(model)]
     if not towers:
         raise PrepareError(f"model: {type(model).__name__} holds no Transformers model")
     restore(model)
@@ -198,12 +197,3 @@ def unpad_calls(model: nn.Module) -> dict[str, int]:
             for reason, count in prepared.unpadding.calls.items():
                 counts[reason] = counts.get(reason, 0) + count
     return counts
-
-
-def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """Transformers models that are not part of another one."""
-    if isinstance(model, PreTrainedModel):
-        yield model
-        return
-    for child in model.children():
-        yield from _outermost(child)

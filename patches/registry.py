@@ -8,7 +8,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from adaattn_hf.attention.request import CallSpec
-from adaattn_hf.backends.select import BACKENDS, use_measured
+from adaattn_hf.backends.select import BACKENDS, possible, use_measured
 from adaattn_hf.config import use_presets
 from adaattn_hf.errors import unknown
 
@@ -44,11 +44,20 @@ def _budget_of(preset: str) -> float:
     return budget_of(preset)
 
 
-def register() -> None:
-    """Register the names with Transformers in this process. May be called again."""
+def register(*, impossible: bool = False) -> None:
+    """Register the names with Transformers in this process. May be called again.
+
+    A backend that can serve nothing here has no name, so that Transformers refuses it when a model is loaded or set to
+    it: one for CUDA beside a torch that was built without, or one whose package is not installed. `check` says why.
+
+    Args:
+        impossible: Register those names, too: to explain what a model would run elsewhere.
+    """
     use_measured(_measured)
     use_presets(_budget_of)
     for name, backend in NAMES.items():
+        if not (impossible or backend is None or possible(backend)):
+            continue
         AttentionInterface.register(name, attention_function(backend))
         # without a mask function under the same name Transformers silently ignores padding
         AttentionMaskInterface.register(name, adaattn_mask)

@@ -12,13 +12,19 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from adaattn_hf.backends.select import check_possible
+from adaattn_hf.config import settings_in
+
 from .families import family_of
+
+if TYPE_CHECKING:
+    from transformers import Pipeline
 
 _OWN_TABLE = re.compile(r"_CLASSES\[")
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
@@ -38,6 +44,28 @@ def unsupported(
     )
 
 
+def model_in(thing: Any) -> Any:
+    """Returns the model of what holds one and is none itself, such as a pipeline; anything else as it is."""
+    held = None if isinstance(thing, (nn.Module, type)) else getattr(thing, "model", None)
+    return held if isinstance(held, nn.Module) else thing
+
+
+def towers_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, PreTrainedModel]]:
+    """Yields Transformers models that are not part of another one, with their names in the model that holds them."""
+    if isinstance(model, PreTrainedModel):
+        yield path, model
+        return
+    for name, child in model.named_children():
+        yield from towers_of(child, f"{path}.{name}".strip("."))
+
+
+def runs_ours(model: nn.Module) -> bool:
+    """Whether a tower of a model is set to one of this package's implementations."""
+    from adaattn_hf.plans.store import implementations  # masks import this module, and need nothing of plans
+
+    return any(name.startswith("adaattn") for name in implementations(model))
+
+
 def refuse_no_model(model: Any, *others: type) -> None:
     """Refuses what is no model, such as the name of one; `others` are welcome, too.
 
@@ -51,22 +79,28 @@ def refuse_no_model(model: Any, *others: type) -> None:
         )
 
 
-def check(model: PreTrainedModel | PreTrainedConfig) -> None:
+def check(model: nn.Module | Pipeline | PreTrainedConfig) -> None:
     """Raise if a model would not run on adaattn, though Transformers accepts the name for it.
 
     Args:
-        model: A model, or the configuration of one that is not loaded yet. Towers of a model that are set to another
-            implementation are not checked.
+        model: A model, what holds one (a pipeline, PEFT, sentence-transformers), or the configuration of one that is
+            not loaded yet. Towers of a model that are set to another implementation are not checked.
 
     Raises:
         UnsupportedModel: A part of the model computes attention itself.
-        TypeError: It is neither.
+        BackendRefusal: The backend that its name or settings force can serve no call on this machine.
+        TypeError: It is none of these.
     """
+    model = model_in(model)
     refuse_no_model(model, PreTrainedConfig)
     for config in _configs(model):
         reason = refusal_of(config)
         if reason is not None:
             raise UnsupportedModel(reason)
+        name = str(config._attn_implementation)
+        forced = name.removeprefix("adaattn_") if name.startswith("adaattn_") else settings_in(config).backend
+        if forced is not None:
+            check_possible(forced)
 
 
 def refuse_other_attention(model: nn.Module) -> None:
@@ -79,7 +113,7 @@ def refuse_other_attention(model: nn.Module) -> None:
 
     refuse_no_model(model)
     names = implementations(model)
-    if not any(name.startswith("adaattn") for name in names):
+    if not runs_ours(model):
         raise ValueError(
             f"model: its attention implementation is {', '.join(map(repr, sorted(names))) or 'unknown'}, none of "
             'AdaAttn\'s; load it with attn_implementation="adaattn" or call '

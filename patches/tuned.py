@@ -25,7 +25,7 @@ from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.backends.select import order, refusals_of, use_measured
 from adaattn_hf.backends.table import Cell, Table, TableError, cell_of, clearly_faster
 from adaattn_hf.backends.tuning import measure
-from adaattn_hf.errors import UsageError, unknown
+from adaattn_hf.errors import from_environment
 
 VARIABLE = "ADAATTN_TUNE"
 SETTINGS = {
@@ -44,16 +44,13 @@ PACKAGES = {
 }  # fmt: skip
 
 
-def setting(asked: str | None = None) -> str:
-    """Returns how tables are used: `asked`, else the value of ADAATTN_TUNE, else `file`.
+def setting() -> str:
+    """Returns how tables are used: the value of ADAATTN_TUNE, else `file`.
 
     Raises:
         UsageError: It is not one of SETTINGS.
     """
-    asked = asked or os.environ.get(VARIABLE) or "file"
-    if asked not in SETTINGS:
-        raise UsageError(unknown(VARIABLE, asked, SETTINGS))
-    return asked
+    return from_environment(VARIABLE, SETTINGS, "file")
 
 
 def path_of(device: str) -> Path:

@@ -49,14 +49,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def assets_directory() -> Path:
     """Real models and texts: named by `ADAATTN_ASSETS`, else `shared/assets` beside the checkout."""
     named = os.environ.get("ADAATTN_ASSETS")
+    if named and not Path(named).is_dir():
+        raise pytest.UsageError(f"ADAATTN_ASSETS: got {named!r}, expected a directory of models and texts")
     return Path(named) if named else ROOT.parent / "shared" / "assets"
+
+
+def network_allowed() -> bool:
+    """Whether `ADAATTN_NETWORK` says so: 1, by default 0."""
+    from adaattn_hf.errors import from_environment
+
+    return from_environment("ADAATTN_NETWORK", ("0", "1"), "0") == "1"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, each with its reason."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if item.get_closest_marker("network") and os.environ.get("ADAATTN_NETWORK") != "1":
+    if item.get_closest_marker("network") and not network_allowed():
         pytest.skip("needs a network connection; set ADAATTN_NETWORK=1 to run it")
     if item.get_closest_marker("assets") and not assets_directory().is_dir():
         pytest.skip(

@@ -64,9 +64,13 @@ class Backend(Protocol):
 
     Attributes:
         name: Name in `adaattn_<name>`, in logs and in reports.
+        device: Type of the only devices that it serves; empty where it is not bound to one.
+        package: Python package without which it serves nothing; empty for none.
     """
 
     name: str
+    device: str = ""
+    package: str = ""
 
     def missing(self) -> tuple[str, ...]:
         """All that this installation lacks for the backend to run at all; empty if nothing. Imports lazily."""

@@ -13,7 +13,7 @@ import torch
 
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..errors import unknown
-from .base import Backend, spec_of
+from .base import Backend, installed, spec_of
 from .eager import EagerBackend
 from .flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
 from .native.backend import NativeBackend
@@ -162,6 +162,30 @@ def by_name(name: str) -> Backend:
 def refusals_of(name: str, spec: CallSpec) -> tuple[str, ...]:
     """All the reasons why a backend cannot serve a call: what is missing here, then what the call asks for."""
     return (*_missing(name), *by_name(name).refusals(spec))
+
+
+def possible(name: str) -> bool:
+    """Whether a backend may serve here, as far as that is known without asking for devices, importing or opening."""
+    backend = BACKENDS[name]
+    built = backend.device != "cuda" or torch.backends.cuda.is_built()
+    return built and (not backend.package or installed(backend.package))
+
+
+def check_possible(name: str) -> None:
+    """Refuses a backend that can serve no call of this process, whatever it asks for.
+
+    Raises:
+        BackendRefusal: Says all that it lacks.
+        ValueError: There is no backend of that name.
+    """
+    lacking = list(by_name(name).missing())
+    if BACKENDS[name].device == "cuda" and not torch.cuda.is_available():
+        lacking.append("it runs on CUDA devices, of which torch sees none here")
+    if lacking:
+        raise BackendRefusal(
+            f"backend {name!r} cannot serve any call here: {'; '.join(lacking)}. "
+            'Use attn_implementation="adaattn" to let a backend be chosen.'
+        )
 
 
 @torch.compiler.assume_constant_result

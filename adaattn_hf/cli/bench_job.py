@@ -20,6 +20,7 @@ from adaattn_hf.eval.bench.work import Work, missing
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import peak_bytes, spread
 from adaattn_hf.patches.checkpoint import known_implementations
+from adaattn_hf.patches.registry import register
 
 from .._files import json_text, write_atomically
 from ..errors import UsageError, unknown
@@ -35,6 +36,7 @@ def check_names(names: list[str]) -> None:
     Raises:
         UsageError: For the first unknown name.
     """
+    register(impossible=True)  # cells say what it lacks
     known = [*known_implementations(), *KERNELS, *PEERS]
     for name in names:
         if name not in known:

@@ -16,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from adaattn_hf.errors import UsageError
+
 PACKAGES = {
     "datasets": "hub datasets in `adaattn eval`",
     "evaluate": "the metric",
@@ -120,7 +122,11 @@ def processor() -> Iterator[Finding]:
         " ".join(found or ()),
         "" if found else "apt install g++, or conda install cxx-compiler",
     )
-    kernels = library()
+    try:
+        kernels = library()
+    except UsageError as error:
+        yield Finding("cpu", "native kernels", str(error))
+        return
     if kernels is None:
         yield Finding("cpu", "native kernels", "; ".join(missing()), "python -m adaattn_hf.backends.native")
     else:
@@ -177,7 +183,10 @@ def backends() -> Iterator[Finding]:
     from adaattn_hf.backends.select import BACKENDS
 
     for name, backend in BACKENDS.items():
-        lacking = backend.missing()
+        try:
+            lacking = backend.missing()
+        except UsageError as error:
+            lacking = (str(error),)
         yield Finding("backends", name, f"not here: {'; '.join(lacking)}" if lacking else "installed")
 
 

@@ -120,6 +120,7 @@ def _explanation(
     from adaattn_hf.plans.plan import PlanError
     from adaattn_hf.plans.store import read_plan
 
+    adaattn_hf.register(impossible=True)  # the device need not be here
     ours = [name for name in known_implementations() if name.startswith("adaattn")]
     if impl not in ours:
         raise UsageError(unknown("impl", impl, ours))

@@ -14,7 +14,6 @@ import ast
 import contextlib
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import io
 import re
@@ -182,7 +181,9 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"adaattn-hf {importlib.metadata.version('adaattn-hf')}")
+        # of the source that runs, which need not be installed
+        source = (Path(__file__).parents[1] / "__init__.py").read_text(encoding="utf-8")
+        typer.echo(f"adaattn-hf {source.partition('__version__ = ')[2].split()[0].strip(chr(34))}")
         raise typer.Exit
 
 

@@ -5,6 +5,7 @@ The messages themselves are recorded in docs/errors.md.
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ import adaattn_hf
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.stored import StoredKV
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.native.library import load as load_library
 from adaattn_hf.backends.select import BackendRefusal, by_name
 from adaattn_hf.backends.table import Table, TableError
 from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
@@ -32,6 +35,7 @@ from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.texts import text_of
 from adaattn_hf.cli.place import Place
 from adaattn_hf.errors import UsageError
+from adaattn_hf.eval.provenance import commit
 from adaattn_hf.patches.cache.carrier import StoredTensor
 from adaattn_hf.patches.cache.kept import refuse_assigned
 from adaattn_hf.patches.interface import attention_function
@@ -83,6 +87,12 @@ def attend(
     query = torch.zeros(batch, heads, 6, 4, requires_grad=keywords.pop("requires_grad", False))
     key = query if key_heads is None else torch.zeros(batch, key_heads, 6, 4)
     return attention_function(backend)(nn.Module(), query, key, key, mask, **keywords)
+
+
+def under(variable: str, value: str, call: Callable[[], Any]) -> Any:
+    """What is called with a value in the environment."""
+    with mock.patch.dict(os.environ, {variable: value}):
+        return call()
 
 
 def planned(choice: Choice, heads: int = 2, requires_grad: bool = False) -> Any:
@@ -162,9 +172,21 @@ CASES = (
     ),
     Case(
         "misspells how the measured table is used",
-        lambda: setting("frist"),
+        lambda: under("ADAATTN_TUNE", "frist", setting),
         UsageError,
         ("ADAATTN_TUNE", "'frist'", "expected one of", "Did you mean 'first'?"),
+    ),
+    Case(
+        "misspells an instruction set",
+        lambda: under("ADAATTN_NATIVE_LEVEL", "avx256", lambda: load_library(ROOT)),
+        UsageError,
+        ("ADAATTN_NATIVE_LEVEL", "'avx256'", "expected one of", "Did you mean 'avx2'?"),
+    ),
+    Case(
+        "names a commit that is none",
+        lambda: under("ADAATTN_COMMIT", "newest", lambda: commit(Path("/nowhere"))),
+        UsageError,
+        ("ADAATTN_COMMIT", "'newest'", "expected the digits of a commit", "leave it unset"),
     ),
     Case(
         "has a measured table that is none",

@@ -124,6 +124,9 @@ def test_the_commit_is_that_of_the_checkout_or_said(
     if (checkout / ".git").exists():
         assert re.fullmatch(r"[0-9a-f]{40}(\+dirty)?", provenance.commit(checkout / "adaattn_hf") or "")
     assert provenance.commit(tmp_path) is None
+    monkeypatch.setenv("ADAATTN_COMMIT", "newest")
+    with pytest.raises(ValueError, match="ADAATTN_COMMIT: got 'newest', expected the digits of a commit"):
+        provenance.commit(tmp_path)
     monkeypatch.setenv("ADAATTN_COMMIT", "abc1234")
     assert provenance.commit(tmp_path) == "abc1234"
 

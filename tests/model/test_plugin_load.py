@@ -13,8 +13,11 @@ import transformers as tf
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import adaattn_hf
+from adaattn_hf.backends import select
+from adaattn_hf.backends.select import BACKENDS
 
 from ..support.models import assert_same, config_of, fresh_pair, main_output, padding, pair, tokens
+from ..support.names import registered
 
 AUTO = {"gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
 
@@ -166,7 +169,49 @@ def test_a_name_that_nobody_registered_is_refused() -> None:
 
 def test_a_backend_that_cannot_serve_raises_with_its_reasons() -> None:
     """The name forces flash-attn, which runs on CUDA alone."""
-    model = AutoModelForCausalLM.from_config(config_of("gpt2"), attn_implementation="adaattn_fa2")
-    with pytest.raises(RuntimeError, match="'fa2' cannot serve") as refused:
+    with registered(impossible=True):
+        model = AutoModelForCausalLM.from_config(config_of("gpt2"), attn_implementation="adaattn_fa2")
+    with registered(impossible=True), pytest.raises(RuntimeError, match="'fa2' cannot serve") as refused:
         model(input_ids=tokens())
     assert 'attn_implementation="adaattn"' in str(refused.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+def test_a_backend_that_can_serve_nothing_here_is_refused_at_load() -> None:
+    """By Transformers, which knows no such name here, and with all reasons by `check`."""
+    with registered():
+        model = AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation="adaattn")
+        for name in ("adaattn_fa2", "adaattn_fa3", "adaattn_fa3_fwd", "adaattn_fa4"):
+            with pytest.raises(ValueError, match=f'attn_implementation="{name}"` is not supported'):
+                AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation=name)
+            with pytest.raises(ValueError, match=f'attn_implementation="{name}"` is not supported'):
+                model.set_attn_implementation(name)
+            assert model.config._attn_implementation == "adaattn"
+            config = config_of("llama")
+            config._attn_implementation = name
+            with pytest.raises(
+                RuntimeError, match=r"cannot serve any call here: .*is not installed"
+            ) as refused:
+                adaattn_hf.check(config)
+            assert "it runs on CUDA devices, of which torch sees none here" in str(refused.value)
+        model.config.adaattn = {"backend": "triton"}
+        with pytest.raises(RuntimeError, match=r"backend 'triton' cannot serve any call here"):
+            adaattn_hf.check(model)
+        del model.config.adaattn
+        for name in ("adaattn", "adaattn_sdpa", "adaattn_eager"):
+            model.set_attn_implementation(name)
+            adaattn_hf.check(model)
+
+
+def test_devices_that_may_come_are_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on the processor whose backend wants a GPU that is there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    for name in ("triton", "fa2"):
+        monkeypatch.setattr(BACKENDS[name], "missing", tuple, raising=False)
+    monkeypatch.setattr(select, "installed", lambda *_: True)
+    with registered():
+        for name in ("adaattn_triton", "adaattn_fa2"):
+            model = AutoModelForCausalLM.from_config(config_of("gpt2"), attn_implementation=name)
+            adaattn_hf.check(model)
+            assert model.device.type == "cpu"

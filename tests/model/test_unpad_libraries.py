@@ -136,3 +136,17 @@ def test_an_offloaded_model_is_prepared() -> None:
     found, expected = (m(input_ids=ids, attention_mask=mask).logits for m in (ours, stock))
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
     assert adaattn_hf.unpad_calls(ours) == {"unpadded": 1}
+
+
+def test_explain_and_check_look_inside(tiny_encoder: Path) -> None:
+    ours = embedder(tiny_encoder, "adaattn")
+    adaattn_hf.check(ours)
+    (tower,) = (module for module in ours.modules() if isinstance(module, tf.BertModel))
+    inside, held = adaattn_hf.explain(tower), adaattn_hf.explain(ours)
+    assert held.model == "BertModel"
+    assert [choice.backend for choice in held.layers] == [choice.backend for choice in inside.layers]
+    names = dict(ours.named_modules())
+    assert held.layers
+    assert all(choice.layer in names for choice in held.layers)
+    with pytest.raises(ValueError, match="its attention implementation is 'sdpa', none of AdaAttn's"):
+        adaattn_hf.explain(embedder(tiny_encoder, "sdpa"))

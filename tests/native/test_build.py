@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -11,8 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
 
 from adaattn_hf.backends.native import build, library
+from adaattn_hf.cli import main
+from adaattn_hf.errors import UsageError
+from adaattn_hf.patches.interface import attention_function
 
 from .sanitize import compile_fuzzers
 
@@ -112,15 +119,40 @@ def test_both_who_build_and_who_load_name_the_same_files() -> None:
 
 @pytest.mark.skipif(bool(library.missing()), reason="; ".join(library.missing()) or "present")
 def test_an_unknown_level_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.LEVEL_VARIABLE, "avx1024")
-    found, reasons = library.load(NATIVE)
-    assert found is None
-    assert "portable" in reasons[0]
+    elsewhere = "neon" if platform.machine() == "x86_64" else "avx2"
+    for name, words in (("avx1024", "expected one of amx, avx2"), (elsewhere, "expected one of .*portable")):
+        monkeypatch.setenv(library.LEVEL_VARIABLE, name)
+        with pytest.raises(UsageError, match=f"ADAATTN_NATIVE_LEVEL: got '{name}', {words}"):
+            library.load(NATIVE)
     monkeypatch.setenv(library.LEVEL_VARIABLE, "portable")
     found, reasons = library.load(NATIVE)
     assert found is not None
     assert found.level_name == "portable"
     assert not reasons
+
+
+@pytest.mark.parametrize("backend", [None, "native"])
+def test_an_unknown_level_is_said_by_every_call_that_asks_for_one(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None
+) -> None:
+    """Another backend in its place would be slower without a word."""
+    monkeypatch.setenv(library.LEVEL_VARIABLE, "garbage")
+    monkeypatch.setattr(library, "_missing", None)
+    query = torch.randn(1, 3, 5, 40)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="ADAATTN_NATIVE_LEVEL: got 'garbage', expected one of"):
+            attention_function(backend)(nn.Module(), query, query, query, None)
+    attention_function("sdpa")(nn.Module(), query, query, query, None)
+
+
+def test_doctor_names_a_level_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.LEVEL_VARIABLE, "garbage")
+    monkeypatch.setattr(library, "_missing", None)
+    done = CliRunner().invoke(main.app, ["doctor", "--json"])
+    assert done.exit_code == 0, done.output
+    states = {one["name"]: one["state"] for one in json.loads(done.stdout)}
+    for name in ("native kernels", "native"):
+        assert "ADAATTN_NATIVE_LEVEL: got 'garbage'" in states[name]
 
 
 @pytest.mark.skipif(bool(library.missing()), reason="; ".join(library.missing()) or "present")

@@ -163,3 +163,29 @@ def test_editable_install_works_from_anywhere_and_sees_edits(tmp_path: Path) -> 
     assert Path(patches) == source / "patches"
     at_the_root = "import adaattn_hf.patches, adaattn_hf.eval.added; print(adaattn_hf.patches.__file__)"
     assert run([python, "-c", at_the_root], cwd=source).strip() == str(source / "patches" / "__init__.py")
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["nothing installed", "a copy installed"])
+def test_a_python_started_in_the_checkout_runs_its_source(
+    wheel: Path, tmp_path: Path, installed: bool
+) -> None:
+    source = copy_checkout(tmp_path / "source")
+    python = environment(tmp_path / "venv")
+    if installed:
+        install(python, wheel)
+    code = """
+import adaattn_hf, adaattn_hf.configs, adaattn_hf.eval, adaattn_hf.patches.prepare, transformers, torch
+config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                  num_attention_heads=2, num_key_value_heads=1)
+model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="adaattn")
+assert torch.isfinite(adaattn_hf.prepare(model)(input_ids=torch.arange(6)[None]).logits).all()
+print(adaattn_hf.__file__, adaattn_hf.patches.__file__, adaattn_hf.eval.__file__)
+"""
+    expected = [str(source / name / "__init__.py") for name in ("adaattn_hf", "patches", "eval")]
+    assert run([python, "-c", code], cwd=source).split() == expected
+    assert run([python, "-m", "adaattn_hf", "--version"], cwd=source).startswith("adaattn")
+    below = "import adaattn_hf.patches; print(adaattn_hf.__path__, adaattn_hf.patches.__file__)"
+    if installed:
+        found = run([python, "-c", below], cwd=tmp_path)
+        assert str(source) not in found
+        assert found.count(str(tmp_path / "venv")) == 2

@@ -31,6 +31,7 @@ from adaattn_hf.plans.plan import LayerPlan, PlanError  # noqa: E402
 
 from ..support.c_launcher import Other  # noqa: E402
 from ..support.choices import make_choice  # noqa: E402
+from ..support.names import registered  # noqa: E402
 from ..support.plans import plan_for  # noqa: E402
 from .test_triton_fast_call import interpreted  # noqa: E402
 
@@ -50,7 +51,8 @@ def served_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raising=False,
     )
     fast_path._structures.clear()
-    yield
+    with registered(impossible=True):
+        yield
     fast_path._structures.clear()
 
 

@@ -10,13 +10,15 @@ from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 import adaattn_hf
-from adaattn_hf.backends.select import BACKENDS
+from adaattn_hf.backends.select import BACKENDS, possible
+
+from ..support.names import registered
 
 
 @pytest.fixture(autouse=True)
 def names_come_back() -> Iterator[None]:
-    yield
-    adaattn_hf.register()
+    with registered():
+        yield
 
 
 def ours(interface: type) -> set[str]:
@@ -31,8 +33,13 @@ def test_transformers_server_takes_no_registered_name() -> None:
 
 
 def test_a_name_for_every_backend_in_both_registries() -> None:
-    expected = {"adaattn", *(f"adaattn_{name}" for name in BACKENDS)}
-    assert ours(AttentionInterface) == ours(AttentionMaskInterface) == set(adaattn_hf.NAMES) == expected
+    every = {"adaattn", *(f"adaattn_{name}" for name in BACKENDS)}
+    assert set(adaattn_hf.NAMES) == every
+    here = {"adaattn", *(f"adaattn_{name}" for name in BACKENDS if possible(name))}
+    assert {"adaattn_native", "adaattn_sdpa", "adaattn_eager"} < here
+    assert ours(AttentionInterface) == ours(AttentionMaskInterface) == here
+    adaattn_hf.register(impossible=True)
+    assert ours(AttentionInterface) == ours(AttentionMaskInterface) == every
 
 
 def test_no_name_contains_flash() -> None:

@@ -19,7 +19,7 @@ _COMPILER = "cutlass"
 class Flash4Backend(Backend):
     """Dense and packed calls by its own kernels; windows per head, and sinks beside a window, by lists of blocks."""
 
-    name = "fa4"
+    name, device, package = "fa4", "cuda", "flash_attn"
 
     def __init__(self) -> None:
         """Imports nothing; the first call does."""

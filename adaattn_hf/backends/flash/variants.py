@@ -66,10 +66,12 @@ def _made_without(flags_module: str | None, feature: str) -> bool:
 class FlashBackend(Backend):
     """flash-attn's dense and variable-length kernels (CUDA, half precision)."""
 
+    device = "cuda"
+
     def __init__(self, variant: FlashVariant) -> None:
         """`variant` is the build to call."""
         self.variant = variant
-        self.name = variant.name
+        self.name, self.package = variant.name, variant.module.partition(".")[0]
         self._module: Any = None
 
     def missing(self) -> tuple[str, ...]:

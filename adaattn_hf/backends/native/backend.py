@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class NativeBackend(Backend):
     """Serves every structure on CPUs where the library has been built, forward and backward."""
 
-    name = "native"
+    name, device = "native", "cpu"
 
     def missing(self) -> tuple[str, ...]:
         """The library, where it was not built or cannot be loaded."""

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from ...errors import from_environment
+
 NAME = "libadaattn.so"
 REPORT = "build_report.json"
 """Files that the build writes; `build.py`, which no call needs, names them again for itself."""
@@ -82,7 +84,12 @@ class Library:
 
 
 def load(directory: Path) -> tuple[Library | None, tuple[str, ...]]:
-    """The library that lies in a directory, or None with all the reasons why it cannot be used."""
+    """The library that lies in a directory, or None with all the reasons why it cannot be used.
+
+    Raises:
+        UsageError: ADAATTN_NATIVE_LEVEL names an instruction set that is none, or none of this machine.
+    """
+    from_environment(LEVEL_VARIABLE, LEVELS, "")  # what is no name anywhere is said without a library, too
     path = directory / NAME
     if not path.is_file():
         return None, (f"the native library {NAME} is not installed: {_why_not_built(directory)}",)
@@ -107,19 +114,13 @@ def load(directory: Path) -> tuple[Library | None, tuple[str, ...]]:
             f"the native library speaks interface {version} with {sizes} bytes of arguments, this package speaks "
             f"{ABI_VERSION} with {SIZES}; reinstall adaattn-hf",
         )
-    level = int(handle.ada_best_level())
-    if not 0 <= level < len(LEVELS):
+    best = int(handle.ada_best_level())
+    if not 0 <= best < len(LEVELS):
         return None, (
-            f"the native library names instruction set {level}, expected one below {len(LEVELS)}; reinstall adaattn-hf",
+            f"the native library names instruction set {best}, expected one below {len(LEVELS)}; reinstall adaattn-hf",
         )
-    asked = os.environ.get(LEVEL_VARIABLE, "")
-    if asked:
-        known = [name for number, name in enumerate(LEVELS) if handle.ada_has_level(number)]
-        if asked not in known:
-            return None, (
-                f"{LEVEL_VARIABLE} is {asked!r}, expected one of {', '.join(known)} on this machine",
-            )
-        level = LEVELS.index(asked)
+    here = [name for number, name in enumerate(LEVELS) if handle.ada_has_level(number)]
+    level = LEVELS.index(from_environment(LEVEL_VARIABLE, here, LEVELS[best]))
     return Library(handle, handle.ada_forward, path, level, _share_threads(handle)), ()
 
 

@@ -20,7 +20,7 @@ class TritonBackend(Backend):
     Decode steps run in fp32, too, and read lengths and padding where they are: a CUDA graph can capture them.
     """
 
-    name = "triton"
+    name, device, package = "triton", "cuda", "triton"
 
     def __init__(self) -> None:
         """Nothing is imported before the first call."""

@@ -1,0 +1,97 @@
+"""What `explain` and `check` take: models, what holds models, and plans by their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+import adaattn_hf
+from adaattn_hf.plans.plan import PlanError
+
+from ..support.choices import make_choice
+from ..support.models import config_of, fresh_pair
+from ..support.plans import plan_for
+
+
+def backends(thing: Any, **asked: Any) -> list[tuple[str, str]]:
+    return [(choice.phase, choice.backend) for choice in adaattn_hf.explain(thing, **asked).layers]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's own names
+def test_adapters_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    _, ours = fresh_pair("llama")
+    plain = backends(ours)
+    wrapped = peft.get_peft_model(ours, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adaattn_hf.check(wrapped)
+    assert backends(wrapped) == plain
+    found, names = adaattn_hf.explain(wrapped), dict(wrapped.named_modules())
+    assert found.model == "LlamaForCausalLM"
+    assert all(choice.layer in names for choice in found.layers)
+
+
+def test_pipelines_and_modules_that_hold_a_model() -> None:
+    _, ours = fresh_pair("gpt2")
+
+    class Pipeline:
+        model = ours
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = ours
+
+    for thing in (Pipeline(), Holder()):
+        adaattn_hf.check(thing)
+        assert backends(thing) == backends(ours)
+    assert adaattn_hf.explain(Holder()).layers[0].layer.startswith("inner.transformer.h.0")
+
+
+def test_two_models_in_one_are_both_explained() -> None:
+    towers = nn.ModuleDict({"first": fresh_pair("gpt2").ours, "second": fresh_pair("llama").ours})
+    found = adaattn_hf.explain(towers)
+    assert found.model == "GPT2LMHeadModel, LlamaForCausalLM"
+    assert {choice.layer.partition(".")[0] for choice in found.layers} == {"first", "second"}
+    assert "first.transformer.h.0" in str(found)
+
+
+@pytest.mark.parametrize("thing", ["gpt2", 3, None, object()])
+def test_what_holds_no_model_is_refused(thing: Any) -> None:
+    for ask in (adaattn_hf.explain, adaattn_hf.check):
+        with pytest.raises(TypeError, match=r"model: got .*, expected a loaded model"):
+            ask(thing)
+
+
+def test_a_part_that_cannot_be_built_is_refused_in_words() -> None:
+    layer = fresh_pair("llama").ours.model.layers[0]
+    with pytest.raises(ValueError, match="model: got LlamaDecoderLayer, which holds no Transformers model"):
+        adaattn_hf.explain(layer)
+
+
+def test_a_plan_by_its_place(tmp_path: Path) -> None:
+    _, ours = fresh_pair("llama")
+    plan = plan_for(ours, make_choice("window", 8, 2), layers=(0,), lengths=(64,))
+    file = tmp_path / "adaattn_plan.json"
+    file.write_text(plan.to_json(), encoding="utf-8")
+    right = adaattn_hf.explain(ours, plan=plan)
+    assert any(choice.plan for choice in right.layers)
+    for place in (tmp_path, str(tmp_path), file):
+        assert adaattn_hf.explain(ours, plan=place).layers == right.layers
+    with pytest.raises(PlanError, match="does not exist; expected a plan"):
+        adaattn_hf.explain(ours, plan=tmp_path / "nowhere")
+
+
+def test_check_sees_what_settings_force_in_every_tower() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("CUDA is here")
+    model = tf.AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation="adaattn")
+    holder = nn.ModuleList([model])
+    adaattn_hf.check(holder)
+    adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(backend="fa2"))
+    with pytest.raises(RuntimeError, match="backend 'fa2' cannot serve any call here"):
+        adaattn_hf.check(holder)
