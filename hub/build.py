@@ -2,8 +2,9 @@
 
 A kernel repository holds a few files of its own (`hub/NAME`) and, in `build/VARIANT`, a Python package that stands
 alone: the kernel's own modules, and the modules of `adaattn_hf` that they import, copied as they are (relative imports
-make a module work in either place). Two variants are made: one for CPUs of this machine's kind with the native library,
-which is plain C behind `ctypes` and so serves every torch from the named one on; one for CUDA devices, in Triton.
+make a module work in either place; those of `patches/` name the package, and are copied with relative ones). Two
+variants are made: one for CPUs of this machine's kind with the native library, which is plain C behind `ctypes` and so
+serves every torch from the named one on; one for CUDA devices, in Triton.
 
 Needs a C++ compiler and the standard library. To publish, build where the system libraries are old enough for
 everybody (manylinux_2_28); `--portable` refuses a library that needs newer ones.
@@ -29,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "adaattn_hf"
 MAPPED = "patches/"
 """A directory beside the package that is installed inside it; what a kernel imports of it knows no Transformers."""
+RELATIVE = "from adaattn_hf.", "from .."
+"""How modules of that directory, which are one below the package, name the others, there and in a kernel."""
 NAMES = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/build.toml")))
 NATIVE = "backends/native"
 LEAST_TORCH = "26"
@@ -129,6 +132,9 @@ def imports(at: str, path: Path) -> Iterator[str]:
             )
         if not isinstance(node, ast.ImportFrom):
             continue
+        if not node.level and at.startswith(MAPPED) and (node.module or "").startswith("adaattn_hf."):
+            yield from _files((node.module or "").split(".")[1:])
+            continue
         if not node.level:
             _allow(node.module or "", at, path)
             continue
@@ -187,7 +193,10 @@ def build(name: str, out: Path, *, library: Path | None = None, portable: bool =
         for inside, path in modules.items():
             copied = directory / inside
             copied.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copied)
+            text = path.read_text(encoding="utf-8")
+            copied.write_text(
+                text.replace(*RELATIVE) if inside.startswith(MAPPED) else text, encoding="utf-8"
+            )
         if variant.native:
             _add_library(directory / NATIVE, library, portable)
         _write_metadata(name, variant, directory)

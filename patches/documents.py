@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention.structure import CallStructure
-from ..attention.tap import tracing
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.tap import tracing
 
 Packed = dict[tuple[int, int], tuple[Tensor, Tensor, CallStructure]]
 

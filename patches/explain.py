@@ -174,7 +174,7 @@ def _explained(
     ghost.to(dtype=dtype or model.dtype).eval()
     for part in ghost.modules():
         if isinstance(part, PreTrainedModel):
-            part.warn_if_padding_and_no_attention_mask = _no_warning  # which reads the tokens
+            vars(part)["warn_if_padding_and_no_attention_mask"] = _no_warning  # which reads the tokens
     layer_names = {module: f"{path}.{name}".strip(".") for name, module in ghost.named_modules()}
     plan = plan_of(model) if plan is None else plan
     asked = {} if plan is None else {layer.layer: _in_words(layer) for layer in plan.layers}

@@ -20,7 +20,7 @@ _SET = "_loss_function"
 """Where a Transformers model keeps the function that was assigned to its `loss_function`."""
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def takes(name: str) -> bool:
     """Whether a loss takes a keyword: one of Transformers' own, or one that a model of this process was given.
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.tap import transform_at_work
-from ..backends.select import BackendRefusal
+from adaattn_hf.attention.tap import transform_at_work
+from adaattn_hf.backends.select import BackendRefusal
+
 from .families import KNOWN, PAGED
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.structure import CallStructure
+from adaattn_hf.attention.structure import CallStructure
 
 
 def with_selected_keys(

@@ -91,9 +91,9 @@ def check(model: nn.Module | Pipeline | PreTrainedConfig) -> None:
         BackendRefusal: The backend that its name or settings force can serve no call on this machine.
         TypeError: It is none of these.
     """
-    model = model_in(model)
-    refuse_no_model(model, PreTrainedConfig)
-    for config in _configs(model):
+    held = model_in(model)
+    refuse_no_model(held, PreTrainedConfig)
+    for config in _configs(held):
         reason = refusal_of(config)
         if reason is not None:
             raise UnsupportedModel(reason)
@@ -140,7 +140,7 @@ def refusal_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> str | None:
     return unsupported(name)
 
 
-def _configs(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def _configs(model: nn.Module | PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """Yields the configurations of all towers; of a model, only of those that are set to `adaattn…`."""
     if isinstance(model, PreTrainedConfig):
         yield model

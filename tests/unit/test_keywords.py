@@ -89,7 +89,8 @@ class Focal:
     def __call__(
         self, logits: Tensor, labels: Tensor, vocab_size: int, gamma: float, *, floor: Any = 0.0, **_: Any
     ) -> Tensor:
-        return logits.float().logsumexp(2).mean() * gamma + floor
+        loss: Tensor = logits.float().logsumexp(2).mean() * gamma + floor
+        return loss
 
 
 @pytest.mark.usefixtures("forgotten")

@@ -31,7 +31,8 @@ assert set(NAMES) < set(adaattn_hf.NAMES)
 
 
 def called(name: str, *tensors: Any, **keywords: Any) -> Any:
-    return AttentionInterface._global_mapping[name](nn.Module(), *tensors, None, **keywords)
+    serve: Any = AttentionInterface._global_mapping[name]
+    return serve(nn.Module(), *tensors, None, **keywords)
 
 
 @pytest.mark.parametrize("name", ["adaattn", "adaattn_sdpa", "adaattn_eager"])
