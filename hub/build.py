@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "adaattn_hf"
 MAPPED = "patches/"
 """A directory beside the package that is installed inside it; what a kernel imports of it knows no Transformers."""
-RELATIVE = "from adaattn_hf.", "from .."
+RELATIVE = b"from adaattn_hf.", b"from .."
 """How modules of that directory, which are one below the package, name the others, there and in a kernel."""
 NAMES = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/build.toml")))
 NATIVE = "backends/native"
@@ -147,6 +147,12 @@ def imports(at: str, path: Path) -> Iterator[str]:
             yield from _files([*parts, alias.name])
 
 
+def copy_of(inside: str, path: Path) -> bytes:
+    """What a kernel holds of a module: its file, where that lies below the package, with relative imports."""
+    source = path.read_bytes()
+    return source.replace(*RELATIVE) if inside.startswith(MAPPED) else source
+
+
 def _files(parts: list[str]) -> Iterator[str]:
     """Yields the file of a dotted name and the `__init__.py` of the packages above it, where they exist."""
     for depth in range(1, len(parts) + 1):
@@ -193,10 +199,7 @@ def build(name: str, out: Path, *, library: Path | None = None, portable: bool =
         for inside, path in modules.items():
             copied = directory / inside
             copied.parent.mkdir(parents=True, exist_ok=True)
-            text = path.read_text(encoding="utf-8")
-            copied.write_text(
-                text.replace(*RELATIVE) if inside.startswith(MAPPED) else text, encoding="utf-8"
-            )
+            copied.write_bytes(copy_of(inside, path))
         if variant.native:
             _add_library(directory / NATIVE, library, portable)
         _write_metadata(name, variant, directory)

@@ -18,10 +18,11 @@ NAMES = [path.parent.name for path in sorted(ROOT.glob("hub/*/build.toml"))]
 
 
 def copies(builder: dict[str, Any], name: str, directory: Path) -> dict[str, bool]:
-    """Per module of a built package, whether it is the source's file byte for byte."""
+    """Per module of a built package, whether it is the source's file, byte for byte but for imports of `patches/`."""
     modules: dict[str, Path] = builder["package_modules"](name)
     return {
-        inside: (directory / inside).read_bytes() == path.read_bytes() for inside, path in modules.items()
+        inside: (directory / inside).read_bytes() == builder["copy_of"](inside, path)
+        for inside, path in modules.items()
     }
 
 
@@ -33,6 +34,15 @@ def test_every_module_is_a_file_of_the_source(builder: dict[str, Any], repositor
         assert "backends/native/call.py" in same
         built = {path.relative_to(directory).as_posix() for path in directory.rglob("*.py")}
         assert built == set(same)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_differ_from_the_source_in_imports_alone(builder: dict[str, Any], name: str) -> None:
+    for inside, path in builder["package_modules"](name).items():
+        source, copy = path.read_text().splitlines(), builder["copy_of"](inside, path).decode().splitlines()
+        changed = [pair for pair in zip(source, copy, strict=True) if pair[0] != pair[1]]
+        assert all(old.replace("from adaattn_hf.", "from ..", 1) == new for old, new in changed)
+        assert not changed or inside.startswith("patches/")
 
 
 def test_a_changed_copy_is_seen(builder: dict[str, Any], repositories: Path, tmp_path: Path) -> None:
