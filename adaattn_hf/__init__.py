@@ -37,40 +37,12 @@ if TYPE_CHECKING:
     from .presets import load_preset, preset_names
 
 __all__ = [
-    "NAMES",
-    "AdaAttnCache",
-    "AdaAttnCallback",
-    "AdaAttnConfig",
-    "AttentionRecord",
-    "ConfigError",
-    "Explanation",
-    "GrowingCache",
-    "Plan",
-    "PlanError",
-    "PrepareError",
-    "UnsupportedModel",
-    "__version__",
-    "check",
-    "configure",
-    "explain",
-    "load_cache",
-    "load_plan",
-    "load_preset",
-    "monitoring",
-    "plan_of",
-    "prepare",
-    "preset_names",
-    "record",
-    "register",
-    "remove_plan",
-    "resolve",
-    "restore",
-    "save_cache",
-    "statistics",
-    "unpad_calls",
-    "unregister",
-    "use_plan",
-]
+    "NAMES", "AdaAttnCache", "AdaAttnCallback", "AdaAttnConfig", "AttentionRecord", "ConfigError",
+    "Explanation", "GrowingCache", "Plan", "PlanError", "PrepareError", "UnsupportedModel", "__version__",
+    "check", "configure", "explain", "load_cache", "load_plan", "load_preset", "monitoring", "plan_of",
+    "prepare", "preset_names", "record", "register", "remove_plan", "resolve", "restore", "save_cache",
+    "statistics", "unpad_calls", "unregister", "use_plan",
+]  # fmt: skip
 
 __version__ = "0.1.0"
 _LATE = {
