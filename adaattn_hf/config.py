@@ -169,13 +169,13 @@ def _given_to(config: Any) -> Any:
 
 
 def settings_in(config: Any) -> AdaAttnConfig:
-    """The settings that a model's configuration carries; exact where it carries none.
-
-    Parsed once per dictionary object and change of one of its values: this is asked for in every layer of every pass.
-    """
+    """The settings that a model's configuration carries; exact where it carries none."""
     raw = raw_settings(config)
-    if raw is None:
-        return EXACT
+    return EXACT if raw is None else settings_of(raw)
+
+
+def settings_of(raw: Any) -> AdaAttnConfig:
+    """The settings in what lies in `config.adaattn`; parsed once per dictionary and change of a value."""
     if torch.compiler.is_compiling():
         # without the plan: a graph that holds it would be guarded by each of its numbers
         rest = {name: value for name, value in raw.items() if name not in ("plan", "tensors")}

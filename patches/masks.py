@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.attention.tap import transient
+from adaattn_hf.attention.tap import tracing, transient
 from adaattn_hf.backends.select import traces
 from adaattn_hf.config import raw_settings
 
-from . import fast_path
+from .call.shared import recall, remember
 from .families import loses_borders, needs_dense_mask
 from .structured_mask import StructuredMask
 from .support import UnsupportedModel, unsupported, uses_interface
@@ -61,14 +61,14 @@ def adaattn_mask(
     key = None
     if bare and not transient():
         key = (type(config), causal, batch_size, q_length, kv_length, q_offset, kv_offset)
-        shared = fast_path.recall(key)
+        shared = recall(key)
         if shared is not None:
             return StructuredMask(shared, mask_device)
     if config is not None and not uses_interface(type(config)):
         raise UnsupportedModel(unsupported(type(config).__name__))
     dense = config is not None and needs_dense_mask(config)
     told, by_positions = None, False
-    if loses_borders(config) and not fast_path.tracing():
+    if loses_borders(config) and not tracing():
         from .told import told_to_model  # imported here: few families keep what they are told to themselves
 
         told = told_to_model(sys._getframe(1))
@@ -78,7 +78,7 @@ def adaattn_mask(
     if bare and not dense:
         made = CallStructure(batch_size, q_length, kv_length, bool(causal), q_offset - kv_offset)
         if key is not None and not loses_borders(config):
-            fast_path.remember(key, made)
+            remember(key, made)
         return StructuredMask(told.added_to(made) if told else made, mask_device, by_positions)
 
     def stock(padding: Tensor | None) -> Tensor:
@@ -170,7 +170,7 @@ def _settled(structure: CallStructure, device: Any, padding: Tensor | None, conf
     Models with settings of this package keep the padding beside the mask, because plans count keys from the first
     real token.
     """
-    if not fast_path.tracing() or structure.plain:
+    if not tracing() or structure.plain:
         return structure
     if torch.compiler.is_compiling() and _is_read(structure, torch.device(device).type, config):
         return structure
@@ -203,7 +203,7 @@ def _hides_nothing(attention_mask: Any, length: int) -> bool:
     return (
         type(attention_mask) is Tensor  # subclasses may hold no data
         and attention_mask.is_cpu
-        and not fast_path.tracing()
+        and not tracing()
         and attention_mask.shape[1] >= length
         and bool(attention_mask.all())
     )
@@ -217,7 +217,7 @@ def _padding_of_keys(attention_mask: Tensor | None, batch: int, kv_len: int, kv_
     """
     if attention_mask is None:
         return None
-    if not fast_path.tracing() and attention_mask.shape[0] != batch:  # while tracing both may be symbols
+    if not tracing() and attention_mask.shape[0] != batch:  # while tracing both may be symbols
         raise ValueError(
             f"attention_mask: got {attention_mask.shape[0]} rows for a batch of {batch}, expected one for each "
             "sequence; repeat or drop rows of the mask"

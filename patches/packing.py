@@ -7,9 +7,9 @@ from torch import Tensor
 
 from adaattn_hf.attention.request import holds_no_memory
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.tap import tracing
 
 from .documents import Packed
-from .fast_path import tracing
 
 
 def with_restarts(structure: CallStructure, positions: Tensor, known: Packed | None = None) -> CallStructure:

@@ -16,11 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from adaattn_hf.attention.tap import tracing
+
 from .cache.kept import holds_tokens
 from .cache.keyword import cache_in, cache_keyword
 from .cache.layers import GrowingCache
 from .cache.stored import check_stored, convert, stored_as
-from .fast_path import tracing
 from .fold import FoldError, Folding
 from .support import refuse_no_model, towers_of
 from .unpad import Unpadding, probe, refusals, trunk_of

@@ -12,7 +12,7 @@ from adaattn_hf.backends.select import BACKENDS, possible, use_measured
 from adaattn_hf.config import use_presets
 from adaattn_hf.errors import unknown
 
-from .interface import attention_function
+from .call.interface import attention_function
 from .masks import adaattn_mask
 
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})

@@ -253,6 +253,46 @@ class AttentionResult(NamedTuple):
     lse: Tensor | None = None
 
 
+def keys_class(keys: int) -> int:
+    """A number of keys, rounded down to what choices depend on: a power of two, or 384."""
+    return 384 if 384 <= keys < 512 else 1 << keys.bit_length() >> 1
+
+
+class Facts(NamedTuple):
+    """What a structure says of the kind of its calls; fields are those of `CallSpec`.
+
+    `sinks_at_runs` is that of the structure; `keys` and `length` are rounded whatever the device.
+    """
+
+    kind: str
+    windowed: bool
+    window_sinks: bool
+    decode: bool
+    holes: bool | None
+    packed: int
+    aligned: bool
+    sinks_at_runs: bool
+    keys: int
+    length: int
+
+    @classmethod
+    def of(cls, structure: CallStructure, look: bool) -> Facts:
+        """The facts of a structure; `look` at padding, for which the host may have to wait for a device."""
+        kind, holes, packed, aligned = structure.kind, None, 0, True
+        if look and kind == "ragged":
+            holes, aligned = structure.segments() is None, structure.aligned
+            packed = 1 << structure.longest_packed.bit_length() >> 1
+            # kernels that walk runs are no better off than with a dense mask
+            kind = "irregular" if holes else kind
+        keys = structure.kv_len
+        fixed = type(keys) is int  # in torch.jit.trace extents are tensors, in a compiled graph symbols
+        return cls(
+            kind, structure.window is not None and structure.windowed, structure.sinks > 0, structure.q_len == 1,
+            holes, packed, aligned, structure.sinks_at_runs, keys_class(keys) if fixed else 0,
+            1 << (keys - 1).bit_length() if fixed and keys else 0,
+        )  # fmt: skip
+
+
 class CallSpec(NamedTuple):
     """The facts of a call on which the choice of a backend may depend: hashable, without data.
 
@@ -264,7 +304,7 @@ class CallSpec(NamedTuple):
     `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
     Sizes are rounded, so that few specs differ, and 0 where no choice depends on them: `length`, the keys up to a power
     of two; `packed`, keys of the longest run where every query and key was seen to lie in one, as in a packed row, down
-    to a power of two; on CUDA `keys`, for one query down to a multiple of 128, for more to a power of two, and the
+    to a power of two; on CUDA `keys` by `keys_class`, and the
     pairs of queries and keys of all heads, down to a power of two; elsewhere one query's bytes of keys and values, up
     to one.
     `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): operations of torch alone can
@@ -341,9 +381,14 @@ class CallSpec(NamedTuple):
         return ", ".join([*facts, *(name for name, holds in flags.items() if holds)])
 
     @classmethod
-    def of(cls, request: AttentionRequest, *, look: bool = False) -> CallSpec:
-        """The spec of a request; `look` at padding, for which the host may have to wait for a device."""
-        # Runs in every layer: positional, nothing read twice, and no torch.device made where none is needed.
+    def of(cls, request: AttentionRequest, *, look: bool = False, facts: Facts | None = None) -> CallSpec:
+        """The spec of a request.
+
+        Args:
+            request: A call.
+            look: Look at padding, for which the host may have to wait for a device.
+            facts: Those of the request's structure, where they are known.
+        """
         q, k, v, structure = request.query, request.key, request.value, request.structure
         bias, sink_logits = request.bias, request.sink_logits
         grad = torch.is_grad_enabled() and (
@@ -354,35 +399,30 @@ class CallSpec(NamedTuple):
             or (sink_logits is not None and sink_logits.requires_grad)
         )
         device, index = ("cpu", None) if q.is_cpu else (q.device.type, q.device.index)
-        kind, compiling = structure.kind, torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling()
         opaque = not compiling and not (type(q) is type(k) is type(v) is Tensor) and holds_no_memory(q, k, v)
-        rules = request.per_head
-        if rules is not None and kind == "ragged" and rules.has_sinks and not structure.sinks_at_runs:
+        if facts is None:
+            facts = Facts.of(structure, look and not (compiling or opaque or device == "meta"))
+        kind, rules = facts.kind, request.per_head
+        if rules is not None and kind == "ragged" and rules.has_sinks and not facts.sinks_at_runs:
             kind = "irregular"
         if compiling and device == "cuda" and kind == "ragged" and not structure.one_run_a_row:
             kind = "irregular"  # nobody can look where chunks and documents begin
-        holes, packed, aligned = None, 0, True
         _, heads, q_len, head_dim = q.shape
-        counted = type(q_len) is int  # in torch.jit.trace extents are tensors
-        if look and counted and kind == "ragged" and not (compiling or opaque or device == "meta"):
-            holes, aligned = structure.segments() is None, structure.aligned
-            packed = 1 << structure.longest_packed.bit_length() >> 1
-            # kernels that walk runs are no better off than with a dense mask
-            kind = "irregular" if holes else kind
         keys = kv_bytes = pairs = length = 0
-        if counted and not (compiling or opaque):
-            length = 1 << (k.shape[2] - 1).bit_length() if k.shape[2] else 0
+        if type(q_len) is int and not (compiling or opaque):  # in torch.jit.trace extents are tensors
+            length = facts.length
             if device == "cuda":
-                keys = k.shape[2] // 128 * 128 if q_len == 1 else 1 << k.shape[2].bit_length() >> 1
+                keys = facts.keys
                 pairs = 1 << (heads * q_len * k.shape[0] * k.shape[2]).bit_length() >> 1
             elif q_len == 1:
                 kv_bytes = 1 << ((k.numel() + v.numel()) * k.dtype.itemsize - 1).bit_length()
         per_head = (False, "model") if rules is None else (rules.windowed, rules.precision)
         return cls(
             device, q.dtype, head_dim, head_dim_of(v), heads // k.shape[1], kind,
-            structure.window is not None and structure.windowed, structure.sinks > 0, q_len == 1, grad,
+            facts.windowed, facts.window_sinks, q_len == 1, grad,
             request.dropout > 0, request.softcap is not None, sink_logits is not None, bias is not None,
             request.need_lse, compiling, *per_head, None if request.stored is None else format_of(v), opaque,
-            holes, keys, kv_bytes, pairs, length, packed, aligned, index,
+            facts.holes, keys, kv_bytes, pairs, length, facts.packed, facts.aligned, index,
             rules is not None and rules.until is not None,
         )  # fmt: skip

@@ -48,7 +48,7 @@ class CallStructure:
         spans: `[batch, kv_len]`; tokens with the same number >= 0 see one another both ways (image tokens),
             whatever `causal` and `window` say.
         mask: Boolean, broadcastable to `[batch, heads, q_len, kv_len]`; a further condition.
-        ready: Where the caller keeps what its last call came to; no copy has it.
+        facts: What kinds of calls need to know of it, by device type and whether a backend was named; no copy has it.
     """
 
     batch: int
@@ -65,7 +65,7 @@ class CallStructure:
     k_segments: Tensor | None = None
     spans: Tensor | None = None
     mask: Tensor | None = None
-    ready: Any = field(default=None, init=False, repr=False)
+    facts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     # ------------------------------------------------------------------ facts that need no data
@@ -134,9 +134,18 @@ class CallStructure:
         made: Made = memo[key]
         return made
 
+    def derived(self, make: Callable[..., Made], *arguments: Any) -> Made:
+        """What `make(self, *arguments)` returns, made once and remembered as long as the structure lives."""
+        key = (make, *arguments)
+        memo = self._memo
+        if key not in memo:
+            memo[key] = make(self, *arguments)
+        made: Made = memo[key]
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy or a pickle, which remembers nothing: what kernels are told are addresses of these very tensors."""
-        return {**self.__dict__, "ready": None, "_memo": {}}
+        return {**self.__dict__, "facts": {}, "_memo": {}}
 
     def operands(self) -> tuple[Any, ...]:
         """The rules as arguments of an operator, as in `OPERANDS`: it takes no tensor where a number may stand."""

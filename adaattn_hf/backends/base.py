@@ -1,22 +1,50 @@
-"""The `Backend` protocol, and what backends share: refusals, and calls in which no query sees any key."""
+"""What a backend is, and what backends share: refusals, and calls in which no query sees any key."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from ..attention.request import AttentionRequest, AttentionResult, CallSpec, head_dim_of
+from ..attention.request import AttentionRequest, AttentionResult, CallSpec, Facts, head_dim_of
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
+    from ..attention.stored import StoredKV
+    from ..attention.structure import CallStructure
 
-FastCall = Callable[..., Tensor]
-"""Maps query, key, value, scaling and, of codes, their `StoredKV` to the output `[batch, q_len, heads, head_dim_v]`;
-see `Backend.fast_call`."""
+
+class Launch(Protocol):
+    """A kind of call, resolved: whatever had to be looked at, chosen or compiled for it is behind.
+
+    It holds no tensor of a call. Lengths, offsets and addresses are read from what it is given, which whoever keeps it
+    has found to be of its kind: dtypes, head sizes, devices and whether a gradient is wanted are not looked at again.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        structure: CallStructure,
+        stored: StoredKV | None = None,
+    ) -> Tensor:
+        """Returns the output `[batch, q_len, heads, head_dim_v]`.
+
+        Args:
+            query: `[batch, heads, q_len, head_dim]`.
+            key: `[batch, num_kv_heads, kv_len, head_dim]`.
+            value: `[batch, num_kv_heads, kv_len, head_dim_v]`.
+            scaling: Factor on the scores, above 0.
+            structure: Settled.
+            stored: What turns key and value into numbers, where they are a cache's codes.
+        """
+        ...
+
 
 SMALL_PAIRS = 1 << 14
 """Pairs of queries and keys up to which a padded batch is one masked call, and nobody looks whether it has holes."""
@@ -26,20 +54,34 @@ _SMALL_PAIRS_CUDA = 1 << 17
 
 
 def spec_of(request: AttentionRequest, backend: str | None = None) -> CallSpec:
-    """The facts by which the backend of a request is chosen, or by which one that was named refuses.
+    """The facts by which the backend of a request is chosen, or by which one that was named refuses."""
+    if torch.compiler.is_compiling():
+        return CallSpec.of(request)
+    return CallSpec.of(request, facts=facts_of(request.structure, request.query.device.type, backend))
+
+
+def facts_of(structure: CallStructure, device: str, backend: str | None = None) -> Facts:
+    """The facts of a structure on a device, remembered with it.
 
     Padding is looked at where that is worth it, and for a named backend always.
     """
-    structure = request.structure
-    if structure.kind != "ragged" or torch.compiler.is_compiling():
-        return CallSpec.of(request)
+    known = structure.facts.get((device, backend is None))
+    if known is None:
+        known = Facts.of(structure, device != "meta" and _worth_a_look(structure, device, backend))
+        structure.facts[device, backend is None] = known
+    return known
+
+
+def _worth_a_look(structure: CallStructure, device: str, backend: str | None) -> bool:
+    if structure.kind != "ragged":
+        return False
+    if backend is not None:
+        return True
     pairs = structure.batch * structure.q_len * structure.kv_len
-    if request.query.is_cuda:
+    if device == "cuda":
         # a step reads its padding and offset where they are: looking at them would halt it
-        worth = not structure.one_run_a_row if structure.q_len == 1 else pairs > _SMALL_PAIRS_CUDA
-    else:
-        worth = pairs > SMALL_PAIRS or not request.query.is_cpu
-    return CallSpec.of(request, look=worth or backend is not None)
+        return not structure.one_run_a_row if structure.q_len == 1 else pairs > _SMALL_PAIRS_CUDA
+    return pairs > SMALL_PAIRS or device != "cpu"
 
 
 @torch.compiler.assume_constant_result
@@ -84,73 +126,50 @@ class Backend(Protocol):
         """Compute attention. Called only with requests whose spec is not refused."""
         ...
 
-    def fast_call(self, spec: CallSpec, request: AttentionRequest) -> FastCall | None:
-        """`attend` without a request around it, None if the backend has nothing quicker.
+    def prepare(self, spec: CallSpec, rules: HeadRules | None = None) -> Launch:
+        """The launch for all calls of a kind.
 
-        Asked once for calls like this request: of its structure, rules per head, shapes, dtypes and device, outside of
-        traced graphs, without dropout, bias, softcap or learned sinks, whose factor is positive, and whose log-sum-exp
-        nobody needs. Whoever keeps the answer compares `facts_of`; nothing else does before the kernels read memory.
-        Keeps no tensor of the request.
+        Asked once for each kind, outside of traced graphs, for calls without dropout, bias, softcap or learned sinks,
+        whose factor is positive, and whose log-sum-exp nobody needs.
+
+        Args:
+            spec: A kind that is not refused.
+            rules: Rules per head of its calls.
         """
-        return None
 
-    def head_launches(self, rules: HeadRules) -> tuple[str, ...]:
+        def launch(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            scaling: float,
+            structure: CallStructure,
+            stored: StoredKV | None = None,
+        ) -> Tensor:
+            request = AttentionRequest(query, key, value, structure, scaling, per_head=rules, stored=stored)
+            return self.attend(request).out
+
+        return launch
+
+    def launches(self, rules: HeadRules) -> tuple[str, ...]:
         """Name of the launch that serves each key/value head of a request with such rules; one launch for all."""
         return ("one launch",) * len(rules.windows)
 
 
-def facts_of(
-    backend: str | None, query: Tensor, key: Tensor, value: Tensor, stored: bool
-) -> tuple[Hashable, ...]:
-    """All that must be equal for a remembered call to be repeated with other tensors.
-
-    Their types tell tensors that hold memory from those that trace, wrap or shard. Whoever keeps a `FastCall` compares
-    this: some kernels read memory without asking again where it lies.
-
-    Args:
-        backend: Name of the backend that was asked for, None where it was chosen.
-        query, key, value: The tensors of the call.
-        stored: Whether keys and values are codes of a quantised cache.
-    """
-    return (
-        backend,
-        stored,
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        query.shape,
-        key.shape,
-        value.shape,
-        query.device,
-        key.device,
-        value.device,
-        query.__class__,
-        key.__class__,
-        value.__class__,
-        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-    )
-
-
-def layer_call(backend: Backend, request: AttentionRequest) -> Callable[[], object]:
-    """Returns an exact call as layers make it that follow the first one of a pass: the backend has been chosen.
-
-    Where a gradient is wanted it is both passes.
+def bound(backend: Backend, request: AttentionRequest) -> Callable[[], object]:
+    """Returns an ordinary call as layers make it, with its tensors; where a gradient is wanted, both passes.
 
     Args:
         backend: The backend that was chosen.
         request: The call, without dropout, bias, softcap or learned sinks.
     """
     spec = spec_of(request)
+    inputs = request.query, request.key, request.value
+    structure = request.structure if spec.compiling else request.structure.settled()
+    launch = backend.prepare(spec, request.per_head)
     if spec.needs_grad:
-        inputs, grad = (
-            (request.query, request.key, request.value),
-            torch.ones_like(backend.attend(request).out),
-        )
-        return lambda: torch.autograd.grad(backend.attend(request).out, inputs, grad)
-    bare = backend.fast_call(spec, request)
-    if bare is None:
-        return lambda: backend.attend(request)
-    return lambda: bare(request.query, request.key, request.value, request.scaling)
+        grad = torch.ones_like(launch(*inputs, request.scaling, structure))
+        return lambda: torch.autograd.grad(launch(*inputs, request.scaling, structure), inputs, grad)
+    return lambda: launch(*inputs, request.scaling, structure, request.stored)
 
 
 def head_refusals(spec: CallSpec, kernels: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..attention.request import AttentionRequest
-from .base import layer_call, spec_of
+from .base import bound, spec_of
 from .clocks import Clock, clock_of, quartiles
 from .probes import probes
 from .select import BACKENDS, refusals_of
@@ -56,7 +56,7 @@ def _calls(request: AttentionRequest) -> dict[str, Callable[[], Any]]:
         if name == "eager" or refusals_of(name, spec):
             continue
         try:
-            call = layer_call(BACKENDS[name], request)
+            call = bound(BACKENDS[name], request)
             call()  # compiles what is compiled at the first call
         except FAILURES as error:
             warnings.warn(f"adaattn: {name} fails at {spec.words()}: {error}", stacklevel=2)

@@ -27,7 +27,7 @@ from ..attention.heads import some_heads
 from ..attention.request import AttentionRequest
 from ..attention.structure import CallStructure
 from ..backends import select
-from ..backends.base import layer_call, spec_of
+from ..backends.base import bound, spec_of
 from ..backends.capability import cpu_name
 from ..backends.clocks import clock_of, quartiles
 from ..backends.native.library import level_here
@@ -98,7 +98,7 @@ def _call(program: Program, request: AttentionRequest) -> Callable[[], object]:
     """Returns one call as a layer makes it that follows the first one of a pass."""
     extended = request.softcap is not None or request.sink_logits is not None or request.bias is not None
     if program.plan.is_exact and not extended and request.scaling > 0:
-        return layer_call(select.choose(spec_of(request)), request)
+        return bound(select.choose(spec_of(request)), request)
     return partial(execute.attend, program, request)
 
 

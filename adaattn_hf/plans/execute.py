@@ -48,7 +48,7 @@ def launch_names(choices: Sequence[Choice], request: AttentionRequest) -> dict[s
                 head_precision=rules.precision,
             )
             serving = select.serving(asked)
-            name = None if serving is None else f"{serving.name}: {serving.head_launches(rules)[0]}"
+            name = None if serving is None else f"{serving.name}: {serving.launches(rules)[0]}"
         found[choice.label] = choice.label if name is None else name
     return found
 

@@ -59,7 +59,6 @@ class Program:
     exact_steps: bool = False
     dtype: str = ""
     handle: int = field(default_factory=itertools.count().__next__, init=False, repr=False)
-    _requests: dict[bool, Requests] = field(default_factory=dict, init=False, repr=False)
     _parts: dict[tuple[tuple[int, ...], bool], Program] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -126,16 +125,19 @@ class Program:
         """Whether gradients flow through every choice."""
         return all(choice.has_gradient for choice, _ in self.launches)
 
-    def requests(self, few: bool) -> Requests:
-        """Returns the requests for the layer's choices, cached because backends keep results for the same rules.
+    @cached_property
+    def of_few(self) -> Requests:
+        """The requests of calls of so few query rows that they are computed in the model's precision."""
+        return self._find_requests(True)
 
-        Args:
-            few: Whether a call has so few query rows that it is computed in the model's precision.
-        """
-        known = self._requests.get(few)
-        if known is None:
-            known = self._requests[few] = self._find_requests(few)
-        return known
+    @cached_property
+    def of_many(self) -> Requests:
+        """The requests of all other calls."""
+        return self._find_requests(False)
+
+    def requests(self, few: bool) -> Requests:
+        """The requests for the layer's choices; `few`: see `of_few`."""
+        return self.of_few if few else self.of_many
 
     def _find_requests(self, few: bool) -> Requests:
         asked = {choice: choice.head_rule(few) for choice, _ in self.launches}

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
+from adaattn_hf.attention.tap import tracing
+
 from ..cache.keyword import cache_keyword
-from ..fast_path import tracing
 from .call import PackedCall, Pass, arguments_of, has_cache, pack_call, read_layout, scored_padding
 from .positions import position_rule
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
-from adaattn_hf.backends.base import layer_call, spec_of
+from adaattn_hf.backends.base import bound, spec_of
 
 from .measure import ON_CUDA, Cell, Section, length, medians, request, stock
 
@@ -33,6 +33,6 @@ def _cell(row: Cell, batch: int, n: int, shape: tuple[int, int, int]) -> None:
     spec = spec_of(asked)
     names = ("sdpa", "triton") if ON_CUDA else ("sdpa",)
     taken = select.choose(spec)
-    calls = {"sdpa": stock(asked), "auto": layer_call(taken, asked)}
-    calls |= {f"by our {name}": layer_call(select.BACKENDS[name], asked) for name in names}
+    calls = {"sdpa": stock(asked), "auto": bound(taken, asked)}
+    calls |= {f"by our {name}": bound(select.BACKENDS[name], asked) for name in names}
     row |= {**medians(calls), "auto takes": taken.name}

@@ -38,7 +38,7 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.provenance import commit
 from adaattn_hf.patches.cache.carrier import StoredTensor
 from adaattn_hf.patches.cache.kept import refuse_assigned
-from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.masks import adaattn_mask
 from adaattn_hf.patches.paged import paged_function
 from adaattn_hf.patches.structured_mask import StructuredMask

@@ -132,7 +132,7 @@ def test_shortest_ways_equal_reference(name: str, dtype: torch.dtype) -> None:
     served = 0
     for look in (False, True):
         spec = spec_of(request, "sdpa" if look else None)
-        way = choose(spec).fast_call(spec, request)
+        way = choose(spec).prepare(spec, request.per_head)
         if way is None:
             continue
         served += 1
@@ -467,39 +467,37 @@ def test_variants_of_a_kernel_are_launched_again_with_what_they_were_compiled_fo
 
 
 @pytest.mark.parametrize("windows", [None, (0, 70), (128, 30)], ids=str)
-def test_a_fast_call_is_launched_again_by_addresses(windows: tuple[int, int] | None) -> None:
+def test_a_launch_is_launched_again_by_addresses(windows: tuple[int, int] | None) -> None:
     """Of one structure, as of the layers of a pass, over tensors that begin elsewhere and lie otherwise."""
     rule = None if windows is None else HeadRules(windows, (5, 5), ("model",) * 2)
     structure = CallStructure(2, 704, 704, causal=True)
     asked = make(structure, torch.bfloat16, 64, per_head=rule)
-    fast = BACKENDS["triton"].fast_call(CallSpec.of(asked), asked)
-    assert fast is not None
+    launch = BACKENDS["triton"].prepare(CallSpec.of(asked), asked.per_head)
     for _ in range(4):
         asked = make(structure, torch.bfloat16, 64, per_head=rule)
         tensors = asked.query, asked.key, asked.value
         truth = reference.attention(asked).out
         for one in (tensors, [t.contiguous() for t in tensors], [shifted(t) for t in tensors]):
-            out = fast(*one, asked.scaling)
+            out = launch(*one, asked.scaling, asked.structure)
             torch.testing.assert_close(out.double(), truth, atol=2e-2, rtol=0)
     with pytest.raises(ValueError, match="expected one device"):
-        fast(asked.query, asked.key.cpu(), asked.value, asked.scaling)
+        launch(asked.query, asked.key.cpu(), asked.value, asked.scaling, asked.structure)
 
 
-def test_a_fast_call_is_captured_and_replayed() -> None:
+def test_a_launch_is_captured_and_replayed() -> None:
     """The graph holds addresses; what lies there may change."""
     rule = HeadRules((0, 70), (5, 5), ("model",) * 2)
     structure = CallStructure(2, 704, 704, causal=True)
     asked = make(structure, torch.bfloat16, 64, per_head=rule)
-    fast = BACKENDS["triton"].fast_call(CallSpec.of(asked), asked)
-    assert fast is not None
+    launch = BACKENDS["triton"].prepare(CallSpec.of(asked), asked.per_head)
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         for _ in range(3):
-            fast(asked.query, asked.key, asked.value, asked.scaling)
+            launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure)
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = fast(asked.query, asked.key, asked.value, asked.scaling)
+        out = launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure)
     for tensor in (asked.query, asked.key, asked.value):
         tensor.copy_(torch.randn_like(tensor))
     graph.replay()

@@ -127,11 +127,12 @@ def test_a_heavy_call_by_the_kernel_for_hopper(per_head: HeadRules | None) -> No
 @pytest.mark.usefixtures("bulk_always")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("per_head", [None, WINDOWS], ids=["exact", "windows per head"])
-def test_a_fast_call_by_the_copy_engine(per_head: HeadRules | None, dim: int) -> None:
+def test_a_launch_by_the_copy_engine(per_head: HeadRules | None, dim: int) -> None:
     asked = draw(causal(), dim, per_head)
-    fast = BACKENDS["triton"].fast_call(spec_of(asked), asked)
-    assert fast is not None
-    out = whichever_is_current(lambda: fast(asked.query, asked.key, asked.value, asked.scaling))
+    launch = BACKENDS["triton"].prepare(spec_of(asked), asked.per_head)
+    out = whichever_is_current(
+        lambda: launch(asked.query, asked.key, asked.value, asked.scaling, asked.structure)
+    )
     torch.testing.assert_close(out.double(), reference.attention(asked).out, atol=ROUNDING, rtol=0)
 
 

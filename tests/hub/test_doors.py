@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import adaattn_hf
-from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.patches.call.interface import attention_function
 
 assert adaattn_hf.NAMES  # the package at one door, the kernel at the other
 

@@ -25,7 +25,7 @@ from transformers import (
 from adaattn_hf.attention.legible import legible
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.plans import store
 from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.configured import computes_by

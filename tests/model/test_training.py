@@ -139,7 +139,7 @@ def test_autocast_gives_gradients_like_stock(family: str, dtype: torch.dtype) ->
 
 def test_dropout_of_attention_weights_has_the_right_statistics() -> None:
     """With equal weights and values of one, an output is the share of weights kept over the share expected."""
-    from adaattn_hf.patches.interface import attention_function
+    from adaattn_hf.patches.call.interface import attention_function
 
     module = torch.nn.Module()
     module.train()

@@ -384,7 +384,7 @@ bool stored(int64_t seed) {
   a.rotated = rotated ? 3 : 0;
   a.first_key = first.empty() ? nullptr : first.data();
   a.key_mean = mean.empty() ? nullptr : mean.data(), a.key_mean_row = kv_heads * dim;
-  a.head_windows = windows.data(), a.head_sinks = sinks.data();
+  a.window = -1, a.head_windows = windows.data(), a.head_sinks = sinks.data();
   a.scaling = 1.0 / std::sqrt(static_cast<double>(dim)), a.causal = 1, a.offset = kv_len - q_len;
   a.threads = pick(1, 2), a.level = level;
   const int64_t status = ada_forward(&a);

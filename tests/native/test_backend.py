@@ -16,7 +16,7 @@ from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
-from adaattn_hf.backends.native.rules import rules_of
+from adaattn_hf.backends.native.rules import find_rules
 
 from ..support.head_rules import rules
 
@@ -91,10 +91,10 @@ def test_a_copy_of_a_structure_tells_the_kernels_of_its_own_tensors(
     expected = NativeBackend().attend(asked).out
     theirs = copied(structure)
     assert torch.equal(NativeBackend().attend(replace(asked, structure=theirs)).out, expected)
-    table, told = rules_of(theirs).segments, rules_of(theirs).packed
+    table, told = theirs.derived(find_rules).segments, theirs.derived(find_rules).visible
     assert table is not None
-    assert table.data_ptr() in struct.unpack_from("=qQ", told)
-    assert table is not rules_of(structure).segments
+    assert table.data_ptr() in struct.unpack_from("=Q", told)
+    assert table is not structure.derived(find_rules).segments
 
 
 REFUSALS = {

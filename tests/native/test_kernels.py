@@ -17,7 +17,7 @@ from adaattn_hf.attention.rounding import quantise, through_int8
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native import call
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
-from adaattn_hf.backends.native.rules import Rules, rules_of, with_extras
+from adaattn_hf.backends.native.rules import Rules, find_rules, with_extras
 
 from ..support.statistics import sqnr
 
@@ -76,7 +76,7 @@ def calls(draw: st.DrawFn) -> AttentionRequest:
 
 
 def native(asked: AttentionRequest, level: str) -> tuple[Tensor, Tensor]:
-    rules = rules_of(asked.structure)
+    rules = find_rules(asked.structure)
     rules = with_extras(rules, asked.bias, asked.sink_logits, asked.softcap or 0.0, asked.key.shape[2])
     out, lse = call.forward(
         asked.query, asked.key, asked.value, asked.scaling, rules, need_lse=True, level=LEVELS.index(level)

@@ -18,7 +18,7 @@ from adaattn_hf.backends import select
 from adaattn_hf.backends.native import call, storing
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.rules import Rules
-from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.patches.call.interface import attention_function
 
 from ..support.requests import ON_CPU
 

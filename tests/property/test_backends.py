@@ -188,10 +188,10 @@ def test_a_later_token_changes_no_earlier_output(name: str, request_: AttentionR
         assert float((before - after)[:, earlier].abs().amax()) <= bound(request_, truth)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "native"])
+@pytest.mark.parametrize("name", ["eager", "sdpa", "native"])
 @EXAMPLES
 @given(request_=requests(extras=False))
-def test_the_shortest_way_is_the_way(name: str, request_: AttentionRequest) -> None:
+def test_a_launch_gives_what_attend_gives(name: str, request_: AttentionRequest) -> None:
     assume(not refuses(name, request_))
     backend, drawn = ON_CPU[name], request_.structure.settled()
     plain = CallStructure(
@@ -199,21 +199,9 @@ def test_the_shortest_way_is_the_way(name: str, request_: AttentionRequest) -> N
     )
     for structure in (drawn, plain):
         request = replace(request_, structure=structure)
-        call = backend.fast_call(CallSpec.of(request), request)
-        if call is not None:
-            found = call(request.query, request.key, request.value, request.scaling)
-            assert torch.equal(found, backend.attend(request).out)
-
-
-@pytest.mark.parametrize("name", ["sdpa", "native"])
-def test_plain_calls_have_a_shortest_way(name: str) -> None:
-    if missing := ON_CPU[name].missing():
-        pytest.skip("; ".join(missing))
-    query, key, value = (torch.randn(1, 2, 9, 16) for _ in range(3))
-    for structure in (CallStructure(1, 9, 9, causal=True), CallStructure(1, 9, 9)):
-        request = AttentionRequest(query, key, value, structure, 0.25)
-        assert ON_CPU[name].fast_call(CallSpec.of(request), request) is not None
-    assert ON_CPU["eager"].fast_call(CallSpec.of(request), request) is None
+        launch = backend.prepare(CallSpec.of(request), request.per_head)
+        found = launch(request.query, request.key, request.value, request.scaling, structure)
+        assert torch.equal(found, backend.attend(request).out)
 
 
 def test_the_bound_notices_a_key_too_many() -> None:

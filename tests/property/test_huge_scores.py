@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adaattn_hf.backends.native.library import missing
-from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.patches.call.interface import attention_function
 
 from ..support.malformed import Layer
 from ..support.requests import HALF, generator

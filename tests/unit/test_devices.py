@@ -43,10 +43,9 @@ def by_request(asked: AttentionRequest) -> None:
     BACKENDS["triton"].attend(asked)
 
 
-def by_fast_call(asked: AttentionRequest) -> None:
-    fast = BACKENDS["triton"].fast_call(CallSpec.of(asked), asked)
-    assert fast is not None
-    fast(asked.query, asked.key, asked.value, 0.3)
+def by_launch(asked: AttentionRequest) -> None:
+    launch = BACKENDS["triton"].prepare(CallSpec.of(asked), asked.per_head)
+    launch(asked.query, asked.key, asked.value, 0.3, asked.structure)
 
 
 def both_passes(asked: AttentionRequest) -> None:
@@ -62,7 +61,7 @@ def over_codes(asked: AttentionRequest) -> None:
 CALLS: dict[str, tuple[Callable[[AttentionRequest], None], AttentionRequest]] = {
     "prefill": (by_request, call()),
     "windows per head": (by_request, call(rules=WINDOWS)),
-    "a fast call": (by_fast_call, call(rules=WINDOWS)),
+    "a launch": (by_launch, call(rules=WINDOWS)),
     "a step": (by_request, call(1)),
     "a step over codes": (over_codes, call(1)),
     "gradients": (both_passes, call(rules=WINDOWS, grad=True)),

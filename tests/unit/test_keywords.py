@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches import fast_path, interface, losses
+from adaattn_hf.patches import losses
+from adaattn_hf.patches.call import interface, resolved
 from adaattn_hf.patches.families import HARMLESS, MEANT
 
 from ..support.models import fresh_pair, tokens
@@ -47,7 +48,7 @@ def test_a_keyword_that_nobody_knows_is_refused_by_name(name: str) -> None:
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Options of losses that this test meets are met by nobody else."""
-    monkeypatch.setattr(fast_path, "IDLE", set(fast_path.IDLE))
+    monkeypatch.setattr(resolved, "IDLE", set(resolved.IDLE))
 
 
 OPTIONS = (

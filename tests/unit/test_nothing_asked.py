@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BACKENDS
-from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.patches.call.interface import attention_function
 
 from ..support.malformed import Layer
 from ..support.requests import HALF

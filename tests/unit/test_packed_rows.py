@@ -12,7 +12,7 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.sdpa import packed
-from adaattn_hf.backends.sdpa.dispatch import additive_mask, fast_call
+from adaattn_hf.backends.sdpa.dispatch import additive_mask, way_of
 from adaattn_hf.backends.sdpa.packed import layout_for, packed_attention
 
 N = 24
@@ -125,14 +125,16 @@ def test_the_shortest_way_is_taken_on_cuda_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(packed, "_efficient", loop)
     structure = GATHERED["left padding, causal"]
     q, k, v = (t.detach() for t in draw(structure))
-    way = fast_call(spec_of(structure), structure)
+    way = way_of(spec_of(structure))
     assert way is not None
     truth = reference.attention(AttentionRequest(q, k, v, structure, scaling=0.3)).out
-    torch.testing.assert_close(way(q, k, v, 0.3), truth)
-    assert fast_call(spec_of(structure, device="cpu"), structure) is None
-    assert fast_call(spec_of(structure, dtype=torch.float64), structure) is None
-    assert fast_call(spec_of(structure, head_dim=6), structure) is None
-    assert fast_call(spec_of(REFUSED["window"]), REFUSED["window"]) is None
+    torch.testing.assert_close(way(q, k, v, 0.3, structure), truth)
+    assert way_of(spec_of(structure, device="cpu")) is None
+    assert way_of(spec_of(structure, dtype=torch.float64)) is None
+    assert way_of(spec_of(structure, head_dim=6)) is None
+    windowed = REFUSED["window"]
+    way = way_of(spec_of(windowed))
+    assert way is None or way(*(t.detach() for t in draw(windowed)), 0.3, windowed) is None
 
 
 @pytest.mark.parametrize(("dtype", "grouped"), [(torch.float32, False), (torch.bfloat16, True)])
@@ -150,25 +152,25 @@ def test_grouped_heads_are_repeated_where_the_fused_kernel_takes_none(
     structure = CallStructure(2, 9, 9, causal=True)
     q, k, v = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
     request = AttentionRequest(q, k, v, structure, scaling=0.3)
-    way = fast_call(CallSpec.of(request)._replace(device="cuda", dtype=dtype), structure)
+    way = way_of(CallSpec.of(request)._replace(device="cuda", dtype=dtype))
     assert way is not None
-    torch.testing.assert_close(way(q, k, v, 0.3), reference.attention(request).out.float())
+    torch.testing.assert_close(way(q, k, v, 0.3, structure), reference.attention(request).out.float())
     assert asked == [(2, True) if grouped else (6, False)]
 
 
 def test_small_masks_are_for_inference() -> None:
     structure = GATHERED["right padding"]
-    assert fast_call(spec_of(structure, holes=None), structure) is not None
-    assert fast_call(spec_of(structure, holes=None, needs_grad=True), structure) is None
+    assert way_of(spec_of(structure, holes=None)) is not None
+    assert way_of(spec_of(structure, holes=None, needs_grad=True)) is None
 
 
 def test_a_small_mask_is_made_once_per_pass() -> None:
     structure = GATHERED["left padding, causal"].with_changes()
-    mask = additive_mask(structure, torch.half, torch.device("cpu"))
+    mask = structure.derived(additive_mask, torch.half, torch.device("cpu"))
     assert torch.equal(mask == 0, structure.visible())
     assert bool((mask[~structure.visible()] == float("-inf")).all())
     assert mask.stride(-2) % 16 == 0, "rows start where the kernel wants them"
-    assert additive_mask(structure, torch.half, torch.device("cpu")) is mask
+    assert structure.derived(additive_mask, torch.half, torch.device("cpu")) is mask
     assert additive_mask(structure, torch.float32, torch.device("cpu")).dtype == torch.float32
 
 

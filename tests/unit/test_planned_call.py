@@ -1,22 +1,30 @@
-"""Under a plan the first layer of a pass is decided anew; the others follow it, until anything that matters changes."""
+"""Calls of planned layers are ordinary calls, until anything that matters changes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from adaattn_hf import remove_plan
+from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import Recorder, recording
-from adaattn_hf.patches import fast_path, interface, planned_call
+from adaattn_hf.backends.base import spec_of
+from adaattn_hf.backends.capability import of_level
+from adaattn_hf.backends.native.library import level_here
+from adaattn_hf.backends.select import launch_for
+from adaattn_hf.patches.call import interface, shared
 from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.plans.store import model_hash
 
@@ -41,23 +49,28 @@ def planned(layers: tuple[int, ...] = (0, 1, 2, 3), choice: Any = WINDOW, **sett
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many calls were decided anew."""
-    long, calls = interface._attend_anew, [0]
+    """How many calls went the long way."""
+    long, calls = interface.attend_extended, [0]
 
     def counted(*arguments: Any) -> Any:
         calls[0] += 1
         return long(*arguments)
 
-    monkeypatch.setattr(interface, "_attend_anew", counted)
-    fast_path._structures.clear()
+    monkeypatch.setattr(interface, "attend_extended", counted)
+    shared._structures.clear()
     yield calls
-    fast_path._structures.clear()
+    shared._structures.clear()
 
 
 def logits(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
     with torch.no_grad():
         out: Tensor = model(tokens, **inputs).logits
     return out
+
+
+def serves(choice: Any) -> bool:
+    """Whether one backend here serves a choice for all heads at once."""
+    return choice.label == WINDOW.label or of_level(level_here()).int8
 
 
 def slowly(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
@@ -76,12 +89,14 @@ def tokens(length: int = 40, batch: int = 2) -> Tensor:
     [WINDOW, make_choice("window", 8, 2, precision="int8")],
     ids=["window", "window int8"],
 )
-def test_later_layers_follow_the_first_to_the_last_bit(
+def test_a_plan_gives_what_the_long_way_gives_to_the_last_bit(
     anew: list[int], choice: Any, backend: str | None
 ) -> None:
     model, rows = planned(layers=(0, 2), choice=choice, backend=backend), tokens(200)
+    logits(model, rows)
+    assert anew[0] == LAYERS, "each layer's first call looks up its part of the plan"
     fast = logits(model, rows)
-    assert anew[0] == 1
+    assert anew[0] - LAYERS == (0 if backend is None and serves(choice) else 2), "exact layers are ordinary"
     assert torch.equal(fast, slowly(model, rows))
     everywhere = logits(planned(choice=choice, backend=backend), rows)
     assert not torch.allclose(fast, everywhere, atol=1e-5), "layers 1 and 3 were exact"
@@ -91,12 +106,14 @@ def test_padded_batches_and_steps_follow_too(anew: list[int]) -> None:
     model, rows = planned(), tokens()
     real = torch.ones_like(rows)
     real[0, :13] = 0
+    logits(model, rows[:, :1])
+    before = anew[0]
     fast = logits(model, rows, attention_mask=real)
-    assert anew[0] == 1
+    assert anew[0] == before
     assert torch.equal(fast, slowly(model, rows, attention_mask=real))
     before = anew[0]
     found = model.generate(rows, attention_mask=real, max_new_tokens=5, do_sample=False)
-    assert anew[0] - before == 5
+    assert anew[0] == before
     with recording(Recorder()):
         assert torch.equal(
             found, model.generate(rows, attention_mask=real, max_new_tokens=5, do_sample=False)
@@ -106,7 +123,7 @@ def test_padded_batches_and_steps_follow_too(anew: list[int]) -> None:
 def test_beyond_the_calibrated_length_every_layer_finds_the_exact_rows(anew: list[int]) -> None:
     model = planned()
     fast = logits(model, tokens(LENGTH + 30, 1))
-    assert anew[0] == 1
+    assert anew[0] == LAYERS
     assert torch.equal(fast, slowly(model, tokens(LENGTH + 30, 1)))
 
 
@@ -114,8 +131,27 @@ def test_settings_without_a_plan_follow_their_backend(anew: list[int]) -> None:
     model = planned()
     model.config.adaattn = {"backend": "sdpa"}
     fast = logits(model, tokens())
-    assert anew[0] == 1
+    assert anew[0] == 0
     assert torch.equal(fast, slowly(model, tokens()))
+
+
+def test_steps_behind_the_calibrated_length_are_ordinary_and_exact(anew: list[int]) -> None:
+    model, exact, rows = planned(), planned(), tokens(LENGTH + 30, 1)
+    remove_plan(exact)
+    found = []
+    for one in (model, exact):
+        cache = DynamicCache(config=one.config)
+        with torch.no_grad():
+            one(rows, past_key_values=cache)
+            # equal keys, so that the steps differ by their own attention alone
+            for layer, behind in zip(cache.layers, range(LAYERS), strict=True):
+                generator = torch.Generator().manual_seed(behind)
+                layer.keys = torch.randn(layer.keys.shape, generator=generator)
+                layer.values = torch.randn(layer.values.shape, generator=generator)
+            before = anew[0]
+            found.append(one(rows[:, :1], past_key_values=cache).logits)
+            assert anew[0] == before
+    assert torch.equal(*found)
 
 
 def test_what_is_changed_between_passes_is_heard(anew: list[int]) -> None:
@@ -198,14 +234,54 @@ def test_a_plan_for_other_heads_is_refused(anew: list[int]) -> None:
         logits(model, tokens())
 
 
-def test_a_backend_for_windows_is_asked_anew_for_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_and_sinks_are_kinds_of_their_own() -> None:
     """A chunk need not hold the first keys of its sequence: kernels that walk runs serve its windows, not its sinks."""
-    asked: list[str] = []
-    monkeypatch.setattr(planned_call, "serving", lambda spec, _: asked.append(spec.kind))
-    call = planned_call.PlannedCall({}, None)
-    structure = CallStructure(1, 40, 40, causal=True, chunk=16)
-    for sinks in (0, 2, 0, 2):
+    structure, query = CallStructure(1, 40, 40, causal=True, chunk=16), torch.zeros(1, 1, 40, 16)
+    kinds = [
+        spec_of(
+            AttentionRequest(
+                query, query, query, structure, 1.0, per_head=HeadRules((8,), (sinks,), ("model",))
+            )
+        ).kind
+        for sinks in (0, 2)
+    ]
+    assert kinds == ["ragged", "irregular"]
+    outs = []
+    for sinks in (0, 2, 0):
         rules = HeadRules((8,), (sinks,), ("model",))
-        query = torch.zeros(1, 1, 40, 16)
-        call._backend_for(rules, AttentionRequest(query, query, query, structure, 1.0, per_head=rules))
-    assert asked == ["ragged", "irregular"]
+        tensors = [torch.randn(1, 1, 40, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+        launch = launch_for(*tensors, structure, rules=rules)
+        assert launch is not None
+        outs.append(launch(*tensors, 0.25, structure))
+        asked = AttentionRequest(*tensors, structure, 0.25, per_head=rules)
+        torch.testing.assert_close(outs[-1].double(), reference.attention(asked).out, atol=1e-5, rtol=0)
+    assert torch.equal(outs[0], outs[2])
+    assert not torch.allclose(outs[0], outs[1])
+
+
+def test_a_planned_step_calls_few_functions(anew: list[int]) -> None:
+    """On a processor, masks, caches and weight checks included: at most 15 a layer."""
+    model, rows = planned(), tokens(20, 1)
+    cache, calls, files = DynamicCache(config=model.config), [0], set[str]()
+    root = str(Path(interface.__file__).parents[2])
+    rooms = tuple(f"{root}/{room}/" for room in ("adaattn_hf", "patches"))
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(rooms):
+            calls[0] += 1
+            files.add(name)
+
+    with torch.no_grad():
+        for _ in range(3):
+            model(rows, past_key_values=cache)
+        model(rows[:, :1], past_key_values=cache)
+        before = anew[0]
+        sys.setprofile(note)
+        try:
+            model(rows[:, :1], past_key_values=cache)
+        finally:
+            sys.setprofile(None)
+    assert anew[0] == before
+    assert calls[0] <= 15 * LAYERS
+    assert not any(name.endswith("extended.py") for name in files)

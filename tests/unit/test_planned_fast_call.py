@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,15 +18,13 @@ from adaattn_hf.attention import reference  # noqa: E402  (the others import tri
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402
 from adaattn_hf.attention.request import AttentionRequest  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
-from adaattn_hf.backends.launcher import Launcher  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
-from adaattn_hf.backends.triton import prefill, shapes  # noqa: E402
-from adaattn_hf.patches import fast_path  # noqa: E402
-from adaattn_hf.patches.interface import attention_function  # noqa: E402
+from adaattn_hf.backends.triton import prefill  # noqa: E402
+from adaattn_hf.patches.call import shared  # noqa: E402
+from adaattn_hf.patches.call.interface import attention_function  # noqa: E402
 from adaattn_hf.patches.masks import adaattn_mask  # noqa: E402
 from adaattn_hf.plans.plan import LayerPlan, PlanError  # noqa: E402
 
-from ..support.c_launcher import Other  # noqa: E402
 from ..support.choices import make_choice  # noqa: E402
 from ..support.names import registered  # noqa: E402
 from ..support.plans import plan_for  # noqa: E402
@@ -50,10 +45,10 @@ def served_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         lambda spec: tuple(r for r in real(spec) if "run on CUDA" not in r),
         raising=False,
     )
-    fast_path._structures.clear()
+    shared._structures.clear()
     with registered(impossible=True):
         yield
-    fast_path._structures.clear()
+    shared._structures.clear()
 
 
 def planned(windows: tuple[int, ...] = WINDOWS) -> Any:
@@ -97,7 +92,7 @@ def attended(model: Any, mask: Any, *tensors: Tensor) -> list[Tensor]:
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The objects whose fast calls were called."""
+    """The launches that were called."""
     called: list[Any] = []
     real = prefill.Prefill.__call__
 
@@ -120,8 +115,8 @@ def test_each_layer_has_its_own_windows(used: list[Any]) -> None:
             asked = AttentionRequest(q, k, v, CallStructure(1, N, N, causal=True), 0.2, per_head=rules)
             truth = reference.attention(asked).out
             torch.testing.assert_close(out.double(), truth, atol=4e-3, rtol=0)
-    # the first layer of the first pass is decided anew
-    assert len(used) == 2 * LAYERS - 1
+    # the first call of each layer looks up its part of the plan
+    assert len(used) == LAYERS
     assert len(set(used)) == LAYERS
 
 
@@ -166,81 +161,3 @@ def test_weights_that_were_only_moved_are_checked_and_served(used: list[Any]) ->
     moved = modules(model)[1].q_proj.weight
     moved.data = moved.data.clone()
     assert all(map(torch.equal, attended(model, mask, *tensors), before))
-
-
-@interpreted
-def test_no_more_layers_are_remembered_than_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer whose weights are moved in every pass has a new program in each."""
-    monkeypatch.setattr("adaattn_hf.patches.planned_call._MOST", 2)
-    model = planned()
-    mask, tensors = mask_for(model), draw()
-    before = attended(model, mask, *tensors)
-    for _ in range(3):
-        assert all(map(torch.equal, attended(model, mask, *tensors), before))
-    assert len(mask.structure.ready.attend.__self__._fast) <= 2
-
-
-def test_a_structure_that_is_kept_keeps_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tensors would live as long as the lengths that a process has met."""
-    monkeypatch.setattr(shapes, "launch_forward", lambda *_: None)
-    model = planned()
-    mask = mask_for(model)
-    attended(model, mask, *draw())
-    slots = [module.__dict__.pop("_adaattn_program") for module in modules(model)]
-    programs = [weakref.ref(slot.program) for slot in slots]
-    assert mask.structure.ready is not None
-    gc.collect()
-    del slots
-    gc.collect()
-    assert [program() for program in programs] == [None] * LAYERS
-
-
-def counted(call: Callable[[], object]) -> int:
-    """How many functions a call calls, those in C included."""
-    calls = [0]
-
-    def note(_frame: Any, event: str, _what: Any) -> None:
-        calls[0] += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return calls[0]
-
-
-class Kernel:
-    """As `triton.jit` makes one; its compiled variants launch nothing."""
-
-    arg_names = ("GROUPS",) * 100
-    run = Other()
-
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *arguments, **more: None if "stream" in more else Kernel()
-
-
-def test_a_planned_layer_calls_few_functions_more_than_an_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in Python and C, with a launch that does nothing: the host must not take longer than the device saves."""
-    model = planned()
-    module, tensors = modules(model)[1], draw()
-    exact = planned()
-    exact.config.adaattn = None
-    counts = {}
-    for name, one in (("sdpa", exact), ("triton", model)):
-        if name == "triton":  # as on a device
-            monkeypatch.setattr(triton, "__version__", "3.6.0")
-            monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the tensors'
-            monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-            monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-            monkeypatch.setattr(shapes, "launch_forward", Launcher(Kernel()))
-        attend, mask, module = attention_function(name), mask_for(one), modules(one)[1]
-
-        def layer(attend: Any = attend, module: Any = module, mask: Any = mask) -> object:
-            return attend(module, *tensors, mask, scaling=0.2)
-
-        with torch.no_grad():
-            for _ in range(4):
-                layer()
-            counts[name] = counted(layer)
-    assert counts["triton"] <= counts["sdpa"] + 30

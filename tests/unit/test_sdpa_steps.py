@@ -34,10 +34,12 @@ def _step(kv_len: int = 40, seen: int = 40, dim: int = 64, dtype: torch.dtype = 
     key = torch.empty(3, 2, kv_len, dim, device="meta", dtype=dtype)
     structure = CallStructure(3, 1, kv_len, causal=True, q_offset=seen - 1)
     spec = spec_of(AttentionRequest(query, key, key, structure, dim**-0.5))._replace(device="cuda")
-    call = dispatch.fast_call(spec, structure)
-    assert call is not None
+    way = dispatch.way_of(spec)
+    assert way is not None
     with NamedOperators() as noted:
-        assert call(query, key, key, 0.125).shape == (3, 1, 8, dim)
+        out = way(query, key, key, 0.125, structure)
+    assert out is not None
+    assert out.shape == (3, 1, 8, dim)
     names: list[str] = noted.names
     return names
 

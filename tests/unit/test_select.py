@@ -49,8 +49,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Picky]:
     }
     monkeypatch.setattr(select, "BACKENDS", backends)
     monkeypatch.setattr(select, "order", lambda spec: ("absent", "strict", "willing"))
-    monkeypatch.setattr(select, "_chosen", {})
-    monkeypatch.setattr(select, "_unserved", set())
+    monkeypatch.setattr(select, "launches", {})
     monkeypatch.setattr(select, "_said", set())
     return backends
 
@@ -206,21 +205,21 @@ def test_a_packed_row_is_known_by_its_longest_document_and_a_padded_one_is_not()
 
 
 def test_what_was_chosen_does_not_pile_up(three: dict[str, Picky], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_MOST", 3)
+    monkeypatch.setattr(select, "MOST", 3)
     for size in range(1, 9):
         assert select.choose(spec(head_dim=size)) is three["willing"]
-        assert len(select._chosen) <= 3
-    assert (spec(head_dim=8), None) in select._chosen
+        assert len(select.launches) <= 3
+    assert ("backend", spec(head_dim=8), None) in select.launches
 
 
 def test_what_all_refuse_is_remembered_and_does_not_pile_up(
     three: dict[str, Picky], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "_MOST", 3)
+    monkeypatch.setattr(select, "MOST", 3)
     three["willing"].reasons = ("willing is tired",)
     for size in range(1, 9):
         assert select.serving(spec(head_dim=size)) is None
-        assert len(select._unserved) <= 3
+        assert len(select.launches) <= 3
     asked = three["willing"].asked
     assert select.serving(spec(head_dim=8)) is None
     assert three["willing"].asked == asked

@@ -57,8 +57,10 @@ def make(asked: CallStructure, rules: HeadRules | None = WINDOWS, dim: int = 32)
     return AttentionRequest(q, k, v, asked, 0.3, per_head=rules)
 
 
-def fast_call(request: AttentionRequest) -> Any:
-    return BACKENDS["triton"].fast_call(CallSpec.of(request), request)
+def prepared(request: AttentionRequest) -> Any:
+    """The launch of many queries, with the structure of one of its calls."""
+    launch = BACKENDS["triton"].prepare(CallSpec.of(request), request.per_head)
+    return lambda query, key, value, scaling: launch(query, key, value, scaling, request.structure)
 
 
 def call(fast: Any, request: AttentionRequest) -> Tensor:
@@ -74,7 +76,7 @@ def test_equals_the_definition(
     monkeypatch: pytest.MonkeyPatch, name: str, rules: HeadRules | None, least: int
 ) -> None:
     monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", least)
-    fast = fast_call(first := make(structure(name), rules))
+    fast = prepared(first := make(structure(name), rules))
     assert torch.equal(call(fast, first), attend(first).out)
     for other in (make(first.structure, rules), replace(make(first.structure, rules), scaling=0.1)):
         truth = reference.attention(other).out
@@ -95,28 +97,14 @@ def test_layers_may_lie_otherwise_in_memory(monkeypatch: pytest.MonkeyPatch, wha
 
     monkeypatch.setattr(shapes, "launch_forward", noted)
     request = make(structure("causal"))
-    fast, truth = fast_call(request), reference.attention(request).out
+    fast, truth = prepared(request), reference.attention(request).out
     tensor = getattr(request, what)
     ways = [request, *(replace(request, **{what: one}) for one in (tensor.contiguous(), shifted(tensor)))]
     for one in ways + ways:
         torch.testing.assert_close(call(fast, one).double(), truth, atol=4e-3, rtol=0)
     assert launched == [True, True, False] * 2
-    assert len(fast._forms) == 3
-
-
-@pytest.mark.parametrize("left", ["a step", "gradients", "no keys", "padding with holes"])
-def test_left_to_requests(left: str) -> None:
-    holes = LEFT.clone()
-    holes[1, 20] = False
-    asked = {
-        "a step": CallStructure(2, 1, N, causal=True, q_offset=N - 1),
-        "no keys": CallStructure(2, N, 0),
-        "padding with holes": CallStructure(2, N, N, causal=True, key_padding=holes),
-    }
-    request = make(asked.get(left, structure("causal")))
-    if left == "gradients":
-        request.query.requires_grad_()
-    assert fast_call(request) is None
+    (made,) = {one for one in request.structure._memo.values() if isinstance(one, Prefill)}
+    assert len(made._forms) == 3
 
 
 class Elsewhere(Tensor):
@@ -133,15 +121,14 @@ def test_tensors_of_other_devices_are_refused(what: int) -> None:
     tensors = [request.query, request.key, request.value]
     tensors[what] = tensors[what].as_subclass(Elsewhere)
     with pytest.raises(ValueError, match="expected one device"):
-        fast_call(request)(*tensors, 0.3)
+        prepared(request)(*tensors, 0.3)
 
 
 def test_keeps_neither_tensors_nor_the_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "launch_forward", lambda *_: None)
     request = make(structure("left padding"))
-    fast = fast_call(request)
-    assert isinstance(fast, Prefill)
-    call(fast, request)
+    launch = BACKENDS["triton"].prepare(CallSpec.of(request))
+    launch(request.query, request.key, request.value, request.scaling, request.structure)
     kept = [weakref.ref(one) for one in (request.query, request.key, request.value, request.structure)]
     gc.disable()
     try:
@@ -149,19 +136,6 @@ def test_keeps_neither_tensors_nor_the_structure(monkeypatch: pytest.MonkeyPatch
         assert [one() for one in kept] == [None] * 4
     finally:
         gc.enable()
-
-
-def test_kernels_for_all_heads_alike_have_none_for_rules_per_head() -> None:
-    """The native kernels' fast call is of one launch; heads with windows take several."""
-    if BACKENDS["native"].missing():
-        pytest.skip("the native kernels are not built")
-    rules = HeadRules((9, 0), (3, 0), ("model", "model"))
-    request = make(structure("causal"), rules)
-    request = request.with_tensors(request.query.float(), request.key.float(), request.value.float())
-    native = BACKENDS["native"]
-    assert native.fast_call(CallSpec.of(request), request) is None
-    exact = replace(request, per_head=None)
-    assert native.fast_call(CallSpec.of(exact), exact) is not None
 
 
 @interpreted
@@ -189,7 +163,7 @@ def test_on_a_device_addresses_stand_in_the_place_of_tensors(
     monkeypatch.setattr(prefill, "Relaunch", Noted)
     request = make(structure("left padding"))
     query = request.query.as_subclass(OnCuda)
-    fast, truth = fast_call(replace(request, query=query)), reference.attention(request).out
+    fast, truth = prepared(replace(request, query=query)), reference.attention(request).out
     for key in (request.key, shifted(request.key)):
         out = fast(query, key, request.value, 0.3)
         torch.testing.assert_close(out.as_subclass(Tensor).double(), truth, atol=4e-3, rtol=0)

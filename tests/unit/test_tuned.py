@@ -271,7 +271,7 @@ def test_a_backend_that_fails_is_named_and_left_out(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(BACKENDS["sdpa"], "attend", fail)
-    monkeypatch.setattr(BACKENDS["sdpa"], "fast_call", lambda *args: None)
+    monkeypatch.setattr(BACKENDS["sdpa"], "prepare", lambda *args: fail)
     with pytest.warns(UserWarning, match="sdpa fails at causal, float32, .*: no such kernel"):
         assert tuned.keep("cpu", CELL).cells[CELL] == {}
 

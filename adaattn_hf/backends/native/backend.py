@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, FastCall, nothing_seen
+from ..base import Backend, Launch, nothing_seen
 from .ops import traced
 
 if TYPE_CHECKING:
@@ -54,61 +53,41 @@ class NativeBackend(Backend):
         return tuple(reasons)
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
-        """Attention in one call of the library, whatever the structure.
+        """Attention in one call of the library, whatever the structure; with rules per head one for each precision.
 
         Without a gradient the library is called directly: the dispatcher of an operator would cost more than a small
         call.
         """
-        if request.per_head is not None:
-            from . import heads
-
-            return heads.attend(request, request.per_head)
-        if torch.compiler.is_compiling():
+        if request.per_head is None and torch.compiler.is_compiling():
             return AttentionResult(*traced(request))
-        from . import call
-        from .rules import rules_of, with_extras
-
-        q, k, v = request.query, request.key, request.value
         if request.asks_nothing:
             return nothing_seen(request)
-        rules, stored = rules_of(request.structure), request.stored
-        extended = request.bias is not None or request.sink_logits is not None or request.softcap is not None
-        if stored is not None:
-            if not (extended or request.need_lse):
-                extents = q.shape, k.shape, v.shape, q.dtype, v.dtype
-                like = request.structure.cached(extents, lambda: call.forward_like(q, k, v, rules, stored))
-                if like is not None:
-                    return AttentionResult(like(q, k, v, request.scaling, stored))
-            rules = replace(rules, **stored.rules())
-        if extended:
-            rules = with_extras(rules, request.bias, request.sink_logits, request.softcap or 0.0, k.shape[2])
+        from . import launch
+
+        if request.per_head is not None:
+            return launch.by_groups(request, launch.groups_of(request.per_head, request.query.dtype))
         if torch.is_grad_enabled() and _needs_grad(request):
-            from .autograd import Differentiable
+            return launch.differentiated(request)
+        return launch.alike(request)
 
-            return AttentionResult(
-                *Differentiable.apply(  # type: ignore[no-untyped-call]
-                    q, k, v, request.bias, request.sink_logits, request.scaling, rules
-                )
-            )
-        out, lse = call.forward(q, k, v, request.scaling, rules, need_lse=request.need_lse)
-        assert out is not None
-        return AttentionResult(out, lse)
-
-    def head_launches(self, rules: HeadRules) -> tuple[str, ...]:
+    def launches(self, rules: HeadRules) -> tuple[str, ...]:
         """One call of the library for each precision."""
-        from .heads import launch_names
+        return tuple(f"{precision} products" for precision in rules.precisions)
 
-        return launch_names(rules)
+    def prepare(self, spec: CallSpec, rules: HeadRules | None = None) -> Launch:
+        """One call of the library, with rules per head one for each precision; `attend` where a gradient is wanted."""
+        from . import launch
+        from .library import library
 
-    def fast_call(self, spec: CallSpec, request: AttentionRequest) -> FastCall | None:
-        """One call of the library, with the rules and extents of the request; of heads with rules it takes several."""
-        if spec.needs_grad or spec.per_head:
-            return None
-        from .call import forward_like
-        from .rules import rules_of
-
-        rules = rules_of(request.structure)
-        return forward_like(request.query, request.key, request.value, rules, request.stored)
+        native = library()
+        if native is None or spec.needs_grad or spec.compiling:
+            return super().prepare(spec, rules)
+        if rules is None:
+            return launch.OneCall(native)
+        groups = launch.groups_of(rules, spec.dtype)
+        if len(groups) > 1 or groups[0].key_mean is not None:
+            return launch.several_calls(rules, groups)
+        return launch.OneCall(native, groups[0], rules)
 
 
 def _refused_rules(spec: CallSpec) -> list[str]:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..base import FastCall
-from .guard import OFFSETS, check_extents, check_rule, readable
+from .guard import check_extents, check_rule, lies, readable
 from .library import BACKWARD, CALL, DTYPES, LAYOUT, library, missing
-from .rules import NO_RULES, Rules, stored_rules
-
-if TYPE_CHECKING:
-    from ...attention.stored import StoredKV
+from .rules import NO_RULES, Rules
 
 Strides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _CODES = frozenset((torch.int8, torch.uint8))
 _NONE4 = (0, 0, 0, 0)
-_NO_BACKWARD = bytes(BACKWARD.size)
+NO_BACKWARD = bytes(BACKWARD.size)
 _ERRORS = {
-    -1: "the native kernels were called with inconsistent extents, with or segments outside the "
+    -1: "the native kernels were called with inconsistent extents, with segments outside the "
     "tensors, or backward with int8 keys",
     -2: "the native kernels ran out of memory",
     -3: "the native kernels have no code for the instruction set that was asked for",
 }
+
+
+def error_of(status: int) -> RuntimeError:
+    """The error that a status of the library stands for."""
+    return RuntimeError(_ERRORS[status])
 
 
 def extents_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -53,7 +53,8 @@ def layout_of(extents: tuple[int, ...], strides: Strides) -> bytes:
     return LAYOUT.pack(*extents, *q, *k, *v, extents[6] * width, dim_v, width, 1)
 
 
-def _without_memory() -> RuntimeError:
+def without_memory() -> RuntimeError:
+    """The error of a call whose output has no memory to be written to."""
     return RuntimeError(
         "the native kernels were given no memory to write to: a dispatch mode (FakeTensorMode, say) makes tensors "
         'without any; use attn_implementation="adaattn_sdpa" under it'
@@ -70,7 +71,7 @@ def arguments(
     scaling: float,
     level: int,
     rules: bytes,
-    backward: bytes = _NO_BACKWARD,
+    backward: bytes = NO_BACKWARD,
 ) -> bytes:
     """The argument structure of a call; every tensor in it must outlive the call.
 
@@ -85,7 +86,7 @@ def arguments(
         backward: What the backward adds, packed.
     """
     if type(out if lse is None else lse) is not Tensor:
-        raise _without_memory()
+        raise without_memory()
     return CALL.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if out is None else out.data_ptr(),
         0 if lse is None else lse.data_ptr(), layout_of(extents, (q.stride(), k.stride(), v.stride())),
@@ -135,79 +136,13 @@ def forward(
         return _nothing(out, lse, rules)
     rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
     status = native.forward(
-        arguments(q, k, v, out, lse, extents, scaling, native.level if level is None else level, rules.packed)
+        arguments(
+            q, k, v, out, lse, extents, scaling, native.level if level is None else level, rules.packed()
+        )
     )
     if status:
-        raise RuntimeError(_ERRORS[status])
+        raise error_of(status)
     return out, lse
-
-
-def forward_like(
-    q: Tensor, k: Tensor, v: Tensor, rules: Rules, stored: StoredKV | None = None
-) -> FastCall | None:
-    """`forward` without the log-sum-exp for calls with the shapes and dtypes of these tensors; None for empty ones.
-
-    A small call costs as much here as in the library. So what does not depend on memory is worked out once, and a call
-    asks no more than whether it may read what it is given. Where `stored` turns codes into numbers, every call brings
-    its own record.
-    """
-    native = library()
-    extents = extents_of(q, k, v)
-    _, _, _, batch, heads, kv_heads, q_len, kv_len, dim, dim_v = extents
-    if native is None or 0 in extents[3:]:
-        return None
-    # each call asks again whether it may read what it is given
-    if not (q.layout is k.layout is v.layout is torch.strided and _belong_together(q, k, v)):
-        _checked(q, k, v)
-    rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
-    run, level, usual = native.forward, native.level, (q.stride(), k.stride(), v.stride())
-    usual_layout = layout_of(extents, usual)
-    packed = rules.packed if stored is None else None
-    pack = None if stored is None else stored_rules(rules, (batch, kv_heads, kv_len), (batch, kv_heads, dim))
-
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, scaling: float, record: StoredKV | None = None
-    ) -> Tensor:
-        own = packed if record is None else None if pack is None else pack(record)
-        try:
-            # what `addresses_of` asks, without the steps of calling it and of taking its answer apart
-            fits = (
-                own is not None
-                and type(query) is Tensor
-                and type(key) is Tensor
-                and type(value) is Tensor
-                and query.is_cpu
-                and key.is_cpu
-                and value.is_cpu
-                and (q_at := query.data_ptr()) > OFFSETS
-                and (k_at := key.data_ptr()) > OFFSETS
-                and (v_at := value.data_ptr()) > OFFSETS
-                and not (query.is_neg() or key.is_neg() or value.is_neg())
-            )
-        except (RuntimeError, NotImplementedError):
-            fits = False
-        if not fits:
-            asked = rules
-            if record is not None:
-                record.check_device(key.device)
-                asked = replace(rules, **record.rules())
-            written, _ = forward(query, key, value, scaling, asked)
-            assert written is not None  # it is asked for
-            return written
-        strides = query.stride(), key.stride(), value.stride()
-        layout = usual_layout if strides == usual else layout_of(extents, strides)
-        out = query.new_empty(batch, q_len, heads, dim_v)
-        if type(out) is not Tensor:
-            raise _without_memory()
-        threads = torch.get_num_threads()
-        status = run(
-            CALL.pack(q_at, k_at, v_at, out.data_ptr(), 0, layout, scaling, threads, level, own, _NO_BACKWARD)
-        )
-        if status:
-            raise RuntimeError(_ERRORS[status])
-        return out
-
-    return attend
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,29 +151,10 @@ def _checked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         ValueError: They cannot be read, or do not belong together.
     """
-    if addresses_of(q, k, v) is None or not _belong_together(q, k, v):
+    if not (lies(q) and lies(k) and lies(v) and _belong_together(q, k, v)):
         q, k, v = readable(q, "query"), readable(k, "key"), readable(v, "value")
         check_extents(q, k, v, DTYPES)
     return q, k, v
-
-
-def addresses_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int] | None:
-    """Where three tensors lie, if they can be read as they are; None asks for a closer look."""
-    try:
-        if (
-            type(q) is type(k) is type(v) is Tensor
-            and q.is_cpu
-            and k.is_cpu
-            and v.is_cpu
-            and (q_at := q.data_ptr()) > OFFSETS
-            and (k_at := k.data_ptr()) > OFFSETS
-            and (v_at := v.data_ptr()) > OFFSETS
-            and not (q.is_neg() or k.is_neg() or v.is_neg())
-        ):
-            return q_at, k_at, v_at
-    except (RuntimeError, NotImplementedError):
-        return None  # sparse tensors and the like have no storage to ask for
-    return None
 
 
 def _belong_together(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -340,9 +256,18 @@ def backward(
     rules.check(batch, heads, q_len, dim, kv_heads, kv_len)
     status = native.handle.ada_backward(
         arguments(
-            q, k, v, out, lse, extents, scaling, native.level if level is None else level, rules.packed, tail
+            q,
+            k,
+            v,
+            out,
+            lse,
+            extents,
+            scaling,
+            native.level if level is None else level,
+            rules.packed(),
+            tail,
         )
     )
     if status:
-        raise RuntimeError(_ERRORS[status])
+        raise error_of(status)
     return Gradients(dq, dk, dv, dbias)

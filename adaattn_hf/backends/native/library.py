@@ -21,11 +21,16 @@ REPORT = "build_report.json"
 
 ABI_VERSION = 4
 LAYOUT = struct.Struct("=3q7q16q")
-RULES = struct.Struct("=qQ2q3q2QdQQ5qQ4q")
+VISIBLE = struct.Struct("=Q5qQ4q")
+HEADS = struct.Struct("=q2Q")
+SCORES = struct.Struct("=d2Q5q")
 STORED = struct.Struct("=2Q7qQqQq")
-"""The end of the rules: what turns stored keys and values into numbers."""
+"""The rules of a call: what a structure lets queries see; precision and windows of its key/value heads; what changes
+scores; what turns stored keys and values into numbers."""
 BACKWARD = struct.Struct("=Q4q3Q12qQ4q")
-CALL = struct.Struct(f"=5Q{LAYOUT.size}sd2q{RULES.size + STORED.size}s{BACKWARD.size}s")
+CALL = struct.Struct(
+    f"=5Q{LAYOUT.size}sd2q{VISIBLE.size + HEADS.size + SCORES.size + STORED.size}s{BACKWARD.size}s"
+)
 """The argument structure, and the parts that are packed by themselves: dtypes, extents and strides; the rules of a
 call; what the backward adds."""
 STORE = struct.Struct("=4Q3q4q4q4q3q2qQ")

@@ -30,9 +30,9 @@ def _rules(
     softcap: float,
     operands: tuple[Any, ...],
 ) -> Rules:
-    from .rules import rules_of, with_extras
+    from .rules import find_rules, with_extras
 
-    rules = rules_of(CallStructure.of_operands(q, k, *operands))
+    rules = find_rules(CallStructure.of_operands(q, k, *operands))
     return with_extras(rules, bias, sink_logits, softcap, k.shape[2])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ...attention.structure import CallStructure
 from .guard import Form, check_rule, lies
-from .library import DTYPES, RULES, STORED
+from .library import DTYPES, HEADS, SCORES, STORED, VISIBLE
 
 if TYPE_CHECKING:
     from ...attention.stored import StoredKV
@@ -23,7 +22,12 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_EXTENTS = 64
 _NONE4 = (0, 0, 0, 0)
 _NONE3 = (0, 0, 0)
-_NOTHING_STORED = bytes(STORED.size)
+_SCORES_ALONE = bytes(SCORES.size)
+
+ALL_ALIKE = bytes(HEADS.size)
+"""What the library is told of heads that all do the same in the precision at hand."""
+NOTHING_ELSE = bytes(SCORES.size + STORED.size)
+"""What it is told of scores that nothing changes, of keys and values that are numbers."""
 _FAR = 1 << 40  # further than any key: a window or sinks beyond it hide and exempt the same keys
 
 _COVERS: dict[str, tuple[str, torch.dtype | None, Form]] = {
@@ -50,7 +54,8 @@ class Rules:
     Attributes:
         causal, window, sinks, offset: As in `CallStructure`; a window below 0 is none.
         segments: int64 `[n, 6]` of (row, q_start, q_len, k_start, k_len, offset), or None for one segment per row.
-        head_windows, head_sinks: int64 `[num_kv_heads]`, in place of `window` and `sinks`.
+        head_windows, head_sinks: int64 `[num_kv_heads]`: narrower windows, below 0 for none, and their sinks, which
+            count where there is no `window`.
         softcap: 0 for none.
         sink_logits: fp32 `[heads]`.
         bias: Float, `[batch or 1, heads or 1, q_len or 1, kv_len]`.
@@ -61,6 +66,7 @@ class Rules:
         key_mean: fp32 `[batch or 1, num_kv_heads, head_dim]`, contiguous, subtracted from keys before they are rounded
             to int8, here or by whoever stored them.
         first_key: fp32 `[batch, num_kv_heads, head_dim]`, contiguous; stands for the first of the stored keys.
+        sinks_at_runs: That of the structure.
         rotated: 1 where stored keys, 2 where stored values are those of vectors turned by `hadamard`, 3 for both.
     """
 
@@ -81,6 +87,7 @@ class Rules:
     key_mean: Tensor | None = None
     first_key: Tensor | None = None
     rotated: int = 0
+    sinks_at_runs: bool = True
 
     @functools.cached_property
     def _tensors(self) -> tuple[str, ...]:
@@ -116,32 +123,30 @@ class Rules:
         self._checked.add(call)
 
     @functools.cached_property
-    def packed(self) -> bytes:
-        """The rules' part of the argument structure; made once, because rules are shared by the layers of a model."""
-        bias, mask, table = self.bias, self.mask, self.segments
-        return RULES.pack(
-            COMPUTE[self.compute],
+    def visible(self) -> bytes:
+        """What queries see, packed; made once, because the layers of a pass share it."""
+        table, mask = self.segments, self.mask
+        return VISIBLE.pack(
             _pointer(table), 0 if table is None else table.shape[0], self.offset,
             self.causal, self.window, self.sinks,
-            _pointer(self.head_windows), _pointer(self.head_sinks),
-            self.softcap,
-            _pointer(self.sink_logits),
-            _pointer(bias), *((0, *_NONE4) if bias is None else (DTYPES[bias.dtype], *_broadcast(bias))),
             _pointer(mask), *(_NONE4 if mask is None else _broadcast(mask)),
-        ) + self._packed_end()  # fmt: skip
+        )  # fmt: skip
 
-    def _packed_end(self) -> bytes:
-        scale, mean, first = self.key_scale, self.key_mean, self.first_key
-        stored = self.rotated or not (scale is None and self.value_scale is None and first is None)
-        if not stored and mean is None:
-            return _NOTHING_STORED
-        return STORED.pack(
+    def packed(self) -> bytes:
+        """The rules' part of the argument structure."""
+        bias, scale, mean, first = self.bias, self.key_scale, self.key_mean, self.first_key
+        heads = HEADS.pack(COMPUTE[self.compute], _pointer(self.head_windows), _pointer(self.head_sinks))
+        scores = SCORES.pack(
+            self.softcap, _pointer(self.sink_logits), _pointer(bias),
+            *((0, *_NONE4) if bias is None else (DTYPES[bias.dtype], *_broadcast(bias))),
+        )  # fmt: skip
+        stored = STORED.pack(
             _pointer(scale), _pointer(self.value_scale), 0 if scale is None else _SCALES[scale.dtype],
             *(_NONE3 if scale is None else scale.stride()),
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
-            _pointer(first), self.rotated,
-            _pointer(mean), 0 if mean is None else _broadcast(mean)[0],
+            _pointer(first), self.rotated, _pointer(mean), 0 if mean is None else _broadcast(mean)[0],
         )  # fmt: skip
+        return self.visible + heads + scores + stored
 
 
 def _pointer(t: Tensor | None) -> int:
@@ -160,12 +165,8 @@ NO_RULES = Rules()
 _plain = functools.lru_cache(maxsize=256)(Rules)
 
 
-def rules_of(structure: CallStructure) -> Rules:
-    """The rules of a structure; remembered with it, so that the layers of a forward pass share them."""
-    return structure.cached("native", lambda: _find_rules(structure))
-
-
-def _find_rules(structure: CallStructure) -> Rules:
+def find_rules(structure: CallStructure) -> Rules:
+    """The rules of a structure; `structure.derived(find_rules)` makes them once for the layers of a pass."""
     window = -1 if structure.window is None else min(structure.window, _FAR)
     sinks = min(structure.sinks, _FAR)
     simple = (
@@ -183,39 +184,33 @@ def _find_rules(structure: CallStructure) -> Rules:
     if (
         not runs
     ):  # none could be told, or no query sees any key: an empty table would say that there are no borders
-        return Rules(mask=structure.visible())
+        return Rules(mask=structure.visible(), sinks_at_runs=structure.sinks_at_runs)
     table = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6)
-    rules = Rules(structure.causal, window, sinks, segments=table)
+    rules = Rules(structure.causal, window, sinks, segments=table, sinks_at_runs=structure.sinks_at_runs)
     # the table was made here, as the library reads it: nothing to check in every pass
     vars(rules)["_tensors"] = ()
     return rules
 
 
-def stored_rules(
-    rules: Rules, scales: tuple[int, ...], vectors: tuple[int, ...]
-) -> Callable[[StoredKV], bytes | None]:
-    """Packs the rules of a call with what turns its codes into numbers; None asks for a closer look at it.
+def codes_packed(stored: StoredKV, key: Tensor) -> bytes | None:
+    """What turns a cache's codes into numbers, packed behind nothing else; None asks for a closer look at it.
 
     Args:
-        rules: Of the call, without scales.
-        scales: Extents `(batch, num_kv_heads, kv_len)` of the scales.
-        vectors: `(batch, num_kv_heads, head_dim)` of the mean and the first key.
+        stored: Of the cache.
+        key: Its codes of keys `[batch, num_kv_heads, kv_len, head_dim]`.
     """
-    head = rules.packed[: -STORED.size]
-    step = 0 if vectors[0] == 1 else vectors[1] * vectors[2]
-
-    def pack(stored: StoredKV) -> bytes | None:
-        keys, values = stored.key_scale, stored.value_scale
-        fits = keys.shape == scales == values.shape and keys.dtype is torch.uint8 is values.dtype
-        mean, first = _place(stored.key_mean, vectors), _place(stored.first_key, vectors)
-        if not fits or mean < 0 or first < 0 or not (lies(keys) and lies(values)):
-            return None
-        return head + STORED.pack(
-            keys.data_ptr(), values.data_ptr(), _SCALES[torch.uint8], *keys.stride(), *values.stride(),
-            first, 3 if stored.rotated else 0, mean, step if mean else 0,
-        )  # fmt: skip
-
-    return pack
+    batch, kv_heads, kv_len, dim = key.shape
+    vectors, scales = (batch, kv_heads, dim), (batch, kv_heads, kv_len)
+    keys, values = stored.key_scale, stored.value_scale
+    fits = keys.shape == scales == values.shape and keys.dtype is torch.uint8 is values.dtype
+    mean, first = _place(stored.key_mean, vectors), _place(stored.first_key, vectors)
+    if not fits or mean < 0 or first < 0 or not (lies(keys) and lies(values)):
+        return None
+    step = 0 if batch == 1 or not mean else kv_heads * dim
+    return _SCORES_ALONE + STORED.pack(
+        keys.data_ptr(), values.data_ptr(), _SCALES[torch.uint8], *keys.stride(), *values.stride(),
+        first, 3 if stored.rotated else 0, mean, step,
+    )  # fmt: skip
 
 
 def _place(vector: Tensor | None, extents: tuple[int, ...]) -> int:

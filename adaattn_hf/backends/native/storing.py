@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...attention.stored import quantise
-from .call import _ERRORS, addresses_of
+from .call import error_of
 from .guard import lies
 from .library import DTYPES, STORE, library, missing
 
@@ -55,8 +55,7 @@ def store(
             and (mean is None or _belongs(mean, beside))
             and (along is None or _belongs(along, beside))
         )
-    found = addresses_of(x, codes, scale)
-    if not fits or not (found or all(_in_memory(t) for t in (x, codes, scale))):
+    if not fits or not all(_in_memory(t) for t in (x, codes, scale)):
         tensors = [t for t in (x, codes, scale, mean, along) if t is not None]
         raise ValueError(
             f"codes, scale, mean: got {[(tuple(t.shape), t.dtype, t.device.type) for t in tensors]} for tokens first, "
@@ -66,7 +65,7 @@ def store(
     native = library()
     if native is None:
         raise RuntimeError(f"native backend: {'; '.join(missing())}")
-    x_at, codes_at, scale_at = found or (x.data_ptr(), codes.data_ptr(), scale.data_ptr())
+    x_at, codes_at, scale_at = x.data_ptr(), codes.data_ptr(), scale.data_ptr()
     steps, scale_steps = codes.stride(), scale.stride()
     status = native.handle.ada_store(
         STORE.pack(
@@ -77,7 +76,7 @@ def store(
         )
     )  # fmt: skip
     if status:
-        raise RuntimeError(_ERRORS[status])
+        raise error_of(status)
 
 
 def _belongs(t: Tensor, extents: tuple[int, ...]) -> bool:

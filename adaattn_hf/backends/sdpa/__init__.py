@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, FastCall, head_refusals
+from ..base import Backend, Launch, head_refusals
+
+if TYPE_CHECKING:
+    from ...attention.heads import HeadRules
+    from ...attention.stored import StoredKV
+    from ...attention.structure import CallStructure
 
 
 class SdpaBackend(Backend):
@@ -39,8 +47,23 @@ class SdpaBackend(Backend):
             request = replace(request, query=query, scaling=scaling)
         return attend(request)
 
-    def fast_call(self, spec: CallSpec, request: AttentionRequest) -> FastCall | None:
-        """The operator itself, one masked call, or one call over packed runs."""
-        from .dispatch import fast_call
+    def prepare(self, spec: CallSpec, rules: HeadRules | None = None) -> Launch:
+        """The operator itself, one masked call, or one call over packed runs; `attend` where a call needs more."""
+        from .dispatch import way_of
 
-        return fast_call(spec, request.structure)
+        way, program = None if spec.opaque else way_of(spec), super().prepare(spec, rules)
+        if way is None:
+            return program
+
+        def launch(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            scaling: float,
+            structure: CallStructure,
+            stored: StoredKV | None = None,
+        ) -> Tensor:
+            out = way(query, key, value, scaling, structure)
+            return program(query, key, value, scaling, structure) if out is None else out
+
+        return launch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec, holds_no_memory
 from ...attention.structure import CallStructure
 from ...attention.tap import transform_at_work
-from ..base import FastCall, nothing_seen, spec_of
+from ..base import nothing_seen, spec_of
 from . import limits
 from .decode import attend_few
 from .fused import Fused, is_single, run_forward, run_single
@@ -51,9 +51,10 @@ def attend(request: AttentionRequest) -> AttentionResult:
     kind = structure.kind
     if simple and not request.dropout:
         settled = request.with_tensors(query, request.key, value, structure)
-        call = fast_call(spec_of(settled), structure)
-        if call is not None:
-            return AttentionResult(call(query, request.key, value, request.scaling))
+        way = way_of(spec_of(settled))
+        out = None if way is None else way(query, request.key, value, request.scaling, structure)
+        if out is not None:
+            return AttentionResult(out)
         few = attend_few(request, structure) if query.shape[2] == 1 and query.is_cpu else None
         if few is not None:
             return AttentionResult(few)
@@ -200,114 +201,113 @@ def _fixed(structure: CallStructure) -> bool:
     return has_static_value(structure.q_len) and has_static_value(structure.kv_len)
 
 
-def fast_call(spec: CallSpec, structure: CallStructure) -> FastCall | None:
-    """The operator itself where it says what the structure says, one masked call, or one call over packed runs."""
+Way = Callable[[Tensor, Tensor, Tensor, float, CallStructure], "Tensor | None"]
+"""Maps query, key, value, scaling and a settled structure to the output `[batch, q_len, heads, head_dim_v]`; None where
+a call needs more than one operator says."""
+
+
+def way_of(spec: CallSpec) -> Way | None:
+    """The one operator call that serves ordinary calls of a kind; None where a program of calls is made for each."""
     if spec.kind in ("full", "causal", "suffix") and spec.head_dim == spec.head_dim_v:
         if spec.decode:
-            # the operator's own CUDA kernels split the keys among programs and read grouped heads once
-            stop = min(structure.kv_len, structure.offset() + 1) if structure.causal else structure.kv_len
-            lone = spec.groups == 1 and spec.dtype == torch.float32
-            if stop < 1 or not (spec.device == "cuda" or lone or stop <= limits.SHORT_KEYS):
-                return None  # on processors the other single queries have ways of their own
-            if spec.device == "cpu" and stop < limits.VECTOR_KEYS:
-                return _among_few(False, spec.groups > 1, stop)
-            shown = stop if stop < structure.kv_len else None
-            plain = _plain(False, spec.groups > 1, shown)
-            return _by_flash(plain, shown) if steps_by_flash(spec) else plain
+            return _step(spec)
         if spec.kind != "suffix":
-            causal, grouped = spec.kind == "causal", spec.groups > 1
-            if spec.device == "cpu" and structure.kv_len < limits.VECTOR_KEYS:
-                return _among_few(causal, grouped, structure.kv_len)
-            if grouped and splits_groups(spec.device, spec.dtype):
-                return _widened(causal)
-            return _plain(causal, grouped)
+            return _square(spec)
     if spec.device != "cuda" or not suits_efficient(spec.dtype, spec.head_dim, spec.head_dim_v):
         return None
     if spec.kind == "ragged" and spec.holes is None and not spec.decode:
-        return None if spec.needs_grad else _masked(structure)
-    return _over_runs(structure, spec.needs_grad) if spec.kind in ("ragged", "suffix") else None
+        return None if spec.needs_grad else _masked
+    return _over_runs(spec.needs_grad) if spec.kind in ("ragged", "suffix") else None
 
 
-def _plain(causal: bool, grouped: bool, stop: int | None = None) -> FastCall:
-    """One call without a mask; of the keys those before `stop`."""
-    operator = F.scaled_dot_product_attention
-    if grouped:
-        operator = functools.partial(operator, enable_gqa=True)
+def _operator(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool, grouped: bool
+) -> Tensor:
+    """One call without a mask."""
+    more = {"enable_gqa": True} if grouped else {}
+    out: Tensor = F.scaled_dot_product_attention(query, key, value, None, 0.0, causal, scale=scaling, **more)
+    return out.transpose(1, 2)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if stop is not None:
+
+def _step(spec: CallSpec) -> Way:
+    """One query: the operator's own CUDA kernels split the keys among programs and read grouped heads once."""
+    grouped, flash = spec.groups > 1, steps_by_flash(spec)
+    cpu = spec.device == "cpu"
+    any_length = spec.device == "cuda" or (spec.groups == 1 and spec.dtype == torch.float32)
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure
+    ) -> Tensor | None:
+        kv_len = structure.kv_len
+        stop = min(kv_len, structure.offset() + 1) if structure.causal else kv_len
+        if stop < 1 or not (any_length or stop <= limits.SHORT_KEYS):
+            return None  # on processors the other single queries have ways of their own
+        if cpu and stop < limits.VECTOR_KEYS:
+            return _among_few(query, key, value, scaling, False, grouped, stop)
+        if stop < kv_len:
             key, value = key[:, :, :stop], value[:, :, :stop]
-        return operator(query, key, value, None, 0.0, causal, scale=scaling).transpose(1, 2)
+        if flash and torch.backends.cuda.flash_sdp_enabled():  # the user may have switched it off
+            query, key, value = (_dense_last(t) for t in (query, key, value))
+            out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+                query, key, value, scale=scaling
+            )[0]
+            return out.transpose(1, 2)
+        return _operator(query, key, value, scaling, False, grouped)
 
     return attend
 
 
-def _by_flash(plain: FastCall, stop: int | None) -> FastCall:
-    """One call without a mask by torch's flash kernel; by `plain` where the user has switched that kernel off."""
+def _square(spec: CallSpec) -> Way:
+    """As many queries as keys, or all keys for all queries."""
+    causal, grouped, cpu = spec.kind == "causal", spec.groups > 1, spec.device == "cpu"
+    widens = grouped and splits_groups(spec.device, spec.dtype)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if not torch.backends.cuda.flash_sdp_enabled():
-            return plain(query, key, value, scaling)
-        if stop is not None:
-            key, value = key[:, :, :stop], value[:, :, :stop]
-        query, key, value = (_dense_last(t) for t in (query, key, value))
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scaling)[0]
-        return out.transpose(1, 2)
+    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor:
+        if cpu and structure.kv_len < limits.VECTOR_KEYS:
+            return _among_few(query, key, value, scaling, causal, grouped, structure.kv_len)
+        if widens:
+            return _operator(query, repeated(key, query), repeated(value, query), scaling, causal, False)
+        return _operator(query, key, value, scaling, causal, grouped)
 
     return attend
 
 
-def _among_few(causal: bool, grouped: bool, stop: int) -> FastCall:
+def _among_few(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool, grouped: bool, stop: int
+) -> Tensor:
     """One call among the keys before `stop`, so few that torch's operator would lose not-a-numbers."""
-    kernel, plain = FlashCpuKernel(), _plain(causal, grouped, stop)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if not (query.numel() and key.numel() and value.numel()):
-            return plain(query, key, value, scaling)  # the kernel divides by the extents
-        query, key, value = (_dense_last(t) for t in (query, key[:, :, :stop], value[:, :, :stop]))
-        return kernel.forward(Rectangle(query, key, value, None, causal, scaling))[0].transpose(1, 2)
-
-    return attend
+    key, value = key[:, :, :stop], value[:, :, :stop]
+    if not (query.numel() and key.numel() and value.numel()):
+        return _operator(query, key, value, scaling, causal, grouped)  # the kernel divides by the extents
+    query, key, value = (_dense_last(t) for t in (query, key, value))
+    out = FlashCpuKernel().forward(Rectangle(query, key, value, None, causal, scaling))[0]
+    return out.transpose(1, 2)
 
 
-def _widened(causal: bool) -> FastCall:
-    """One call without a mask, with as many key/value heads as query heads."""
-    plain = _plain(causal, grouped=False)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        return plain(query, repeated(key, query), repeated(value, query), scaling)
-
-    return attend
-
-
-def _masked(structure: CallStructure) -> FastCall:
+def _masked(query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure) -> Tensor:
     """One call with a mask of numbers; torch makes one of a boolean mask in each layer."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        key, value = repeated(key, query), repeated(value, query)
-        mask = additive_mask(structure, query.dtype, query.device).expand(*query.shape[:3], -1)
-        out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, False, scale=scaling
-        )[0]
-        return out.transpose(1, 2)
-
-    return attend
+    key, value = repeated(key, query), repeated(value, query)
+    mask = structure.derived(additive_mask, query.dtype, query.device).expand(*query.shape[:3], -1)
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, False, scale=scaling
+    )[0]
+    return out.transpose(1, 2)
 
 
 def additive_mask(structure: CallStructure, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The additive mask, `[batch or 1, heads or 1, q_len, kv_len]`; made once per forward pass."""
-
-    return structure.cached(
-        ("additive mask", dtype, device), lambda: aligned(additive(structure.visible(device=device), dtype))
-    )
+    """The additive mask, `[batch or 1, heads or 1, q_len, kv_len]`."""
+    return aligned(additive(structure.visible(device=device), dtype))
 
 
-def _over_runs(structure: CallStructure, gradient: bool) -> FastCall | None:
-    layout = layout_for(structure)
-    if layout is None:
-        return None
+def _over_runs(gradient: bool) -> Way:
+    """One call over packed runs, where a structure is made of such."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure
+    ) -> Tensor | None:
+        layout = layout_for(structure)
+        if layout is None:
+            return None
         return packed_attention(query, key, value, layout, scaling, gradient=gradient)
 
     return attend

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, FastCall, head_refusals, installed
+from ..base import Backend, Launch, head_refusals, installed
 from .ops import traced_step
+
+if TYPE_CHECKING:
+    from ...attention.heads import HeadRules
 
 _DTYPES = (torch.float16, torch.bfloat16)
 
@@ -112,10 +115,12 @@ class TritonBackend(Backend):
         result: AttentionResult = self._launches().attend(request)
         return result
 
-    def fast_call(self, spec: CallSpec, request: AttentionRequest) -> FastCall | None:
-        """Of many queries without gradients, whose launch differs in its tensors alone."""
-        found: FastCall | None = self._launches().fast_call(spec, request)
-        return found
+    def prepare(self, spec: CallSpec, rules: HeadRules | None = None) -> Launch:
+        """Of many queries without gradients, whose launch differs in its tensors alone; else `attend`."""
+        if spec.decode or spec.needs_grad or spec.opaque:
+            return super().prepare(spec, rules)
+        prepared: Launch = self._launches().prepare(rules)
+        return prepared
 
     def _launches(self) -> Any:
         """The module that launches, imported with the first call."""

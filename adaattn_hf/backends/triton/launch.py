@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import FastCall, nothing_seen
+import torch
+from torch import Tensor
+
+from ...attention.request import AttentionRequest, AttentionResult
+from ..base import Launch, nothing_seen
 from ..windows import head_windows
-from .prefill import attend_forward, prefill_of
+from .prefill import Prefill, attend_forward, prefill_of
 from .step import attend_step
 from .training import attend_with_gradients
+
+if TYPE_CHECKING:
+    from ...attention.heads import HeadRules
+    from ...attention.stored import StoredKV
+    from ...attention.structure import CallStructure
 
 
 def attend(request: AttentionRequest) -> AttentionResult:
@@ -31,11 +39,32 @@ def attend(request: AttentionRequest) -> AttentionResult:
     return (attend_with_gradients if grad else attend_forward)(request, segments, windows)
 
 
-def fast_call(spec: CallSpec, request: AttentionRequest) -> FastCall | None:
-    """The launch of many queries without gradients; steps differ in more than their tensors."""
-    if spec.decode or spec.needs_grad or request.asks_nothing:
-        return None
-    segments = request.structure.segments()
+def prepare(rules: HeadRules | None) -> Launch:
+    """Of many queries without gradients: one launch, put together once for a structure."""
+
+    def launch(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        structure: CallStructure,
+        stored: StoredKV | None = None,
+    ) -> Tensor:
+        place = _prefill, rules, query.shape, key.shape, value.shape, query.dtype, query.device
+        found = structure.cached(
+            place,
+            lambda: _prefill(AttentionRequest(query, key, value, structure, scaling, per_head=rules)),
+        )
+        if found is not None:
+            return found(query, key, value, scaling)
+        return attend(AttentionRequest(query, key, value, structure, scaling, per_head=rules)).out
+
+    return launch
+
+
+def _prefill(request: AttentionRequest) -> Prefill | None:
+    """What calls like a request launch; None where they ask nothing, or see no runs."""
+    segments = None if request.asks_nothing else request.structure.segments()
     if segments is None:
         return None
     windows = head_windows(request.structure, request.per_head, request.key.shape[1])

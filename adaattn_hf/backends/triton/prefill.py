@@ -32,7 +32,7 @@ def blank(request: AttentionRequest, need_lse: bool) -> tuple[Tensor, Tensor | N
 class Prefill:
     """Calls of a shape whose heads have the same windows: what they launch, wherever their tensors lie.
 
-    Without learned sinks and a log-sum-exp it is a `FastCall`.
+    Called by itself where there are neither learned sinks nor a log-sum-exp to write.
     """
 
     def __init__(self, shape: Shape, windows: HeadWindows | None) -> None:

@@ -26,19 +26,21 @@ struct ada_args {
   int64_t qs[4], ks[4], vs[4], os[4];
   double scaling;
   int64_t threads, level;  // level < 0: the best that this machine has
-  // the rules of the call
-  int64_t compute;
-  // rows of (batch_row, q_start, q_len, k_start, k_len, offset); null: every batch row is one segment with `offset`
+  // what queries see: rows of (batch_row, q_start, q_len, k_start, k_len, offset); null: every batch row is one segment with `offset`
   const int64_t *segments;
   int64_t n_segments, offset;
-  int64_t causal, window, sinks;             // window < 0: none
-  const int64_t *head_windows, *head_sinks;  // per key/value head, null: `window` and `sinks` for all
+  int64_t causal, window, sinks;  // window < 0: none
+  const uint8_t *mask;            // 0 = invisible
+  int64_t ms[4];
+  // precision of the products, and per key/value head a narrower window (< 0: none) with sinks of its own, which count
+  // where the call has no window itself; null: all heads alike
+  int64_t compute;
+  const int64_t *head_windows, *head_sinks;
+  // what changes scores
   double softcap;                            // 0: none
   const float *sink_logits;                  // per query head, null: none
   const void *bias;                          // added to the scaled (and capped) scores
   int64_t bias_dtype, bs[4];
-  const uint8_t *mask;  // 0 = invisible
-  int64_t ms[4];
   const void *k_scale, *v_scale;  // [batch, kv_heads, kv_len] by strides, for int8 key/value
   int64_t scale_dtype;             // ADA_F32 or ADA_U8F
   int64_t kss[3], vss[3];

@@ -225,8 +225,10 @@ void fill_unit(const ada_args &a, const AdaShape &sh, AdaUnit &u, int64_t s, int
   u.k0 = segment_field(a, s, 3);
   u.kn = segment_field(a, s, 4);
   u.offset = segment_field(a, s, 5);
-  u.window = a.head_windows ? a.head_windows[h] : a.window;
-  u.sinks = a.head_sinks ? a.head_sinks[h] : a.sinks;
+  const int64_t own = a.head_windows ? a.head_windows[h] : -1;
+  const bool narrower = own >= 0 && (a.window < 0 || own < a.window);
+  u.window = narrower ? own : a.window;
+  u.sinks = narrower && a.window < 0 && a.head_sinks ? a.head_sinks[h] : a.sinks;
   if (a.causal) {  // keys after the last query are never seen
     int64_t last = u.qn + u.offset;
     u.kn = last < u.kn ? (last > 0 ? last : 0) : u.kn;

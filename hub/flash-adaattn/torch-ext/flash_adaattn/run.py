@@ -10,7 +10,6 @@ from .attention.request import AttentionRequest, AttentionResult
 from .attention.structure import CallStructure
 from .attention.tap import transform_at_work
 from .backends import select
-from .backends.base import FastCall, facts_of, spec_of
 from .patches.refusals import check_transform
 
 __all__ = ["attend", "lse_of"]
@@ -51,19 +50,13 @@ def attend(
 def _attend_plainly(
     structure: CallStructure, query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
-    """The same without extras: what was chosen for a structure's first call serves its later ones."""
-    if torch.compiler.is_compiling():
-        request = AttentionRequest(query, key, value, structure, scaling)
-        return select.attend(request).out
-    facts = facts_of(None, query, key, value, False)
-    kept: tuple[object, FastCall | None] | None = structure.ready
-    if kept is None or kept[0] != facts:
-        request = AttentionRequest(query, key, value, structure, scaling)
-        spec = spec_of(request)
-        kept = structure.ready = (facts, select.choose(spec).fast_call(spec, request))
-    call = kept[1]
-    if call is not None:
-        return call(query, key, value, scaling)
+    """The same without extras, by the launch of its kind."""
+    launch = None
+    if not torch.compiler.is_compiling():
+        structure = structure.settled()
+        launch = select.launch_for(query, key, value, structure)
+    if launch is not None:
+        return launch(query, key, value, scaling, structure)
     return select.attend(AttentionRequest(query, key, value, structure, scaling)).out
 
 

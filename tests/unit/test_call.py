@@ -1,16 +1,16 @@
-"""What one layer of a pass found out serves the next ones, and no call that differs."""
+"""An ordinary call takes the launch of its kind, whatever came before; all that differs is decided by itself."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import causal_mask_function
 from transformers.utils import output_capturing
 
@@ -18,15 +18,38 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import NOBODY, Recorder, listening, recording, tapping
-from adaattn_hf.patches import fast_path, interface
+from adaattn_hf.backends import select
 from adaattn_hf.patches.cache.stored import AdaAttnCache
 from adaattn_hf.patches.cache.tokens import StoredTokens
-from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.patches.call import interface, shared
+from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.masks import adaattn_mask
 from adaattn_hf.patches.structured_mask import StructuredMask
 
 N = 12
 attend = attention_function()
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    select.launches.clear()
+    shared._structures.clear()
+    yield
+    select.launches.clear()
+    shared._structures.clear()
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many calls went the long way."""
+    way, calls = interface.attend_extended, [0]
+
+    def counted(*arguments: Any) -> Any:
+        calls[0] += 1
+        return way(*arguments)
+
+    monkeypatch.setattr(interface, "attend_extended", counted)
+    return calls
 
 
 def layer(config: Any = None) -> nn.Module:
@@ -47,84 +70,133 @@ def mask_for(module: nn.Module) -> StructuredMask:
     return mask
 
 
-@pytest.fixture
-def warm() -> tuple[nn.Module, StructuredMask, list[int]]:
-    """A layer, the mask of its pass, and how often what its first call found out was used."""
-    module, used = layer(), [0]
-    mask = mask_for(module)
-    with torch.no_grad():
-        attend(module, *draw(), mask)
-    assert mask.structure.ready is not None
-    way = mask.structure.ready.attend
-
-    def counted(*arguments: Any) -> Tensor:
-        used[0] += 1
-        out: Tensor = way(*arguments)
-        return out
-
-    mask.structure.ready = mask.structure.ready._replace(attend=counted)
-    return module, mask, used
-
-
 def truth(q: Tensor, k: Tensor, v: Tensor, **rules: Any) -> Tensor:
     structure = CallStructure(2, N, N, causal=True, **rules)
     out: Tensor = reference.attention(AttentionRequest(q, k, v, structure, q.shape[3] ** -0.5)).out
     return out
 
 
-def test_a_layer_like_the_first_takes_its_way(warm: Any) -> None:
-    module, mask, used = warm
-    q, k, v = draw()
-    other = layer(module.config)
+def kinds() -> int:
+    """How many kinds of ordinary calls are remembered."""
+    return sum(callable(decided) for decided in select.launches.values())
+
+
+def test_layers_and_passes_of_a_kind_share_a_launch(long: list[int]) -> None:
+    module = layer()
+    for _ in range(2):
+        mask = mask_for(module)
+        for one in (module, layer(module.config)):
+            q, k, v = draw()
+            with torch.no_grad():
+                out, weights = attend(one, q, k, v, mask, position_ids=torch.arange(N)[None], use_cache=False)
+            assert weights is None
+            torch.testing.assert_close(out.double(), truth(q, k, v), atol=1e-5, rtol=0)
+    assert (long, kinds()) == ([0], 1)
+
+
+@pytest.mark.parametrize("what", ["heads", "size", "dtype", "values", "gradient", "keys' heads"])
+def test_other_tensors_are_another_kind(long: list[int], what: str) -> None:
+    module = layer()
+    mask = mask_for(module)
     with torch.no_grad():
-        out, weights = attend(other, q, k, v, mask, position_ids=torch.arange(N)[None], use_cache=False)
-    assert used == [1]
-    assert weights is None
-    torch.testing.assert_close(out.double(), truth(q, k, v), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("what", ["heads", "size", "dtype", "values", "gradient"])
-def test_other_tensors_are_decided_anew(warm: Any, what: str) -> None:
-    module, mask, used = warm
+        attend(module, *draw(), mask)
     q, k, v = draw(heads=2) if what == "heads" else draw(dim=32 if what == "size" else 16)
     if what == "dtype":
         q, k, v = q.double(), k.double(), v.double()
     if what == "values":
         v = torch.cat([v, v], dim=3)
-    if what == "gradient":
-        q.requires_grad_()
-    with nullcontext() if what == "gradient" else torch.no_grad():
+    if what == "keys' heads":
+        k, v = k[:, :1], v[:, :1]
+    q.requires_grad_(what == "gradient")
+    with torch.set_grad_enabled(what == "gradient"):
         out, _ = attend(module, q, k, v, mask)
-    assert used == [0]
+    assert (long, kinds()) == ([0], 2)
     assert out.requires_grad == (what == "gradient")
     torch.testing.assert_close(out.double(), truth(q, k, v), atol=1e-5, rtol=0)
 
 
-def test_other_settings_and_families_are_decided_anew(warm: Any) -> None:
-    module, mask, used = warm
-    adapted = LlamaConfig(adaattn={"backend": "eager"})
+@pytest.mark.parametrize("what", ["queries", "keys", "values", "rows"])
+def test_a_launch_never_takes_tensors_that_do_not_belong_together(what: str) -> None:
+    module = layer()
+    mask = mask_for(module)
     with torch.no_grad():
-        attend(layer(adapted), *draw(), mask)
-        attention_function("eager")(module, *draw(), mask)
-    assert used == [0]
-    borderless = layer(OPTConfig())
-    mask = mask_for(borderless)
-    with torch.no_grad():
-        attend(borderless, *draw(), mask)
-    assert mask.structure.ready is None, "positions mean something in this family"
+        attend(module, *draw(), mask)
+        q, k, v = draw()
+        q = q[:, :, 1:] if what == "queries" else q
+        k = k[:, :, 1:] if what == "keys" else k
+        v = v[:, :, 1:] if what == "values" else v
+        q = torch.cat([q, q]) if what == "rows" else q
+        with pytest.raises(ValueError, match=r"got"):
+            attend(module, q, k, v, mask)
 
 
-def test_keywords_that_change_the_call(warm: Any) -> None:
-    module, mask, _used = warm
+def test_settings_are_heard() -> None:
+    module = layer()
+    mask = mask_for(module)
+    with torch.no_grad():
+        attend(module, *draw(), mask)
+        module.config.adaattn = {"backend": "eager"}
+        attend(module, *draw(), mask)
+        assert kinds() == 2
+        module.config.adaattn["backend"] = "no such backend"
+        with pytest.raises(ValueError, match="no such backend"):
+            attend(module, *draw(), mask)
+
+
+def test_steps_of_a_growing_cache_are_few_kinds(long: list[int]) -> None:
+    """Kinds hold no lengths but by classes of size: powers of two, by which backends are chosen."""
+    model = small_llama()
+    with torch.no_grad():
+        model.generate(torch.randint(61, (1, 5)), max_new_tokens=123, do_sample=False, pad_token_id=0)
+    assert long == [0]
+    assert kinds() <= 1 + 2 * 5  # the prompt; of keys in 8 to 128 two roundings
+
+
+def test_kinds_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "MOST", 3)
+    module = layer()
+    with torch.no_grad():
+        for dim in (8, 16, 24, 32, 40):
+            attend(module, *draw(dim=dim), mask_for(module))
+            assert len(select.launches) <= 3
+
+
+def test_a_measured_table_empties_what_was_decided() -> None:
+    module = layer()
+    with torch.no_grad():
+        attend(module, *draw(), mask_for(module))
+    assert select.launches
+    select.use_measured(None)
+    assert not select.launches
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa", "native", "eager"])
+def test_launches_keep_no_tensor_and_no_structure(backend: str | None) -> None:
+    by, module = attention_function(backend), layer()
+    mask, tensors = mask_for(module), draw()
+    kept = [weakref.ref(one) for one in (*tensors, mask.structure)]
+    with torch.no_grad():
+        by(module, *tensors, mask)
+    gc.disable()
+    try:
+        del mask, tensors
+        shared._structures.clear()
+        assert [one() for one in kept] == [None] * 4
+        assert select.launches
+    finally:
+        gc.enable()
+
+
+def test_keywords_that_change_the_call(long: list[int]) -> None:
+    module = layer()
     q, k, v = (t[:1] for t in draw())
     mask = StructuredMask(CallStructure(1, N, N, causal=True), torch.device("cpu"))
     with torch.no_grad():
-        attend(module, q, k, v, mask)
-        assert mask.structure.ready is not None
+        whole, _ = attend(module, q, k, v, mask)
         borders = torch.tensor([0, 5, N], dtype=torch.int32)
         out, _ = attend(module, q, k, v, mask, cu_seq_lens_q=borders, cu_seq_lens_k=borders)
         capped, _ = attend(module, q, k, v, mask, softcap=0.5)
-        whole, _ = attend(module, q, k, v, mask)
+    assert long == [2]
     documents = (torch.arange(N) >= 5).long()[None]
     rules: dict[str, Any] = {"q_segments": documents, "k_segments": documents}
     structure = CallStructure(1, N, N, causal=True, **rules)
@@ -134,47 +206,9 @@ def test_keywords_that_change_the_call(warm: Any) -> None:
     assert not torch.allclose(capped, whole)
 
 
-def test_a_backend_without_a_fast_call_is_chosen_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_eager, module = attention_function("eager"), layer()
-    mask = mask_for(module)
-    by_eager(module, *draw(), mask)
-    assert mask.structure.ready is not None
-    assert not mask.structure.ready.bare
-
-    def never(*arguments: Any) -> Any:
-        raise AssertionError("the second layer took the long way")
-
-    q, k, v = draw()
-    with monkeypatch.context() as patch:
-        patch.setattr(interface, "_attend_anew", never)
-        patch.setattr(fast_path, "choose", never)
-        out, _ = by_eager(module, q, k, v, mask, scaling=0.5)
-        with pytest.raises(AssertionError, match="long way"):
-            by_eager(module, *draw(dtype=torch.float64), mask)
-    structure = CallStructure(2, N, N, causal=True)
-    expected = reference.attention(AttentionRequest(q, k, v, structure, 0.5)).out
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
-
-
-def test_what_a_pass_found_out_goes_with_its_mask() -> None:
-    """Tables of a device's memory hang on it."""
-    by_eager, module = attention_function("eager"), layer()
-    mask = mask_for(module)
-    by_eager(module, *draw(), mask)
-    structure = weakref.ref(mask.structure)
-    gc.disable()
-    try:
-        del mask
-        fast_path._structures.clear()
-        assert structure() is None
-    finally:
-        gc.enable()
-
-
-def test_whoever_listens_is_told(warm: Any) -> None:
-    module, mask, used = warm
-    q, k, v = draw()
-    seen: list[Any] = []
+def test_whoever_listens_is_told(long: list[int]) -> None:
+    module = layer()
+    mask, (q, k, v), seen = mask_for(module), draw(), []
 
     def tap(who: nn.Module, request: AttentionRequest) -> Tensor:
         seen.append(who)
@@ -182,6 +216,7 @@ def test_whoever_listens_is_told(warm: Any) -> None:
 
     recorder = Recorder()
     with torch.no_grad():
+        attend(module, q, k, v, mask)
         with tapping(tap):
             attend(module, q, k, v, mask)
         with recording(recorder):
@@ -192,14 +227,13 @@ def test_whoever_listens_is_told(warm: Any) -> None:
         finally:
             output_capturing._active_collector.reset(token)
         _, asked = attend(module, q, k, v, mask, output_attentions=True)
+        assert long == [4]
+        attend(module, q, k, v, mask)
     assert seen == [module]
     assert len(recorder.calls) == 1
     assert weights is not None
     assert asked is not None
-    assert used == [0]
-    with torch.no_grad():
-        attend(module, q, k, v, mask)
-    assert used == [1], "nobody listens any more"
+    assert long == [4], "nobody listens any more"
 
 
 def test_listeners_may_leave_in_any_order() -> None:
@@ -216,61 +250,50 @@ def test_listeners_may_leave_in_any_order() -> None:
     assert listening() == NOBODY
 
 
-def test_a_layer_may_lie_otherwise_in_memory(warm: Any) -> None:
-    module, mask, used = warm
-    q, _, v = draw()
+def test_a_layer_may_lie_otherwise_in_memory(long: list[int]) -> None:
+    module = layer()
+    mask, (q, _, v) = mask_for(module), draw()
     wide = torch.randn(2, 2, N + 5, 16)[:, :, :N]
     with torch.no_grad():
         out, _ = attend(module, q.contiguous(), wide, v, mask)
-    assert used == [1]
+    assert long == [0]
     torch.testing.assert_close(out.double(), truth(q, wide, v), atol=1e-5, rtol=0)
 
 
-def test_autocast_still_decides_the_dtype(warm: Any) -> None:
-    module, mask, used = warm
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        out, _ = attend(module, *draw(), mask)
-    assert out.dtype == torch.bfloat16
-    assert used == [0]
-    upcast = layer(module.config)
-    vars(upcast)["reorder_and_upcast_attn"] = True
-    with torch.no_grad():
-        attend(upcast, *draw(), mask)
-    assert used == [0]
-
-
-def test_calls_without_a_mask_are_kept_too(warm: Any) -> None:
-    module, _, _ = warm
-    module.is_causal = True
-    q, k, v = draw()
-    with torch.no_grad():
-        first, _ = attend(module, q, k, v, None)
-        structure = fast_path.recall((2, N, N, True))
-        assert structure is not None
-        assert structure.ready is not None
-        again, _ = attend(module, q, k, v, None)
-        both_ways, _ = attend(module, q, k, v, None, is_causal=False)
-    assert torch.equal(first, again)
-    torch.testing.assert_close(first.double(), truth(q, k, v), atol=1e-5, rtol=0)
-    assert not torch.allclose(first, both_ways)
-
-
-def test_settings_that_come_later_are_heard() -> None:
+def test_autocast_still_decides_the_dtype(long: list[int]) -> None:
     module = layer()
     mask = mask_for(module)
     with torch.no_grad():
         attend(module, *draw(), mask)
-        assert mask.structure.ready is not None
-        module.config.adaattn = {"backend": "no such backend"}
-        with pytest.raises(ValueError, match="no such backend"):
-            attend(module, *draw(), mask)
+        with torch.autocast("cpu", torch.bfloat16):
+            out, _ = attend(module, *draw(), mask)
+        assert out.dtype == torch.bfloat16
+        upcast = layer(module.config)
+        vars(upcast)["reorder_and_upcast_attn"] = True
+        attend(upcast, *draw(), mask)
+    assert long == [2]
+
+
+def test_calls_without_a_mask(long: list[int]) -> None:
+    module = layer()
+    module.is_causal = True
+    q, k, v = draw()
+    with torch.no_grad():
+        first, _ = attend(module, q, k, v, None)
+        again, _ = attend(module, q, k, v, None)
+        both_ways, _ = attend(module, q, k, v, None, is_causal=False)
+    assert torch.equal(first, again)
+    assert long == [2], "the first calls of their shape make its structure"
+    torch.testing.assert_close(first.double(), truth(q, k, v), atol=1e-5, rtol=0)
+    assert not torch.allclose(first, both_ways)
 
 
 @pytest.mark.parametrize("what", ["key dtype", "freed", "negated", "zeros"])
-def test_memory_that_cannot_be_read_as_it_is(warm: Any, what: str) -> None:
-    module, mask, _used = warm
-    q, k, v = draw()
+def test_memory_that_cannot_be_read_as_it_is(what: str) -> None:
+    module = layer()
+    mask, (q, k, v) = mask_for(module), draw()
     with torch.no_grad():
+        attend(module, *draw(), mask)
         if what == "key dtype":
             out, _ = attend(module, q, k.to(torch.bfloat16), v, mask)
             torch.testing.assert_close(
@@ -312,24 +335,15 @@ def steps_over(model: Any, caches: dict[str, Any], tokens: Tensor) -> dict[str, 
     return {name: torch.cat(parts, 1) for name, parts in found.items()}
 
 
-def test_later_layers_of_a_step_over_codes_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives what the long way gives, to the last bit, and caches of other formats between do not confuse it."""
+def test_steps_over_codes_are_ordinary_calls(long: list[int]) -> None:
+    """They give what the long way gives, to the last bit, and caches of other formats between do not confuse them."""
     model, tokens = small_llama(), torch.randint(61, (2, 32))
-    long, calls = interface._attend_anew, [0]
-
-    def counted(*arguments: Any) -> Any:
-        calls[0] += 1
-        return long(*arguments)
-
-    monkeypatch.setattr(interface, "_attend_anew", counted)
 
     def caches() -> dict[str, Any]:
         return {name: AdaAttnCache(model, name) for name in ("int8", "k8v4", "model")}
 
-    fast_path._structures.clear()
     alone = steps_over(model, {"int8": AdaAttnCache(model, "int8")}, tokens)["int8"]
-    # of each length the first layer
-    assert calls[0] == 13
+    assert long == [0]
     together = steps_over(model, caches(), tokens)
     with recording(Recorder()):
         slowly = steps_over(model, caches(), tokens)
@@ -346,9 +360,6 @@ def test_codes_and_plain_integers_are_not_taken_for_one_another() -> None:
     query = torch.randn(1, 4, 1, 32)
     with torch.no_grad():
         first, _ = attend(module, query, key, value, None)
-        ready = fast_path.recall((1, 1, 20, False))
-        assert ready is not None
-        assert ready.ready is not None
         again, _ = attend(module, query, key, value, None)
         assert torch.equal(first, again)
         with pytest.raises(ValueError, match="dtype"):

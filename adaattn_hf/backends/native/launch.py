@@ -1,0 +1,240 @@
+"""Launches of the native kernels: what a kind of call decides is packed once, addresses and lengths at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...attention.heads import HeadRules, joined_heads, some_heads
+from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.structure import CallStructure
+from ..base import Launch, nothing_seen
+from . import call
+from .autograd import Differentiable
+from .guard import OFFSETS
+from .library import CALL, DTYPES, HEADS, LAYOUT, Library
+from .rules import ALL_ALIKE, COMPUTE, NOTHING_ELSE, Rules, codes_packed, find_rules, with_extras
+
+if TYPE_CHECKING:
+    from ...attention.stored import StoredKV
+
+
+class OneCall:
+    """Calls of one kind as one call of the library each, without a gradient."""
+
+    def __init__(self, native: Library, group: Group | None = None, rules: HeadRules | None = None) -> None:
+        """Of heads that all do the same, or of all heads by the rules of one group."""
+        self._native, self._group, self._rules = native, group, rules
+        self._heads = ALL_ALIKE if group is None else group.packed
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        structure: CallStructure,
+        stored: StoredKV | None = None,
+    ) -> Tensor:
+        """Returns the output `[batch, q_len, heads, head_dim_v]`; see `base.Launch`."""
+        told = structure.derived(find_rules)
+        end = NOTHING_ELSE if stored is None else codes_packed(stored, key)
+        try:
+            # as `guard.lies` asks of each, without a call for each in every layer
+            readable = (
+                end is not None
+                and query.is_cpu
+                and key.is_cpu
+                and value.is_cpu
+                and (q_at := query.data_ptr()) > OFFSETS
+                and (k_at := key.data_ptr()) > OFFSETS
+                and (v_at := value.data_ptr()) > OFFSETS
+                and not (query.is_neg() or key.is_neg() or value.is_neg())
+            )
+        except (RuntimeError, NotImplementedError):
+            readable = False  # sparse tensors and the like have no storage to ask for
+        if not readable or (self._rules is not None and not at_runs(self._rules, told)):
+            return self._closely(query, key, value, scaling, structure, stored)
+        batch, q_heads, q_len, dim = query.shape
+        _, kv_heads, kv_len, dim_v = value.shape
+        if value.dtype is torch.uint8:
+            dim_v *= 2
+        width, native = q_heads * dim_v, self._native
+        out = query.new_empty(batch, q_len, q_heads, dim_v)
+        if type(out) is not Tensor:
+            raise call.without_memory()
+        layout = LAYOUT.pack(
+            DTYPES[query.dtype], DTYPES[key.dtype], DTYPES[value.dtype],
+            batch, q_heads, kv_heads, q_len, kv_len, dim, dim_v,
+            *query.stride(), *key.stride(), *value.stride(), q_len * width, dim_v, width, 1,
+        )  # fmt: skip
+        asked = CALL.pack(
+            q_at, k_at, v_at, out.data_ptr(), 0, layout, scaling,
+            torch.get_num_threads(), native.level, told.visible + self._heads + end, call.NO_BACKWARD,
+        )  # fmt: skip
+        if status := native.forward(asked):
+            raise call.error_of(status)
+        return out
+
+    def _closely(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, structure: CallStructure,
+        stored: StoredKV | None,
+    ) -> Tensor:  # fmt: skip
+        """The same for tensors that must be written out first, masks, and calls of nothing."""
+        request = AttentionRequest(query, key, value, structure, scaling, per_head=self._rules, stored=stored)
+        return (alike(request) if self._group is None else by_groups(request, [self._group])).out
+
+
+def alike(request: AttentionRequest) -> AttentionResult:
+    """Any request whose heads all do the same, without a gradient."""
+    rules = request.structure.derived(find_rules)
+    if request.stored is not None:
+        rules = replace(rules, **request.stored.rules())
+    rules = with_extras(
+        rules, request.bias, request.sink_logits, request.softcap or 0.0, request.key.shape[2]
+    )
+    out, lse = call.forward(
+        request.query, request.key, request.value, request.scaling, rules, need_lse=request.need_lse
+    )
+    assert out is not None  # it is asked for
+    return AttentionResult(out, lse)
+
+
+def differentiated(request: AttentionRequest) -> AttentionResult:
+    """Any request whose heads all do the same, with gradients."""
+    rules = with_extras(
+        request.structure.derived(find_rules),
+        request.bias,
+        request.sink_logits,
+        request.softcap or 0.0,
+        request.key.shape[2],
+    )
+    inputs = request.query, request.key, request.value, request.bias, request.sink_logits
+    return AttentionResult(*Differentiable.apply(*inputs, request.scaling, rules))  # type: ignore[no-untyped-call]
+
+
+class Group(NamedTuple):
+    """Key/value heads that one call of the library serves: those of one precision.
+
+    Attributes:
+        heads: Their numbers.
+        packed: What the library is told of them.
+        tensors: Windows and sinks, int64 `[heads]`, which `packed` points to.
+        precision: Of the products.
+        key_mean: fp32 `[1, heads, head_dim]` that int8 products take off the keys; None without.
+    """
+
+    heads: tuple[int, ...]
+    packed: bytes
+    tensors: tuple[Tensor, Tensor]
+    precision: str
+    key_mean: Tensor | None
+
+
+def groups_of(rules: HeadRules, dtype: torch.dtype) -> list[Group]:
+    """The calls of the library for heads with rules of their own, whose queries have a dtype."""
+    by_precision: dict[str, list[int]] = {}
+    for head, precision in enumerate(rules.precisions):
+        by_precision.setdefault(precision, []).append(head)
+    found = []
+    for precision, heads in by_precision.items():
+        # products of half precision are those of the model, but for int8
+        compute = precision if precision == "int8" or dtype == torch.float32 else "model"
+        windows = torch.tensor([rules.windows[head] or -1 for head in heads], dtype=torch.int64, device="cpu")
+        sinks = torch.tensor([rules.sinks[head] for head in heads], dtype=torch.int64, device="cpu")
+        mean = rules.key_mean if precision == "int8" else None
+        packed = HEADS.pack(COMPUTE[compute], windows.data_ptr(), sinks.data_ptr())
+        found.append(
+            Group(
+                tuple(heads),
+                packed,
+                (windows, sinks),
+                compute,
+                None if mean is None else mean.detach()[heads].float()[None].contiguous(),
+            )
+        )
+    return found
+
+
+def several_calls(rules: HeadRules, groups: Sequence[Group]) -> Launch:
+    """Calls whose heads are computed in several precisions, or lose their mean key."""
+
+    def launch(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        structure: CallStructure,
+        stored: StoredKV | None = None,
+    ) -> Tensor:
+        request = AttentionRequest(query, key, value, structure, scaling, per_head=rules, stored=stored)
+        return nothing_seen(request).out if request.asks_nothing else by_groups(request, groups).out
+
+    return launch
+
+
+def at_runs(rules: HeadRules, told: Rules) -> bool:
+    """Whether a structure is told in runs that begin where the sinks of its heads count from."""
+    return told.mask is None and (told.sinks_at_runs or not rules.has_sinks)
+
+
+def by_groups(request: AttentionRequest, groups: Sequence[Group]) -> AttentionResult:
+    """Any request whose heads have rules of their own.
+
+    Where a mask says what queries see, or sinks count from elsewhere than where runs begin, each head's window becomes
+    part of a mask: there heads of one window share a call.
+    """
+    rules, structure = request.per_head, request.structure
+    assert rules is not None
+    told = structure.derived(find_rules)
+    dense = not at_runs(rules, told)
+    if dense:
+        groups = [part for group in groups for part in _by_window(group, rules, structure)]
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for group in groups:
+        part = some_heads(request, group.heads)
+        if dense:
+            window, sinks = rules.window_in(structure, group.heads[0])
+            narrowed = part.structure.with_changes(window=window, sinks=sinks)
+            asked = replace(find_rules(narrowed), compute=group.precision, key_mean=group.key_mean)
+        else:
+            asked = replace(
+                told, head_windows=group.tensors[0], head_sinks=group.tensors[1], compute=group.precision,
+                key_mean=group.key_mean,
+            )  # fmt: skip
+        if part.stored is not None:
+            asked = replace(asked, **part.stored.rules())
+        asked = with_extras(asked, part.bias, part.sink_logits, part.softcap or 0.0, part.key.shape[2])
+        out, lse = call.forward(
+            part.query, part.key, part.value, part.scaling, asked, need_lse=request.need_lse
+        )
+        assert out is not None  # the output is asked for
+        outs.append(out)
+        if lse is not None:
+            lses.append(lse)
+    order = [head for group in groups for head in group.heads]
+    repeats = request.query.shape[1] // request.key.shape[1]
+    out = joined_heads(outs, order, repeats, dim=2)
+    return AttentionResult(out, joined_heads(lses, order, repeats, dim=1) if request.need_lse else None)
+
+
+def _by_window(group: Group, rules: HeadRules, structure: CallStructure) -> list[Group]:
+    """The heads of a group in parts that see the same keys."""
+    parts: dict[tuple[int | None, int], list[int]] = {}
+    for head in group.heads:
+        parts.setdefault(rules.window_in(structure, head), []).append(head)
+    place = {head: index for index, head in enumerate(group.heads)}
+    return [
+        group._replace(
+            heads=tuple(heads),
+            key_mean=None
+            if group.key_mean is None
+            else group.key_mean[:, [place[head] for head in heads]].contiguous(),
+        )
+        for heads in parts.values()
+    ]

@@ -1,0 +1,1 @@
+"""One attention call of Transformers: what it asks, and which launch answers it."""

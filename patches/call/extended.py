@@ -1,0 +1,128 @@
+"""Calls that are not ordinary: masks and keywords with a meaning, plans beyond one launch, listeners, traced graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from adaattn_hf.attention.request import (
+    AttentionRequest,
+    check_dimensions,
+    head_dim_of,
+    holds_no_memory,
+    in_one_batch,
+)
+from adaattn_hf.attention.tap import listening
+from adaattn_hf.backends.base import spec_of
+from adaattn_hf.backends.eager import attention_weights
+from adaattn_hf.backends.select import attend
+from adaattn_hf.config import raw_settings, settings_in
+
+from ..dtypes import one_dtype, restored
+from ..families import KNOWN, MEANT
+from ..structured_mask import StructuredMask
+from .arguments import read_mask, with_keywords
+from .resolved import IDLE, collects_weights
+
+
+def attend_extended(
+    backend: str | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    position_bias: Tensor | None,
+    kwargs: dict[str, Any],
+    compiling: bool,
+    stored: Any,
+    streams: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Serves any call: reads the mask and the keywords, then runs attention, by a plan where the model has one."""
+    check_dimensions(query, key, value)
+    if not (
+        (attention_mask is None or isinstance(attention_mask, StructuredMask))
+        and position_bias is None
+        and (scaling is None or type(scaling) is float)
+        and (sliding_window is None or attention_mask is not None)
+        and KNOWN.issuperset(kwargs)
+    ):
+        from ..refusals import check_call
+
+        check_call(module, query, key, attention_mask, position_bias, scaling, sliding_window, kwargs)
+        if not compiling:
+            IDLE.update(name for name in kwargs.keys() - KNOWN if kwargs[name] is not None)
+    out_dtype = query.dtype
+    if stored is None and streams is None:
+        query, key, value = one_dtype(module, query, key, value)
+    else:
+        query, _, _ = one_dtype(module, query, query, query)
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        query, key, value = in_one_batch(query, key, value)
+    opaque = not (compiling or type(query) is type(key) is type(value) is Tensor) and holds_no_memory(
+        query, key, value
+    )
+    structure, bias = read_mask(module, query.shape, key.shape, attention_mask, is_causal)
+    meant = not MEANT.isdisjoint(kwargs)
+    if meant:
+        structure = with_keywords(module, structure, attention_mask, query, kwargs)
+    if not (compiling or opaque):
+        structure = structure.settled()
+    if position_bias is not None:
+        position_bias = position_bias[..., : structure.q_len, : structure.kv_len]
+        if bias is not None:
+            from ..refusals import with_bias
+
+            position_bias = with_bias(bias, position_bias, query, structure.kv_len)
+        bias = position_bias
+    config = getattr(module, "config", None)
+    adapted = raw_settings(config) is not None
+    forced = settings_in(config).backend if adapted and backend is None else backend
+    adapted = adapted or (not compiling and listening().seats is not None)
+    wanted = (meant and bool(kwargs.get("output_attentions"))) or (not compiling and collects_weights())
+    request = AttentionRequest(
+        query,
+        key,
+        value,
+        structure,
+        query.shape[3] ** -0.5 if scaling is None else scaling,
+        dropout,
+        softcap,
+        sink_logits,
+        bias,
+        stored=stored,
+    )
+    if streams is not None:
+        from ..cache.streams import attend_streams  # imported here: few models have a streaming cache
+
+        out = attend_streams(module, request, streams, forced, wanted)
+        return (out if out.dtype is out_dtype else restored(out, out_dtype)).contiguous(), None
+    recorder = None if compiling else listening().recorder
+    if recorder is not None:
+        recorder.record(module, spec_of(request), forced)
+        if recorder.dry:
+            shape = (query.shape[0], query.shape[2], query.shape[1], head_dim_of(value))
+            return query.new_empty(shape), None
+    tap = None if compiling else listening().tap
+    weights = None
+    if adapted:
+        # imported here: models without settings need nothing of plans
+        from ..planned import by_plan
+
+        out, weights = by_plan(module, request, forced, config, tap, wanted, sliding_window)
+    elif tap is not None:
+        out = tap(module, request.widened())
+    else:
+        out = attend(request, forced).out
+    if wanted and not adapted:
+        weights = attention_weights(request)
+    if recorder is not None:
+        recorder.answered(module, request, forced, out)
+    return (out if out.dtype is out_dtype else restored(out, out_dtype)).contiguous(), weights

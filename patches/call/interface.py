@@ -1,0 +1,127 @@
+"""The attention function that Transformers calls once per layer and forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from adaattn_hf.attention.tap import SEATED, transform_at_work
+
+from .extended import attend_extended
+from .resolved import launch_of
+
+AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
+
+_tracing = torch._C._get_tracing_state
+_transforms = torch._C._functorch.peek_interpreter_stack
+_modes = torch._C._len_torch_dispatch_stack
+
+
+def attention_function(backend: str | None = None) -> AttentionFunction:
+    """The function to register under a name.
+
+    Args:
+        backend: Name of the backend to use for every call, or None to choose one per kind of call.
+    """
+
+    def adaattn(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        *,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        sinks: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the output `[batch, q_len, heads, head_dim_v]`, and weights `[batch, heads, q_len, kv_len]` or None.
+
+        The output is contiguous: some models (AFMoE) take a view of it, and stock attention's is.
+        The arguments are those of Transformers' own `sdpa`, in its order. `sliding_window` is only checked: the
+        window itself comes with the mask.
+
+        Raises:
+            ValueError: A keyword may change what is computed and is not supported (named in the message), or a
+                window was passed without a mask, which some stock implementations apply and others ignore.
+        """
+        compiling = torch.compiler.is_compiling()
+        watched = not compiling and (
+            _tracing() is not None or forward_ad._current_level >= 0 or _transforms() or _modes()
+        )
+        if watched or compiling:
+            other = _other_way(adaattn, backend, module, query, key, compiling)
+            if other is not None:
+                return other(
+                    module, query, key, value, attention_mask, dropout, scaling, is_causal,
+                    sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, sinks=sinks,
+                    position_bias=position_bias, **kwargs,
+                )  # fmt: skip
+        stored = streams = None
+        if not isinstance(key, Tensor):  # a `StoredTensor`, which quantised and streaming caches return
+            carriers: tuple[Any, Any] = key, value
+            stored, streams = carriers[0].record, carriers[0].streams
+            key, value = carriers[0].codes, carriers[1].codes
+        elif not compiling and (prompt := getattr(key, "_adaattn_prompt", None)) is not None:
+            prompt.reread(query, key)  # its cache rounds the keys again; see `cache.tokens.PROMPT`
+        if (
+            not (compiling or watched or dropout)
+            and softcap is None
+            and s_aux is None
+            and sinks is None
+            and position_bias is None
+            and streams is None
+            and (sliding_window is None or attention_mask is not None)
+            and (scaling is None or (type(scaling) is float and scaling > 0.0))
+        ):
+            found = launch_of(module, query, key, value, attention_mask, is_causal, backend, stored, kwargs)
+            if found is not None:
+                launch, structure = found
+                factor = query.shape[3] ** -0.5 if scaling is None else scaling
+                return launch(query, key, value, factor, structure, stored).contiguous(), None
+        return attend_extended(
+            backend, module, query, key, value, attention_mask, is_causal, sliding_window, scaling, dropout, softcap,
+            sinks if s_aux is None else s_aux, position_bias, kwargs, compiling, stored, streams,
+        )  # fmt: skip
+
+    return adaattn
+
+
+def _other_way(
+    adaattn: AttentionFunction,
+    backend: str | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    compiling: bool,
+) -> AttentionFunction | None:
+    """What answers a call in its stead, with the same arguments: outside of a graph, or in torch's operations."""
+    if compiling:
+        seated = getattr(module, SEATED, False)
+        if not seated and getattr(key, "streams", None) is None:
+            return None
+        from .. import uncompiled
+
+        outside = (
+            uncompiled.use_plan_runs_outside_graphs
+            if seated
+            else uncompiled.streaming_heads_run_outside_graphs
+        )
+        return lambda *told, **more: outside(adaattn, *told, **more)
+    transform = transform_at_work() if backend in (None, "native") else None
+    if not transform:
+        return None
+    from ..refusals import check_transform
+
+    check_transform(backend, transform, query, key)
+    return attention_function("eager")

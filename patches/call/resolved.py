@@ -1,0 +1,140 @@
+"""Ordinary calls: from what Transformers hands over straight to the launch of their kind.
+
+A small call spends more time in Python than in its kernel, so that nothing is looked at here but what may differ
+between calls of one kind. Whatever is not ordinary (a listener, autocast, a keyword with a meaning, rows beyond the
+lengths of a plan) goes the long way, by `extended` and a request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import output_capturing
+
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.attention.tap import NOBODY, listening
+from adaattn_hf.backends.base import Launch
+from adaattn_hf.backends.select import launch_for
+from adaattn_hf.config import settings_of
+from adaattn_hf.plans.choices import PRECISE_ROWS
+from adaattn_hf.plans.fit import resolved
+
+from ..families import HARMLESS
+from ..structured_mask import StructuredMask
+from .shared import maskless, recall
+
+if TYPE_CHECKING:
+    from adaattn_hf.attention.heads import HeadRules
+    from adaattn_hf.attention.stored import StoredKV
+
+IDLE = {*HARMLESS, "position_ids"}
+"""Keywords that change no call. `position_ids` do in calls whose mask says so. Options of losses
+join when they are first met."""
+
+_collector = output_capturing._active_collector
+_casts = torch._C._is_any_autocast_enabled
+
+
+def launch_of(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    is_causal: bool | None,
+    backend: str | None,
+    stored: StoredKV | None,
+    kwargs: dict[str, Any],
+) -> tuple[Launch, CallStructure] | None:
+    """The launch of a call and its structure; None where the call goes the long way.
+
+    Args:
+        module: The attention module.
+        query, key, value, attention_mask, is_causal: As Transformers hands them over; codes for a cache's carriers.
+        backend: Name of the backend that was registered under the function's name.
+        stored: What turns codes into numbers.
+        kwargs: The keywords that the function does not name.
+    """
+    fields = module.__dict__
+    if (
+        not IDLE.issuperset(kwargs)
+        or listening() != NOBODY
+        or _casts()
+        or fields.get("reorder_and_upcast_attn")
+        or ((collector := _collector.get()) is not None and "attentions" in collector)
+        or not query.dim() == key.dim() == value.dim() == 4
+        or not query.shape[0] == key.shape[0] == value.shape[0]
+        or not (stored is not None or query.dtype is key.dtype is value.dtype)
+    ):
+        return None
+    if type(attention_mask) is StructuredMask:
+        structure: CallStructure | None = attention_mask.structure
+        if attention_mask.by_positions and "position_ids" in kwargs:
+            return None
+    elif attention_mask is None:
+        structure = recall(maskless(module, query.shape, key.shape, is_causal))
+    else:
+        structure = None
+    if structure is None or structure.q_len != query.shape[2] or structure.kv_len != key.shape[2]:
+        return None
+    if structure.batch != query.shape[0]:
+        structure = structure.expanded(query.shape[0])
+    if structure.key_padding is not None or type(structure.q_offset) is not int:
+        structure = structure.settled()
+    config = fields.get("config")
+    raw = None if config is None else object.__getattribute__(config, "__dict__").get("adaattn")
+    rules: HeadRules | None = None
+    if raw is not None:
+        settings = settings_of(raw)
+        if settings.monitor or settings.shadow:
+            return None
+        backend = settings.backend if backend is None else backend
+        if settings.plan is not None:
+            planned = _rules(module, raw, structure, query, key, value, stored)
+            if planned is None:
+                return None
+            (rules,) = planned
+    launch = launch_for(query, key, value, structure, backend, stored, rules)
+    return None if launch is None else (launch, structure)
+
+
+def _rules(
+    module: nn.Module,
+    raw: Any,
+    structure: CallStructure,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stored: StoredKV | None,
+) -> tuple[HeadRules | None] | None:
+    """The rules per head by which a module's plan is one launch, `(None,)` where it is exact; None for the long way."""
+    known = None if module.training else resolved(module.__dict__, raw)
+    if known is None:
+        return None
+    program, few = known.program, query.shape[2] < PRECISE_ROWS
+    if program is None or (program.exact_steps and few):
+        return (None,)
+    limit = program.max_length
+    if structure.kv_len > limit and structure.causal and structure.plain and structure.offset() >= limit:
+        return (None,)  # all rows stand beyond what the plan speaks for
+    if (
+        structure.kv_len > limit
+        or structure.mask is not None
+        or len(program.plan.choices) != key.shape[1]
+        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+    ):
+        return None
+    if stored is not None:
+        program = program.over_stored
+    asked = program.of_few if few else program.of_many
+    if asked.apart or len(asked.heads) != len(program.plan.choices):
+        return None
+    return (asked.rules,)
+
+
+def collects_weights() -> bool:
+    """Whether Transformers collects attention weights by hooks; GPT-2 does not pass `output_attentions` on."""
+    collector = _collector.get()
+    return collector is not None and "attentions" in collector
