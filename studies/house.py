@@ -1,8 +1,10 @@
 """How the source is laid out, in numbers that have limits: `make house` prints them and fails where one is exceeded.
 
-A room is a package directly under `adaattn_hf/`, or a module there; `__init__` and `__main__` are doors, not rooms.
-A floor is a room's longest way down along imports. Imports inside functions count, those for type checkers alone do
-not.
+A room is a package directly under a directory, or a module there; `__init__` and `__main__` are doors, not rooms. Rooms
+of `adaattn_hf/`, of its `backends/` and of `patches/` are counted. A floor is a room's longest way down along imports.
+Imports inside functions count, those for type checkers alone do not. A memory is what one call writes and a later one
+reads: a cached function, a name that functions rebind, a container of a module that its functions fill. Limits only
+ever go down, but where an issue that adds something says so.
 """
 
 from __future__ import annotations
@@ -36,8 +38,26 @@ class Limit:
         return self.value <= self.most
 
 
+HOUSES = {"": PACKAGE, "backends/": f"{PACKAGE}/backends", "patches/": "patches"}
+"""Directories whose rooms are counted, by what stands before the names of their limits."""
+PARAMETERS = 8
+"""Functions with more are counted."""
+FILLED = (
+    "add",
+    "append",
+    "appendleft",
+    "clear",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "setdefault",
+    "update",
+)
+
+
 def room_of(parts: tuple[str, ...]) -> str | None:
-    """The room of a module of `adaattn_hf/`, given by its path below that directory; None for a door."""
+    """The room of a module, given by its path below the directory; None for a door."""
     return None if parts[0] in DOORS else parts[0]
 
 
@@ -58,19 +78,25 @@ def imports_of(tree: ast.AST, package: tuple[str, ...]) -> set[tuple[str, ...]]:
     return names
 
 
-def arrows(root: Path) -> dict[str, set[str]]:
-    """Room to the rooms that it imports, within `adaattn_hf/`."""
-    files = [path.relative_to(root / PACKAGE) for path in sorted((root / PACKAGE).rglob("*.py"))]
+def arrows(root: Path, house: str = PACKAGE) -> dict[str, set[str]]:
+    """Room to the rooms that it imports, within a directory."""
+    base = tuple(house.split("/"))
+    # mapped directories are imported under the package's name
+    names = (base, (PACKAGE, *base)) if base[0] != PACKAGE else (base,)
+    files = [path.relative_to(root / house) for path in sorted((root / house).rglob("*.py"))]
     rooms = {room for path in files if (room := room_of(path.with_suffix("").parts)) is not None}
     found: dict[str, set[str]] = {room: set() for room in sorted(rooms)}
     for path in files:
         room = room_of(path.with_suffix("").parts)
         if room is None:
             continue
-        tree = ast.parse((root / PACKAGE / path).read_text(encoding="utf-8"))
-        for name in imports_of(tree, (PACKAGE, *path.parent.parts)):
-            if name[0] == PACKAGE and len(name) > 1 and name[1] in rooms and name[1] != room:
-                found[room].add(name[1])
+        tree = ast.parse((root / house / path).read_text(encoding="utf-8"))
+        for name in imports_of(tree, (*base, *path.parent.parts)):
+            for own in names:
+                if name[: len(own)] == own and len(name) > len(own):
+                    other = name[len(own)]
+                    if other in rooms and other != room:
+                        found[room].add(other)
     return found
 
 
@@ -117,32 +143,109 @@ def line_counts(root: Path) -> dict[str, int]:
     }
 
 
+def lines_under(root: Path, directory: str) -> int:
+    """Lines of the Python files under a directory."""
+    return sum(
+        len(path.read_text(encoding="utf-8").splitlines()) for path in (root / directory).rglob("*.py")
+    )
+
+
+def trees(root: Path) -> dict[str, ast.Module]:
+    """The syntax tree of every Python file that the wheel holds."""
+    return {name: ast.parse((root / name).read_text(encoding="utf-8")) for name in line_counts(root)}
+
+
+def crowded(tree: ast.Module) -> list[str]:
+    """Functions of more than eight parameters, `self` not counted."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            told = node.args
+            names = [one.arg for one in (*told.posonlyargs, *told.args, *told.kwonlyargs)]
+            if len([name for name in names if name not in ("self", "cls", "ctx")]) > PARAMETERS:
+                found.append(f"{node.name}:{node.lineno}")
+    return found
+
+
+def memories(tree: ast.Module) -> list[str]:
+    """What one call of a module writes and a later one reads, by name and line."""
+    containers = {
+        target.id: node.lineno
+        for node in tree.body
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    found: dict[str, int] = {}
+    for function in ast.walk(tree):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if any("cache" in ast.unparse(one).split("(")[0].split(".")[-1] and "property" not in ast.unparse(one)
+               for one in function.decorator_list):  # fmt: skip
+            found[function.name] = function.lineno
+        for node in ast.walk(function):
+            if isinstance(node, ast.Global):
+                found |= dict.fromkeys(node.names, function.lineno)
+            written: ast.expr | None = None
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in FILLED
+            ):
+                written = node.func.value
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+                written = node.value
+            if isinstance(written, ast.Name) and written.id in containers:
+                found[written.id] = containers[written.id]
+    return [f"{name}:{line}" for name, line in sorted(found.items())]
+
+
 def limits(root: Path = ROOT) -> list[Limit]:
     """All numbers with their limits."""
-    graph, lines = arrows(root), line_counts(root)
-    round_trip = circle(graph)
+    lines, parsed = line_counts(root), trees(root)
+    rows = []
+    most = {"": (11, 6, 25), "backends/": (21, 7, 38), "patches/": (30, 8, 45)}
+    for name, house in HOUSES.items():
+        graph = arrows(root, house)
+        round_trip = circle(graph)
+        rooms, storeys, between = most[name]
+        rows += [
+            Limit(f"{name}rooms", len(graph), rooms),
+            Limit(
+                f"{name}floors", len(graph) if round_trip else max(floors(graph).values(), default=0), storeys
+            ),
+            Limit(f"{name}arrows between rooms", sum(len(targets) for targets in graph.values()), between),
+            Limit(f"{name}rooms in a circle", len(round_trip), 0),
+        ]
     return [
-        Limit("rooms", len(graph), 11),
-        Limit("floors", len(graph) if round_trip else max(floors(graph).values()), 6),
-        Limit("arrows between rooms", sum(len(targets) for targets in graph.values()), 25),
-        Limit("rooms in a circle", len(round_trip), 0),
+        *rows,
         Limit("branches on a choice's kind outside plans/choices/", len(branches_on_a_kind(root)), 0),
         Limit("median lines of a module", statistics.median(lines.values()), 120),
         Limit("lines of the longest module", max(lines.values()), 400),
+        Limit("lines of Python in the wheel", sum(lines.values()), 36_500),
+        Limit("lines of studies", lines_under(root, "studies"), 10_000),
+        Limit("lines of tests", lines_under(root, "tests"), 40_000),
+        Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 52),
+        Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 37),
     ]
 
 
 def main() -> None:
-    """Print the numbers; exit 1 if one exceeds its limit."""
-    graph = arrows(ROOT)
-    for room, targets in graph.items():
-        print(f"{room}: {', '.join(sorted(targets)) or '-'}")
+    """Print the numbers; exit 1 if one exceeds its limit. `--list` names crowded functions and memories."""
+    for name, house in HOUSES.items():
+        print(f"{name or PACKAGE + '/'}")
+        for room, targets in arrows(ROOT, house).items():
+            print(f"  {room}: {', '.join(sorted(targets)) or '-'}")
     rows = limits()
     for row in rows:
         print(f"{row.name}: {row.value:g} of at most {row.most:g}{'' if row.kept else '  EXCEEDED'}")
     for place in branches_on_a_kind(ROOT):
         print(f"branches on a kind: {place}")
-    print(f"lines of Python in the wheel: {sum(line_counts(ROOT).values())}")
+    if "--list" in sys.argv:
+        for path, tree in trees(ROOT).items():
+            for what, found in (("parameters", crowded(tree)), ("memory", memories(tree))):
+                for place in found:
+                    print(f"{what}: {path}:{place}")
     if not all(row.kept for row in rows):
         sys.exit(1)
 

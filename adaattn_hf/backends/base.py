@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from ..attention.request import AttentionRequest, AttentionResult, CallSpec, Facts, head_dim_of
+from ..attention.facts import Facts
+from ..attention.request import AttentionRequest, AttentionResult, CallSpec, head_dim_of
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
@@ -170,6 +171,36 @@ def bound(backend: Backend, request: AttentionRequest) -> Callable[[], object]:
         grad = torch.ones_like(launch(*inputs, request.scaling, structure))
         return lambda: torch.autograd.grad(launch(*inputs, request.scaling, structure), inputs, grad)
     return lambda: launch(*inputs, request.scaling, structure, request.stored)
+
+
+OPTIONS = {
+    "dropout": "dropout",
+    "softcap": "softcap",
+    "sink_logits": "learned sinks",
+    "bias": "additive bias",
+    "need_lse": "log-sum-exp",
+    "needs_grad": "gradient",
+    "compiling": "form for traced graphs",
+    "opaque": "tensors without memory",
+    "stored": "keys and values stored as codes",
+    "head_windows": "windows per head",
+    "head_until": "rules up to a position",
+}
+"""What a call may ask for beside attention over its structure: facts of a `CallSpec`, and how refusals name them."""
+
+
+def unnamed(spec: CallSpec, kernels: str, serves: Collection[str] = ()) -> tuple[str, ...]:
+    """The refusals of a backend of all that it does not name.
+
+    Args:
+        spec: Facts of the call.
+        kernels: What the backend runs, as the subject of a sentence in the plural.
+        serves: Of `OPTIONS` and `head_precision` those that it serves.
+    """
+    asked = [words for fact, words in OPTIONS.items() if fact not in serves and getattr(spec, fact)]
+    if spec.head_precision != "model" and "head_precision" not in serves:
+        asked.append(f"{spec.head_precision} products per head")
+    return tuple(f"{kernels} have no {words}" for words in asked)
 
 
 def head_refusals(spec: CallSpec, kernels: str) -> list[str]:

@@ -37,7 +37,6 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
     for name in (
         "base",
         "capability",
-        "choice",
         "clocks",
         "first_order",
         "launcher",
@@ -51,7 +50,7 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
         "windows",
     )
 )
-KNOW_ALL_BACKENDS = tuple(f"{P}.backends.{name}" for name in ("select", "tuning"))
+KNOW_ALL_BACKENDS = tuple(f"{P}.backends.{name}" for name in ("order", "select", "tuning"))
 FORBIDDEN_ROOMS = {
     f"{P}.attention.reference": (f"{P}.backends", f"{P}.policy", f"{P}.stats", f"{P}.plans"),
     f"{P}.backends": (f"{P}.attention.reference", f"{P}.policy", f"{P}.stats", f"{P}.plans", f"{P}.config"),
