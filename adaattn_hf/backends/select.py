@@ -19,7 +19,8 @@ from .base import Backend, Launch, facts_of, installed, spec_of
 from .eager import EagerBackend
 from .flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
 from .native.backend import NativeBackend
-from .order import TRITON, order
+from .order import TRITON
+from .order import order as order
 from .sdpa import SdpaBackend
 
 if TYPE_CHECKING:

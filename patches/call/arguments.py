@@ -76,12 +76,7 @@ def read_mask(
         if transient():
             return CallStructure(*call), None
         return recall(call) or remember(call, CallStructure(*call)), None
-    if not isinstance(attention_mask, Tensor):
-        raise TypeError(
-            f"attention_mask: got {type(attention_mask).__name__}, expected a tensor "
-            "[batch, 1 or heads, q_len, kv_len] (boolean, True = attend, or added to the scores) or [batch, kv_len]"
-        )
-    if attention_mask.ndim == 2:
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         if attention_mask.shape[0] not in (1, batch) or attention_mask.shape[1] < kv_len:
             raise ValueError(
                 f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [{batch}, {kv_len}] or more columns"
@@ -96,15 +91,10 @@ def read_mask(
             kv_len - q_len if causal else 0,
             key_padding=attention_mask.bool()[:, attention_mask.shape[1] - kv_len :].expand(batch, -1),
         ), None
-    mask = attention_mask[..., :kv_len]
-    if mask.ndim != 4 or any(
-        size not in (1, extent)
-        for size, extent in zip(mask.shape, (batch, heads, q_len, kv_len), strict=True)
-    ):
-        raise ValueError(
-            f"attention_mask: got shape {tuple(attention_mask.shape)}, expected one that broadcasts to "
-            f"{(batch, heads, q_len, kv_len)}"
-        )
+    from ..refusals import check_dense
+
+    check_dense(module, attention_mask, (batch, heads, q_len, kv_len))
+    mask: Tensor = attention_mask
     if mask.dtype.is_floating_point:
         return CallStructure(batch, q_len, kv_len), mask
     return CallStructure(batch, q_len, kv_len, mask=mask.bool()), None

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from adaattn_hf.attention.tap import SEATED, transform_at_work
 
-from .extended import attend_extended
+from .extended import attend_extended as attend_extended
 from .resolved import launch_of
 
 AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]

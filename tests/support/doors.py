@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.structured_mask import StructuredMask
 
 from .kernels import kernel

@@ -475,7 +475,7 @@ def test_elsewhere_the_order_stays(monkeypatch: pytest.MonkeyPatch, lacks: str) 
     elif lacks == "an older Triton":
         monkeypatch.setattr(hopper, "_installed", lambda: False)
     else:
-        monkeypatch.setattr(select._TRITON, "missing", lambda: ("triton is not installed",))
+        monkeypatch.setattr(select.TRITON, "missing", lambda: ("triton is not installed",))
     assert "triton" not in select.order(heavy())
     assert select.order(heavy(head_windows=True)) == ("fa4", "triton")
 

@@ -46,8 +46,7 @@ class OneCall:
         try:
             # as `guard.lies` asks of each, without a call for each in every layer
             readable = (
-                end is not None
-                and query.is_cpu
+                query.is_cpu
                 and key.is_cpu
                 and value.is_cpu
                 and (q_at := query.data_ptr()) > OFFSETS
@@ -57,7 +56,7 @@ class OneCall:
             )
         except (RuntimeError, NotImplementedError):
             readable = False  # sparse tensors and the like have no storage to ask for
-        if not readable or (self._rules is not None and not at_runs(self._rules, told)):
+        if end is None or not readable or (self._rules is not None and not at_runs(self._rules, told)):
             return self._closely(query, key, value, scaling, structure, stored)
         batch, q_heads, q_len, dim = query.shape
         _, kv_heads, kv_len, dim_v = value.shape
