@@ -15,7 +15,8 @@ from typing import Any
 from .._files import parse_json
 from ..attention.stored import FORMATS
 from .choices import EXACT, Choice
-from .evidence import MOST_HEADS, MOST_LAYERS, UnitRecord, Verified
+from .evidence import MOST_HEADS as MOST_HEADS
+from .evidence import MOST_LAYERS, UnitRecord, Verified
 from .hashes import WHOLE
 from .record import PlanError, read_list, read_record, real, share, text, whole
 

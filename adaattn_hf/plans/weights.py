@@ -49,16 +49,10 @@ class Weights(NamedTuple):
     def of(cls, module: nn.Module) -> Weights:
         """Takes a snapshot of a module's weights."""
         inside = [*parts(module)]
-        holders = tuple(
-            held
-            for part in inside
-            for held in (
-                part.module._parameters,
-                part.module._modules,
-                *(wrapper._modules for wrapper in part.wrappers),
-            )
-            if held
-        )
+        holders: list[dict[str, Any]] = []
+        for part in inside:
+            of_part: tuple[dict[str, Any], ...] = (part.module._parameters, part.module._modules)
+            holders += [held for held in (*of_part, *(outer._modules for outer in part.wrappers)) if held]
         rooms, names, buffers = [], [], []
         for part in inside:
             for name, buffer in part.buffers.items():
@@ -74,7 +68,7 @@ class Weights(NamedTuple):
             counted,
             [*map(_version, counted)],
             [*map(_pointer, tensors)],
-            holders,
+            tuple(holders),
             [*map(len, holders)],
             tuple(chain.from_iterable(map(_values, holders))),
             tuple(rooms),

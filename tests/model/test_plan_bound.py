@@ -161,6 +161,9 @@ def test_a_layer_that_is_exchanged_is_noticed() -> None:
 class Codes(torch.nn.Module):
     """A projection whose weight lies in buffers, as that of a quantised layer does."""
 
+    codes: torch.Tensor
+    scale: torch.Tensor
+
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         scale = linear.weight.detach().abs().amax() / 127

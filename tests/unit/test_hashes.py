@@ -23,9 +23,9 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def holder(**tensors: Any) -> nn.Module:
+def holder(**tensors: Any) -> Any:
     """A module with these buffers."""
-    made = nn.Module()
+    made: Any = nn.Module()
     for name, tensor in tensors.items():
         made.register_buffer(name, tensor)
     return made
@@ -162,7 +162,7 @@ class Wrapper(nn.Module):
 
 @pytest.mark.parametrize("name", ["base_layer", "original_module", "_orig_mod"])
 def test_wrappers_are_looked_through(name: str) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     before = weight_hash(module)
     module[1] = Wrapper(Wrapper(module[1], name), "base_layer")
     assert weight_hash(module) == before

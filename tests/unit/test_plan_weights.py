@@ -137,7 +137,7 @@ def test_a_change_of_a_buffer_is_noticed(change: Callable[[Any], None]) -> None:
 
 def test_what_an_adapter_trains_is_no_change_and_what_it_wraps_is() -> None:
     used = module()
-    adapter = nn.Module()
+    adapter: Any = nn.Module()
     adapter.base_layer, adapter.lora_A = used.k_proj, nn.Linear(4, 2)
     used.k_proj = adapter
     weights = Weights.of(used)
