@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from adaattn_hf.backends.native import build, library
 from adaattn_hf.cli import main
 from adaattn_hf.errors import UsageError
-from adaattn_hf.patches.interface import attention_function
+from adaattn_hf.patches.call.interface import attention_function
 
 from .sanitize import compile_fuzzers
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis.errors import UnsatisfiedAssumption
 
-from adaattn_hf.backends.base import facts_of
+from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.sdpa import dispatch
-from adaattn_hf.patches import fast_path, interface, masks, packing, told
+from adaattn_hf.patches import masks, packing, told
 from tests.support import malformed, valid
 from tests.support.doors import HUB
 from tests.support.kernels import kernel
@@ -177,13 +177,25 @@ def test_it_reports_masks_that_a_door_reads_as_numbers_to_add(monkeypatch: pytes
     assert reported(malformed.malformed((HUB,)), malformed.judge, 4000, flat)
 
 
-def test_it_reports_a_remembered_call_that_forgets_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_the_query(backend: Any, query: Any, key: Any, value: Any, stored: bool) -> Any:
-        beside = (torch.empty_like(t, device=query.device) for t in (key, value))
-        return facts_of(backend, query, *beside, stored)
+class Forgetful(dict[Any, Any]):
+    """Launches by kinds in which keys and values lie wherever queries do."""
 
-    for module in (interface, fast_path):
-        monkeypatch.setattr(module, "facts_of", by_the_query)
+    @staticmethod
+    def _kind(kind: Any) -> Any:
+        places = [i for i, fact in enumerate(kind) if isinstance(fact, torch.device)]
+        return (
+            tuple(kind[places[0]] if i in places else fact for i, fact in enumerate(kind)) if places else kind
+        )
+
+    def get(self, kind: Any, default: Any = None) -> Any:
+        return super().get(self._kind(kind), default)
+
+    def __setitem__(self, kind: Any, decided: Any) -> None:
+        super().__setitem__(self._kind(kind), decided)
+
+
+def test_it_reports_kinds_that_forget_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "launches", Forgetful())
     found = reported(again.repeated(), again.judge, 600)
     assert "numbers came of a tensor without numbers" in found
 
