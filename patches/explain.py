@@ -19,6 +19,7 @@ from adaattn_hf.backends.select import BACKENDS, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.reading import read_plan
 from adaattn_hf.plans.store import plan_of
+from adaattn_hf.plans.wording import legend
 
 from .cache.keyword import cache_in, with_cache
 from .cache.memory import CacheMemory, memory_of
@@ -67,6 +68,8 @@ class Explanation:
     layers: tuple[LayerChoice, ...]
     cache: CacheMemory | None = None
     """Memory of the model's key/value cache, None for a model without one."""
+    legend: str = ""
+    """What the labels of the plan's choices mean, empty without a plan."""
 
     def __str__(self) -> str:
         """One line per group of layers with equal backend, call and plan; then the refusals not listed before."""
@@ -92,6 +95,8 @@ class Explanation:
             lines.append(f"  cache    {self.cache}")
         if not self.layers:
             lines.append("  no attention layer of this model called the attention interface")
+        if any(choice.plan for choice in self.layers):
+            lines.append(f"  labels   {self.legend}")
         return "\n".join(lines)
 
 
@@ -148,12 +153,15 @@ def explain(
     found = [
         _explained(name, tower, inputs, device, dtype, cache, streaming, given) for name, tower in towers
     ]
+    plans = [given] if given is not None else [plan_of(tower) for _, tower in towers]
+    shown = [choice for one in plans if one is not None for layer in one.layers for choice in layer.choices]
     names = dict.fromkeys(str(tower.config._attn_implementation) for _, tower in towers)
     return Explanation(
         ", ".join(type(tower).__name__ for _, tower in towers),
         ", ".join(names),
         tuple(choice for choices, _ in found for choice in choices),
         next((memory for _, memory in found if memory is not None), None),
+        legend(shown),
     )
 
 

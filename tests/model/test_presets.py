@@ -75,5 +75,6 @@ def test_the_explanation_shows_the_plan() -> None:
     text = str(adaattn_hf.explain(model))
     assert text.count("plan: ") == 3  # prefill, padded and decode of one layer
     assert "on key/value heads 0, 1" in text
+    assert text.count("w4+0: the last 4 keys") == 1
     by_layer = {choice.layer: choice.plan for choice in adaattn_hf.explain(model).layers}
     assert [bool(plan) for plan in by_layer.values()] == [False, True]
