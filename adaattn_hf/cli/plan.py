@@ -207,18 +207,17 @@ def _numbers(plan: Plan) -> dict[str, float | None]:
 
 def _words(numbers: Mapping[str, float | None]) -> dict[str, str]:
     """The same as people read it."""
-    from ..plans.wording import in_nats, rise, times
+    from ..plans.wording import allowed, at_most, in_nats, rise, times
 
-    return {
-        name: "none"
-        if value is None
-        else f"{rise(value)} ({in_nats(value)})"
-        if name.endswith("nats/token")
-        else times(value)
-        if "times" in name
-        else f"{value:g}"
-        for name, value in numbers.items()
-    }
+    def word(name: str, value: float | None) -> str:
+        if value is None:
+            return "none"
+        if name.endswith("nats/token"):
+            percent = allowed if name.startswith("budget") else at_most if "at most" in name else rise
+            return f"{percent(value)} ({in_nats(value)})"
+        return times(value) if "times" in name else f"{value:g}"
+
+    return {name: word(name, value) for name, value in numbers.items()}
 
 
 def _draw(name: str, target: Path, draw: Callable[[Path], None]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from adaattn_hf.attention.tap import listening
 from adaattn_hf.calibration import benefit
-from adaattn_hf.calibration.arms import exact_tap
+from adaattn_hf.calibration.arms import exact_tap, silent
 
 from ..support.models import fresh_pair, tokens
 
@@ -25,7 +25,11 @@ def bench(model: Any, length: int, batch: int = 1) -> Any:
     reading = SimpleNamespace(tokens=ids)
     settings = SimpleNamespace(batch=batch)
     return SimpleNamespace(
-        model=model, samples={length: sample}, readings=lambda _: [reading], settings=settings
+        model=model,
+        samples={length: sample},
+        readings=lambda _: [reading],
+        settings=settings,
+        progress=silent,
     )
 
 
