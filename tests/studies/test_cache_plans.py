@@ -25,7 +25,8 @@ def written(directory: Path, cache: dict[str, Any] | None) -> Path:
         "format": 2, "model_type": "llama", "weight_hash": "model:0",
         "configuration": {"head_dim": 8}, "dtype": "float32", "adaattn": "0", "torch": "2",
         "transformers": "5", "budget": 1e-3, "seed": 0, "data_fingerprint": "", "units": [], "verified": VERDICT,
-        "protocol": {"machine": "a device", "cache": cache}, "lengths": [64], "tensors": "", "attention_layers": [], "layers": [],
+        "protocol": {"machine": "a device", "cache": cache}, "lengths": [64], "tensors": "", "layers": [],
+        "attention_layers": [],
     }  # fmt: skip
     directory.mkdir()
     (directory / "adaattn_plan.json").write_text(json.dumps(plan))
