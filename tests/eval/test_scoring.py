@@ -140,6 +140,38 @@ def test_a_worse_arm_shows(llama: Path) -> None:
     assert not scores.agree.all()
 
 
+@pytest.mark.parametrize("stride", [5, 16])
+def test_strided_windows_are_the_loop_of_transformers(llama: Path, stride: int) -> None:
+    """Its documentation's page on perplexity, written out: the loss of each window times what it scores."""
+    context, loaded = 16, checkpoint.load(llama, dtype="float32", device="cpu")
+    corpus = corpora.text_corpus([("a", "the lamp and the keeper of the light " * 5)], "here", "x")
+    task = tasks.build(
+        loaded, corpus, Settings(windows="strided", context=context, stride=stride, add_bos=False)
+    )
+    ids = torch.tensor([loaded.tokenizer.encode(corpus.documents[0].text, add_special_tokens=False)])
+    loaded.model.set_attn_implementation("eager")
+    total, count, before = 0.0, 0, 0
+    for begin in range(0, ids.shape[1], stride):
+        end = min(begin + context, ids.shape[1])
+        read = ids[:, begin:end]
+        labels = read.clone()
+        labels[:, : -(end - before)] = -100
+        scored = int((labels[:, 1:] != -100).sum())
+        if scored:
+            with torch.no_grad():
+                total += float(loaded.model(read, labels=labels).loss) * scored
+        count, before = count + scored, end
+        if end == ids.shape[1]:
+            break
+    assert sum(len(window.targets) for window in task.windows) == count > 40
+    found = measured(
+        llama, corpus, windows="strided", context=context, stride=stride, add_bos=False
+    ).tokens.scores.nll
+    assert found.shape[1] == count
+    for arm in found:
+        assert arm.sum() == pytest.approx(total, rel=1e-6)
+
+
 def test_totals_are_their_definitions() -> None:
     totals = Totals(nll=30.0, tokens=10, words=8, bytes=40)
     assert totals.perplexity == pytest.approx(math.exp(3))

@@ -61,6 +61,15 @@ def test_where_there_is_no_terminal_a_line_says_how_far_it_is_however_long_a_ste
     assert capsys.readouterr().err == ""
 
 
+def test_a_name_sends_no_control_sequence_to_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.shown_progress("evil\x1b]0;owned\x07\x9b31m [red]x", quiet=False) as tell:
+        tell(3, 3)
+    written = capsys.readouterr().err
+    assert "evil" in written
+    assert "[red]x" in written
+    assert not set(written) & {"\x1b", "\x07", "\x9b"}
+
+
 @pytest.mark.parametrize("dtype", ["float32"])
 def test_another_arm_and_one_dtype(tmp_path: Path, dtype: str) -> None:
     chosen = ("--impl", "adaattn_eager", "--dtype", dtype, "--quiet", "--output", str(tmp_path))

@@ -65,7 +65,7 @@ def test_offloaded_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "gemma3-hybrid"])
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2-softcap", "gemma3-hybrid", "gpt-oss-sinks"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_sliding_layers_past_their_window(name: str, kind: str) -> None:
     """Prompt and answer are several windows long, so that layers have dropped keys."""
@@ -98,7 +98,9 @@ def test_quantised_cache_in_fp8(name: str) -> None:
     assert_same(found[0][1], found[1][1], rtol=2e-2)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "mistral-window", "gemma2-softcap", "gemma3-hybrid", "gpt-oss-sinks"]
+)
 @pytest.mark.parametrize("draft", ["model", "prompt lookup"])
 def test_drafts_change_nothing(name: str, draft: str) -> None:
     _, ours = pair(name)

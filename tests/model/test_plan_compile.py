@@ -140,6 +140,16 @@ def test_compiled_equals_uncompiled(choice: Choice, padding: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)
+def test_at_a_fixed_length_compiled_equals_uncompiled_to_the_bit(choice: Choice) -> None:
+    model, ids = planned(choice), tokens(2)
+    plain = model(ids, use_cache=False).logits
+    assert torch.equal(
+        torch.compile(model, backend="eager", dynamic=False)(ids, use_cache=False).logits, plain
+    )
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kept", ["static", "dynamic"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_compiled_steps_in_a_cache_equal_uncompiled_ones(family: str, kept: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis.errors import UnsatisfiedAssumption
 
+from adaattn_hf.attention import stored
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.sdpa import dispatch
 from adaattn_hf.patches import masks, packing, told
+from adaattn_hf.patches.cache import disk
+from adaattn_hf.patches.cache import tokens as cache_tokens
+from adaattn_hf.patches.call import interface
+from adaattn_hf.plans import fit, hashes
+from adaattn_hf.plans.weights import Weights
 from tests.support import malformed, valid
 from tests.support.doors import HUB
 from tests.support.kernels import kernel
 
-from .searching import again, graphs, oracle, ways, whole
+from .searching import again, changed, files, graphs, oracle, ways, whole
 from .searching.drawing import Drawing
 
 pytestmark = [
@@ -66,6 +72,18 @@ def test_the_kernel_of_the_hub_refuses_what_the_package_refuses(call: malformed.
     assert malformed.judge(call)
 
 
+@settings(max_examples=25)
+@given(call=changed.changed())
+def test_a_plan_runs_while_its_model_is_what_it_was(call: changed.Changed) -> None:
+    assert changed.judge(call)
+
+
+@settings(max_examples=150)
+@given(call=files.saved())
+def test_a_saved_cache_is_what_was_saved(call: files.Saved) -> None:
+    assert files.judge(call)
+
+
 # ------------------------------------------------------------------- each fix taken out, and the search that reports it
 def reported(
     strategy: Any, judge: Callable[[Any], str], most: int, only: Callable[[Any], bool] = lambda _: True
@@ -93,7 +111,9 @@ def forward_of_the_kernel() -> ModuleType:
 
 def borderless(case: whole.Whole) -> bool:
     """Whether positions could be taken for documents."""
-    return case.family in oracle.BORDERLESS and case.given.positions is not None
+    return (
+        case.family in oracle.BORDERLESS and case.given.positions is not None and case.given.cache != "int8"
+    )
 
 
 def test_it_reports_positions_that_overrule_a_mask_or_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,27 +197,107 @@ def test_it_reports_masks_that_a_door_reads_as_numbers_to_add(monkeypatch: pytes
     assert reported(malformed.malformed((HUB,)), malformed.judge, 4000, flat)
 
 
-class Forgetful(dict[Any, Any]):
-    """Launches by kinds in which keys and values lie wherever queries do."""
+def test_it_reports_a_remembered_call_that_forgets_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory: dict[Any, Any] = {}
 
-    @staticmethod
-    def _kind(kind: Any) -> Any:
-        places = [i for i, fact in enumerate(kind) if isinstance(fact, torch.device)]
-        return (
-            tuple(kind[places[0]] if i in places else fact for i, fact in enumerate(kind)) if places else kind
-        )
+    def by_the_query(kind: tuple[Any, ...]) -> tuple[Any, ...]:
+        beside = [number for number, fact in enumerate(kind) if isinstance(fact, torch.device)][1:]
+        return tuple(fact for number, fact in enumerate(kind) if number not in beside)
 
-    def get(self, kind: Any, default: Any = None) -> Any:
-        return super().get(self._kind(kind), default)
+    monkeypatch.setattr(select, "launches", SimpleNamespace(get=lambda kind: memory.get(by_the_query(kind))))
+    monkeypatch.setattr(
+        select, "remember", lambda kind, launch: memory.setdefault(by_the_query(kind), launch)
+    )
 
-    def __setitem__(self, kind: Any, decided: Any) -> None:
-        super().__setitem__(self._kind(kind), decided)
+    def elsewhere(call: again.Again) -> bool:
+        return call.first.backend == "sdpa" and "on meta" in " ".join(call.then.changes)
 
-
-def test_it_reports_kinds_that_forget_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "launches", Forgetful())
-    found = reported(again.repeated(), again.judge, 600)
+    found = reported(again.repeated(), again.judge, 4000, elsewhere)
     assert "numbers came of a tensor without numbers" in found
+
+
+def test_it_reports_rows_of_padding_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = interface.launch_of
+
+    def launch_of(*given: Any) -> Any:
+        found = real(*given)
+        if found is None:
+            return None
+        launch, structure = found
+        hidden = structure.key_padding
+        if hidden is None or structure.q_len != structure.kv_len:
+            return found
+        return (lambda *told: launch(*told) * hidden[:, :, None, None]), structure
+
+    monkeypatch.setattr(interface, "launch_of", launch_of)
+
+    def padded(case: whole.Whole) -> bool:
+        return case.given.words["mask"] == "right" and case.implementation == "adaattn" and not case.prepared
+
+    assert "off by" in reported(whole.wholes(), oracle.judge, 4000, padded)
+
+
+def test_it_reports_codes_that_ask_for_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hadamard(n: int, device: Any = "cpu") -> torch.Tensor:
+        return real(n, device).to(torch.get_default_dtype())
+
+    real = stored.hadamard
+    for module in (stored, cache_tokens):
+        monkeypatch.setattr(module, "hadamard", hadamard)
+
+    def coded(case: whole.Whole) -> bool:
+        return case.given.cache == "int8" and case.default is torch.bfloat16
+
+    assert "have the same dtype" in reported(whole.wholes(), oracle.judge, 4000, coded)
+
+
+@pytest.mark.parametrize("change", ["columns", "buffers", "adapter merged", "settings"])
+def test_it_reports_a_plan_that_outlives_its_model(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    if change == "settings":
+        monkeypatch.setattr(fit, "refuse_other_configuration", lambda *_: None)
+    elif change == "adapter merged":
+        monkeypatch.setattr(fit, "watch", lambda *_: None)
+    else:
+        monkeypatch.setattr(Weights, "same", lambda weights: True)
+
+    def of_kind(call: changed.Changed) -> bool:
+        return call.change == change and not call.loads
+
+    assert "served, though the model computes otherwise" in reported(
+        changed.changed(), changed.judge, 2000, of_kind
+    )
+
+
+def test_it_reports_a_hash_that_sees_few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sampled(tensor: torch.Tensor) -> list[bytes]:
+        flat = tensor.detach().reshape(-1)
+        step = max(1, flat.numel() // 65536)
+        return [f"{tuple(tensor.shape)}".encode(), flat[::step].clone().view(torch.uint8).numpy().tobytes()]
+
+    monkeypatch.setattr(hashes, "_of_tensor", sampled)
+
+    def unseen(call: changed.Changed) -> bool:
+        return call.wide and call.change in ("columns unseen", "columns elsewhere")
+
+    assert "served, though" in reported(changed.changed(), changed.judge, 9000, unseen)
+
+
+def test_it_reports_a_hash_that_leaves_buffers_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashes, "saved_weights", lambda module: dict(module.named_parameters()))
+
+    def in_buffers(call: changed.Changed) -> bool:
+        return call.change == "buffers"
+
+    assert "served, though" in reported(changed.changed(), changed.judge, 2000, in_buffers)
+
+
+def test_it_reports_files_without_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_checksum", lambda *_: "")
+    files.original.cache_clear()
+    try:
+        assert "accepted, and off by" in reported(files.saved(), files.judge, 300)
+    finally:
+        files.original.cache_clear()
 
 
 def test_it_reports_a_program_that_tracers_do_not_see(monkeypatch: pytest.MonkeyPatch) -> None:

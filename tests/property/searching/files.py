@@ -10,12 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import transformers as tf
 from hypothesis import strategies as st
 from torch import Tensor
 
 from adaattn_hf import AdaAttnCache, load_cache, save_cache
+from adaattn_hf.patches.cache import disk
 from tests.support.families import models
 from tests.support.malformed import Shown, raised_here
 from tests.support.models import tokens
@@ -110,15 +112,14 @@ def harmed(call: Saved, whole: bytes) -> bytes:
         return whole[:at]
     if call.harm == "longer":
         return whole + whole[:at]
-    return with_metadata(call, whole) if call.harm == "metadata" else whole
+    return with_metadata(call, whole) if call.harm in ("metadata", "sealed") else whole
 
 
 def with_metadata(call: Saved, whole: bytes) -> bytes:
-    """The file with one value of its metadata changed, in a header that is as it should be."""
+    """The file with one value of its metadata changed, in a header that is as it should be; `sealed` anew or not."""
     (length,) = struct.unpack("<Q", whole[:8])
     header = json.loads(whole[8 : 8 + length])
-    name, text = next(iter(header["__metadata__"].items()))
-    about = json.loads(text)
+    about = json.loads(header["__metadata__"][disk._KEY])
     places = [*paths(about)]
     *way, last = places[int(call.place * len(places))]
     holder = about
@@ -126,7 +127,9 @@ def with_metadata(call: Saved, whole: bytes) -> bytes:
         holder = holder[step]
     holder[last] = call.junk
     text = json.dumps(about).replace('"DEEP"', "[" * DEEP + "]" * DEEP)
-    header["__metadata__"][name] = text
+    header["__metadata__"][disk._KEY] = text
+    if call.harm == "sealed":
+        header["__metadata__"][disk._CHECKSUM] = disk._checksum(text, safetensors.torch.load(whole))
     new = json.dumps(header).encode()
     return struct.pack("<Q", len(new)) + new + whole[8 + length :]
 

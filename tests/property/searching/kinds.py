@@ -46,7 +46,14 @@ KINDS = {
         "calls by every door, traced, batched, in forward mode, with keywords that mean something",
     ),
     "again": Kind(0.05, 10_000, "calls that follow one like them, with tensors of another device or kind"),
-    "files": Kind(0.02, 1_000, "saved caches with flipped bits, cut short, with other metadata"),
+    "changed": Kind(
+        0.01, 500, "models that change in weights, buffers, settings, dtype after a plan was made"
+    ),
+    "files": Kind(
+        0.02,
+        1_000,
+        "saved caches with flipped bits, cut short, with other metadata and a new checksum",
+    ),
     "models": Kind(
         0.09,
         1_000,
@@ -62,7 +69,7 @@ def searched(kind: str) -> tuple[Any, Callable[[Any], str]]:
     from tests.support import malformed, malformed_rules, planned, valid
     from tests.support.doors import HUB
 
-    from . import again, files, graphs, oracle, ways, whole
+    from . import again, changed, files, graphs, oracle, ways, whole
 
     made: dict[str, tuple[Any, Callable[[Any], str]]] = {
         "valid": (valid.calls(), valid.judge),
@@ -74,6 +81,7 @@ def searched(kind: str) -> tuple[Any, Callable[[Any], str]]:
         "hub malformed": (malformed.malformed((HUB,)), malformed.judge),
         "ways": (ways.ways(), ways.judge),
         "again": (again.repeated(), again.judge),
+        "changed": (changed.changed(), changed.judge),
         "files": (files.saved(), files.judge),
         "models": (whole.wholes(), oracle.judge),
         "graphs": (graphs.graphed(), graphs.judge),
@@ -93,6 +101,7 @@ def chunk(kind: str, seed: int, cases: int, library: Path | None = None) -> dict
         raise SystemExit("; ".join(native.missing()))
     torch.set_num_threads(1)
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     kernel("adaattn")  # built before anything is judged: what its build raises is nobody's refusal
     strategy, judge = searched(kind)
     verdicts: collections.Counter[str] = collections.Counter()

@@ -1,0 +1,231 @@
+"""Models that change after a plan was made for them: a plan runs while the model computes what it was proven on."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from hypothesis import assume
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import adaattn_hf
+from adaattn_hf.plans.choices import Choice, Precision, Window
+from adaattn_hf.plans.plan import PlanError
+from adaattn_hf.plans.store import attention_modules
+from tests.support.families import models
+from tests.support.malformed import Shown
+from tests.support.models import tokens
+from tests.support.plans import give
+from tests.support.requests import generator
+
+WIDE = {
+    "hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 1,
+}
+"""A model whose matrices have more entries than anybody would look at one by one: 512 rows of 512."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 7},
+    "opt": {},
+}
+ADAPTED = {"gpt2": ["c_attn"]}
+"""Layers that an adapter is put on, where they are not `q_proj` and `v_proj`."""
+_LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 8.0}
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "llama": [{"rope_parameters": _LINEAR}, {"rms_norm_eps": 0.1}, {"hidden_act": "gelu"}],
+    "qwen3": [{"rope_parameters": _LINEAR}, {"rms_norm_eps": 0.1}],
+    "mistral": [{"sliding_window": 2}, {"sliding_window": None}, {"rope_parameters": _LINEAR}],
+    "gpt2": [{"layer_norm_epsilon": 0.1}, {"scale_attn_weights": False}, {"activation_function": "relu"}],
+    "opt": [{"activation_function": "gelu"}, {"do_layer_norm_before": False}],
+}
+"""What a configuration is loaded with instead, by family."""
+CHOICES = (Choice.of(Window(3)), Choice.of(Precision("bf16")), Choice.of(Window(4, 1), Precision("bf16")))
+CHANGES = (
+    "nothing", "columns", "columns", "buffers", "columns unseen", "columns elsewhere", "assigned", "adapter",
+    "adapter merged", "settings", "settings", "dtype", "autocast",
+)  # fmt: skip
+HARMLESS = ("nothing", "adapter")
+ASKED_BY_LOAD = ("columns unseen", "columns elsewhere")
+"""Changes that leave no trace for a forward pass: it is `load_plan` that compares weights anew."""
+
+
+class InBuffers(nn.Module):
+    """A linear layer whose weights are buffers, as those of quantised layers."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("packed", linear.weight.detach().clone())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The product."""
+        return hidden @ self.packed.t()
+
+
+@dataclass(repr=False)
+class Changed(Shown):
+    """A model under a plan, and what is made of it.
+
+    Attributes:
+        family, wide: Which model.
+        choice: What its plan says of every head.
+        change: One of `CHANGES`.
+        seed: Of places and numbers of the change.
+        loads: Whether `load_plan` is asked after it, and not the next forward pass alone.
+    """
+
+    family: str
+    wide: bool
+    choice: Choice
+    change: str
+    seed: int
+    loads: bool
+
+    def __repr__(self) -> str:
+        """All of it."""
+        size = "wide" if self.wide else "tiny"
+        return f"Changed({size} {self.family}, {self.choice.label}, {self.change} {self.seed}, loads={self.loads})"
+
+
+@st.composite
+def changed(draw: st.DrawFn) -> Changed:
+    """Any model and any change that it can undergo."""
+    family, change = draw(st.sampled_from(list(FAMILIES))), draw(st.sampled_from(CHANGES))
+    wide = family == "llama" and draw(st.booleans())
+    assume(change != "buffers" or family in ("llama", "qwen3", "mistral"))
+    choice = draw(st.sampled_from(CHOICES))
+    return Changed(family, wide, choice, change, draw(st.integers(0, 999)), draw(st.booleans()))
+
+
+def fresh(call: Changed) -> Any:
+    """The model, before anybody gave it a plan."""
+    changes = FAMILIES[call.family] | (WIDE if call.wide else {})
+    model = models(call.family, changes, tf.AutoModelForCausalLM).ours.requires_grad_(False)
+    if call.change == "buffers":
+        for _, module in attention_modules(model, model.config.model_type):
+            module.o_proj = InBuffers(module.o_proj)
+    return model
+
+
+def exact(model: Any, **asked: Any) -> Tensor:
+    """What a copy of a model computes under stock attention, which knows no plan."""
+    twin = copy.deepcopy(model)
+    (twin.get_base_model() if hasattr(twin, "get_base_model") else twin).set_attn_implementation("sdpa")
+    with torch.no_grad():
+        logits: Tensor = twin(tokens(2, 11), **asked).logits
+    return logits
+
+
+def spoilt(weight: Tensor, source: torch.Generator) -> None:
+    """Sets some columns to zero, most of them or a single one, or a single number to another one."""
+    columns, kind = weight.shape[1], int(torch.randint(0, 4, (), generator=source))
+    if kind == 0:
+        hit = torch.arange(columns) % 4 != 0
+    elif kind == 1:
+        hit = torch.rand(columns, generator=source) < 0.5
+    else:
+        hit = torch.arange(columns) == int(torch.randint(0, columns, (), generator=source))
+    if kind == 3:
+        row = int(torch.randint(0, weight.shape[0], (), generator=source))
+        weight[row, hit] += 1.0
+    else:
+        weight[:, hit] = 0.0
+
+
+def attention_weights(model: Any, source: torch.Generator) -> Tensor:
+    """A matrix of a planned layer, or the buffer that stands for it."""
+    modules = [module for _, module in attention_modules(model, model.config.model_type)]
+    module = modules[int(torch.randint(0, len(modules), (), generator=source))]
+    held = [t for t in (*module.parameters(), *module.buffers()) if t.dim() == 2]
+    return held[int(torch.randint(0, len(held), (), generator=source))]
+
+
+def in_memory(call: Changed, model: Any, source: torch.Generator) -> Any:
+    """The model after a change of its weights."""
+    if call.change == "buffers":
+        module = next(part for part in model.modules() if isinstance(part, InBuffers))
+        spoilt(module.packed, source)
+    elif call.change == "columns":
+        spoilt(attention_weights(model, source), source)
+    elif call.change == "columns unseen":
+        spoilt(attention_weights(model, source).data, source)
+    elif call.change == "columns elsewhere":
+        inner = {id(t) for _, m in attention_modules(model, model.config.model_type) for t in m.parameters()}
+        others = [p for p in model.base_model.parameters() if p.dim() == 2 and id(p) not in inner]
+        spoilt(others[int(torch.randint(0, len(others), (), generator=source))], source)
+    elif call.change == "assigned":
+        other = copy.deepcopy(model)
+        spoilt(attention_weights(other, source), source)
+        model.load_state_dict(other.state_dict(), assign=True)
+    elif call.change.startswith("adapter"):
+        wanted = LoraConfig(r=2, target_modules=ADAPTED.get(call.family, ["q_proj", "v_proj"]))
+        model = get_peft_model(model, wanted)
+        if call.change == "adapter merged":
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.data.normal_(0, 0.3, generator=source)
+            model = model.merge_and_unload()
+    return model.eval()
+
+
+def reloaded(call: Changed, model: Any, source: torch.Generator) -> Any:
+    """The model after a way through its directory, read with another setting or dtype."""
+    override: dict[str, Any] = {"dtype": torch.bfloat16}
+    if call.change == "settings":
+        settings = SETTINGS[call.family]
+        override = settings[int(torch.randint(0, len(settings), (), generator=source))]
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(Path(directory))
+        again = type(model).from_pretrained(directory, attn_implementation="adaattn", **override)
+    return again.requires_grad_(False).eval()
+
+
+def planned(call: Changed, model: Any) -> Tensor:
+    """What the model computes under its plan.
+
+    Raises:
+        PlanError: The plan is not that of the model.
+    """
+    if call.loads or call.change in ASKED_BY_LOAD:
+        adaattn_hf.load_plan(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=call.change == "autocast"):
+        logits: Tensor = model(tokens(2, 11)).logits
+    return logits
+
+
+def judge(call: Changed) -> str:
+    """`refused` where the model computes something else, `served` where it does not.
+
+    Raises:
+        AssertionError: A plan runs on a model that it was not proven on, or is refused where nothing changed.
+    """
+    model, source = fresh(call), generator(call.seed)
+    give(model, call.choice, layers=tuple(range(model.config.num_hidden_layers)))
+    right, before = planned(replace(call, change="nothing"), model), exact(model)
+    change: Callable[..., Any] = reloaded if call.change in ("settings", "dtype") else in_memory
+    with torch.no_grad():
+        model = change(call, model, source)
+    with torch.autocast("cpu", torch.bfloat16, enabled=call.change == "autocast"):
+        moved = float((exact(model).float() - before).abs().amax())
+    try:
+        found = planned(call, model)
+    except PlanError as error:
+        if call.change in HARMLESS:
+            raise AssertionError(f"refused, though nothing changed: {error}") from error
+        return "refused"
+    assert moved < 1e-6, f"served, though the model computes otherwise, by {moved:.2e}"
+    away = float((found - right).abs().amax())
+    assert away < 1e-5, f"served otherwise, off by {away:.2e}"
+    return "served"
