@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..attention.request import check_dtype
+from adaattn_hf.attention.request import check_dtype
 
 
 def restored(out: Tensor, dtype: torch.dtype) -> Tensor:

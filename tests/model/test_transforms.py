@@ -77,7 +77,8 @@ def test_a_traced_model_computes_attention_of_its_inputs(family: str) -> None:
 @pytest.mark.parametrize("said", ["sinks", "softcap", "documents"])
 def test_a_traced_call_computes_attention_of_its_inputs(name: str, said: str) -> None:
     """A program of parts that are written into one output is no graph: its numbers would stay those of its making."""
-    keywords: dict[str, Any] = {"sinks": {"s_aux": torch.randn(4)}, "softcap": {"softcap": 2.0}}.get(said, {})
+    known: dict[str, dict[str, Any]] = {"sinks": {"s_aux": torch.randn(4)}, "softcap": {"softcap": 2.0}}
+    keywords = known.get(said, {})
     batch = 2
     if said == "documents":
         borders, batch = torch.tensor([0, 3, 7], dtype=torch.int32), 1

@@ -311,7 +311,7 @@ def test_the_same_seed_draws_the_same() -> None:
         first, second = (Drawing("1 0") for _ in range(2))
         pairs = []
         for draw in (first, second):
-            drawn = []
+            drawn: list[str] = []
             while len(drawn) < 5:
                 try:
                     drawn.append(repr(draw(strategy)))

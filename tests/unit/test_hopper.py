@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (the modules below import triton)
 from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
-from adaattn_hf.backends import capability, select  # noqa: E402
+from adaattn_hf.backends import capability, order, select  # noqa: E402
 from adaattn_hf.backends.remembered import Remembered  # noqa: E402
 from adaattn_hf.backends.repeats import as_if_repeated  # noqa: E402
 from adaattn_hf.backends.triton import dealing, hopper, launch, prefill, shapes, tables  # noqa: E402
@@ -475,7 +475,7 @@ def test_elsewhere_the_order_stays(monkeypatch: pytest.MonkeyPatch, lacks: str) 
     elif lacks == "an older Triton":
         monkeypatch.setattr(hopper, "_installed", lambda: False)
     else:
-        monkeypatch.setattr(select.TRITON, "missing", lambda: ("triton is not installed",))
+        monkeypatch.setattr(order.TRITON, "missing", lambda: ("triton is not installed",))
     assert "triton" not in select.order(heavy())
     assert select.order(heavy(head_windows=True)) == ("fa4", "triton")
 

@@ -1,35 +1,78 @@
-"""The Triton kernels compile for devices that are not here: the interpreter takes code that the compiler refuses."""
+"""The Triton kernels compile for devices that are not here, and what calls launch there fits their shared memory.
+
+The interpreter takes code that the compiler refuses. Here are the calls that come closest to a device's limit, and one
+of each kernel; `make compiled` has all of them.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 
+from adaattn_hf.backends.capability import of_sm
+
 from ..support.source_tree import ROOT
 
 pytest.importorskip("triton", minversion="3.6", reason="Gluon came with Triton 3.6")
 
-KERNELS = {"decode", "forward", "over_lists", "prepare", "of_keys", "of_queries", "decode_codes", "choose"}
-FOR = {90: {"specialised"}}
+CLOSEST = (
+    "plain, heads of 128, gradients",
+    "plain, heads of 256, gradients",
+    "packed, heads of 128, windows per head, gradients",
+    "step, heads of 128, 71 sharing keys, bfloat16",
+    "step of a graph, heads of 256, 8 sharing keys, float32",
+    "step over k8v4, heads of 256, 8 sharing keys, bfloat16",
+)
+OTHERS = (
+    "plain, heads of 64, gradients",
+    "plain, heads of 96, windows per head",
+    "padded, heads of 256, windows per head, gradients",
+    "windowed, heads of 64",
+    "softcap, heads of 256, gradients",
+    "step, heads of 64, 8 sharing keys, bfloat16",
+    "step, heads of 256, 8 sharing keys, bfloat16, windows per head",
+    "step over int8, heads of 128, 8 sharing keys, bfloat16",
+)
+KERNELS = {"decode", "decode_codes", "forward", "prepare", "of_keys", "of_queries"}
+HOPPER = {"specialised"}
 """Those that one compute capability has to itself."""
-SHARED = {80: 163 << 10, 90: 227 << 10}
-"""Bytes of shared memory that a program may take, by compute capability (CUDA C++ Programming Guide)."""
 
 
-@pytest.mark.parametrize("capability", SHARED)
-def test_kernels_compile_and_fit(capability: int, checkout: object) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.compiled", str(capability)],
+def compiled(sm: int, calls: tuple[str, ...], *more: str) -> subprocess.CompletedProcess[str]:
+    """Another process compiles what these calls launch: in this one kernels are interpreted."""
+    return subprocess.run(
+        [sys.executable, "-m", "studies.compiled", str(sm), *more, "--calls", *calls],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONSAFEPATH": ""},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+# those whose programs have least are compiled for the most
+@pytest.mark.parametrize(
+    ("sm", "calls"),
+    [(86, CLOSEST + OTHERS), (120, CLOSEST + OTHERS), (80, CLOSEST), (89, CLOSEST), (90, CLOSEST)],
+    ids=lambda one: str(one) if isinstance(one, int) else "",
+)
+def test_kernels_compile_and_fit(sm: int, calls: tuple[str, ...], checkout: object) -> None:
+    done = compiled(sm, calls, "--lines")
     assert done.returncode == 0, done.stderr[-4000:]
-    found = [line.split() for line in done.stdout.splitlines()]
-    assert {name for name, _ in found} >= KERNELS | FOR.get(capability, set())
-    assert max(int(size) for _, size in found) <= SHARED[capability]
+    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = {one["kernel"] for one in launches}
+    assert kernels == KERNELS | (HOPPER if sm == 90 else set())  # and none is refused
+    limit = of_sm(divmod(sm, 10)).shared_memory
+    assert [one for one in launches if one["shared"] > limit] == []
+
+
+def test_what_does_not_fit_is_found(checkout: object) -> None:
+    """Planted: the backend takes the device for one whose programs have more."""
+    done = compiled(86, ("plain, heads of 256, gradients",), "--believed", "80")
+    assert done.returncode == 1
+    assert "sm_86: of_keys 32/64/8/2 takes" in done.stderr
+    assert "of 101,376 bytes (plain, heads of 256, gradients)" in done.stderr

@@ -66,6 +66,22 @@ def test_large_heads(name: str, bits: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("dim", [64, 96])
+def test_queries_are_turned_by_halves_where_memory_is_short(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of as many channels as a head, padded, has, and smaller ones."""
+    from adaattn_hf.backends.triton import sizes
+
+    halves = (sizes.Size(1024, 0, sizes.Tile(1, 64, 2, 2, halves=True)),)
+    monkeypatch.setitem(sizes.SIZES, "decode_codes 8", halves)
+    sizes.tile_on.cache_clear()
+    check(make(STRUCTURES[STEPS[0]], 4, 2, dim, dim, torch.float32), 8)
+    check(make(STRUCTURES[STEPS[0]], 4, 2, dim, dim, torch.float16), 8, atol=4e-3)
+    sizes.tile_on.cache_clear()
+
+
+@interpreted
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     "how",

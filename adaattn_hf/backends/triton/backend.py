@@ -48,11 +48,13 @@ class TritonBackend(Backend):
             head_until=spec.head_until and not spec.compiling,
         )
         reasons = head_refusals(served, "the Triton kernels")
+        facts = capability(spec.device_index) if spec.device == "cuda" else None
         if spec.device != "cuda":
             reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
-        elif spec.dtype == torch.bfloat16 and (facts := capability(spec.device_index)) and not facts.bf16:
+        elif facts and facts.sm < (8, 0):
             reasons.append(
-                "the device's matrix units take no bfloat16, which begins at compute capability 8.0"
+                "Triton multiplies on matrix units from compute capability 8.0 on, got "
+                f"{facts.sm[0]}.{facts.sm[1]}"
             )
         if spec.dtype not in _DTYPES and not (
             spec.decode and not spec.needs_grad and spec.dtype == torch.float32
@@ -89,6 +91,10 @@ class TritonBackend(Backend):
                 "the segments of a call cannot be read while a graph is traced, but for one query "
                 "without a gradient and without the log-sum-exp"
             )
+        if facts and not reasons:
+            from .sizes import refusals
+
+            reasons += refusals(spec, facts.shared_memory)
         return tuple(reasons)
 
     def specialised(self, spec: CallSpec) -> bool:

@@ -116,14 +116,15 @@ def decode_codes(  # type: ignore[no-untyped-def]
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr,
     FIND: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
-    TURN: tl.constexpr, TURN_V: tl.constexpr, CLOSE: tl.constexpr, WARPS: tl.constexpr,
+    TURN: tl.constexpr, TURN_V: tl.constexpr, HALVES: tl.constexpr, CLOSE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """`decode.decode` over codes: int8 keys, values of BITS.
 
     Scales are read beside the codes, `mean` is that of a head's keys, `first` the first key of the batch row. TURN and
     TURN_V are the blocks of channels by which keys and values were turned (`attention.stored.hadamard`), 0 where they were
-    not. Channels of a row adjoin, and rows of values begin at even addresses; CLOSE: rows adjoin, too, and are powers of two,
-    all are read, and there are BLOCK_N at least. A tile is BLOCK_N keys, shared out to WARPS.
+    not; HALVES turns queries by halves of their channels. Channels of a row adjoin, and rows of values begin at even
+    addresses; CLOSE: rows adjoin, too, and are powers of two, all are read, and there are BLOCK_N at least. A tile is BLOCK_N
+    keys, shared out to WARPS.
     """
     WIDE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     COLUMNS: tl.constexpr = 2 * ROWS
@@ -150,13 +151,14 @@ def decode_codes(  # type: ignore[no-untyped-def]
         of_first = tl.sum(q.to(tl.float32) * first_key[None, :], 1)
     x = q.to(tl.float32)
     if TURN:  # products of turned queries and turned keys are those of both as they were
-        if WIDE and TURN == PAD and TURN > 128:  # by halves: the whole matrix would fill the shared memory
-            x, y = tl.split(tl.permute(x.reshape(Q_ROWS, 2, PAD // 2), (0, 2, 1)))
-            x = tl.join(
-                turned(x + y, 0, PAD // 2, PAD // 2, TURN // 2, "ieee"),
-                turned(x - y, 0, PAD // 2, PAD // 2, TURN // 2, "ieee"),
-            )
-            x = tl.permute(x, (0, 2, 1)).reshape(Q_ROWS, PAD) * 0.5**0.5
+        if HALVES:  # the whole matrix would fill the shared memory
+            x, y = tl.split(tl.permute(q.reshape(Q_ROWS, 2, PAD // 2), (0, 2, 1)))
+            BLOCK: tl.constexpr = TURN // 2 if TURN == PAD else TURN
+            x = turned(x, 0, PAD // 2, PAD // 2, BLOCK, "ieee")
+            y = turned(y, 0, PAD // 2, PAD // 2, BLOCK, "ieee")
+            if TURN == PAD:
+                x, y = (x + y) * 0.5**0.5, (x - y) * 0.5**0.5
+            x = tl.permute(tl.join(x, y), (0, 2, 1)).reshape(Q_ROWS, PAD)
         else:
             x = turned(q, 0, PAD, PAD, TURN, "ieee")
     if HAS_MEAN:

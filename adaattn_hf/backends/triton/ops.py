@@ -61,12 +61,18 @@ def _step_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _shared_out(
-    windows: HeadWindows, width: int, kv_len: int, sequences: int, device: torch.device, whole: bool
+    windows: HeadWindows,
+    heads: int,
+    width: int,
+    kv_len: int,
+    sequences: int,
+    device: torch.device,
+    whole: bool,
 ) -> bool:
     """Makes the table of heads that read unlike many keys while the graph is traced: in its memory it must not lie."""
     from .step import prepare
 
-    prepare(windows, width, kv_len, sequences, device, whole)
+    prepare(windows, heads, width, kv_len, sequences, device, whole)
     return True
 
 
@@ -82,7 +88,8 @@ def traced_step(request: AttentionRequest) -> Tensor:
         if reach < structure.kv_len:
             width = max(query.shape[3], value.shape[3]) * query.dtype.itemsize
             until = request.per_head.until
-            _shared_out(pairs, width, structure.kv_len, structure.batch, query.device, until is not None)
+            rows = structure.kv_len, structure.batch
+            _shared_out(pairs, query.shape[1], width, *rows, query.device, until is not None)
             windows = [number for pair in pairs for number in pair]
     out: Tensor = step_op(
         query,

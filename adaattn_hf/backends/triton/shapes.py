@@ -17,7 +17,7 @@ from . import hopper
 from .bulk import BulkForm, bulk_form
 from .forward import forward
 from .reads import ends_with_tiles
-from .sizes import Tile, padded, scale_of
+from .sizes import padded, scale_of, tile_on
 from .tables import Kind, Sheet, Tables, sheet_of, silent_runs
 
 launch_forward = Launcher(forward)
@@ -34,19 +34,6 @@ Bulk = tuple[BulkForm, BulkForm]
 """What descriptors of keys and values say."""
 Known = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float, bool]
 """Strides of queries, keys and values, factor of the scores, and whether all three begin at multiples of 16 bytes."""
-
-
-def forward_tile(pad: int, windows: bool) -> Tile:
-    """For a head size; on an H200 two small programs per multiprocessor beat one large program.
-
-    Heads of up to 64 channels without windows are the exception: a block of queries of a narrow window reads few tiles,
-    of which the larger ones hold more that nobody sees.
-    """
-    if pad <= 64:
-        return Tile(64, 64, 4, 3) if windows else Tile(128, 64, 8, 3)
-    if pad <= 128:
-        return Tile(64, 64, 4, 3)
-    return Tile(64, 32, 4, 2)
 
 
 class Kernel(NamedTuple):
@@ -114,7 +101,8 @@ class Shape:
             "GROUPS": groups, "CAUSAL": request.structure.causal, "WINDOW": windowed,
             "HAS_SINK": request.sink_logits is not None, "HAS_LSE": need_lse,
         }  # fmt: skip
-        tile = forward_tile(max(padded(dim), padded(value_dim)), windowed)
+        width = max(padded(dim), padded(value_dim)) * query.itemsize
+        tile = tile_on("forward of windows" if windowed else "forward", width, query.device)
         constants = facts | {
             "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim),
             "HAS_CAP": self._cap is not None, "BULK": False, "EDGES": False, **tile.constants(),

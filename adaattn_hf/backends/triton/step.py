@@ -16,7 +16,7 @@ from ..launcher import Launcher, aligned
 from ..windows import ALL, HeadWindows, head_windows
 from .codes import decode_codes
 from .decode import decode
-from .sizes import Tile, padded, scale_of
+from .sizes import Tile, padded, rows_of, scale_of, tile_on
 from .split import Shares, shares_of
 
 launch_step = Launcher(decode)
@@ -72,25 +72,20 @@ def attend_step(
     if not sequences:
         return AttentionResult(out, lse)
     groups = heads // kv_heads
-    member_heads = 1 << (groups - 1).bit_length()
+    member_heads, pad, pad_v = rows_of(groups, 1), padded(dim), padded(value_dim)
+    width = max(pad, pad_v) * query.itemsize
     if stored is None:
-        tile, waves, least_rows, pad, pad_v = (
-            step_tile(max(dim, value_dim) * query.itemsize),
-            _WAVES,
-            16,
-            16,
-            16,
-        )
+        kernel, waves, product_rows = "decode", _WAVES, max(16, member_heads)
     else:
         key, value, bits = _adjoining(key), _adjoining(value), 4 if value.dtype is torch.uint8 else 8
-        tile, waves, least_rows, pad, pad_v = (
-            codes_tile(max(dim, value_dim) * query.itemsize, bits),
-            _WAVES_OVER_CODES[bits] if 4 * sequences * kv_heads > _processors(device) else _WAVES,
-            4,
-            32,
-            64,
+        waves = _WAVES_OVER_CODES[bits] if 4 * sequences * kv_heads > _processors(device) else _WAVES
+        kernel, product_rows, pad, pad_v = (
+            f"decode_codes {bits}",
+            max(4, member_heads),
+            max(32, pad),
+            max(64, pad_v),
         )
-    pad, pad_v = max(pad, padded(dim)), max(pad_v, padded(value_dim))
+    tile = tile_on(kernel, width, device, product_rows)
     graph = graph or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     table, most, programs, window, sinks = _shared_out(
         windows, kv_heads, kv_len, sequences, waves, tile, device, graph, until is not None
@@ -108,7 +103,7 @@ def attend_step(
         scale_of(request.scaling, request.softcap), float(request.softcap or 0.0),
     )  # fmt: skip
     fixed: dict[str, Any] = {
-        "GROUPS": groups, "ROWS": max(least_rows, member_heads), "DIM": dim, "DIM_V": value_dim,
+        "GROUPS": groups, "ROWS": product_rows, "DIM": dim, "DIM_V": value_dim,
         "PAD": pad, "PAD_V": pad_v,
         "CAUSAL": structure.causal, "WINDOW": windows is not None, "APART": table is not None,
         "HAS_CAP": request.softcap is not None,
@@ -136,7 +131,7 @@ def attend_step(
         "TURN": dim & -dim if stored.rotated else 0, "TURN_V": value_dim & -value_dim if stored.rotated else 0,
         "CLOSE": windows is None and rows is None and kv_len >= tile.columns and (pad, pad_v) == (dim, value_dim)
         and (key.stride(2), value.stride(2)) == (key.shape[3], value.shape[3]),
-        "WARPS": tile.warps,
+        "HALVES": tile.halves, "WARPS": tile.warps,
     }  # fmt: skip
     record = *scales, query if mean is None else mean, query if first is None else first
     ordinary = ordinary and aligned(query, key, value, *record)
@@ -162,19 +157,26 @@ def _shared_out(
 
 
 def prepare(
-    windows: HeadWindows, width: int, kv_len: int, sequences: int, device: torch.device, whole: bool
+    windows: HeadWindows,
+    heads: int,
+    width: int,
+    kv_len: int,
+    sequences: int,
+    device: torch.device,
+    whole: bool,
 ) -> None:
     """Shares out the keys of heads that read unlike many, for a graph that is yet to run.
 
     Args:
-        windows: Of its heads.
+        windows: Of its key/value heads.
+        heads: Query heads.
         width: Bytes of a key or value, the larger of both.
         kv_len: Keys of a sequence.
         sequences: As many as there are.
         device: Where it will run.
         whole: Whether the windows end with a position.
     """
-    tile = step_tile(width)
+    tile = tile_on("decode", width, device, rows_of(heads // len(windows)))
     _shared_out(windows, len(windows), kv_len, sequences, _WAVES, tile, device, True, whole)
 
 
@@ -200,21 +202,6 @@ def _adjoining(codes: Tensor) -> Tensor:
     *others, last = codes.stride()
     plain = last == 1 and not any(stride % 2 for stride in others) and codes.data_ptr() % 2 == 0
     return codes if plain else codes.contiguous()
-
-
-def step_tile(width: int) -> Tile:
-    """Keys of a tile, warps and pipeline stages for keys of so many bytes; the stages stay in shared memory."""
-    return Tile(1, 64 if width <= 256 else 32, 4, 3)
-
-
-def codes_tile(width: int, bits: int) -> Tile:
-    """The same over values of so many bits, for queries of so many bytes; each warp has 32 keys of its own.
-
-    With 16, Triton 3.6 may lay out the weights of a product as bytes, which is wrong in half precision.
-    """
-    if width > 256:
-        return Tile(1, 64, 2, 2)
-    return Tile(1, 128, 4, 3, 168 if bits == 4 else None)  # 168: registers of three programs at once
 
 
 @functools.cache

@@ -17,24 +17,10 @@ from ..windows import HeadWindows
 from .backward import of_keys, of_queries, prepare
 from .bulk import bulk_of
 from .prefill import attend_forward
-from .sizes import Tile, padded, scale_of
+from .sizes import padded, scale_of, tile_on
 from .tables import Kind, sheet_of
 
 launch_prepare, launch_of_keys, launch_of_queries = Launcher(prepare), Launcher(of_keys), Launcher(of_queries)
-
-
-def keys_tile(pad: int, windowed: bool) -> Tile:
-    """Of the kernel that walks the queries of a block of keys."""
-    if pad > 128:
-        return Tile(32, 64, 8, 2)
-    return Tile(64, 64, 4, 2) if windowed else Tile(64, 128, 8, 3)
-
-
-def queries_tile(pad: int) -> Tile:
-    """Of the kernel that walks the keys of a block of queries."""
-    if pad > 128:
-        return Tile(64, 32, 8, 2)
-    return Tile(64, 64, 4, 2)
 
 
 def attend_with_gradients(
@@ -128,7 +114,9 @@ def _gradients(
         by_head = grad.transpose(1, 2)
         strides = (*query.stride(), *key.stride(), *value.stride(), *grad.stride())
         numbers = (*lse.stride()[:2], scale_of(scaling, softcap), scaling, softcap or 0.0)
-        tile = keys_tile(max(pad, value_pad), windows is not None or len(segments) > batch)
+        width = max(pad, value_pad) * query.itemsize
+        runs = windows is not None or len(segments) > batch
+        tile = tile_on("of_keys of runs" if runs else "of_keys", width, query.device)
         kind = Kind("keys", (tile.rows, tile.columns), kv_heads, query.device)
         sheet = sheet_of(kind, structure, segments)
         q_bulk, g_bulk = bulk_of(query, tile.rows), bulk_of(by_head, tile.rows)
@@ -138,7 +126,7 @@ def _gradients(
             *sheet.tables(windows), *strides, *dk.stride()[:3], *dv.stride()[:3], *numbers,
         )  # fmt: skip
         launch_of_keys((sheet.count,), asked, {**facts, "BULK": bulk, **tile.constants()}, None)
-        tile = queries_tile(max(pad, value_pad))
+        tile = tile_on("of_queries", width, query.device)
         kind = Kind("queries", (tile.rows, tile.columns), kv_heads, query.device)
         tables = sheet_of(kind, structure, segments).tables(windows)
         for entries in tables.launches():

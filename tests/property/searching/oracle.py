@@ -11,7 +11,9 @@ from tests.support.malformed import raised_here
 from tests.support.requests import default_dtype
 
 from .inputs import Inputs
-from .twins import BORDERLESS, KERNEL, offers, twin
+from .twins import BORDERLESS as BORDERLESS
+from .twins import KERNEL as KERNEL
+from .twins import offers, twin
 from .whole import Whole, run
 
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 0.04}

@@ -62,7 +62,8 @@ class Way(Shown):
 def ways(draw: st.DrawFn) -> Way:
     """Any request by any door in any way; what is said of windows and documents, over a call that has no mask."""
     request = replace(draw(requests(longest=31)), need_lse=False)
-    said, keywords = draw(st.sampled_from(SAID)), {}
+    said = draw(st.sampled_from(SAID))
+    keywords: dict[str, Any] = {}
     form = draw(st.sampled_from(["structure", "boolean", "additive"]))
     if said in ("window without mask", "lengths"):
         length = min(request.query.shape[2], request.key.shape[2])
@@ -92,7 +93,8 @@ def ways(draw: st.DrawFn) -> Way:
 
 def function(call: Way) -> Function:
     """The call as a function of query, key and value."""
-    request, mask = call.request, None
+    request = call.request
+    mask: Any = None
     if call.form == "structure":
         mask = StructuredMask(request.structure, torch.device("cpu"))
     elif call.form != "none":

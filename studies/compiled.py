@@ -1,0 +1,302 @@
+"""What the Triton kernels of all calls take of each device: `make compiled` compiles them, checks and writes it down.
+
+Kernels are compiled for devices that are not here, with the constants and in the variant that a launch would ask
+for. A call that the backend refuses on a device is not compiled for it. Shared memory is known before machine code is
+made; with `--whole` that is made, too, for the registers of a thread and what it keeps in memory for want of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from adaattn_hf._files import write_atomically
+from adaattn_hf.attention.heads import HeadRules
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends import capability
+from adaattn_hf.backends.triton import TritonBackend, bulk, hopper, launch, shapes, sizes, step
+from adaattn_hf.calibration.over_codes import over_codes
+from adaattn_hf.eval.provenance import provenance
+
+from .compiled_page import DEVICES, Launch, page, record
+
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+WINDOWS = HeadRules((128, 0), (16, 0), ("model",) * 2)
+
+
+class NoDevice:
+    """Stands for Triton's driver: all that it knows of a device is what to compile for."""
+
+    def __init__(self, sm: int) -> None:
+        """For a compute capability."""
+        self.sm = sm
+
+    def get_current_device(self) -> int:
+        """A number of its own for each compute capability, by which Triton keeps what it compiled."""
+        return self.sm
+
+    def get_current_stream(self, device: int) -> int:
+        """None is used."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """What is compiled for."""
+        return GPUTarget("cuda", self.sm, 32)
+
+
+def on(sm: int, whole: bool, believed: int | None = None) -> list[Launch]:
+    """Has launches compile for a device from now on; they are noted in the list.
+
+    Args:
+        sm: Its compute capability.
+        whole: Whether machine code is made.
+        believed: What the backend holds the device to be, where that is another one.
+    """
+    facts, found = record(believed or sm), list[Launch]()
+    driver.set_active(NoDevice(sm))
+    vars(capability).update(_has_devices=lambda: True, _of_device=lambda index: facts)
+    torch.cuda.current_device = lambda: 0
+    vars(sizes)["shared_memory"] = lambda device: facts.shared_memory  # tensors are a processor's here
+    vars(bulk)["_copies_tiles"] = lambda device: facts.tiles
+    vars(hopper)["usable"] = lambda device: facts.sm == hopper._SM
+    # calls are small here, and large ones shall be shown
+    vars(shapes)["_LEAST_PRODUCTS"] = vars(hopper)["_LEAST_OF_WINDOWS"] = vars(hopper)["_LEAST_OF_ROWS"] = 0
+    vars(hopper)["multiprocessors"] = lambda device: 132
+    if not whole:
+        # apart from kernels that are launched, of which Triton 3.6 cannot tell these
+        triton.knobs.cache.dir = str(Path("build", "compiled").resolve())
+        triton.knobs.runtime.add_stages_inspection_hook = _without_machine_code
+
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        made = _RUN(kernel, *arguments, grid=grid, warmup=True, **constants)
+        tile = [constants.get(name) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
+        shown = "/".join("-" if one is None else str(one) for one in tile)
+        limit = record(sm).shared_memory
+        one = Launch(sm, "", kernel.__name__, shown, made.metadata.shared, limit)
+        found.append(replace(one, **_resources(made.asm["cubin"])) if whole else one)
+        return made
+
+    JITFunction.run = run
+    return found
+
+
+_RUN = JITFunction.run
+
+
+def _without_machine_code(*asked: Any, **more: Any) -> tuple[str, str] | None:
+    """Triton's hook: tells such kernels from others, and leaves out the stages behind the one that lays memory out."""
+    if not asked and not more:
+        return "compiled", "compiled"
+    stages = more.get("stages", asked[1] if len(asked) > 1 else None)
+
+    def named(source: Any, metadata: dict[str, Any]) -> str:
+        metadata["name"] = "none"
+        return ""
+
+    stages.update(ptx=named, cubin=lambda source, metadata: b"")
+    return None
+
+
+def _resources(code: bytes) -> dict[str, int]:
+    """Registers and stack of a thread, as the tool that comes with Triton reads them off machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        asked = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(asked, check=True, capture_output=True, text=True).stdout  # noqa: S603
+    words = dict(word.split(":") for word in text.split() if word.count(":") == 1 and not word.endswith(":"))
+    return {"registers": int(words["REG"]), "stack": int(words["STACK"])}
+
+
+def request(
+    dims: tuple[int, int],
+    queries: int,
+    keys: int = 600,
+    heads: int = 4,
+    rules: HeadRules | None = None,
+    grad: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    kind: str = "plain",
+    **more: Any,
+) -> AttentionRequest:
+    """A causal call over two key/value heads: plain, padded, packed into one row, windowed, or full.
+
+    Args:
+        dims: Channels of queries and keys, and of values.
+        queries: As many as there are.
+        keys: As many as there are.
+        heads: Query heads.
+        rules: Per head.
+        grad: Whether gradients are wanted.
+        dtype: Of all tensors.
+        kind: The structure.
+        more: Of the request.
+    """
+    query, key, value = (
+        torch.randn(1, count, number, dim, dtype=dtype).transpose(1, 2).requires_grad_(grad)
+        for count, number, dim in ((queries, heads, dims[0]), (keys, 2, dims[0]), (keys, 2, dims[1]))
+    )
+    asked: dict[str, Any] = {"causal": kind != "full", "q_offset": 0 if kind == "full" else keys - queries}
+    if kind == "packed":
+        numbers = (torch.arange(keys) // 200)[None]
+        asked = {"causal": True, "q_segments": numbers, "k_segments": numbers}
+    elif kind == "padded":
+        real = torch.arange(keys)[None] >= 70
+        asked |= {"key_padding": real}
+    elif kind == "windowed":
+        asked |= {"window": 128}
+    structure = CallStructure(1, queries, keys, **asked)
+    return AttentionRequest(query, key, value, structure, dims[0] ** -0.5, per_head=rules, **more)
+
+
+Call = tuple[str, Callable[[], AttentionRequest], Callable[[AttentionRequest], Any]]
+"""A call in words, what makes its request, and what computes it."""
+
+
+def both_passes(asked: AttentionRequest) -> None:
+    """Attention and its gradients, that of the log-sum-exp included where it is asked for."""
+    result = launch.attend(asked)
+    (result.out.sum() + (result.lse.sum() if result.lse is not None else 0.0)).backward()
+
+
+def captured(asked: AttentionRequest) -> None:
+    """A step of a traced graph, whose kernel reads offset and padding."""
+    keys = asked.key.shape[2]
+    asked.structure = asked.structure.with_changes(q_offset=torch.tensor(keys - 1))
+    step.attend_step(asked, graph=True, windows=((128, 16), (1 << 30, 0)), until=256)
+
+
+def prefills(kinds: tuple[str, ...]) -> Iterator[Call]:
+    """Many queries, without gradients and with them."""
+    for dims, kind, rules in itertools.product(DIMS, kinds, (None, WINDOWS)):
+        if rules is not None and kind == "windowed":
+            continue
+        name = f"{kind}, heads of {dims[0]}" + (", windows per head" if rules else "")
+        make = partial(request, dims, 600, rules=rules, kind=kind)
+        yield name, make, launch.attend
+        yield f"{name}, gradients", partial(make, grad=True), both_passes
+    for dims in DIMS:
+        make = partial(request, dims, 600, softcap=30.0, need_lse=True)
+        yield f"softcap, heads of {dims[0]}", make, launch.attend
+        yield f"softcap, heads of {dims[0]}, gradients", partial(make, grad=True), both_passes
+
+
+def steps() -> Iterator[Call]:
+    """One query, over numbers and over codes; up to 71 query heads share keys, as in Falcon."""
+    for dims, dtype, heads in itertools.product(DIMS, (torch.bfloat16, torch.float32), (16, 142)):
+        words = f"heads of {dims[0]}, {heads // 2} sharing keys, {str(dtype).removeprefix('torch.')}"
+        make = partial(request, dims, 1, 1500, heads, dtype=dtype)
+        yield f"step, {words}", make, launch.attend
+        yield f"step, {words}, windows per head", partial(make, rules=WINDOWS), launch.attend
+        yield f"step of a graph, {words}", partial(make, kind="padded", softcap=30.0), captured
+        if dims[0] == dims[1] and heads == 16:
+            for stored in ("int8", "k8v4"):
+                yield f"step over {stored}, {words}", partial(coded, make, stored), launch.attend
+
+
+def coded(make: Callable[[], AttentionRequest], stored: str) -> AttentionRequest:
+    """The same over codes."""
+    return over_codes(make(), stored)
+
+
+def calls(asked: Sequence[str]) -> Iterator[Call]:
+    """The calls of those names, all where there are none."""
+    kinds = ("plain", "padded", "packed", "windowed", "full")
+    for call in itertools.chain(prefills(kinds), steps()):
+        if not asked or call[0] in asked:
+            yield call
+
+
+def refused(asked: AttentionRequest) -> tuple[str, ...]:
+    """Why the backend would not serve the call on a device."""
+    return TritonBackend().refusals(CallSpec.of(asked)._replace(device="cuda"))
+
+
+def compiled(
+    sm: int, names: Sequence[str] = (), whole: bool = False, believed: int | None = None
+) -> Iterator[Launch]:
+    """The launches of calls that the backend serves on a device, all where none is named; what is the same once."""
+    found, seen = on(sm, whole, believed), set[Launch]()
+    for name, make, work in calls(names):
+        asked = make()
+        if refused(asked):
+            yield Launch(sm, name, "refused", refused(asked)[0], 0, record(sm).shared_memory)
+            continue
+        work(asked)
+        for one in found:
+            if one not in seen:
+                seen.add(one)
+                yield replace(one, call=name)
+        found.clear()
+
+
+def broken(launches: list[Launch]) -> list[str]:
+    """What does not fit the device that it was compiled for."""
+    return [
+        f"sm_{one.sm}: {one.kernel} {one.tile} takes {one.shared:,} of {one.limit:,} bytes ({one.call})"
+        for one in launches
+        if one.shared > one.limit
+    ]
+
+
+def main() -> int:
+    """Compiles in this process for one device, in others for several; 1 where something does not fit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sm", type=int, nargs="*", default=list(DEVICES), help="compute capabilities, as 86")
+    parser.add_argument("--calls", nargs="*", default=[], help="names of calls (default: all)")
+    parser.add_argument("--whole", action="store_true", help="make machine code, and count registers")
+    parser.add_argument(
+        "--believed", type=int, help="compute capability that the backend holds the device to have"
+    )
+    parser.add_argument(
+        "--lines", action="store_true", help="print each launch as JSON, whether it fits or not"
+    )
+    parser.add_argument("--write", type=Path, help="directory for compiled.json and compiled.md")
+    asked = parser.parse_args()
+    if len(asked.sm) == 1:
+        found = list(compiled(asked.sm[0], asked.calls, asked.whole, asked.believed))
+    else:
+        more = ["--lines", *(["--whole"] if asked.whole else []), "--calls", *asked.calls]
+
+        def alone(sm: int) -> list[Launch]:
+            command = [sys.executable, "-m", __spec__.name, str(sm), *more]
+            text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603
+            return [Launch(**json.loads(line)) for line in text.splitlines()]
+
+        with ThreadPoolExecutor(2) as pool:
+            found = list(itertools.chain.from_iterable(pool.map(alone, asked.sm)))
+    if asked.lines:
+        sys.stdout.writelines(json.dumps(asdict(one)) + "\n" for one in found)
+    wrong = broken(found)
+    sys.stderr.writelines(f"{line}\n" for line in wrong)
+    if asked.write:
+        origin = provenance(torch.device("cpu"))
+        data = {
+            "provenance": origin,
+            "triton": triton.__version__,
+            "launches": [asdict(one) for one in found],
+        }
+        write_atomically(asked.write / "compiled.json", json.dumps(data, indent=1) + "\n")
+        write_atomically(asked.write / "compiled.md", page(found, origin, triton.__version__))
+    return 1 if wrong and not asked.lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
