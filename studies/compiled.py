@@ -90,7 +90,7 @@ def on(sm: int, whole: bool, believed: int | None = None) -> list[Launch]:
         shown = "/".join("-" if one is None else str(one) for one in tile)
         limit = record(sm).shared_memory
         one = Launch(sm, "", kernel.__name__, shown, made.metadata.shared, limit)
-        found.append(replace(one, **_resources(made.asm["cubin"])) if whole else one)
+        found.append(replace(one, **_resources(made.asm["cubin"])) if whole else one)  # type: ignore[arg-type]
         return made
 
     JITFunction.run = run
@@ -104,7 +104,7 @@ def _without_machine_code(*asked: Any, **more: Any) -> tuple[str, str] | None:
     """Triton's hook: tells such kernels from others, and leaves out the stages behind the one that lays memory out."""
     if not asked and not more:
         return "compiled", "compiled"
-    stages = more.get("stages", asked[1] if len(asked) > 1 else None)
+    stages: Any = more.get("stages", asked[1] if len(asked) > 1 else None)
 
     def named(source: Any, metadata: dict[str, Any]) -> str:
         metadata["name"] = "none"

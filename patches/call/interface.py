@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from adaattn_hf.attention.tap import SEATED, transform_at_work
 
 from .extended import attend_extended as attend_extended
-from .resolved import launch_of
+from .resolved import launch_of as launch_of
 
 AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
 

@@ -65,6 +65,8 @@ ASKED_BY_LOAD = ("columns unseen", "columns elsewhere")
 class InBuffers(nn.Module):
     """A linear layer whose weights are buffers, as those of quantised layers."""
 
+    packed: Tensor
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.register_buffer("packed", linear.weight.detach().clone())
