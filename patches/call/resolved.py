@@ -18,8 +18,6 @@ from adaattn_hf.attention.tap import NOBODY, listening
 from adaattn_hf.backends.base import Launch
 from adaattn_hf.backends.select import launch_for
 from adaattn_hf.config import settings_of
-from adaattn_hf.plans.choices import PRECISE_ROWS
-from adaattn_hf.plans.fit import resolved
 
 from ..families import HARMLESS
 from ..structured_mask import StructuredMask
@@ -92,46 +90,14 @@ def launch_of(
             return None
         backend = settings.backend if backend is None else backend
         if settings.plan is not None:
-            planned = _rules(module, raw, structure, query, key, value, stored)
+            from .planned import rules_of  # models without plans need nothing of them
+
+            planned = rules_of(module, raw, structure, query, key, value, stored)
             if planned is None:
                 return None
             (rules,) = planned
     launch = launch_for(query, key, value, structure, backend, stored, rules)
     return None if launch is None else (launch, structure)
-
-
-def _rules(
-    module: nn.Module,
-    raw: Any,
-    structure: CallStructure,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    stored: StoredKV | None,
-) -> tuple[HeadRules | None] | None:
-    """The rules per head by which a module's plan is one launch, `(None,)` where it is exact; None for the long way."""
-    known = None if module.training else resolved(module.__dict__, raw)
-    if known is None:
-        return None
-    program, few = known.program, query.shape[2] < PRECISE_ROWS
-    if program is None or (program.exact_steps and few):
-        return (None,)
-    limit = program.max_length
-    if structure.kv_len > limit and structure.causal and structure.plain and structure.offset() >= limit:
-        return (None,)  # all rows stand beyond what the plan speaks for
-    if (
-        structure.kv_len > limit
-        or structure.mask is not None
-        or len(program.plan.choices) != key.shape[1]
-        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-    ):
-        return None
-    if stored is not None:
-        program = program.over_stored
-    asked = program.of_few if few else program.of_many
-    if asked.apart or len(asked.heads) != len(program.plan.choices):
-        return None
-    return (asked.rules,)
 
 
 def collects_weights() -> bool:

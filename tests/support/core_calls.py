@@ -57,7 +57,7 @@ def structures() -> Iterator[tuple[str, CallStructure]]:
     yield "step", CallStructure(2, 1, LENGTH, causal=True, q_offset=LENGTH - 1)
     yield "suffix", CallStructure(2, 9, LENGTH, causal=True, q_offset=LENGTH - 9)
     yield "window", whole.with_changes(window=8, sinks=2)
-    yield "padded", whole.with_changes(key_padding=real, pads_queries=True)
+    yield "padded", whole.with_changes(key_padding=real)
     yield "documents", whole.with_changes(q_segments=documents, k_segments=documents)
     yield "chunks", whole.with_changes(chunk=9)
     yield "mask", CallStructure(2, LENGTH, LENGTH, mask=draw(2, 1, LENGTH, LENGTH, seed=9) > 0)
