@@ -39,7 +39,7 @@ LATE = (
     "torch._dynamo",
 )
 """What only commands, calibration, plans, plots, the first call on a processor or a tracer needs."""
-MOST = 31 + (Version(metadata.version("transformers")) < Version("5.19"))  # the paged cache's own attention
+MOST = 37 + (Version(metadata.version("transformers")) < Version("5.19"))  # the paged cache's own attention
 """Modules of ours that registering names may load."""
 
 GUARD = """
