@@ -8,7 +8,7 @@ from pathlib import Path
 
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 FOUND = 30
-SECOND = [*(f"A{number}" for number in range(1, 13)), *(f"B{number}" for number in range(1, 14))]
+SECOND = [*(f"A{number}" for number in range(1, 13)), *(f"B{number}" for number in range(1, 15))]
 """Rows of the second attack."""
 
 
