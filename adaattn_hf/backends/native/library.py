@@ -19,7 +19,7 @@ NAME = "libadaattn.so"
 REPORT = "build_report.json"
 """Files that the build writes; `build.py`, which no call needs, names them again for itself."""
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LAYOUT = struct.Struct("=3q7q16q")
 VISIBLE = struct.Struct("=Q5qQ4q")
 HEADS = struct.Struct("=q2Q")

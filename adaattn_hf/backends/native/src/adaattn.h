@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define ADA_ABI_VERSION 4
+#define ADA_ABI_VERSION 5
 
 // ADA_I4: two values of a byte, odd numbers 2 n - 15 of the four bits n; of 32 channels those from the 16th on lie in the
 // high halves of 16 bytes. ADA_U8F: eight bits of a positive float, exponent 5 (bias 20) and fraction 3.
