@@ -100,6 +100,28 @@ def installed(module: str, whole: bool = False) -> bool:
     return found is not None and (not whole or found.origin is not None)
 
 
+def by_requests(attend: Callable[[AttentionRequest], AttentionResult], rules: HeadRules | None) -> Launch:
+    """The launch that makes a request of each call, and has it answered.
+
+    Args:
+        attend: Answers a request.
+        rules: Rules per head of all calls.
+    """
+
+    def launch(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        structure: CallStructure,
+        stored: StoredKV | None = None,
+    ) -> Tensor:
+        request = AttentionRequest(query, key, value, structure, scaling, per_head=rules, stored=stored)
+        return attend(request).out
+
+    return launch
+
+
 class Backend(Protocol):
     """Computes attention for the requests that it does not refuse.
 
@@ -137,19 +159,7 @@ class Backend(Protocol):
             spec: A kind that is not refused.
             rules: Rules per head of its calls.
         """
-
-        def launch(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            scaling: float,
-            structure: CallStructure,
-            stored: StoredKV | None = None,
-        ) -> Tensor:
-            request = AttentionRequest(query, key, value, structure, scaling, per_head=rules, stored=stored)
-            return self.attend(request).out
-
-        return launch
+        return by_requests(self.attend, rules)
 
     def launches(self, rules: HeadRules) -> tuple[str, ...]:
         """Name of the launch that serves each key/value head of a request with such rules; one launch for all."""
@@ -184,7 +194,8 @@ OPTIONS = {
     "opaque": "tensors without memory",
     "stored": "keys and values stored as codes",
     "head_windows": "windows per head",
-    "head_until": "rules up to a position",
+    "head_precision": "{} products per head",
+    "head_until": "rules up to a position per head",
 }
 """What a call may ask for beside attention over its structure: facts of a `CallSpec`, and how refusals name them."""
 
@@ -195,27 +206,24 @@ def unnamed(spec: CallSpec, kernels: str, serves: Collection[str] = ()) -> tuple
     Args:
         spec: Facts of the call.
         kernels: What the backend runs, as the subject of a sentence in the plural.
-        serves: Of `OPTIONS` and `head_precision` those that it serves.
+        serves: Of `OPTIONS` those that it serves.
     """
-    asked = [words for fact, words in OPTIONS.items() if fact not in serves and getattr(spec, fact)]
-    if spec.head_precision != "model" and "head_precision" not in serves:
-        asked.append(f"{spec.head_precision} products per head")
-    return tuple(f"{kernels} have no {words}" for words in asked)
+    asked = {fact: getattr(spec, fact) for fact in OPTIONS if fact not in serves}
+    return tuple(
+        f"{kernels} have no {OPTIONS[fact].format(value)}"
+        for fact, value in asked.items()
+        if value and value != "model"
+    )
 
 
 def head_refusals(spec: CallSpec, kernels: str) -> list[str]:
-    """The refusals of a backend that computes the same for every head.
+    """The refusals of a backend that computes the same for every head; what else it refuses it adds.
 
     Args:
         spec: Facts of the call.
-        kernels: What the backend runs, as the subject of a sentence in the plural.
+        kernels: As in `unnamed`.
     """
-    asked = {
-        "windows": spec.head_windows,
-        f"{spec.head_precision} products": spec.head_precision != "model",
-        "rules up to a position": spec.head_until,
-    }
-    return [f"{kernels} have no {name} per head" for name, wanted in asked.items() if wanted]
+    return list(unnamed(spec, kernels, [fact for fact in OPTIONS if not fact.startswith("head_")]))
 
 
 def run_refusals(spec: CallSpec, kernels: str) -> list[str]:

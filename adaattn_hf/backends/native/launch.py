@@ -12,7 +12,7 @@ from torch import Tensor
 from ...attention.heads import HeadRules, joined_heads, some_heads
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
-from ..base import Launch, nothing_seen
+from ..base import Launch, by_requests, nothing_seen
 from . import call
 from .autograd import Differentiable
 from .guard import OFFSETS
@@ -162,18 +162,10 @@ def groups_of(rules: HeadRules, dtype: torch.dtype) -> list[Group]:
 def several_calls(rules: HeadRules, groups: Sequence[Group]) -> Launch:
     """Calls whose heads are computed in several precisions, or lose their mean key."""
 
-    def launch(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        structure: CallStructure,
-        stored: StoredKV | None = None,
-    ) -> Tensor:
-        request = AttentionRequest(query, key, value, structure, scaling, per_head=rules, stored=stored)
-        return nothing_seen(request).out if request.asks_nothing else by_groups(request, groups).out
+    def answer(request: AttentionRequest) -> AttentionResult:
+        return nothing_seen(request) if request.asks_nothing else by_groups(request, groups)
 
-    return launch
+    return by_requests(answer, rules)
 
 
 def at_runs(rules: HeadRules, told: Rules) -> bool:

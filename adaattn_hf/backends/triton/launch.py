@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult
-from ..base import Launch, nothing_seen
+from ..base import Launch, by_requests, nothing_seen
 from ..windows import head_windows
 from .prefill import Prefill, attend_forward, prefill_of
 from .step import attend_step
@@ -41,6 +41,7 @@ def attend(request: AttentionRequest) -> AttentionResult:
 
 def prepare(rules: HeadRules | None) -> Launch:
     """Of many queries without gradients: one launch, put together once for a structure."""
+    closely = by_requests(attend, rules)
 
     def launch(
         query: Tensor,
@@ -57,7 +58,7 @@ def prepare(rules: HeadRules | None) -> Launch:
         )
         if found is not None:
             return found(query, key, value, scaling)
-        return attend(AttentionRequest(query, key, value, structure, scaling, per_head=rules)).out
+        return closely(query, key, value, scaling, structure)
 
     return launch
 
