@@ -13,7 +13,7 @@ from .attention.structure import CallStructure
 from .backends import select
 from .backends.native import call
 from .backends.native.library import missing
-from .backends.native.rules import Rules, rules_of, with_extras
+from .backends.native.rules import Rules, find_rules, with_extras
 from .backends.sinks import sink_gradient
 from .runs import packed_runs
 
@@ -35,7 +35,7 @@ def _rules(
 ) -> Rules:
     """The rules of packed sequences."""
     sums = tuple(cu_q.tolist()), tuple(cu_k.tolist())
-    rules = rules_of(packed_runs(*sums, q.shape[0], k.shape[0], causal, window))
+    rules = find_rules(packed_runs(*sums, q.shape[0], k.shape[0], causal, window))
     return with_extras(rules, None, sinks, softcap, k.shape[0])
 
 
