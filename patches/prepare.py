@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from adaattn_hf.attention.tap import tracing
@@ -51,7 +51,12 @@ class _CacheHook:
         arguments = arguments_of(self.signature, args, kwargs)
         cache = cache_in(arguments)
         if cache is None:
-            if module.config.is_encoder_decoder or not makes_cache(module, arguments, module.config):
+            if (
+                module.config.is_encoder_decoder
+                or not makes_cache(module, arguments, module.config)
+                # MiniMax makes a cache of its own class, and takes no other
+                or not GenerationMixin._supports_default_dynamic_cache.__func__(type(module))
+            ):
                 return None
             config = module.config.get_text_config(decoder=True)
             if self.stored == "model" and not self.streaming:

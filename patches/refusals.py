@@ -47,9 +47,14 @@ def check_call(
         _check_mask(query, attention_mask)
     if position_bias is not None:
         known = isinstance(position_bias, Tensor) and position_bias.is_floating_point()
-        if not known or position_bias.dim() < 2:
+        if not known or position_bias.dim() < 2 or position_bias.layout != torch.strided:
+            got = (
+                f"{position_bias.dtype}, {position_bias.layout}, shape {tuple(position_bias.shape)}"
+                if isinstance(position_bias, Tensor)
+                else f"{position_bias!r:.80}"
+            )
             raise ValueError(
-                f"position_bias: got {position_bias!r:.80}, expected a floating-point tensor that broadcasts to "
+                f"position_bias: got {got}, expected a dense floating-point tensor that broadcasts to "
                 "[batch, heads, q_len, kv_len]"
             )
     if sliding_window is not None and attention_mask is None and sliding_window < key.shape[2]:

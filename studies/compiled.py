@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -280,7 +281,7 @@ def main() -> int:
             text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603
             return [Launch(**json.loads(line)) for line in text.splitlines()]
 
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             found = list(itertools.chain.from_iterable(pool.map(alone, asked.sm)))
     if asked.lines:
         sys.stdout.writelines(json.dumps(asdict(one)) + "\n" for one in found)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from .structure import CallStructure
 
 
@@ -33,15 +35,15 @@ class Facts(NamedTuple):
     def of(cls, structure: CallStructure, look: bool) -> Facts:
         """The facts of a structure; `look` at padding, for which the host may have to wait for a device."""
         kind, holes, packed, aligned = structure.kind, None, 0, True
-        if (
-            look and kind == "ragged" and type(structure.q_len) is int
-        ):  # in torch.jit.trace extents are tensors
+        keys = structure.kv_len
+        known = type(structure.q_len) is type(keys) is int  # in torch.jit.trace extents are tensors
+        if look and kind == "ragged" and known:
             holes, aligned = structure.segments() is None, structure.aligned
             packed = 1 << structure.longest_packed.bit_length() >> 1
             # kernels that walk runs are no better off than with a dense mask
             kind = "irregular" if holes else kind
-        keys = structure.kv_len
-        fixed = type(keys) is int  # in a compiled graph they are symbols
+        # a compiled graph would be guarded by the class of its lengths
+        fixed = known and not torch.compiler.is_compiling()
         return cls(
             kind, structure.window is not None and structure.windowed, structure.sinks > 0, structure.q_len == 1,
             holes, packed, aligned, structure.sinks_at_runs, keys_class(keys) if fixed else 0,

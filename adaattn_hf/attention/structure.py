@@ -328,7 +328,8 @@ class CallStructure:
         def find() -> int:
             runs, rows = self.segments() or (), (self.batch * self.q_len, self.batch * self.kv_len)
             whole = (sum(s.q_len for s in runs), sum(s.k_len for s in runs)) == rows
-            return max((s.k_len for s in runs), default=0) if whole else 0
+            # int: torch.jit.trace makes tensors of what is read of another one's shape
+            return max((int(s.k_len) for s in runs), default=0) if whole else 0
 
         return self.cached("longest_packed", find)
 

@@ -17,7 +17,7 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import NOBODY, listening
 from adaattn_hf.backends.base import Launch
 from adaattn_hf.backends.select import launch_for
-from adaattn_hf.config import settings_of
+from adaattn_hf.config import GIVEN, raw_settings, settings_of
 
 from ..families import HARMLESS
 from ..structured_mask import StructuredMask
@@ -83,6 +83,8 @@ def launch_of(
         structure = structure.settled()
     config = fields.get("config")
     raw = None if config is None else object.__getattribute__(config, "__dict__").get("adaattn")
+    if raw is None and GIVEN:
+        raw = raw_settings(config)
     rules: HeadRules | None = None
     if raw is not None:
         settings = settings_of(raw)

@@ -217,8 +217,7 @@ def test_a_plan_of_all_models_of_a_type_is_taken_away_from_one(
 ) -> None:
     plan = kept(checkpoint.load(llama, device="cpu"), tmp_path / "plan", WINDOW)
     monkeypatch.setattr(transformers.LlamaConfig, "adaattn", None, raising=False)
-    monkeypatch.setattr("adaattn_hf.config.GIVEN", {})
-    monkeypatch.setattr(everywhere, "GIVEN", config.GIVEN)
+    monkeypatch.setitem(config.GIVEN, "llama", {})  # so that what is given is taken away behind the test
     everywhere.give(plan)
     one, other = (checkpoint.load(llama, device="cpu", implementation="adaattn").model for _ in range(2))
     store.remove_plan(one)

@@ -47,6 +47,25 @@ def packed(serve: Serve, tensors: Any, borders: Any, **more: Any) -> Tensor:
     return out
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_the_output_can_be_viewed_as_one_row_a_token(serve: Serve, traced: bool) -> None:
+    """AFMoE takes a view of it; stock attention's output is contiguous."""
+
+    def viewed(*tensors: Tensor) -> Tensor:
+        return serve(Layer(), *tensors, None)[0].view(2, 9, -1)
+
+    tensors = drawn(2)
+    run = torch.jit.trace(viewed, tensors, check_trace=False) if traced else viewed
+    torch.testing.assert_close(run(*tensors), serve(Layer(), *tensors, None)[0].flatten(2))
+
+
+def test_a_bias_that_is_not_dense_is_refused(serve: Serve) -> None:
+    with pytest.raises(
+        ValueError, match=r"position_bias: got .*sparse_coo.*, expected a dense floating-point tensor"
+    ):
+        serve(Layer(), *drawn(1), None, position_bias=torch.eye(9).to_sparse())
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_packed_documents_do_not_see_one_another(serve: Serve, masked: bool) -> None:
     tensors, borders = drawn(1), torch.tensor([0, 4, 9], dtype=torch.int32)

@@ -6,6 +6,7 @@ indexer, key and value heads of different sizes. The list is `breadth.yaml`.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -136,6 +137,15 @@ def test_decoder_reads_a_cache_of_ours(family: str, stored: str) -> None:
     ours, theirs = read(AdaAttnCache(model, stored)), read(tf.DynamicCache(config=model.config))
     difference = (ours - theirs).abs() / theirs.std()
     assert float(difference.max()) < 1e-5 if stored == "model" else 0 < float(difference.mean()) < 0.05
+
+
+@pytest.mark.parametrize("family", OWN_CACHE)
+def test_a_prepared_model_with_a_cache_of_its_own_makes_that(family: str) -> None:
+    pair = models(family, LISTED["decoders"][family], tf.AutoModelForCausalLM)
+    prepared = prepare(copy.deepcopy(pair.ours), unpad=False)
+    with torch.no_grad():
+        stock, ours = (model(input_ids=tokens(), use_cache=True).logits for model in (pair.stock, prepared))
+    assert_near(stock, ours)
 
 
 LINEAR = ("minimax",)  # its other layers carry state from one document to the next

@@ -11,7 +11,9 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AttentionInterface
 
+from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BackendRefusal
+from adaattn_hf.patches.structured_mask import StructuredMask
 
 from ..support.models import fresh_pair, padding, tokens
 
@@ -177,3 +179,21 @@ def test_torch_operations_have_second_derivatives() -> None:
     (second,) = torch.autograd.grad(first.square().sum(), query)
     assert second.isfinite().all()
     assert second.any()
+
+
+def test_a_structure_of_documents_is_traced() -> None:
+    """What is read of a tensor's extents is a tensor while torch.jit traces."""
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    mask = StructuredMask(
+        CallStructure(1, 7, 7, causal=True, q_segments=documents, k_segments=documents), torch.device("cpu")
+    )
+    serve: Any = AttentionInterface._global_mapping["adaattn"]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = serve(Layer(), query, key, value, mask, softcap=2.0)[0]
+        return out
+
+    with torch.no_grad():
+        traced = torch.jit.trace(attend, drawn(1), check_trace=False)
+        other = drawn(1)
+        torch.testing.assert_close(traced(*other), attend(*other))

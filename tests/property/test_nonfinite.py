@@ -128,3 +128,12 @@ def test_huge_scores_in_half_precision_are_right(backend: str, dtype: torch.dtyp
     assert torch.isfinite(out).all()
     limit = 8e-3 if dtype is torch.float16 else 6e-2
     assert (out.double() - truth.out).abs().max() < limit
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sink_of_all_weight_keeps_no_bad_value_in(backend: str) -> None:
+    """The key's weight rounds to 0, and 0 times NaN is NaN, as in stock attention."""
+    query, key = torch.full((1, 2, 1, 64), -400.0), torch.ones(1, 1, 1, 64)
+    value = torch.tensor([[[[1.0, float("nan"), 3.0]]]])
+    asked = AttentionRequest(query, key, value, CallStructure(1, 1, 1), 0.125, sink_logits=torch.zeros(2))
+    assert select.attend(asked, backend).out.isnan()[..., 1].all()

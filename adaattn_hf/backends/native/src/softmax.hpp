@@ -188,7 +188,7 @@ static void finish_row(const ada_args &a, const AdaUnit &u, const Row &row, cons
   if (a.lse) a.lse[(u.row * a.q_heads + row.head) * a.q_len + i] = lse;
   if (!a.out) return;
   const int64_t at = u.row * a.os[0] + row.head * a.os[1] + i * a.os[2];
-  if (inv == 0) {
+  if (l <= 0) {  // nothing seen; beside a sink of all weight a value's NaN still comes out
     for (int64_t d = 0; d < dv; ++d) store_any(a.out, a.q_dtype, at + d * a.os[3], 0.0f);
   } else if (a.q_dtype == ADA_F32 && a.os[3] == 1) {
     float *y = (float *)a.out + at;

@@ -119,7 +119,8 @@ def flash_attn_forward(
                 "model with attn_implementation='adaattn', or remove the plan"
             )
         out = execute.attend(program, request, backend).out
-    return out if out.dtype is out_dtype else restored(out, out_dtype), None
+    # contiguous: AFMoE takes a view of it
+    return (out if out.dtype is out_dtype else restored(out, out_dtype)).contiguous(), None
 
 
 def _no_tensors(plan: Plan, index: int, source: str | None, raw: object) -> NoReturn:
