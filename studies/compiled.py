@@ -32,7 +32,7 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability
-from adaattn_hf.backends.triton import TritonBackend, bulk, hopper, launch, shapes, sizes, step
+from adaattn_hf.backends.triton import TritonBackend, bulk, hopper, launch, shapes, sizes, step, storing
 from adaattn_hf.calibration.over_codes import over_codes
 from adaattn_hf.eval.provenance import provenance
 
@@ -184,6 +184,19 @@ def captured(asked: AttentionRequest) -> None:
     step.attend_step(asked, graph=True, windows=((128, 16), (1 << 30, 0)), until=256)
 
 
+def rounded(asked: AttentionRequest) -> None:
+    """Tokens on their way into the cache whose codes a request reads, with all that a kernel can take into account."""
+    assert asked.stored is not None
+    keys, values = (
+        torch.randn(asked.key.shape),
+        torch.randn(asked.stored.values(asked.value, torch.float32).shape),
+    )
+    beside = keys.mean(2).contiguous()
+    dtype = asked.query.dtype
+    storing.store(keys.to(dtype), asked.key, asked.stored.key_scale, mean=beside, along=beside)
+    storing.store(values.to(dtype), asked.value, asked.stored.value_scale)
+
+
 def prefills(kinds: tuple[str, ...]) -> Iterator[Call]:
     """Many queries, without gradients and with them."""
     for dims, kind, rules in itertools.product(DIMS, kinds, (None, WINDOWS)):
@@ -209,7 +222,9 @@ def steps() -> Iterator[Call]:
         yield f"step of a graph, {words}", partial(make, kind="padded", softcap=30.0), captured
         if dims[0] == dims[1] and heads == 16:
             for stored in ("int8", "k8v4"):
-                yield f"step over {stored}, {words}", partial(coded, make, stored), launch.attend
+                make_codes = partial(coded, make, stored)
+                yield f"step over {stored}, {words}", make_codes, launch.attend
+                yield f"storing {stored}, {words}", make_codes, rounded
 
 
 def coded(make: Callable[[], AttentionRequest], stored: str) -> AttentionRequest:

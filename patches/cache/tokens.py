@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention.stored import StoredKV, direction_of, hadamard
-from adaattn_hf.backends.native.storing import write
 
 from .carrier import StoredTensor
 from .growing import GROWTH, GrowingTensor
+from .rounding import write
 
 SMOOTHED = 16
 """Tokens after which the mean of a sequence's keys is computed and subtracted before quantisation."""

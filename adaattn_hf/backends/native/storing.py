@@ -1,17 +1,21 @@
-"""Rounding tokens on their way into a cache: in one call of the library where it runs, else by torch."""
+"""Rounds tokens on their way into a cache in the memory of a CPU, in one call of the library."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...attention.stored import quantise
 from .call import error_of
 from .guard import lies
 from .library import DTYPES, STORE, library, missing
 
-_NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = (torch.int8, torch.uint8)
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the library is here and can round such tokens; else `adaattn_hf.attention.stored.quantise` does."""
+    return x.is_cpu and x.dtype in _DTYPES and library() is not None
 
 
 def store(
@@ -51,7 +55,7 @@ def store(
             and codes.dtype in _CODES
             and codes.stride(3) == 1
             and scale.dtype is torch.uint8
-            and x.dtype in _NATIVE
+            and x.dtype in _DTYPES
             and (mean is None or _belongs(mean, beside))
             and (along is None or _belongs(along, beside))
         )
@@ -91,26 +95,3 @@ def _in_memory(t: Tensor) -> bool:
     plain = type(t) is Tensor and t.layout == torch.strided and t.is_cpu
     plain = plain and not (t.is_neg() or t._is_zerotensor())
     return plain and bool(not t.numel() or t.untyped_storage().data_ptr())
-
-
-def write(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    *,
-    mean: Tensor | None = None,
-    along: Tensor | None = None,
-    at: int = 0,
-) -> None:
-    """Write codes and scales of turned tokens as `store` does, with its arguments, on every device.
-
-    Elsewhere than on CPUs a single token does without `along`, which would take many small steps.
-    """
-    if x.is_cpu and x.dtype in _NATIVE and library() is not None:
-        store(x, codes, scale, mean=mean, along=along, rotated=True, at=at)
-        return
-    bits, count = 4 if codes.dtype is torch.uint8 else 8, x.shape[2]
-    along = along if x.is_cpu or count > 1 else None
-    made, scales = quantise(x, bits=bits, mean=mean, along=along)
-    codes.narrow(2, at, count).copy_(made)
-    scale.narrow(2, at, count).copy_(scales)

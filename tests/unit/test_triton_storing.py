@@ -1,0 +1,88 @@
+"""Rounding tokens into a cache by the Triton kernel, under Triton's interpreter, against the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from adaattn_hf.attention.stored import StoredKV, dequantise, direction_of, hadamard, quantise
+
+from .test_triton import interpreted
+
+
+def tokens(count: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`[2, 3, count, dim]` with an outlying channel, as attention hands them over: heads behind tokens in memory."""
+    drawn = torch.randn(2, count, 3, dim, generator=torch.Generator().manual_seed(count))
+    drawn[..., 1] *= 20
+    return drawn.to(dtype).transpose(1, 2)
+
+
+def stored(x: Tensor, bits: int, at: int, **more: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales in a room that is otherwise full of sevens."""
+    from adaattn_hf.backends.triton.storing import store
+
+    room = at + x.shape[2] + 3
+    width, dtype = (x.shape[3], torch.int8) if bits == 8 else (x.shape[3] // 2, torch.uint8)
+    codes = torch.full((2, 3, room, width), 7, dtype=dtype)
+    scale = torch.full((2, 3, room), 7, dtype=torch.uint8)
+    store(x, codes, scale, at=at, **more)
+    return codes, scale
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 16, 37])
+@pytest.mark.parametrize(
+    ("bits", "dim"), [(8, 8), (8, 64), (8, 80), (8, 96), (8, 256), (4, 32), (4, 96), (4, 128)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounds_as_the_definition_does_and_writes_nothing_else(
+    dtype: torch.dtype, bits: int, dim: int, count: int
+) -> None:
+    x = tokens(count, dim, dtype)
+    mean = (x.float() @ hadamard(dim)).mean(2).contiguous() if count > 1 else None
+    codes, scale = quantise(x, bits=bits, mean=mean)
+    ours, scales = stored(x, bits, 5, **({} if mean is None else {"mean": mean}))
+    inside = slice(5, 5 + count)
+    assert (scales[:, :, inside] == scale).float().mean() > 0.98  # but where a peak lies between two of them
+    same = scales[:, :, inside] == scale
+    apart = (dequantise(ours[:, :, inside], scale) - dequantise(codes, scale)).abs().amax(3)
+    # a code may differ where a number lies between two to the last bit of a sum
+    assert (apart == 0)[same].float().mean() > 0.95
+    step = dequantise(torch.ones_like(codes) if bits == 8 else torch.full_like(codes, 0x88), scale).amax(3)
+    assert (apart <= 2.001 * step)[same].all()
+    for part in (ours, scales):
+        assert part[:, :, :5].eq(7).all()
+        assert part[:, :, 5 + count :].eq(7).all()
+
+
+@interpreted
+@pytest.mark.parametrize("dim", [32, 80])
+def test_errors_cancel_along_the_mean_of_the_queries(dim: int) -> None:
+    x = tokens(60, dim)
+    away = torch.randn(3, dim, generator=torch.Generator().manual_seed(6)).repeat_interleave(2, 0)
+    queries = (
+        torch.randn(2, 6, 100, dim, generator=torch.Generator().manual_seed(7)) + 2 * away[None, :, None]
+    )
+    along = direction_of(queries, 3)
+    plain, plain_scale = quantise(x)
+    wanted, _ = quantise(x, along=along)
+    codes, scale = (part[:, :, 2:62] for part in stored(x, 8, 2, along=along))
+    assert (codes != wanted).any(3).float().mean() < 0.05
+
+    def lost(codes: Tensor, scale: Tensor) -> float:
+        keys = StoredKV(scale, scale).keys(codes, torch.float32).repeat_interleave(2, 1)
+        return float(((keys - x.repeat_interleave(2, 1)) @ queries.transpose(2, 3)).square().mean())
+
+    assert lost(codes, scale) < 0.5 * lost(plain, plain_scale)
+
+
+@interpreted
+def test_what_the_kernel_does_not_serve_is_told() -> None:
+    from adaattn_hf.backends.triton.storing import serves
+
+    codes, fours = torch.empty(0, dtype=torch.int8), torch.empty(0, dtype=torch.uint8)
+    assert serves(tokens(1, 80), codes)
+    assert not serves(tokens(1, 80), fours)
+    assert not serves(tokens(1, 288), codes)
+    assert not serves(tokens(1, 64).double(), codes)
