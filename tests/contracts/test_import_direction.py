@@ -37,14 +37,11 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
     for name in (
         "base",
         "capability",
-        "first_order",
         "launcher",
         "relaunch",
         "remembered",
         "repeats",
-        "sinks",
         "straight",
-        "windows",
     )
 )
 KNOW_ALL_BACKENDS = tuple(f"{P}.backends.{name}" for name in ("order", "select"))

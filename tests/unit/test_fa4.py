@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import ALL
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability as capability_module
@@ -22,7 +23,6 @@ from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.flash import Flash4Backend, fa4_launch
 from adaattn_hf.backends.flash.fa4_lists import BlockLists
 from adaattn_hf.backends.remembered import Remembered
-from adaattn_hf.backends.windows import ALL
 
 from ..support.head_rules import rules
 from .test_triton import interpreted

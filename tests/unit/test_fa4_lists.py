@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from adaattn_hf.attention.heads import ALL, HeadWindows
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.flash import fa4_launch
 from adaattn_hf.backends.flash.fa4_lists import BLOCK, BlockLists, Lists, runs_of
 from adaattn_hf.backends.remembered import Remembered
-from adaattn_hf.backends.windows import ALL, HeadWindows
 
 from ..support.operators import NamedOperators
 from .test_triton import interpreted

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...attention.heads import ALL, HeadWindows, head_windows
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
 from ..remembered import Remembered
-from ..windows import ALL, HeadWindows, head_windows
 from .fa4_lists import BLOCK, BlockLists, runs_of
 from .variants import attend_packed
 
