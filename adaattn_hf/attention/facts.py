@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from .structure import CallStructure
 
 
@@ -40,7 +42,8 @@ class Facts(NamedTuple):
             # kernels that walk runs are no better off than with a dense mask
             kind = "irregular" if holes else kind
         keys = structure.kv_len
-        fixed = type(keys) is int  # in a compiled graph they are symbols
+        # in a traced graph a symbol, which its class would make a constant
+        fixed = type(keys) is int and not torch.compiler.is_compiling()
         return cls(
             kind, structure.window is not None and structure.windowed, structure.sinks > 0, structure.q_len == 1,
             holes, packed, aligned, structure.sinks_at_runs, keys_class(keys) if fixed else 0,
