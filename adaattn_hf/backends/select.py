@@ -48,7 +48,6 @@ MOST = 1024
 """Kinds of calls that are remembered; the oldest ones are forgotten."""
 launches: dict[Hashable, Any] = {}
 """What was decided, by kind of call: the only memory of decisions. Whoever calls spells kinds in the facts at hand."""
-_said: set[tuple[str, str, str]] = set()
 
 
 class BackendRefusal(RuntimeError):
@@ -227,9 +226,9 @@ def attend(request: AttentionRequest, backend: str | None = None) -> AttentionRe
 
 def _say(spec: CallSpec, name: str, passed: list[str]) -> None:
     """One log line for each new pair of device and backend."""
-    key = (spec.device, str(spec.dtype), name)
-    if key not in _said:
-        _said.add(key)
+    kind = "said", spec.device, spec.dtype, name
+    if kind not in launches:
+        remember(kind, True)
         why = f" (passed over: {' | '.join(passed)})" if passed else ""
         logger.info(
             "adaattn: %s serves %s %s%s", name, spec.device, str(spec.dtype).removeprefix("torch."), why

@@ -72,7 +72,6 @@ class FlashBackend(Backend):
         """`variant` is the build to call."""
         self.variant = variant
         self.name, self.package = variant.name, variant.module.partition(".")[0]
-        self._module: Any = None
 
     def missing(self) -> tuple[str, ...]:
         """The package is looked for without being imported."""
@@ -139,18 +138,17 @@ class FlashBackend(Backend):
         """One dense call, or one variable-length call over the segments."""
         if request.asks_nothing:
             return nothing_seen(request)
-        if self._module is None:
-            self._module = importlib.import_module(self.variant.module)
+        module = importlib.import_module(self.variant.module)
         structure = request.structure
         if structure.kind == "ragged":
             return AttentionResult(
-                attend_packed(request, self._module.flash_attn_varlen_func, self._arguments(request))
+                attend_packed(request, module.flash_attn_varlen_func, self._arguments(request))
             )
         kv_len = structure.kv_len
         if structure.causal:
             # the kernels align causality to the last key: cut the keys behind the last query
             kv_len = min(kv_len, structure.offset() + structure.q_len)
-        out = self._module.flash_attn_func(
+        out = module.flash_attn_func(
             request.query.transpose(1, 2),
             request.key[:, :, :kv_len].transpose(1, 2),
             request.value[:, :, :kv_len].transpose(1, 2),
