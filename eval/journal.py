@@ -25,9 +25,9 @@ import numpy as np
 
 from adaattn_hf.errors import JournalMismatch
 from adaattn_hf.stats.paired import TokenScores
+from adaattn_hf.stats.stopwatch import Elapsed
 
 from .activation import Counts
-from .timing import Elapsed
 
 VERSION = 1
 NAME = "journal.jsonl"

@@ -1,46 +1,17 @@
-"""The stopwatch and the scales: seconds of a call, ratios of interleaved calls, bytes at a call's peak."""
+"""What is made of measured seconds (spreads, ratios of interleaved calls), and bytes at a call's peak."""
 
 from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from adaattn_hf.backends.native import memory
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Elapsed:
-    """Seconds of one call: by the clock, and of the processor (all threads of this process)."""
-
-    wall: float
-    process: float
-
-
-def timed(call: Callable[[], T], device: torch.device, repeats: int = 1) -> tuple[T, Elapsed]:
-    """The (last) result and what a call took; on CUDA the device is waited for on both sides.
-
-    Args:
-        call: What is timed.
-        device: Where it computes.
-        repeats: Calls behind one another, where one is shorter than the clock is fine.
-    """
-    _wait(device)
-    wall, process = time.perf_counter(), time.process_time()
-    result = call()
-    for _ in range(repeats - 1):
-        result = call()
-    _wait(device)
-    wall, process = time.perf_counter() - wall, time.process_time() - process
-    return result, Elapsed(wall / repeats, process / repeats)
+from adaattn_hf.stats.stopwatch import wait
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -70,11 +41,11 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, s
     that of the native kernels, which have an allocator of their own; the two may not fall together.
     """
     if device.type == "cuda":
-        _wait(device)
+        wait(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         call()
-        _wait(device)
+        wait(device)
         return torch.cuda.max_memory_allocated(device) - before, "max_memory_allocated"
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     memory.reset_peak()
@@ -105,8 +76,3 @@ def _unheard() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -25,7 +25,6 @@ from .cache.keyword import cache_in, with_cache
 from .cache.memory import CacheMemory, memory_of
 from .cache.stored import AdaAttnCache
 from .support import model_in, refuse_other_attention, runs_ours, towers_of
-from .tuned import elsewhere
 
 if TYPE_CHECKING:
     from transformers import Pipeline
@@ -47,7 +46,6 @@ class LayerChoice:
             in the order.
         plan: The choices of the layer's key/value heads in words; empty if the layer is exact. Heads with a choice may
             run on another backend than exact heads.
-        measured: In words, backends that this machine's table of measurements prefers for calls like this one.
     """
 
     layer: str
@@ -56,7 +54,6 @@ class LayerChoice:
     backend: str
     refused: dict[str, tuple[str, ...]]
     plan: str = ""
-    measured: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,6 @@ class Explanation:
             lines.append(f"  {phase:8} {span}: {backend}  [{spec.words()}]")
             if plan:
                 lines.append(f"           plan: {plan}")
-            lines += [f"           measured: {words}" for words in last.measured]
         lines += _why_not(said or {}, before)
         if self.cache is not None and self.cache.layers:
             lines.append(f"  cache    {self.cache}")
@@ -208,21 +204,12 @@ def _explained(
             of_plan = asked.get(index, "") if isinstance(index, int) else ""
             if plan is not None and plan.exact_steps and phase in ("decode", "compiled"):
                 of_plan = ""
-            measured = () if forced is not None else _measured(spec)
-            choices.append(LayerChoice(key[0], phase, spec, backend, refused, of_plan, measured))
+            choices.append(LayerChoice(key[0], phase, spec, backend, refused, of_plan))
     return choices, kept[0] if kept else None
 
 
 def _no_warning(*_: Any) -> None:
     """Warns of nothing: the copy's tokens cannot be read, and are none of the user's."""
-
-
-def _measured(spec: CallSpec) -> tuple[str, ...]:
-    """Returns in words which backends the machine's table prefers for calls like this one, of any length."""
-    return tuple(
-        f"{name} for " + ", ".join(f"{c.length // 2 + 1} to {c.length} keys (work {c.work})" for c in cells)
-        for name, cells in elsewhere(spec).items()
-    )
 
 
 def _in_words(layer: LayerPlan) -> str:
@@ -251,9 +238,7 @@ def _with_graphs(phases: Iterator[tuple[str, Calls]], device: str) -> Iterator[t
         for module, step, forced in calls:
             # where the tokens end lies on the device, and a traced graph knows no lengths
             kind = "ragged" if step.kind == "suffix" else step.kind
-            spec = step._replace(
-                kind=kind, compiling=True, device=device, keys=0, kv_bytes=0, pairs=0, length=0
-            )
+            spec = step._replace(kind=kind, compiling=True, device=device, keys=0, kv_bytes=0, pairs=0)
             if spec.stored is None and (forced is None or not refusals_of(forced, spec)):
                 compiled.append((module, spec, forced))
         yield "compiled", compiled

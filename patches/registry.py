@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from types import MappingProxyType
 
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from adaattn_hf.attention.request import CallSpec
-from adaattn_hf.backends.select import BACKENDS, possible, use_measured
+from adaattn_hf.backends.select import BACKENDS, possible
 from adaattn_hf.config import use_presets
 from adaattn_hf.errors import unknown
 
@@ -30,11 +31,15 @@ def resolve(name: str) -> str | None:
     return NAMES[name]
 
 
-def _measured(spec: CallSpec, default: str) -> tuple[str, ...]:
-    """Backends that this machine's table of measurements prefers for a call; imported at the first call."""
-    from .tuned import preferred
-
-    return preferred(spec, default)
+def _say_what_left() -> None:
+    """Warns of a setting of earlier versions that would otherwise be ignored in silence."""
+    if asked := os.environ.get("ADAATTN_TUNE"):
+        warnings.warn(
+            f"ADAATTN_TUNE: got {asked!r}, expected no such variable: backends are no longer measured on each machine, "
+            "and calls go by the built-in order; unset it, and delete the tables of earlier "
+            "versions (adaattn_hf/tuned-*.json in XDG_CACHE_HOME, else in ~/.cache)",
+            stacklevel=3,
+        )
 
 
 def _budget_of(preset: str) -> float:
@@ -53,7 +58,7 @@ def register(*, impossible: bool = False) -> None:
     Args:
         impossible: Register those names, too: to explain what a model would run elsewhere.
     """
-    use_measured(_measured)
+    _say_what_left()
     use_presets(_budget_of)
     for name, backend in NAMES.items():
         if not (impossible or backend is None or possible(backend)):

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import adaattn_hf
-from adaattn_hf.eval.timing import ratio_summary, timed, turn
+from adaattn_hf.eval.timing import ratio_summary, turn
 from adaattn_hf.patches.cache.memory import CacheMemory
+from adaattn_hf.stats.stopwatch import timed
 
 from .cache_arms import OURS, TRIED
 from .cache_text import Arm

@@ -11,8 +11,6 @@ from pathlib import Path
 # before anything imports the libraries that read them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# what somebody measured on this machine chooses no backend of a test
-os.environ["ADAATTN_TUNE"] = "off"
 if not Path("/dev/nvidiactl").exists():
     # without a device Triton's kernels run in its interpreter, which is decided when triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")

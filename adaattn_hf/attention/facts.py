@@ -17,7 +17,7 @@ def keys_class(keys: int) -> int:
 class Facts(NamedTuple):
     """What a structure says of the kind of its calls; fields are those of `CallSpec`.
 
-    `sinks_at_runs` is that of the structure; `keys` and `length` are rounded whatever the device.
+    `sinks_at_runs` is that of the structure; `keys` are rounded whatever the device.
     """
 
     kind: str
@@ -29,7 +29,6 @@ class Facts(NamedTuple):
     aligned: bool
     sinks_at_runs: bool
     keys: int
-    length: int
 
     @classmethod
     def of(cls, structure: CallStructure, look: bool) -> Facts:
@@ -47,5 +46,4 @@ class Facts(NamedTuple):
         return cls(
             kind, structure.window is not None and structure.windowed, structure.sinks > 0, structure.q_len == 1,
             holes, packed, aligned, structure.sinks_at_runs, keys_class(keys) if fixed else 0,
-            1 << (keys - 1).bit_length() if fixed and keys else 0,
         )  # fmt: skip

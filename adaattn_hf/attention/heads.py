@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 HEAD_PRECISIONS = ("model", "bf16", "int8")
 
+ALL = 1 << 30
+"""The window of a head that has none, and the most that tables of int32 are told of: no call has as many keys."""
+
+HeadWindows = tuple[tuple[int, int], ...]
+"""Window and sinks of each key/value head."""
+
 
 @dataclass(frozen=True, eq=False)
 class HeadRules:
@@ -80,6 +86,12 @@ class HeadRules:
         """Whether any head has sinks."""
         return any(self.sinks)
 
+    @cached_property
+    def where_free(self) -> tuple[tuple[HeadWindows, int], tuple[HeadWindows, int]]:
+        """`windows_and_reach` in structures without a window: those that look both ways, and causal ones."""
+        both_ways, causal = (CallStructure(1, 1, 1, causal=causal) for causal in (False, True))
+        return windows_and_reach(both_ways, self), windows_and_reach(causal, self)
+
     def work_out(self) -> tuple[str, bool, bool]:
         """All that a choice of a backend asks of the rules, which is remembered with them."""
         return self.precision, self.windowed, self.has_sinks
@@ -111,6 +123,29 @@ class HeadRules:
             None if self.key_mean is None else self.key_mean[list(kv_heads)],
             self.until,
         )
+
+
+def head_windows(structure: CallStructure, rules: HeadRules | None, kv_heads: int) -> HeadWindows | None:
+    """Window and sinks of each key/value head in a call of a structure, None where no head has a window."""
+    if rules is None:
+        if structure.window is None or not structure.windowed:
+            return None
+        return ((structure.window, min(structure.sinks, ALL)),) * kv_heads
+    # every step of a generation asks with a structure of its own, of which the rules alone then decide
+    free = structure.window is None
+    windows, reach = (
+        rules.where_free[structure.causal] if free else structure.derived(windows_and_reach, rules)
+    )
+    return windows if reach < structure.kv_len else None
+
+
+def windows_and_reach(structure: CallStructure, rules: HeadRules) -> tuple[HeadWindows, int]:
+    """Window and sinks of each key/value head, and how many keys the narrowest leaves; ALL without a window."""
+    found = [rules.window_in(structure, head) for head in range(len(rules.windows))]
+    # towards later keys no sink is exempt from a window that looks both ways
+    reaches = [w + (sinks if structure.causal else 0) for w, sinks in found if w is not None]
+    narrow = tuple((ALL, 0) if w is None else (min(w, ALL), min(s, ALL)) for w, s in found)
+    return narrow, min(reaches, default=ALL)
 
 
 def spelled_out(request: AttentionRequest) -> AttentionRequest:

@@ -31,7 +31,7 @@ def legible(request: AttentionRequest, window: int | None = None) -> AttentionRe
         request = replace(request, structure=structure, bias=None)
     if structure.mask is None or structure.spans is not None:
         return request
-    found = structure.cached(("legible", window), lambda: _read(structure, window))
+    found = structure.derived(_read, window)
     return None if found is None else replace(request, structure=found)
 
 

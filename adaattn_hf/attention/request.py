@@ -263,11 +263,10 @@ class CallSpec(NamedTuple):
     `head_windows` and `head_precision` say what `HeadRules` ask for: any window, and the precision of the products,
     `mixed` where heads differ; `head_until`, whether these rules end with a position of the sequence.
     `stored` names the format that a cache keeps keys and values in, None where they are plain numbers.
-    Sizes are rounded, so that few specs differ, and 0 where no choice depends on them: `length`, the keys up to a power
-    of two; `packed`, keys of the longest run where every query and key was seen to lie in one, as in a packed row, down
-    to a power of two; on CUDA `keys` by `keys_class`, and the
-    pairs of queries and keys of all heads, down to a power of two; elsewhere one query's bytes of keys and values, up
-    to one.
+    Sizes are rounded, so that few specs differ, and 0 where no choice depends on them: `packed`, keys of the longest
+    run where every query and key was seen to lie in one, as in a packed row, down to a power of two; on CUDA `keys` by
+    `keys_class`, and the pairs of queries and keys of all heads, down to a power of two; elsewhere one query's bytes
+    of keys and values, up to one.
     `opaque` tensors are of a subclass without memory of its own (FakeTensor, DTensor): operations of torch alone can
     compute with them. `device_index` says which of several GPUs holds the tensors, which need not be the current one;
     None stands for the current one.
@@ -303,7 +302,6 @@ class CallSpec(NamedTuple):
     keys: int = 0
     kv_bytes: int = 0
     pairs: int = 0
-    length: int = 0
     packed: int = 0
     aligned: bool = True
     device_index: int | None = None
@@ -370,9 +368,8 @@ class CallSpec(NamedTuple):
         if compiling and device == "cuda" and kind == "ragged" and not structure.one_run_a_row:
             kind = "irregular"  # nobody can look where chunks and documents begin
         _, heads, q_len, head_dim = q.shape
-        keys = kv_bytes = pairs = length = 0
+        keys = kv_bytes = pairs = 0
         if type(q_len) is int and not (compiling or opaque):  # in torch.jit.trace extents are tensors
-            length = facts.length
             if device == "cuda":
                 keys = facts.keys
                 pairs = 1 << (heads * q_len * k.shape[0] * k.shape[2]).bit_length() >> 1
@@ -384,6 +381,6 @@ class CallSpec(NamedTuple):
             facts.windowed, facts.window_sinks, q_len == 1, grad,
             request.dropout > 0, request.softcap is not None, sink_logits is not None, bias is not None,
             request.need_lse, compiling, *per_head, None if request.stored is None else format_of(v), opaque,
-            facts.holes, keys, kv_bytes, pairs, length, facts.packed, facts.aligned, index,
+            facts.holes, keys, kv_bytes, pairs, facts.packed, facts.aligned, index,
             rules is not None and rules.until is not None,
         )  # fmt: skip

@@ -102,7 +102,7 @@ class CallStructure:
         `suffix` is causal with queries that stand behind the first key (chunked prefill, one decode step);
         `ragged` needs data (padding, documents, a device-side offset) to become segments.
         """
-        return self.cached("kind", self._kind)
+        return self.derived(CallStructure._kind)
 
     def _kind(self) -> str:
         if self.spans is not None or self.mask is not None:
@@ -180,14 +180,14 @@ class CallStructure:
                 "pass an attention_mask whose batch is that of the inputs"
             )
 
+        return self.derived(CallStructure._expand, batch)
+
+    def _expand(self, batch: int) -> CallStructure:
         def rows(t: Tensor | None) -> Tensor | None:
             return None if t is None else t.expand(batch, *t.shape[1:])
 
-        def make() -> CallStructure:
-            tensors = {name: rows(getattr(self, name)) for name in ("key_padding", "spans", "chunk_start")}
-            return self.with_changes(batch=batch, **tensors)
-
-        return self.cached(("expanded", batch), make)
+        tensors = {name: rows(getattr(self, name)) for name in ("key_padding", "spans", "chunk_start")}
+        return self.with_changes(batch=batch, **tensors)
 
     # ------------------------------------------------------------------ the definition
     def visible(
@@ -296,7 +296,7 @@ class CallStructure:
         """
         if self.key_padding is None and isinstance(self.q_offset, int):
             return self
-        return self.cached("settled", self._settle)
+        return self.derived(CallStructure._settle)
 
     def _settle(self) -> CallStructure:
         changes: dict[str, Any] = {}
@@ -311,7 +311,10 @@ class CallStructure:
         """`key_padding` in the host's memory: on CUDA one synchronisation, after which nothing else need wait."""
         if self.key_padding is None or self.key_padding.is_cpu or self.key_padding.is_meta:
             return self.key_padding
-        return self.cached("padding", self.key_padding.cpu)
+        return self.derived(CallStructure._fetch_padding)
+
+    def _fetch_padding(self) -> Tensor | None:
+        return None if self.key_padding is None else self.key_padding.cpu()
 
     def segments(self) -> tuple[Segment, ...] | None:
         """The call as contiguous runs, or None if it is not made of such (spans, a dense mask, holes in the padding).
@@ -319,33 +322,31 @@ class CallStructure:
         Reads the padding, the document numbers and a device-side offset once, then remembers: on CUDA this is the one
         synchronisation of a forward pass. Must not be called while a graph is traced or captured.
         """
-        return self.cached("segments", lambda: find_segments(self))
+        return self.derived(find_segments)
 
     @property
     def longest_packed(self) -> int:
         """Keys of the longest of the `segments` if they hold every query and key, as in packed documents; else 0."""
+        return self.derived(CallStructure._find_longest_packed)
 
-        def find() -> int:
-            runs, rows = self.segments() or (), (self.batch * self.q_len, self.batch * self.kv_len)
-            whole = (sum(s.q_len for s in runs), sum(s.k_len for s in runs)) == rows
-            # int: torch.jit.trace makes tensors of what is read of another one's shape
-            return max((int(s.k_len) for s in runs), default=0) if whole else 0
-
-        return self.cached("longest_packed", find)
+    def _find_longest_packed(self) -> int:
+        runs, rows = self.segments() or (), (self.batch * self.q_len, self.batch * self.kv_len)
+        whole = (sum(s.q_len for s in runs), sum(s.k_len for s in runs)) == rows
+        # int: torch.jit.trace makes tensors of what is read of another one's shape
+        return max((int(s.k_len) for s in runs), default=0) if whole else 0
 
     @property
     def aligned(self) -> bool:
         """The last query of every one of the `segments` stands at its last key, or it does not matter where."""
+        return self.derived(CallStructure._is_aligned)
 
-        def find() -> bool:
-            runs = self.segments() if self.causal or self.window is not None else None
-            return runs is None or all(run.offset + run.q_len == run.k_len for run in runs)
-
-        return self.cached("aligned", find)
+    def _is_aligned(self) -> bool:
+        runs = self.segments() if self.causal or self.window is not None else None
+        return runs is None or all(run.offset + run.q_len == run.k_len for run in runs)
 
     def offset(self) -> int:
         """`q_offset` as an integer (reads it from the device once)."""
-        if isinstance(self.q_offset, int):
-            return self.q_offset
-        on_device = self.q_offset
-        return self.cached("offset", lambda: int(on_device))
+        return self.q_offset if isinstance(self.q_offset, int) else self.derived(CallStructure._read_offset)
+
+    def _read_offset(self) -> int:
+        return int(self.q_offset)

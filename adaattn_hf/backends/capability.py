@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import platform
 import re
 from dataclasses import dataclass
@@ -76,7 +75,6 @@ def of_level(level: str) -> Capability:
     return Capability((0, 0), level, bf16=half, fp8=False, int8=half, tiles=level == "amx")
 
 
-@functools.cache
 def _of_device(index: int) -> Capability:
     return of_sm(torch.cuda.get_device_capability(index))
 

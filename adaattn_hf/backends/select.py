@@ -1,13 +1,13 @@
 """Which backend serves a call, and the one memory of what was decided: by kind of call, never by trying.
 
-`auto` takes the first backend of the device's order that refuses nothing, or one that was measured on this machine to
-be clearly faster (`use_measured`). A backend that the user names is taken or raises with its refusals.
+`auto` takes the first backend of the device's order that refuses nothing. A backend that the user names is taken or
+raises with its refusals.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,23 +48,10 @@ MOST = 1024
 """Kinds of calls that are remembered; the oldest ones are forgotten."""
 launches: dict[Hashable, Any] = {}
 """What was decided, by kind of call: the only memory of decisions. Whoever calls spells kinds in the facts at hand."""
-_said: set[tuple[str, str, str]] = set()
-
-
-Measured = Callable[[CallSpec, str], Sequence[str]]
-"""Maps a call and the first backend of its order to those that were measured to be clearly faster, best first."""
-_measured: Measured | None = None
 
 
 class BackendRefusal(RuntimeError):
     """A backend that was asked for by name cannot serve the call."""
-
-
-def use_measured(measured: Measured | None) -> None:
-    """Let measurements have a say in what `auto` takes, or none; what was chosen before is chosen anew."""
-    global _measured
-    _measured = measured
-    launches.clear()
 
 
 def by_name(name: str) -> Backend:
@@ -221,9 +208,6 @@ def _find(spec: CallSpec, forced: str | None) -> tuple[Backend | None, tuple[str
     for name in (forced,) if forced is not None else order(spec):
         reasons = refusals_of(name, spec)
         if not reasons:
-            if forced is None and not spec.compiling and _measured is not None:
-                faster = (n for n in _measured(spec, name) if not refusals_of(n, spec))
-                name = next(faster, name)
             if not spec.compiling:
                 _say(spec, name, passed)
             return BACKENDS[name], tuple(passed)
@@ -242,9 +226,9 @@ def attend(request: AttentionRequest, backend: str | None = None) -> AttentionRe
 
 def _say(spec: CallSpec, name: str, passed: list[str]) -> None:
     """One log line for each new pair of device and backend."""
-    key = (spec.device, str(spec.dtype), name)
-    if key not in _said:
-        _said.add(key)
+    kind = "said", spec.device, spec.dtype, name
+    if kind not in launches:
+        remember(kind, True)
         why = f" (passed over: {' | '.join(passed)})" if passed else ""
         logger.info(
             "adaattn: %s serves %s %s%s", name, spec.device, str(spec.dtype).removeprefix("torch."), why

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import signature
 
@@ -14,6 +13,7 @@ import torch
 from ..attention.tap import Tap, tapping
 from ..plans.program import Program
 from ..stats.paired import student_quantile
+from ..stats.stopwatch import timed
 from .arms import exact_tap, plan_tap
 from .inputs import Inputs
 
@@ -90,17 +90,15 @@ def _seconds(
     options = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     if "use_cache" in signature(model.forward).parameters:
         options["use_cache"] = False
-    clock: Callable[[], float] = time.perf_counter if tokens.is_cuda else time.process_time
     found: dict[str, list[float]] = {name: [] for name in taps}
-    begin, turn = clock(), -1
-    while turn < rounds or (turn < MOST_ROUNDS and clock() - begin < WORTH):
+    spent, turn = 0.0, -1
+    while turn < rounds or (turn < MOST_ROUNDS and spent < WORTH):
         turn += 1
         for name, tap in taps.items():
             with tapping(tap):
-                start = clock()
-                model(input_ids=tokens, **options)
-                if tokens.is_cuda:
-                    torch.cuda.synchronize(tokens.device)
+                elapsed = timed(lambda: model(input_ids=tokens, **options), tokens.device)[1]
+            seconds = elapsed.wall if tokens.is_cuda else elapsed.process
+            spent += seconds
             if turn:
-                found[name].append(clock() - start)
+                found[name].append(seconds)
     return found

@@ -15,7 +15,6 @@ told.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,6 @@ from ..attention.structure import CallStructure
 from ..backends import select
 from ..backends.base import bound, spec_of
 from ..backends.capability import cpu_name
-from ..backends.clocks import clock_of, quartiles
 from ..backends.native.library import level_here
 from ..plans import execute
 from ..plans.choices import Choice
@@ -38,6 +36,7 @@ from ..plans.program import Program
 from ..plans.tensors import LayerTensors
 from ..policy.knapsack import Array, Launches, of_units
 from ..policy.prices import Price, PriceTable, fit_price
+from ..stats.stopwatch import on_device, quartiles, timed
 
 PHASES = ("prefill", "decode")
 ROUNDS = 3
@@ -140,22 +139,15 @@ def _on_processor(calls: Calls, bundle: int) -> dict[tuple[str, int], Spread]:
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):
         for key, call in calls.items():
-            start = time.process_time()
-            for _ in range(bundle):
-                call()
-            best[key] = min(best[key], (time.process_time() - start) / bundle)
+            best[key] = min(best[key], timed(call, torch.device("cpu"), bundle)[1].process)
     return {key: (least, least, least) for key, least in best.items()}
 
 
 def _on_device(calls: Calls, host: bool) -> dict[tuple[str, int], Spread]:
     """Seconds of each launch on CUDA; the host's time counts if `host`."""
     names = {f"{label} of {count}": (label, count) for label, count in calls}
-    runs = clock_of("cuda", host)({name: calls[key] for name, key in names.items()})
-    found = {}
-    for name, key in names.items():
-        low, middle, high = quartiles(runs[name])
-        found[key] = (low * 1e-6, middle * 1e-6, high * 1e-6)
-    return found
+    runs = on_device({name: calls[key] for name, key in names.items()}, host)
+    return {key: quartiles(runs[name]) for name, key in names.items()}
 
 
 def _timed(calls: Calls, phase: str, on_cuda: bool, captured: bool) -> dict[tuple[str, int], Spread]:

@@ -113,7 +113,6 @@ def processor() -> Iterator[Finding]:
 
     yield Finding("cpu", "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     yield Finding("cpu", "instruction set", f"torch sees {torch.backends.cpu.get_cpu_capability()}")
-    yield table_of("cpu")
     yield Finding("cpu", "threads", f"{torch.get_num_threads()} (torch.set_num_threads, OMP_NUM_THREADS)")
     found = compiler()
     yield Finding(
@@ -156,26 +155,6 @@ def devices() -> Iterator[Finding]:
             f"cuda:{index}",
             f"{facts.name}, {memory}, compute capability {facts.major}.{facts.minor}: {can.words() if can else 'ROCm'}",
         )
-    if torch.cuda.is_available():
-        yield table_of("cuda")
-
-
-def table_of(device: str) -> Finding:
-    """Returns what `adaattn tune` measured on a device of this machine."""
-    from adaattn_hf.backends.table import Table
-    from adaattn_hf.patches.tuned import key_of, path_of, setting
-
-    path = path_of(device)
-    about = {"cpu": "cpu", "cuda": "gpu"}[device]
-    try:
-        how = setting()
-        found = len(Table.read(path, key_of(device)).cells) if os.path.exists(path) else None
-    except ValueError as error:  # a table that cannot be used, or a setting that there is not
-        return Finding(about, "measured table", f"not used: {error}")
-    state = "none, the built-in order holds (`adaattn tune` measures)"
-    if found is not None:
-        state = f"{found} classes of calls in {path}"
-    return Finding(about, "measured table", f"{state}; ADAATTN_TUNE is {how}")
 
 
 def backends() -> Iterator[Finding]:

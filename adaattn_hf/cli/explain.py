@@ -68,7 +68,6 @@ def _record(explanation: Explanation) -> dict[str, Any]:
             "call": choice.spec.words(),
             "backend": choice.backend,
             "plan": choice.plan,
-            "measured": list(choice.measured),
             "refused": {name: list(reasons) for name, reasons in choice.refused.items()},
         }
         for choice in explanation.layers

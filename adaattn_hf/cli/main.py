@@ -33,7 +33,6 @@ COMMANDS: dict[str, str] = {
     "calibrate": "adaattn_hf.cli.calibrate:calibrate",
     "plan": "adaattn_hf.cli.plan:plan",
     "bench": "adaattn_hf.cli.bench:bench",
-    "tune": "adaattn_hf.cli.tune:tune",
     "doctor": "adaattn_hf.cli.doctor:doctor",
     "run": "adaattn_hf.cli.run:run",
 }

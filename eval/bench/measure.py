@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ..timing import timed
+from adaattn_hf.stats.stopwatch import timed
+
 from .work import Work
 
 # Shorter samples drown in the clock and the scheduler.

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adaattn_hf.backends.windows import ALL
+from adaattn_hf.attention.heads import ALL
 
 _WINDOW = re.compile(r"w(\d+)\+(\d+)")
 _ALL = ("exact", "bf16", "int8")

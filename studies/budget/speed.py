@@ -20,13 +20,12 @@ import typer
 from torch import Tensor, nn
 
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.backends.clocks import clock_of, quartiles
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.provenance import provenance
-from adaattn_hf.eval.timing import timed
 from adaattn_hf.plans import store
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
+from adaattn_hf.stats.stopwatch import on_device, quartiles, timed
 
 from . import study
 
@@ -189,8 +188,7 @@ def attention_seconds(
             program = programs.get(index)
             calls[name] = calls["exact"] if program is None else partial(attend, program, request)
         if device.type == "cuda":
-            timed_on_device = clock_of("cuda", host=False)
-            best = {name: quartiles(runs)[1] * 1e-6 for name, runs in timed_on_device(calls).items()}
+            best = {name: quartiles(runs)[1] for name, runs in on_device(calls, host=False).items()}
         else:
             best = dict.fromkeys(calls, float("inf"))
             for _ in range(rounds):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from adaattn_hf.attention.heads import ALL, HeadWindows
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.windows import ALL, HeadWindows
 
 from ..pages import percent, table
 from .pairs import fewer_pairs, window_of

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from adaattn_hf.backends.clocks import quartiles
 from adaattn_hf.plans.plan import Plan
+from adaattn_hf.stats.stopwatch import quartiles
 
 from ..cache_arms import shaped
 from .measure import DEVICE, ON_CUDA, Cell, Section, length, peak_mib
@@ -99,7 +99,7 @@ def _cell(row: Cell, found: Any, plans: dict[str, Plan], mask: Tensor, room: int
             row.setdefault("MiB", {})[name] = peak_mib(call) if ON_CUDA else call()
         steps = clock.milliseconds()
         row[name] = statistics.median(steps)
-        row.setdefault("quartiles", {})[name] = quartiles(steps)[::2]
+        row.setdefault("quartiles", {})[name] = [round(number, 3) for number in quartiles(steps)[::2]]
         if (
             counted["graphs"] != (1 if ON_CUDA and not name.endswith("DynamicCache") else 0)
             or counted["given up"]

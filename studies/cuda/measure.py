@@ -32,8 +32,8 @@ from adaattn_hf.attention.request import AttentionRequest, AttentionResult, Call
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.base import spec_of
-from adaattn_hf.backends.clocks import clock_of, quartiles, warmed
 from adaattn_hf.eval.provenance import commit
+from adaattn_hf.stats import stopwatch
 
 Cell = dict[str, Any]
 ON_CUDA = torch.cuda.is_available()
@@ -64,11 +64,9 @@ def length(n: int) -> int:
 
 def microseconds(call: Callable[[], Any], rep: int = 40) -> float:
     """Microseconds of a call, the median."""
-    warmed({"": call})
+    call()
     if not ON_CUDA:
-        started = time.perf_counter()
-        call()
-        return (time.perf_counter() - started) * 1e6
+        return stopwatch.timed(call, DEVICE)[1].wall * 1e6
     from triton.testing import do_bench
 
     torch.cuda.synchronize()
@@ -304,5 +302,7 @@ def package(name: str) -> Any:
 
 
 def medians(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Microseconds of calls that are taken in turn, once the clock has had each compiled."""
-    return {way: quartiles(runs)[1] for way, runs in clock_of(DEVICE.type)(calls).items()}
+    """Microseconds of calls that are taken in turn, once each was compiled; on a CPU of one call, as a trial."""
+    if not ON_CUDA:
+        return {way: microseconds(call) for way, call in calls.items()}
+    return {way: stopwatch.quartiles(runs)[1] * 1e6 for way, runs in stopwatch.on_device(calls).items()}

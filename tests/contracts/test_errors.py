@@ -29,7 +29,6 @@ from adaattn_hf.attention.stored import StoredKV
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import load as load_library
 from adaattn_hf.backends.select import BackendRefusal, by_name
-from adaattn_hf.backends.table import Table, TableError
 from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
 from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.texts import text_of
@@ -42,7 +41,6 @@ from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.masks import adaattn_mask
 from adaattn_hf.patches.paged import paged_function
 from adaattn_hf.patches.structured_mask import StructuredMask
-from adaattn_hf.patches.tuned import setting
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.plan import Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
@@ -171,12 +169,6 @@ CASES = (
         ("'fa2'", "got cpu tensors", "runs on CUDA", 'attn_implementation="adaattn"'),
     ),
     Case(
-        "misspells how the measured table is used",
-        lambda: under("ADAATTN_TUNE", "frist", setting),
-        UsageError,
-        ("ADAATTN_TUNE", "'frist'", "expected one of", "Did you mean 'first'?"),
-    ),
-    Case(
         "misspells an instruction set",
         lambda: under("ADAATTN_NATIVE_LEVEL", "avx256", lambda: load_library(ROOT)),
         UsageError,
@@ -187,12 +179,6 @@ CASES = (
         lambda: under("ADAATTN_COMMIT", "newest", lambda: commit(Path("/nowhere"))),
         UsageError,
         ("ADAATTN_COMMIT", "'newest'", "expected the digits of a commit", "leave it unset"),
-    ),
-    Case(
-        "has a measured table that is none",
-        lambda: Table.read(Path("tuned.json"), {}),
-        TableError,
-        ("tuned.json", "no table of measurements", "FileNotFoundError", "`adaattn tune --reset`"),
     ),
     Case(
         "loads a model that computes attention by itself",

@@ -37,20 +37,14 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
     for name in (
         "base",
         "capability",
-        "clocks",
-        "first_order",
         "launcher",
-        "probes",
         "relaunch",
         "remembered",
         "repeats",
-        "sinks",
         "straight",
-        "table",
-        "windows",
     )
 )
-KNOW_ALL_BACKENDS = tuple(f"{P}.backends.{name}" for name in ("order", "select", "tuning"))
+KNOW_ALL_BACKENDS = tuple(f"{P}.backends.{name}" for name in ("order", "select"))
 FORBIDDEN_ROOMS = {
     f"{P}.attention.reference": (f"{P}.backends", f"{P}.policy", f"{P}.stats", f"{P}.plans"),
     f"{P}.backends": (f"{P}.attention.reference", f"{P}.policy", f"{P}.stats", f"{P}.plans", f"{P}.config"),

@@ -141,10 +141,8 @@ ELSEWHERE = {
     "adaattn_hf/cli/plan.py": "errors, tests/unit/test_plan_files.py; labels of choices",
     "adaattn_hf/cli/profile.py": "numbers, the atlas",
     "adaattn_hf/cli/progress.py": "names of stages",
-    "adaattn_hf/cli/tune.py": "classes of calls",
     "adaattn_hf/backends/native/build.py": "JSON escapes control characters",
     "eval/report.py": "tests/eval/test_report.py::test_names_bring_no_markup_and_no_escape_sequences",
-    "patches/tuned.py": "a table of measurements, written as JSON",
     "eval/showcase.py": "models and texts of the package",
 }
 """Modules that write to a terminal or a page and are not among the cases here: what they write, or who tests it."""

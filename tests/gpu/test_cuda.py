@@ -19,11 +19,7 @@ from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import spec_of
-from adaattn_hf.backends.probes import KINDS, probes
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, refusals_of
-from adaattn_hf.backends.table import cell_of
-from adaattn_hf.backends.tuning import measure
-from adaattn_hf.cli.classes import grid
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.plans.store import attach
 
@@ -543,19 +539,3 @@ def test_windows_per_head_equal_the_definition(name: str) -> None:
     true = gradients(reference.attention, structure, *doubles)
     for a, e, b in zip(ours, eager, true, strict=True):
         assert (a - b).abs().max() <= 2 * (e - b).abs().max() + 2**-7 * b.abs().max()
-
-
-@pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_class_of_calls_can_be_measured(kind: str, gradient: bool) -> None:
-    cell = next(c for c in grid("cuda", ["bfloat16"], [64], [kind], 0) if c.length == 2048)
-    cell = cell._replace(gradient=gradient)
-    assert {cell_of(spec_of(asked)) for asked in probes("cuda", cell, blank=True)} == {cell}
-    times = measure("cuda", cell)
-    if gradient and kind == "padded step":
-        assert not times, (
-            "nobody looks whether the padding of a step has holes: one backend serves it, none competes"
-        )
-        return
-    assert {"sdpa", "triton"} <= set(times)
-    assert all(0 < low <= middle <= high for spreads in times.values() for low, middle, high in spreads)

@@ -48,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, list[floa
 
         monkeypatch.setattr(model, "forward", slow)
         monkeypatch.setattr(benefit, "signature", lambda _: SimpleNamespace(parameters={"use_cache": None}))
-        monkeypatch.setattr("adaattn_hf.calibration.benefit.time.process_time", lambda: now[0])
+        monkeypatch.setattr("adaattn_hf.stats.stopwatch.time.process_time", lambda: now[0])
 
     return install
 

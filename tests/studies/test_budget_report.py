@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaattn_hf.backends.windows import ALL, HeadWindows
+from adaattn_hf.attention.heads import ALL, HeadWindows
 from adaattn_hf.policy.prices import Price, PriceTable
 from studies.budget import texts
 from studies.budget.pairs import fewer_pairs, lines_of

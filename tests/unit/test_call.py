@@ -161,15 +161,6 @@ def test_kinds_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(select.launches) <= 3
 
 
-def test_a_measured_table_empties_what_was_decided() -> None:
-    module = layer()
-    with torch.no_grad():
-        attend(module, *draw(), mask_for(module))
-    assert select.launches
-    select.use_measured(None)
-    assert not select.launches
-
-
 @pytest.mark.parametrize("backend", [None, "sdpa", "native", "eager"])
 def test_launches_keep_no_tensor_and_no_structure(backend: str | None) -> None:
     by, module = attention_function(backend), layer()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from adaattn_hf.attention.request import AttentionRequest, AttentionResult, Call
 from adaattn_hf.attention.stored import StoredKV, quantise  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
-from adaattn_hf.backends.flash import Flash4Backend  # noqa: E402
+from adaattn_hf.backends.flash import Flash4Backend, fa4_launch  # noqa: E402
 from adaattn_hf.backends.launcher import Launcher  # noqa: E402
 from adaattn_hf.backends.sdpa import kernels  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
@@ -133,7 +132,7 @@ def test_flash_attn_4_is_called_on_the_device_of_the_tensors(
         seen.append(devices.current)
         return AttentionResult(asked.query)
 
-    backend._launch = SimpleNamespace(attend=attend)
+    monkeypatch.setattr(fa4_launch, "attend", attend)
     backend.attend(call())
     assert (seen, devices.current, devices.entered) == ([1], current, [1] * (1 - current))
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from adaattn_hf.attention.heads import ALL, HeadWindows
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.flash import fa4_launch
 from adaattn_hf.backends.flash.fa4_lists import BLOCK, BlockLists, Lists, runs_of
-from adaattn_hf.backends.remembered import Remembered
-from adaattn_hf.backends.windows import ALL, HeadWindows
 
 from ..support.operators import NamedOperators
 from .test_triton import interpreted
@@ -88,8 +87,6 @@ def check(structure: CallStructure, windows: HeadWindows, groups: int, turned: b
     same(lists.by_queries, some, every, groups)
     if turned:
         same(lists.by_keys, some.mT, every.mT, groups)
-        made = (*lists.tables, lists._bounds, *lists.by_queries, *lists.by_keys)
-        assert lists.nbytes == sum(t.nbytes for t in made)
     for head, (window, sinks) in enumerate(windows):
         # against the definition: all that is seen is listed, and what is listed as whole is seen
         rules = {"window": window, "sinks": sinks} if window < ALL else {}
@@ -214,12 +211,9 @@ def test_the_host_does_little_for_a_new_shape(monkeypatch: pytest.MonkeyPatch, c
             return lambda *args, **kw: grids.append(grid)
 
     monkeypatch.setattr(fa4_kernels, "listing", Launches())
-    monkeypatch.setattr(
-        fa4_launch, "_lists", Remembered(256, 1 << 26)
-    )  # later calls find no lists that nobody wrote
     structure = CallStructure(3, 300, 300, causal)
     with NamedOperators() as noted:
-        made = fa4_launch._made(structure, ((ALL, 0), (70, 16)), 2, 300, True, CPU)
+        made = fa4_launch._lists(structure, ((ALL, 0), (70, 16)), 2, CPU)
     assert grids == [(3, 2, 1)]
     assert len(noted.names) + 1 <= 8, noted.names
     assert all(t.shape[-1] <= 4 for t in made.tables)  # nothing as long as the queries

@@ -17,14 +17,13 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs came with Triton 3.6")
 
-from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (the modules below import triton)
+from adaattn_hf.attention.heads import ALL, HeadRules  # noqa: E402
 from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
 from adaattn_hf.backends.remembered import Remembered  # noqa: E402
 from adaattn_hf.backends.repeats import as_if_repeated  # noqa: E402
 from adaattn_hf.backends.triton import dealing, hopper, launch, prefill, shapes, tables  # noqa: E402
-from adaattn_hf.backends.windows import ALL  # noqa: E402
 
 from ..support.on_device import shifted  # noqa: E402
 

@@ -12,7 +12,6 @@ from typer.testing import CliRunner, Result
 
 from adaattn_hf.cli import main
 from adaattn_hf.eval.demo import demo_model_path, pages_path
-from adaattn_hf.patches import tuned
 
 MODEL, TEXT = str(demo_model_path("llama")), str(pages_path("calibration"))
 FEW = "--sequences 2 --held-out 4 --families window,bf16 --device cpu"
@@ -26,7 +25,6 @@ RUNS = {
     "plan diff": "plan plan",
     "plan explore": "plan --html page.html",
     "bench": "--only ^tiny.causal --rounds 1 --no-memory --implementations sdpa",
-    "tune": "--device cpu --dtype float32 --head-dim 16 --kinds causal --longest 8",
     "doctor": "",
 }
 """Words behind each command, those of `plan` after the calibration that makes one."""
@@ -77,10 +75,7 @@ def test_standard_output_is_json_alone(
     """What a library writes past Python's standard output would be seen, too."""
     directory, made = calibrated
     monkeypatch.chdir(directory)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(directory))  # where the table of `tune` goes
-    tuned.forget()
     result = made if name == "calibrate" else run(name)
-    tuned.forget()
     assert result.exit_code in ((0, 4) if name == "calibrate" else (0,)), result.output[-2000:]
     assert isinstance(json.loads(result.stdout), dict | list)
     assert capfd.readouterr().out == ""

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from adaattn_hf.attention.heads import ALL
 from adaattn_hf.attention.structure import CallStructure, Segment
 from adaattn_hf.backends.remembered import Remembered
 from adaattn_hf.backends.triton import tables
 from adaattn_hf.backends.triton.reads import Blocks
-from adaattn_hf.backends.windows import ALL
 
 ROWS, COLUMNS = 8, 4
 WINDOWS = st.tuples(st.integers(1, 50), st.integers(0, 9)) | st.just((ALL, 0))

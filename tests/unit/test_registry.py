@@ -88,3 +88,9 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         ValueError, match=r"got 'adaattn_sdp', .*adaattn_eager.* Did you mean 'adaattn_sdpa'\?"
     ):
         adaattn_hf.resolve("adaattn_sdp")
+
+
+def test_a_variable_of_earlier_versions_is_not_ignored_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADAATTN_TUNE", "first")
+    with pytest.warns(UserWarning, match=r"ADAATTN_TUNE: got 'first', expected no such variable.*unset it"):
+        adaattn_hf.register()

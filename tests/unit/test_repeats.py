@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaattn_hf.backends import clocks, repeats
+from adaattn_hf.backends import repeats
 
 
 def test_it_is_asked_for_within_and_no_longer() -> None:
@@ -17,9 +17,3 @@ def test_it_is_asked_for_within_and_no_longer() -> None:
     with pytest.raises(RuntimeError, match="broken"), repeats.as_if_repeated():
         raise RuntimeError("broken")
     assert not repeats.asked()
-
-
-def test_calls_are_warmed_in_turn_as_if_they_were_repeated() -> None:
-    seen: list[tuple[str, bool]] = []
-    clocks.warmed({name: lambda name=name: seen.append((name, repeats.asked())) for name in ("a", "b")})  # type: ignore[misc]
-    assert seen == [("a", True), ("b", True)]

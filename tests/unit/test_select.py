@@ -50,7 +50,6 @@ def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Picky]:
     monkeypatch.setattr(select, "BACKENDS", backends)
     monkeypatch.setattr(select, "order", lambda spec: ("absent", "strict", "willing"))
     monkeypatch.setattr(select, "launches", {})
-    monkeypatch.setattr(select, "_said", set())
     return backends
 
 

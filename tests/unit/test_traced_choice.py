@@ -16,7 +16,7 @@ from ..support.versions import needs_tracing
 CALL: dict[str, Any] = {
     "device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64, "groups": 4, "kind": "irregular",
     "windowed": False, "window_sinks": False, "decode": False, "needs_grad": False, "dropout": False, "softcap": False,
-    "sink_logits": False, "bias": False, "need_lse": False, "compiling": True, "keys": 4096, "length": 4096,
+    "sink_logits": False, "bias": False, "need_lse": False, "compiling": True, "keys": 4096,
     "pairs": 1 << 31, "device_index": 0,
 }  # fmt: skip
 PLAN = {"head_windows": True, "kind": "causal"}

@@ -9,12 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaattn_hf.attention import reference
+from adaattn_hf.attention.heads import HeadWindows
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import order
 from adaattn_hf.backends.triton import TritonBackend
-from adaattn_hf.backends.windows import HeadWindows
 
 from ..support.head_rules import rules
 from .test_triton import LEFT, STRUCTURES, N, interpreted, make

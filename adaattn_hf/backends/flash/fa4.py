@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
@@ -20,10 +17,6 @@ class Flash4Backend(Backend):
     """Dense and packed calls by its own kernels; windows per head, and sinks beside a window, by lists of blocks."""
 
     name, device, package = "fa4", "cuda", "flash_attn"
-
-    def __init__(self) -> None:
-        """Imports nothing; the first call does."""
-        self._launch: Any = None
 
     def missing(self) -> tuple[str, ...]:
         """Looks for the package and its imports without importing them; flash-attn 2 has the same package name."""
@@ -81,12 +74,11 @@ class Flash4Backend(Backend):
         """One launch: dense, over packed segments, or over lists of blocks."""
         if request.asks_nothing:
             return nothing_seen(request)
-        if self._launch is None:
-            self._launch = importlib.import_module(f"{__package__}.fa4_launch")
+        from .fa4_launch import attend  # which filters a warning, as importing the package must not
+
         # its kernels and those that make lists are launched on the current device; see `Launcher`
         device = request.query.get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self.attend(request)
-        result: AttentionResult = self._launch.attend(request)
-        return result
+        return attend(request)

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from ...attention.heads import ALL, HeadWindows, head_windows
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
-from ..remembered import Remembered
-from ..windows import ALL, HeadWindows, head_windows
 from .fa4_lists import BLOCK, BlockLists, runs_of
 from .variants import attend_packed
-
-_lists = Remembered(256, 1 << 26)
-"""Lists of the last few shapes of plain calls, for every set of windows of a model."""
 
 # its compiler says so of every mask that it cannot take as a launch's argument, and compiles it in
 warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
@@ -57,78 +51,66 @@ def attend(request: AttentionRequest) -> AttentionResult:
 def _listed(request: AttentionRequest, windows: HeadWindows) -> AttentionResult:
     """Heads of different windows, or sinks beside a window: blocks by lists, their borders by a mask."""
     structure, groups = request.structure, request.query.shape[1] // request.key.shape[1]
-    plain = structure.plain and (structure.causal or structure.offset() == 0)
-    kv_len = structure.kv_len
-    if plain and structure.causal:
-        kv_len = min(kv_len, structure.offset() + structure.q_len)
-    made = _made(structure, windows, groups, kv_len, plain, request.query.device)
-    name = "causal" if structure.causal else "both_ways"
+    plain, kv_len = _plain(structure), _keys(structure)
+    made = _lists(structure, windows, groups, request.query.device)
+    mask = f"{'causal' if structure.causal else 'both_ways'}{'' if plain else '_runs'}"
+    listing = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
     more = {}
     if request.query.requires_grad or request.key.requires_grad or request.value.requires_grad:
-        listing = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
         more["block_sparse_tensors_bwd"] = listing(*made.by_keys, block_size=(BLOCK, BLOCK))
-    return _over(request, kv_len, name if plain else f"{name}_runs", made.tables, made.by_queries, **more)
-
-
-def _over(
-    request: AttentionRequest,
-    kv_len: int,
-    mask: str,
-    tables: list[Tensor],
-    lists: Sequence[Tensor],
-    **more: Any,
-) -> AttentionResult:
-    """One launch over lists of blocks, those that are seen in part by a mask."""
-    listing = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
     out, lse = _kernels().flash_attn_func(
         request.query.transpose(1, 2),
         request.key[:, :, :kv_len].transpose(1, 2),
         request.value[:, :, :kv_len].transpose(1, 2),
         mask_mod=getattr(importlib.import_module(f"{__package__}.fa4_mask"), mask),
-        aux_tensors=tables,
-        block_sparse_tensors=listing(*lists, block_size=(BLOCK, BLOCK)),
+        aux_tensors=made.tables,
+        block_sparse_tensors=listing(*made.by_queries, block_size=(BLOCK, BLOCK)),
         **_arguments(request, None) | {"causal": False, "pack_gqa": False} | more,
     )
     return AttentionResult(out, lse if request.need_lse else None)
 
 
-def _made(
-    structure: CallStructure,
-    windows: HeadWindows,
-    groups: int,
-    kv_len: int,
-    plain: bool,
-    device: torch.device,
-) -> BlockLists:
-    """Returns the lists of a structure and its heads' windows, made once per forward pass and shared by layers.
+def _plain(structure: CallStructure) -> bool:
+    """Whether every query sees one run, of which the mask needs no table."""
+    return structure.plain and (structure.causal or structure.offset() == 0)
 
-    Those of a plain call serve later passes of the same shape, too, on the stream that made them. What a graph that is
-    being captured makes belongs to the graph.
+
+def _keys(structure: CallStructure) -> int:
+    """Keys that the kernels are given: where runs need no table, they align causality to the last one."""
+    if _plain(structure) and structure.causal:
+        return min(structure.kv_len, structure.offset() + structure.q_len)
+    return structure.kv_len
+
+
+def _lists(structure: CallStructure, windows: HeadWindows, groups: int, device: torch.device) -> BlockLists:
+    """Returns the lists of a structure and its heads' windows, shared by layers on the stream that made them.
+
+    What a graph that is being captured makes is written when it is replayed, and belongs to it.
     """
+    if device.type != "cuda":
+        return structure.derived(_make_lists, windows, groups, device)
+    if torch.cuda.is_current_stream_capturing():
+        return _make_lists(structure, windows, groups, device)
+    return structure.derived(
+        _make_lists, windows, groups, device, torch.cuda.current_stream(device).stream_id
+    )
 
-    def make() -> BlockLists:
-        by_head = [[rule[i] for rule in windows for _ in range(groups)] for i in range(2)]
+
+def _make_lists(
+    structure: CallStructure, windows: HeadWindows, groups: int, device: torch.device, stream: int = 0
+) -> BlockLists:
+    by_head = [[rule[i] for rule in windows for _ in range(groups)] for i in range(2)]
+    kv_len, runs = _keys(structure), None
+    with torch.inference_mode(False):  # a later pass may want gradients
         table = torch.tensor(by_head, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
-        if plain:
-            return BlockLists(table, groups, structure.q_len, kv_len, structure.causal)
-        segments = structure.segments()
-        if segments is None:
-            raise ValueError(
-                "structure: a dense mask or padding with holes, expected runs; use the sdpa backend"
-            )
-        runs = runs_of(structure, segments, device)
+        if not _plain(structure):
+            segments = structure.segments()
+            if segments is None:
+                raise ValueError(
+                    "structure: a dense mask or padding with holes, expected runs; use the sdpa backend"
+                )
+            runs = runs_of(structure, segments, device)
         return BlockLists(table, groups, structure.q_len, kv_len, structure.causal, runs)
-
-    def find() -> BlockLists:
-        on_cuda = device.type == "cuda"
-        if not plain or (on_cuda and torch.cuda.is_current_stream_capturing()):
-            return make()
-        stream = torch.cuda.current_stream(device).stream_id if on_cuda else 0
-        key = (structure.causal, structure.q_len, kv_len, windows, groups, device, stream)
-        with torch.inference_mode(False):  # a later pass may want gradients
-            return _lists.get(key, make, lambda made: made.nbytes)
-
-    return structure.cached(("fa4", windows, groups, device), find)
 
 
 def _arguments(request: AttentionRequest, windows: HeadWindows | None) -> dict[str, Any]:

@@ -77,13 +77,6 @@ class BlockLists:
         queries, keys = self._blocks
         return self._listed(keys, queries, turned=True)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device, with the lists that a gradient would ask for."""
-        queries, keys = self._blocks
-        numbers = 2 * self._batch * self.tables[0].shape[0] * (queries * (keys + 1) + keys * (queries + 1))
-        return sum(t.nbytes for t in (*self.tables, self._bounds)) + self._bounds.itemsize * numbers
-
     def _listed(self, own: int, others: int, *, turned: bool) -> Lists:
         windows, heads = self._windows, self._windows.shape[1]
         shape = (self._batch, heads, own)

@@ -72,7 +72,6 @@ class FlashBackend(Backend):
         """`variant` is the build to call."""
         self.variant = variant
         self.name, self.package = variant.name, variant.module.partition(".")[0]
-        self._module: Any = None
 
     def missing(self) -> tuple[str, ...]:
         """The package is looked for without being imported."""
@@ -139,18 +138,17 @@ class FlashBackend(Backend):
         """One dense call, or one variable-length call over the segments."""
         if request.asks_nothing:
             return nothing_seen(request)
-        if self._module is None:
-            self._module = importlib.import_module(self.variant.module)
+        module = importlib.import_module(self.variant.module)
         structure = request.structure
         if structure.kind == "ragged":
             return AttentionResult(
-                attend_packed(request, self._module.flash_attn_varlen_func, self._arguments(request))
+                attend_packed(request, module.flash_attn_varlen_func, self._arguments(request))
             )
         kv_len = structure.kv_len
         if structure.causal:
             # the kernels align causality to the last key: cut the keys behind the last query
             kv_len = min(kv_len, structure.offset() + structure.q_len)
-        out = self._module.flash_attn_func(
+        out = module.flash_attn_func(
             request.query.transpose(1, 2),
             request.key[:, :, :kv_len].transpose(1, 2),
             request.value[:, :, :kv_len].transpose(1, 2),
@@ -211,7 +209,7 @@ def attend_packed(
         return flat if index is None else flat.index_select(0, index)
 
     flat: Tensor | None = None
-    for causal, packing in packings_of(structure, segments, request.query.device):
+    for causal, packing in structure.derived(packings_of, request.query.device):
         answer = kernel(
             tokens(request.query, packing.q_index),
             tokens(request.key, packing.k_index),
@@ -231,10 +229,8 @@ def attend_packed(
     return flat.view(shape)
 
 
-def packings_of(
-    structure: CallStructure, segments: Sequence[Segment], device: torch.device
-) -> list[tuple[bool, Packing]]:
-    """The launches for the segments, causal or not, with indices and running lengths; made once per forward pass.
+def packings_of(structure: CallStructure, device: torch.device) -> list[tuple[bool, Packing]]:
+    """The launches for the segments of a structure, causal or not, with indices and running lengths.
 
     The kernels let the last query stand at the last key. Causal queries behind it, those of right padding, see all keys
     of their segment: a second launch, which is not causal.
@@ -242,27 +238,24 @@ def packings_of(
     Raises:
         ValueError: A window, and queries behind their segment's last key.
     """
-
-    def make() -> list[tuple[bool, Packing]]:
-        if not structure.causal and not structure.windowed:
-            return [(False, _packing(structure, segments, device))]
-        upto, behind = [], []
-        for s in segments:
-            count = min(s.q_len, s.k_len - s.offset)
-            if structure.windowed and count < s.q_len:
-                raise ValueError(
-                    f"attention_mask: queries {s.q_start}…{s.q_start + s.q_len} of row {s.row} do not end with their "
-                    'last key, which flash-attn cannot serve under a window; use attn_implementation="adaattn_sdpa"'
-                )
-            if count > 0:
-                upto.append(s._replace(q_len=count))
-            if count < s.q_len:
-                skipped = max(count, 0)
-                behind.append(s._replace(q_start=s.q_start + skipped, q_len=s.q_len - skipped))
-        launches = (structure.causal, upto), (False, behind)
-        return [(causal, _packing(structure, runs, device)) for causal, runs in launches if runs]
-
-    return structure.cached(("flash", device), make)
+    segments = structure.segments() or ()
+    if not structure.causal and not structure.windowed:
+        return [(False, _packing(structure, segments, device))]
+    upto, behind = [], []
+    for s in segments:
+        count = min(s.q_len, s.k_len - s.offset)
+        if structure.windowed and count < s.q_len:
+            raise ValueError(
+                f"attention_mask: queries {s.q_start}…{s.q_start + s.q_len} of row {s.row} do not end with their "
+                'last key, which flash-attn cannot serve under a window; use attn_implementation="adaattn_sdpa"'
+            )
+        if count > 0:
+            upto.append(s._replace(q_len=count))
+        if count < s.q_len:
+            skipped = max(count, 0)
+            behind.append(s._replace(q_start=s.q_start + skipped, q_len=s.q_len - skipped))
+    launches = (structure.causal, upto), (False, behind)
+    return [(causal, _packing(structure, runs, device)) for causal, runs in launches if runs]
 
 
 def _packing(structure: CallStructure, segments: Sequence[Segment], device: torch.device) -> Packing:

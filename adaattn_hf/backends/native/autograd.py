@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..first_order import first_order
-from ..sinks import sink_gradient
+from ...attention.gradients import first_order, sink_gradient
 from . import call
 from .rules import Rules
 

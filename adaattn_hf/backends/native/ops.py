@@ -130,7 +130,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     )
     dsinks = None
     if sink_logits is not None and ctx.needs_input_grad[4]:
-        from ..sinks import sink_gradient  # of training alone
+        from ...attention.gradients import sink_gradient  # of training alone
 
         dsinks = sink_gradient(grad, out, lse, sink_logits)
     return dq, dk, dv, dbias if need_bias else None, dsinks, *[None] * (len(ctx.numbers) + len(tensors))

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _SCALES = {torch.float32: 0, torch.uint8: 5}
 COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MOST_EXTENTS = 64
 _NONE4 = (0, 0, 0, 0)
 _NONE3 = (0, 0, 0)
 _SCORES_ALONE = bytes(SCORES.size)
@@ -94,19 +93,13 @@ class Rules:
         """Names of the rules that lie in tensors, whose extents the call must have."""
         return tuple([name for name, value in self.__dict__.items() if isinstance(value, Tensor)])
 
-    @functools.cached_property
-    def _checked(self) -> set[tuple[int, ...]]:
-        """Extents of the calls for which the tensors were found to fit."""
-        return set()
-
     def check(self, batch: int, heads: int, q_len: int, dim: int, kv_heads: int, kv_len: int) -> None:
-        """Refuse tensors that do not fit a call of these extents; looked at once for each.
+        """Refuse tensors that do not fit a call of these extents.
 
         Raises:
             ValueError: Names the rule, what it has and what it should have.
         """
-        call = (batch, heads, q_len, dim, kv_heads, kv_len)
-        if not self._tensors or call in self._checked:
+        if not self._tensors:
             return
         sizes = {"b": batch, "h": heads, "q": q_len, "d": dim, "g": kv_heads, "k": kv_len, "n": -1, "6": 6}
         for name in self._tensors:
@@ -118,9 +111,6 @@ class Rules:
             if name == "key_mean" and tensor.shape[:1] == (1,):
                 asked[0] = 1
             check_rule(name, tensor, asked, dtype, form)
-        if len(self._checked) >= _MOST_EXTENTS:
-            self._checked.clear()
-        self._checked.add(call)
 
     @functools.cached_property
     def visible(self) -> bytes:
@@ -161,10 +151,6 @@ def _broadcast(t: Tensor) -> tuple[int, ...]:
 NO_RULES = Rules()
 
 
-# Rules without tensors are the same for every forward pass of like shape; making and packing them costs microseconds.
-_plain = functools.lru_cache(maxsize=256)(Rules)
-
-
 def find_rules(structure: CallStructure) -> Rules:
     """The rules of a structure; `structure.derived(find_rules)` makes them once for the layers of a pass."""
     window = -1 if structure.window is None else min(structure.window, _FAR)
@@ -177,8 +163,7 @@ def find_rules(structure: CallStructure) -> Rules:
         and structure.mask is None
     )
     if simple:
-        plain = Rules if torch.compiler.is_compiling() else _plain
-        return plain(structure.causal, window, sinks, structure.offset())
+        return Rules(structure.causal, window, sinks, structure.offset())
     # sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know
     runs = None if structure.chunk is not None and structure.sinks else structure.segments()
     if (

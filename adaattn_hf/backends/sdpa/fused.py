@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...attention.gradients import first_order, sink_gradient
 from ...attention.structure import CallStructure
-from ..first_order import first_order
-from ..sinks import sink_gradient
 from .kernels import Kernel, Rectangle
 from .tiles import EMPTY, Part, Program, bias_of, dense_part, empty_rows
 

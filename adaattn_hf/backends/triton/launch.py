@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...attention.heads import head_windows
 from ...attention.request import AttentionRequest, AttentionResult
 from ..base import Launch, by_requests, nothing_seen
-from ..windows import head_windows
 from .prefill import Prefill, attend_forward, prefill_of
 from .step import attend_step
 from .training import attend_with_gradients

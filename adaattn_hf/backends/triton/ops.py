@@ -16,7 +16,7 @@ from ...attention.request import AttentionRequest
 from ...attention.structure import OPERANDS, CallStructure
 
 if TYPE_CHECKING:
-    from ..windows import HeadWindows
+    from ...attention.heads import HeadWindows
 
 # Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
 _NAMESPACE = __name__.partition(".")[0]
@@ -82,9 +82,9 @@ def traced_step(request: AttentionRequest) -> Tensor:
     windows: list[int] | None = None
     until = None
     if request.per_head is not None:
-        from ..windows import windows_and_reach
+        from ...attention.heads import windows_and_reach
 
-        pairs, reach = windows_and_reach(structure, request.per_head, key.shape[1])
+        pairs, reach = windows_and_reach(structure, request.per_head)
         if reach < structure.kv_len:
             width = max(query.shape[3], value.shape[3]) * query.dtype.itemsize
             until = request.per_head.until

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...attention.heads import HeadWindows
 from ...attention.request import AttentionRequest, AttentionResult, other_devices
 from ...attention.structure import Segment
 from ..launcher import BYTES
 from ..relaunch import Relaunch
 from ..repeats import asked
-from ..windows import HeadWindows
 from .shapes import Known, Shape
 
 _COMES_AGAIN = 256

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...attention.heads import HeadWindows
 from ...attention.request import AttentionRequest
 from ...attention.structure import Segment
 from ..launcher import Launcher
 from ..relaunch import Variant
-from ..windows import HeadWindows
 from . import hopper
 from .bulk import BulkForm, bulk_form
 from .forward import forward

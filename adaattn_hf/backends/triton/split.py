@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...attention.heads import ALL, HeadWindows
 from ..remembered import Remembered
-from ..windows import ALL, HeadWindows
 
 _made = Remembered(256)
 """Tables of the last few kinds of steps, so that steps of one shape make theirs once."""

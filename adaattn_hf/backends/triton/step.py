@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...attention.heads import ALL, HeadWindows, head_windows
 from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
 from ...attention.structure import CallStructure
 from ..capability import GRID
 from ..launcher import Launcher, aligned
-from ..windows import ALL, HeadWindows, head_windows
 from .codes import decode_codes
 from .decode import decode
 from .sizes import Tile, padded, rows_of, scale_of, tile_on

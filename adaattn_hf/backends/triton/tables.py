@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...attention.heads import ALL, HeadWindows
 from ...attention.structure import CallStructure, Segment
 from ..capability import GRID
 from ..launcher import BYTES
 from ..remembered import Remembered
-from ..windows import ALL, HeadWindows
 from .dealing import balanced, beside_tiles, taken, turned, uneven
 from .reads import Blocks
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...attention.gradients import first_order
+from ...attention.heads import HeadWindows
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure, Segment
-from ..first_order import first_order
 from ..launcher import Launcher
-from ..windows import HeadWindows
 from .backward import of_keys, of_queries, prepare
 from .bulk import bulk_of
 from .prefill import attend_forward

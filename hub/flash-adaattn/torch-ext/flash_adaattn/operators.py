@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from .arguments import Options
+from .attention.gradients import sink_gradient
 from .attention.request import AttentionRequest, AttentionResult
 from .attention.structure import CallStructure
 from .backends import select
 from .backends.native import call
 from .backends.native.library import missing
 from .backends.native.rules import Rules, find_rules, with_extras
-from .backends.sinks import sink_gradient
 from .runs import packed_runs
 
 __all__ = ["traced_varlen"]

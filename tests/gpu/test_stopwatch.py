@@ -1,4 +1,4 @@
-"""The clock of a CUDA device tells the device's time from the host's."""
+"""The stopwatch of a CUDA device tells the device's time from the host's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.backends import clocks, repeats
+from adaattn_hf.stats import stopwatch
 
 pytestmark = pytest.mark.gpu
 
@@ -23,8 +23,8 @@ def _medians(host: bool, busy: float = 3e-4) -> dict[str, float]:
             pass
         return small.add_(1)
 
-    runs = clocks.clock_of("cuda", host)({"host": idle, "device": lambda: large @ large})
-    return {name: clocks.quartiles(times)[1] for name, times in runs.items()}
+    runs = stopwatch.on_device({"host": idle, "device": lambda: large @ large}, host)
+    return {name: stopwatch.quartiles(times)[1] * 1e6 for name, times in runs.items()}
 
 
 def test_the_hosts_time_counts_only_where_it_is_asked_for() -> None:
@@ -43,7 +43,7 @@ def test_a_host_that_takes_long_does_not_show_in_the_devices_time() -> None:
 def _writes(count: int) -> float:
     """Microseconds of so many writes, as those before a call."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    cold = torch.empty(clocks._COLD_BYTES, dtype=torch.int8, device="cuda")
+    cold = torch.empty(stopwatch._COLD_BYTES, dtype=torch.int8, device="cuda")
     cold.zero_()
     begin.record()
     for _ in range(count):
@@ -57,18 +57,7 @@ def test_a_call_that_waits_for_the_device_is_not_charged_the_writes_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of which there are so many here that a slow host's way to the device and back is little beside them."""
-    monkeypatch.setattr(clocks, "_WRITES", clocks._MOST_WRITES)
+    monkeypatch.setattr(stopwatch, "_WRITES", stopwatch._MOST_WRITES)
     small = torch.ones(16, device="cuda")
-    runs = clocks.clock_of("cuda", True)(
-        {"waits": lambda: small.sum().item(), "runs on": lambda: small.sum()}
-    )
-    assert clocks.quartiles(runs["waits"])[1] < _writes(clocks._MOST_WRITES) / 2
-
-
-def test_timed_calls_are_like_ones_that_have_come_often_before() -> None:
-    """What pays after hundreds of calls is done at the first, which is not timed."""
-    seen: list[bool] = []
-    runs = clocks.clock_of("cuda", host=False)({"call": lambda: seen.append(repeats.asked())})
-    assert seen[0]
-    assert not any(seen[1:])
-    assert len(runs["call"]) < len(seen)
+    runs = stopwatch.on_device({"waits": lambda: small.sum().item(), "runs on": lambda: small.sum()})
+    assert stopwatch.quartiles(runs["waits"])[1] * 1e6 < _writes(stopwatch._MOST_WRITES) / 2

@@ -1,4 +1,4 @@
-"""Backward passes that can be differentiated once: a second derivative through them is refused, never left out."""
+"""What backward passes share: second derivatives are refused, never left out; and the gradient of learned sinks."""
 
 from __future__ import annotations
 
@@ -53,3 +53,21 @@ def first_order(backward: Backward) -> Backward:
         return tuple(answers.get(index, result) for index, result in enumerate(results))
 
     return run
+
+
+def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
+    """`-sum_i p_sink,i D_i` with `D = rowsum(dO * O)`: a sink draws weight and carries no value.
+
+    Args:
+        grad: Gradient of the output, `[batch, q_len, heads, head_dim_v]`.
+        out: The output.
+        lse: Log-sum-exp of each row with the sink in it, `[batch, heads, q_len]`, nats; its dtype is computed in.
+        sink_logits: `[heads]`.
+
+    Returns:
+        Like `sink_logits`.
+    """
+    wide = lse.dtype
+    delta = (grad.to(wide) * out.to(wide)).sum(dim=3).transpose(1, 2)
+    share = torch.exp(sink_logits.to(wide).reshape(1, -1, 1) - lse)
+    return -(share * delta).sum(dim=(0, 2)).reshape(sink_logits.shape).to(sink_logits.dtype)

@@ -1,0 +1,126 @@
+"""The stopwatch: how long calls take, by the clock, on the processor, and on a CUDA device.
+
+`timed` takes one call. `on_device` takes several CUDA calls in turn, so that other load on the machine strikes all
+alike; each finds nothing of its operands in the L2 cache. The device is kept busy while the host prepares a call, so
+that neither time holds the other. Where the host needed longer than that, the call is repeated behind more work, unless
+no work is enough.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Calls = Mapping[str, Callable[[], Any]]
+
+ROUNDS, FEWER, PATIENCE = 11, 5, 0.5
+"""Runs of each call; how many where a round of all takes more than so many seconds."""
+_COLD_BYTES = 1 << 28
+_WRITES, _MOST_WRITES = 8, 256
+"""Least and most times that so many bytes are written before a call: half a millisecond on the fastest devices is
+enough for most hosts, and a call that waits for the device is never ahead of it."""
+
+
+@dataclass(frozen=True)
+class Elapsed:
+    """Seconds of one call: by the clock, and of the processor (all threads of this process)."""
+
+    wall: float
+    process: float
+
+
+def wait(device: torch.device) -> None:
+    """Waits until a CUDA device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(call: Callable[[], T], device: torch.device, repeats: int = 1) -> tuple[T, Elapsed]:
+    """The (last) result and what a call took; on CUDA the device is waited for on both sides.
+
+    Args:
+        call: What is timed.
+        device: Where it computes.
+        repeats: Calls behind one another, where one is shorter than the clock is fine.
+    """
+    wait(device)
+    wall, process = time.perf_counter(), time.process_time()
+    result = call()
+    for _ in range(repeats - 1):
+        result = call()
+    wait(device)
+    wall, process = time.perf_counter() - wall, time.process_time() - process
+    return result, Elapsed(wall / repeats, process / repeats)
+
+
+def on_device(calls: Calls, host: bool = True) -> dict[str, list[float]]:
+    """Seconds of several runs of each call on the current CUDA device, by events.
+
+    Args:
+        calls: By name. Each runs once before it is timed, so that what it compiles is compiled.
+        host: Whether the host's time counts where it is longer: not for calls that the host runs ahead of.
+    """
+    runs: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    cold = torch.empty(_COLD_BYTES, dtype=torch.int8, device="cuda")
+    writes = dict.fromkeys(calls, _WRITES)
+    for names in _rounds(calls):
+        for name in names:
+            busy = _host(calls[name]) if host else 0.0
+            while True:
+                device, share = _device(calls[name], cold, writes[name])
+                if share <= 1 or writes[name] == _MOST_WRITES:
+                    break
+                # the device waited for the host: this was not the kernels' time alone
+                writes[name] = min(math.ceil(2 * share * writes[name]), _MOST_WRITES)
+            runs[name].append(max(device, busy))
+    return runs
+
+
+def _rounds(calls: Calls) -> Iterator[list[str]]:
+    """Names of the calls, as often as there is patience for, another one first each time."""
+    names, started = list(calls), time.perf_counter()
+    for number in range(ROUNDS):
+        if number >= FEWER and time.perf_counter() - started > PATIENCE * number:
+            return
+        turn = number % max(len(names), 1)
+        yield names[turn:] + names[:turn]
+
+
+def _host(call: Callable[[], Any]) -> float:
+    """Seconds that the host is busy with a call, as in a layer behind another one of its kind."""
+    call()  # whose code is in the host's caches then
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _device(call: Callable[[], Any], cold: torch.Tensor, writes: int) -> tuple[float, float]:
+    """Seconds of a call on the device, and the time until the host is done per that of the writes."""
+    begin, first, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    begin.record()
+    for _ in range(writes):
+        cold.zero_()
+    first.record()
+    call()
+    ended = time.perf_counter()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) * 1e-3, (ended - began) / (begin.elapsed_time(first) * 1e-3)
+
+
+def quartiles(runs: list[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile."""
+    low, middle, high = statistics.quantiles(runs, n=4)
+    return low, middle, high
