@@ -13,7 +13,7 @@ from adaattn_hf.config import use_presets
 from adaattn_hf.errors import unknown
 
 from .call.interface import attention_function
-from .masks import adaattn_mask
+from .mask.masks import adaattn_mask
 
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
 """Maps each `attn_implementation` to the backend that it forces, or to None where one is chosen per kind of call."""

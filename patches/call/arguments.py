@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import transient
 
-from ..structured_mask import StructuredMask
-from .shared import maskless, recall, remember
+from ..mask.shared import maskless, recall, remember
+from ..mask.structured_mask import StructuredMask
 
 
 def with_keywords(
@@ -22,8 +22,8 @@ def with_keywords(
     Raises:
         ValueError: The keys lie in a paged cache.
     """
-    from ..documents import with_documents
-    from ..packing import with_restarts
+    from ..mask.documents import with_documents
+    from ..mask.packing import with_restarts
     from ..refusals import check_paged
     from ..selected import with_selected_keys
 

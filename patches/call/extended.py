@@ -21,7 +21,7 @@ from adaattn_hf.config import raw_settings, settings_in
 
 from ..dtypes import one_dtype, restored
 from ..families import KNOWN, MEANT
-from ..structured_mask import StructuredMask
+from ..mask.structured_mask import StructuredMask
 from .arguments import read_mask, with_keywords
 from .resolved import IDLE, collects_weights
 

@@ -20,8 +20,8 @@ from adaattn_hf.backends.select import launch_for
 from adaattn_hf.config import settings_of
 
 from ..families import HARMLESS
-from ..structured_mask import StructuredMask
-from .shared import maskless, recall
+from ..mask.shared import maskless, recall
+from ..mask.structured_mask import StructuredMask
 
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules

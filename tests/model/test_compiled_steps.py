@@ -12,7 +12,7 @@ import transformers as tf
 from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.backends import select
 from adaattn_hf.backends.triton import TritonBackend
-from adaattn_hf.patches import masks
+from adaattn_hf.patches.mask import masks
 from adaattn_hf.plans import store
 
 from ..support.choices import make_choice

@@ -21,10 +21,11 @@ from adaattn_hf.attention.tap import NOBODY, Recorder, listening, recording, tap
 from adaattn_hf.backends import select
 from adaattn_hf.patches.cache.stored import AdaAttnCache
 from adaattn_hf.patches.cache.tokens import StoredTokens
-from adaattn_hf.patches.call import interface, shared
+from adaattn_hf.patches.call import interface
 from adaattn_hf.patches.call.interface import attention_function
-from adaattn_hf.patches.masks import adaattn_mask
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask import shared
+from adaattn_hf.patches.mask.masks import adaattn_mask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 N = 12
 attend = attention_function()

@@ -26,9 +26,9 @@ from transformers.masking_utils import (
 )
 
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.call import shared
-from adaattn_hf.patches.masks import adaattn_mask
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask import shared
+from adaattn_hf.patches.mask.masks import adaattn_mask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 MaskFunction = Callable[..., Any]
 

@@ -24,7 +24,8 @@ from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.capability import of_level
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.backends.select import launch_for
-from adaattn_hf.patches.call import interface, shared
+from adaattn_hf.patches.call import interface
+from adaattn_hf.patches.mask import shared
 from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.plans.store import model_hash
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adaattn_hf.attention.structure import CallStructure
 
-from .support import UnsupportedModel, unsupported
+from ..support import UnsupportedModel, unsupported
 
 if TYPE_CHECKING:
     from .documents import Packed
