@@ -62,7 +62,7 @@ def register(*, impossible: bool = False) -> None:
         # without a mask function under the same name Transformers silently ignores padding
         AttentionMaskInterface.register(name, adaattn_mask)
         if engine_takes_names():
-            from .paged import paged_function
+            from .call.paged import paged_function
 
             # no mask function under this name: the engine would call it for a mask of the wrong size
             AttentionInterface.register(f"paged|{name}", paged_function(backend))

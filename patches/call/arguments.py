@@ -24,8 +24,8 @@ def with_keywords(
     """
     from ..mask.documents import with_documents
     from ..mask.packing import with_restarts
-    from ..refusals import check_paged
-    from ..selected import with_selected_keys
+    from .refusals import check_paged
+    from .selected import with_selected_keys
 
     check_paged(module, kwargs)
     packed = attention_mask.packed if isinstance(attention_mask, StructuredMask) else None
@@ -91,7 +91,7 @@ def read_mask(
             kv_len - q_len if causal else 0,
             key_padding=attention_mask.bool()[:, attention_mask.shape[1] - kv_len :].expand(batch, -1),
         ), None
-    from ..refusals import check_dense
+    from .refusals import check_dense
 
     check_dense(module, attention_mask, (batch, heads, q_len, kv_len))
     mask: Tensor = attention_mask

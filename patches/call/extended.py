@@ -19,10 +19,10 @@ from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import attend
 from adaattn_hf.config import raw_settings, settings_in
 
-from ..dtypes import one_dtype, restored
-from ..families import KNOWN, MEANT
 from ..mask.structured_mask import StructuredMask
 from .arguments import read_mask, with_keywords
+from .dtypes import one_dtype, restored
+from .keywords import KNOWN, MEANT
 from .resolved import IDLE, collects_weights
 
 
@@ -54,7 +54,7 @@ def attend_extended(
         and (sliding_window is None or attention_mask is not None)
         and KNOWN.issuperset(kwargs)
     ):
-        from ..refusals import check_call
+        from .refusals import check_call
 
         check_call(module, query, key, attention_mask, position_bias, scaling, sliding_window, kwargs)
         if not compiling:
@@ -78,7 +78,7 @@ def attend_extended(
     if position_bias is not None:
         position_bias = position_bias[..., : structure.q_len, : structure.kv_len]
         if bias is not None:
-            from ..refusals import with_bias
+            from .refusals import with_bias
 
             position_bias = with_bias(bias, position_bias, query, structure.kv_len)
         bias = position_bias
@@ -100,9 +100,7 @@ def attend_extended(
         stored=stored,
     )
     if streams is not None:
-        from ..cache.streams import attend_streams  # imported here: few models have a streaming cache
-
-        out = attend_streams(module, request, streams, forced, wanted)
+        out = streams.attend(module, request, forced, wanted)
         return (out if out.dtype is out_dtype else restored(out, out_dtype)).contiguous(), None
     recorder = None if compiling else listening().recorder
     if recorder is not None:
@@ -114,7 +112,7 @@ def attend_extended(
     weights = None
     if adapted:
         # imported here: models without settings need nothing of plans
-        from ..planned import by_plan
+        from .planned import by_plan
 
         out, weights = by_plan(module, request, forced, config, tap, wanted, sliding_window)
     elif tap is not None:

@@ -19,9 +19,9 @@ from adaattn_hf.backends.base import Launch
 from adaattn_hf.backends.select import launch_for
 from adaattn_hf.config import settings_of
 
-from ..families import HARMLESS
 from ..mask.shared import maskless, recall
 from ..mask.structured_mask import StructuredMask
+from .keywords import HARMLESS
 
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules

@@ -39,9 +39,9 @@ from adaattn_hf.eval.provenance import commit
 from adaattn_hf.patches.cache.carrier import StoredTensor
 from adaattn_hf.patches.cache.kept import refuse_assigned
 from adaattn_hf.patches.call.interface import attention_function
+from adaattn_hf.patches.call.paged import paged_function
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
-from adaattn_hf.patches.paged import paged_function
 from adaattn_hf.patches.tuned import setting
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.plan import Choice, LayerPlan, Plan, PlanError

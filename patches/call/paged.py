@@ -14,7 +14,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 
-from .families import HARMLESS
+from .keywords import HARMLESS
 from .refusals import check_untransformed, refuse_unknown
 
 _OF_THE_ENGINE = HARMLESS | {
