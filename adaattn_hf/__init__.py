@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from adaattn_hf.patches.cache.disk import load_cache, save_cache
     from adaattn_hf.patches.cache.layers import GrowingCache
     from adaattn_hf.patches.cache.stored import AdaAttnCache
-    from adaattn_hf.patches.explain import Explanation, explain
+    from adaattn_hf.patches.observe.explain import Explanation, explain
+    from adaattn_hf.patches.observe.record import AttentionRecord, record
+    from adaattn_hf.patches.observe.trainer import AdaAttnCallback
     from adaattn_hf.patches.prepare import PrepareError, prepare, restore, unpad_calls
-    from adaattn_hf.patches.record import AttentionRecord, record
     from adaattn_hf.patches.settings import configure
     from adaattn_hf.patches.support import UnsupportedModel, check
-    from adaattn_hf.patches.trainer import AdaAttnCallback
 
     from .config import AdaAttnConfig, ConfigError
     from .plans.monitor import monitoring, statistics
@@ -50,12 +50,12 @@ _LATE = {
     "adaattn_hf.patches.cache.disk": ("load_cache", "save_cache"),
     "adaattn_hf.patches.cache.layers": ("GrowingCache",),
     "adaattn_hf.patches.cache.stored": ("AdaAttnCache",),
-    "adaattn_hf.patches.explain": ("Explanation", "explain"),
+    "adaattn_hf.patches.observe.explain": ("Explanation", "explain"),
     "adaattn_hf.patches.prepare": ("PrepareError", "prepare", "restore", "unpad_calls"),
-    "adaattn_hf.patches.record": ("AttentionRecord", "record"),
+    "adaattn_hf.patches.observe.record": ("AttentionRecord", "record"),
     "adaattn_hf.patches.settings": ("configure",),
     "adaattn_hf.patches.support": ("UnsupportedModel", "check"),
-    "adaattn_hf.patches.trainer": ("AdaAttnCallback",),
+    "adaattn_hf.patches.observe.trainer": ("AdaAttnCallback",),
     "adaattn_hf.plans.monitor": ("monitoring", "statistics"),
     "adaattn_hf.plans.plan": ("Plan", "PlanError"),
     "adaattn_hf.plans.seats": ("use_plan",),

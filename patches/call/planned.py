@@ -21,7 +21,7 @@ from adaattn_hf.plans.monitor import watched
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.store import program_of
 
-from .. import shadow
+from ..observe import shadow
 
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules

@@ -278,7 +278,7 @@ def test_callback_adds_its_numbers_to_every_log(tmp_path: Path) -> None:
 def test_callback_reports_the_plan() -> None:
     from dataclasses import fields
 
-    from adaattn_hf.patches.trainer import plan_statistics
+    from adaattn_hf.patches.observe.trainer import plan_statistics
     from adaattn_hf.plans.configured import computes_by
     from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, UnitRecord
     from adaattn_hf.plans.store import attach, attention_modules, model_hash, module_dtype, weight_hash

@@ -21,11 +21,11 @@ from adaattn_hf.plans.reading import read_plan
 from adaattn_hf.plans.store import plan_of
 from adaattn_hf.plans.wording import legend
 
-from .cache.keyword import cache_in, with_cache
-from .cache.memory import CacheMemory, memory_of
-from .cache.stored import AdaAttnCache
-from .support import model_in, refuse_other_attention, runs_ours, towers_of
-from .tuned import elsewhere
+from ..cache.keyword import cache_in, with_cache
+from ..cache.memory import CacheMemory, memory_of
+from ..cache.stored import AdaAttnCache
+from ..support import model_in, refuse_other_attention, runs_ours, towers_of
+from ..tuned import elsewhere
 
 if TYPE_CHECKING:
     from transformers import Pipeline
@@ -191,7 +191,7 @@ def _explained(
     kept: list[CacheMemory] = []
     spans = None
     if streaming:
-        from .cache.streaming import spans_of
+        from ..cache.streaming import spans_of
 
         spans = spans_of(model, plan)
     for phase, calls in _with_graphs(_phases(ghost, inputs, cache, kept, spans), device):
