@@ -22,7 +22,7 @@ from .cache.kept import holds_tokens
 from .cache.keyword import cache_in, cache_keyword
 from .cache.layers import GrowingCache
 from .cache.stored import check_stored, convert, stored_as
-from .fold import FoldError, Folding
+from .plans.fold import FoldError, Folding
 from .support import refuse_no_model, towers_of
 from .unpad import Unpadding, probe, refusals, trunk_of
 from .unpad.call import arguments_of, has_cache, makes_cache

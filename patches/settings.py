@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from adaattn_hf.config import AdaAttnConfig, settings_in
 from adaattn_hf.plans.plan import Plan
-from adaattn_hf.plans.store import settings_of
 from adaattn_hf.presets import load_preset
+
+from .plans.attach import settings_of
 
 
 def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnConfig:

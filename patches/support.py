@@ -59,10 +59,17 @@ def towers_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, PreTraine
         yield from towers_of(child, f"{path}.{name}".strip("."))
 
 
+def implementations(model: nn.Module) -> set[str]:
+    """Returns the attention implementations of a model's towers."""
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
+    }
+    found = {getattr(config, "_attn_implementation", None) for config in configs.values()}
+    return {name for name in found if isinstance(name, str)}
+
+
 def runs_ours(model: nn.Module) -> bool:
     """Whether a tower of a model is set to one of this package's implementations."""
-    from adaattn_hf.plans.store import implementations  # masks import this module, and need nothing of plans
-
     return any(name.startswith("adaattn") for name in implementations(model))
 
 
@@ -109,8 +116,6 @@ def refuse_other_attention(model: nn.Module) -> None:
     Raises:
         ValueError: None of its towers is set to `adaattn…`.
     """
-    from adaattn_hf.plans.store import implementations  # masks import this module, and need nothing of plans
-
     refuse_no_model(model)
     names = implementations(model)
     if not runs_ours(model):

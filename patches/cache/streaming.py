@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from adaattn_hf.plans.plan import LayerPlan, Plan
-from adaattn_hf.plans.store import plan_of
 
+from ..plans.attach import plan_of
 from .carrier import StoredTensor
 from .growing import GROWTH
 from .kept import KeptTokens, negative, refuse_assigned, room_for, same_rows

@@ -16,8 +16,8 @@ from adaattn_hf.backends.base import spec_of
 from adaattn_hf.config import settings_in
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.store import program_of
 
+from ..plans.attach import program_of
 from .ring import Ring, some_heads
 from .ring_view import starts_of, structure_of
 

@@ -109,6 +109,8 @@ def attend_extended(
             shape = (query.shape[0], query.shape[2], query.shape[1], head_dim_of(value))
             return query.new_empty(shape), None
     tap = None if compiling else listening().tap
+    if tap is not None:
+        request.layer = module.__dict__.get("layer_idx")
     weights = None
     if adapted:
         # imported here: models without settings need nothing of plans

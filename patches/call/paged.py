@@ -59,7 +59,8 @@ def paged_function(backend: str | None = None) -> Any:
         from adaattn_hf.attention.tap import SEATED
         from adaattn_hf.plans import execute
         from adaattn_hf.plans.record import PlanError
-        from adaattn_hf.plans.store import program_of
+
+        from ..plans.attach import program_of
 
         if cache is None or kwargs.get("block_table") is not None:
             raise ValueError(

@@ -16,12 +16,12 @@ from adaattn_hf.backends.select import attend
 from adaattn_hf.config import settings_in
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.choices import PRECISE_ROWS
-from adaattn_hf.plans.fit import resolved
-from adaattn_hf.plans.monitor import watched
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.store import program_of
 
 from ..observe import shadow
+from ..observe.monitoring import watched
+from ..plans.attach import program_of
+from ..plans.fit import resolved
 
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules

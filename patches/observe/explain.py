@@ -18,12 +18,12 @@ from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import BACKENDS, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.reading import read_plan
-from adaattn_hf.plans.store import plan_of
 from adaattn_hf.plans.wording import legend
 
 from ..cache.keyword import cache_in, with_cache
 from ..cache.memory import CacheMemory, memory_of
 from ..cache.stored import AdaAttnCache
+from ..plans.attach import plan_of
 from ..support import model_in, refuse_other_attention, runs_ours, towers_of
 from ..tuned import elsewhere
 

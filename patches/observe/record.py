@@ -23,11 +23,11 @@ from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.store import programs_for
 from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means
 from adaattn_hf.stats.rows import stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
 
+from ..plans.attach import programs_for
 from ..support import refuse_other_attention
 from .maps import head_map, plan_map
 

@@ -30,7 +30,7 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import load as load_library
 from adaattn_hf.backends.select import BackendRefusal, by_name
 from adaattn_hf.backends.table import Table, TableError
-from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
+from adaattn_hf.calibration.calibrate import CalibrationSettings
 from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.texts import text_of
 from adaattn_hf.cli.place import Place
@@ -48,6 +48,7 @@ from adaattn_hf.plans.plan import Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
+from ..support.calibration import calibrate
 from ..support.choices import make_choice
 from ..support.families import models
 from ..support.models import config_of, fresh_pair, tokens

@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from adaattn_hf.plans.fit import TensorsOf
+from adaattn_hf.patches.plans.fit import TensorsOf
 
 from ..support.source_tree import ROOT
 

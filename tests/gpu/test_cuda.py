@@ -24,8 +24,8 @@ from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, refusal
 from adaattn_hf.backends.table import cell_of
 from adaattn_hf.backends.tuning import measure
 from adaattn_hf.cli.classes import grid
+from adaattn_hf.patches.plans.attach import attach
 from adaattn_hf.plans.choices import EXACT
-from adaattn_hf.plans.store import attach
 
 from ..support.choices import make_choice
 from ..support.on_device import shifted

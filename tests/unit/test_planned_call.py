@@ -26,8 +26,8 @@ from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.backends.select import launch_for
 from adaattn_hf.patches.call import interface
 from adaattn_hf.patches.mask import shared
+from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.plans.store import model_hash
 
 from ..support.choices import make_choice
 from ..support.plans import give, plan_for

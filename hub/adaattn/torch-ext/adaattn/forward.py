@@ -17,8 +17,8 @@ from .patches.call.dtypes import one_dtype, restored
 from .patches.call.refusals import check_call, check_dense, check_paged, check_transform, with_bias
 from .patches.call.selected import with_selected_keys
 from .patches.mask.documents import with_documents
+from .patches.plans.fit import program_of
 from .plans import execute
-from .plans.fit import program_of
 from .plans.plan import Plan, PlanError
 
 __all__ = ["flash_attn_forward"]

@@ -15,23 +15,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..attention.tap import listening
+from adaattn_hf.attention.tap import listening
+from adaattn_hf.plans.plan import CONFIG_KEY, OWN_NUMBERS, LayerPlan, Plan, PlanError
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.tensors import LayerTensors
+
 from .configured import refuse_other_configuration
 from .hashes import model_hash, pretrained, weight_hash
 from .parts import adapted, module_dtype
-from .plan import LayerPlan, Plan, PlanError
-from .program import Program
 from .replaced import watch
 from .running import Allowed, Trained, say_adapted, say_trained, trains
-from .tensors import LayerTensors
 from .weights import Weights
 
-CONFIG_KEY = "plan"
-"""Key of the plan in a configuration's settings."""
 PROGRAM_SLOT = "_adaattn_program"
 """Attribute in which an attention module keeps a `Resolved` after resolving its plan."""
-OWN_NUMBERS = "layers_by_weights"
-"""Key in the protocol of plans for models without layer indices; such plans hold all layers, exact ones too."""
 _CHECKED = "_adaattn_checked"
 """Attribute in which a model keeps the plan that its weights were checked against."""
 
