@@ -1,7 +1,8 @@
-"""The attention layers of a model: which modules they are, and their numbers."""
+"""The attention layers of a model: which modules they are, their numbers, and the model that a layer belongs to."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 from torch import nn
@@ -55,3 +56,27 @@ def number_layers(model: nn.Module) -> bool:
             module.layer_idx = index  # type: ignore[assignment]
             module.__dict__[_NUMBERED] = True
     return any(_NUMBERED in module.__dict__ for module in modules)
+
+
+def model_of(module: nn.Module) -> nn.Module | None:
+    """Returns the Transformers model that holds a module, the outermost one; None for a module of no model.
+
+    A layer does not know its model, so that all living ones are asked. It is done once per model and plan, and not
+    where `adaattn_hf.load_plan` names the model.
+
+    Raises:
+        PlanError: Objects are frozen (`gc.freeze`), so that models may live that cannot be asked.
+    """
+    alive = (thing for thing in gc.get_objects() if hasattr(type(thing), "base_model_prefix"))
+    found = [model for model in alive if isinstance(model, nn.Module) and holds(model, module)]
+    if not found and gc.get_freeze_count():
+        raise PlanError(
+            f"the model of this {type(module).__name__} cannot be found behind gc.freeze(), expected it for a check of "
+            "its weights; call adaattn_hf.load_plan(model) before"
+        )
+    return max(found, key=lambda model: sum(1 for _ in model.modules()), default=None)
+
+
+def holds(outer: nn.Module, module: nn.Module) -> bool:
+    """Whether a module is another one or holds it."""
+    return any(part is module for part in outer.modules())
