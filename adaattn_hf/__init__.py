@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from adaattn_hf.patches.cache.disk import load_cache, save_cache
     from adaattn_hf.patches.cache.layers import GrowingCache
     from adaattn_hf.patches.cache.stored import AdaAttnCache
+    from adaattn_hf.patches.models.families import UnsupportedModel
+    from adaattn_hf.patches.models.support import check
     from adaattn_hf.patches.observe.explain import Explanation, explain
     from adaattn_hf.patches.observe.monitoring import monitoring, statistics
     from adaattn_hf.patches.observe.record import AttentionRecord, record
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from adaattn_hf.patches.plans.seats import use_plan
     from adaattn_hf.patches.prepare import PrepareError, prepare, restore, unpad_calls
     from adaattn_hf.patches.settings import configure
-    from adaattn_hf.patches.support import UnsupportedModel, check
 
     from .config import AdaAttnConfig, ConfigError
     from .plans.plan import Plan, PlanError
@@ -56,7 +57,8 @@ _LATE = {
     "adaattn_hf.patches.prepare": ("PrepareError", "prepare", "restore", "unpad_calls"),
     "adaattn_hf.patches.observe.record": ("AttentionRecord", "record"),
     "adaattn_hf.patches.settings": ("configure",),
-    "adaattn_hf.patches.support": ("UnsupportedModel", "check"),
+    "adaattn_hf.patches.models.families": ("UnsupportedModel",),
+    "adaattn_hf.patches.models.support": ("check",),
     "adaattn_hf.patches.observe.trainer": ("AdaAttnCallback",),
     "adaattn_hf.plans.plan": ("Plan", "PlanError"),
     "adaattn_hf.patches.plans.seats": ("use_plan",),

@@ -19,7 +19,7 @@ from torch import Tensor
 from .._files import write_atomically
 from ..plans import store
 from ..plans.headline import MODEL, SOURCES
-from ..plans.plan import PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord, Verified
+from ..plans.plan import OWN_NUMBERS, PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord, Verified
 from ..plans.tensors import LayerTensors
 from ..policy.acceptance import Gates
 from ..policy.explore import SolverTable
@@ -137,7 +137,7 @@ def finished_plan(
     if measurement.exact_steps:
         protocol["decode"] = "exact"
     if measurement.inputs.subject.own_numbers:
-        protocol[plan.OWN_NUMBERS] = True
+        protocol[OWN_NUMBERS] = True
     return replace(plan, protocol=protocol, tensors=store.remember_tensors(tensors)), tensors
 
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from adaattn_hf._files import parse_json, write_atomically
 from adaattn_hf.plans.record import PlanError, whole
 
+from ..models.support import refuse_no_model
 from ..plans.hashes import model_hash
-from ..support import refuse_no_model
 from .kept import KeptTokens, room_for
 from .saved import Unsound, check_layer
 from .stored import CACHES, AdaAttnCache, made_for

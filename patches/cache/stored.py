@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from adaattn_hf.attention.stored import CHANNELS, FORMATS
 
-from ..families import family_of
+from ..models.families import family_of
 from ..plans.attach import plan_of
 from .carrier import StoredTensor
 from .growing import GROWTH, check_room

@@ -19,8 +19,7 @@ from adaattn_hf.backends.base import Launch
 from adaattn_hf.backends.select import launch_for
 from adaattn_hf.config import settings_of
 
-from ..mask.shared import maskless, recall
-from ..mask.structured_mask import StructuredMask
+from ..mask.structured_mask import StructuredMask, maskless, recall
 from .keywords import HARMLESS
 
 if TYPE_CHECKING:

@@ -16,10 +16,8 @@ from adaattn_hf.attention.tap import tracing, transient
 from adaattn_hf.backends.select import traces
 from adaattn_hf.config import raw_settings
 
-from ..families import loses_borders, needs_dense_mask
-from ..support import UnsupportedModel, unsupported, uses_interface
-from .shared import recall, remember
-from .structured_mask import StructuredMask
+from ..models.families import UnsupportedModel, loses_borders, needs_dense_mask, unsupported, uses_interface
+from .structured_mask import StructuredMask, recall, remember
 
 if TYPE_CHECKING:
     from .mask_pattern import MaskPattern

@@ -27,8 +27,8 @@ from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means
 from adaattn_hf.stats.rows import stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
 
+from ..models.support import refuse_other_attention
 from ..plans.attach import programs_for
-from ..support import refuse_other_attention
 from .maps import head_map, plan_map
 
 ENERGIES = (0.95, 0.99, 0.999)

@@ -18,7 +18,7 @@ from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.reading import holds_plan, read_plan
 from adaattn_hf.plans.store import CARRIED, layer_tensors, read_tensors, with_tensors
 
-from ..support import implementations
+from ..models.support import implementations, is_ours
 from . import fit
 from .fit import PROGRAM_SLOT
 from .layers import attention_modules
@@ -173,7 +173,7 @@ def refuse_stock_attention(model: nn.Module) -> None:
         PlanError: If none of its towers is set to `adaattn…`.
     """
     names = implementations(model)
-    if names and not any(name.startswith("adaattn") for name in names):
+    if names and not any(map(is_ours, names)):
         raise PlanError(
             f"model: its attention implementation is {', '.join(sorted(names))}, which knows no plans; load it with "
             'attn_implementation="adaattn" or call model.set_attn_implementation("adaattn") first'

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adaattn_hf import AdaAttnCache, UnsupportedModel, check, explain, prepare
 from adaattn_hf.attention.tap import Recorder, recording
-from adaattn_hf.patches.cache.keyword import with_cache
+from adaattn_hf.patches.models.cache_keyword import with_cache
 
 from ..support.families import LISTED, ROUTED, configured, models
 from ..support.models import Pair, build, main_output, padding, tokens

@@ -23,7 +23,7 @@ from adaattn_hf.patches.cache.stored import AdaAttnCache
 from adaattn_hf.patches.cache.tokens import StoredTokens
 from adaattn_hf.patches.call import interface
 from adaattn_hf.patches.call.interface import attention_function
-from adaattn_hf.patches.mask import shared
+from adaattn_hf.patches.mask import structured_mask
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
@@ -34,10 +34,10 @@ attend = attention_function()
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
     select.launches.clear()
-    shared._structures.clear()
+    structured_mask._structures.clear()
     yield
     select.launches.clear()
-    shared._structures.clear()
+    structured_mask._structures.clear()
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_launches_keep_no_tensor_and_no_structure(backend: str | None) -> None:
     gc.disable()
     try:
         del mask, tensors
-        shared._structures.clear()
+        structured_mask._structures.clear()
         assert [one() for one in kept] == [None] * 4
         assert select.launches
     finally:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -72,3 +77,39 @@ def loses_borders(config: Any) -> bool:
     """Whether the family's masks or attention are not told where packed documents begin."""
     family = family_of(config)
     return family is not None and family.loses_borders
+
+
+class UnsupportedModel(ValueError):
+    """The model computes attention itself: no implementation can be chosen by name."""
+
+
+def unsupported(
+    who: str, how: str = "does not route its attention through Transformers' attention interface"
+) -> str:
+    """Returns the message for a model that is not supported."""
+    return (
+        f"attn_implementation: got 'adaattn' for {who}, which {how}, so that no implementation can be "
+        "chosen by name; load it with attn_implementation='eager'"
+    )
+
+
+@torch.compiler.assume_constant_result
+def uses_interface(config_class: type) -> bool:
+    """Whether the modeling file beside a configuration class uses Transformers' attention interface.
+
+    True for remote code whose modeling file is not found.
+    """
+    source = modeling_source(config_class)
+    return source is None or "ALL_ATTENTION_FUNCTIONS" in source
+
+
+@functools.cache
+def modeling_source(config_class: type) -> str | None:
+    """Returns the source of the modeling file beside a configuration class, None if there is no such file."""
+    name = config_class.__module__.replace("configuration_", "modeling_")
+    if name == config_class.__module__:
+        return None
+    try:
+        return inspect.getsource(importlib.import_module(name))
+    except (ImportError, OSError):
+        return None
