@@ -22,18 +22,19 @@ if TYPE_CHECKING:
     from adaattn_hf.patches.cache.disk import load_cache, save_cache
     from adaattn_hf.patches.cache.layers import GrowingCache
     from adaattn_hf.patches.cache.stored import AdaAttnCache
-    from adaattn_hf.patches.explain import Explanation, explain
+    from adaattn_hf.patches.models.families import UnsupportedModel
+    from adaattn_hf.patches.models.support import check
+    from adaattn_hf.patches.observe.explain import Explanation, explain
+    from adaattn_hf.patches.observe.monitoring import monitoring, statistics
+    from adaattn_hf.patches.observe.record import AttentionRecord, record
+    from adaattn_hf.patches.observe.trainer import AdaAttnCallback
+    from adaattn_hf.patches.plans.attach import load_plan, plan_of, remove_plan
+    from adaattn_hf.patches.plans.seats import use_plan
     from adaattn_hf.patches.prepare import PrepareError, prepare, restore, unpad_calls
-    from adaattn_hf.patches.record import AttentionRecord, record
     from adaattn_hf.patches.settings import configure
-    from adaattn_hf.patches.support import UnsupportedModel, check
-    from adaattn_hf.patches.trainer import AdaAttnCallback
 
     from .config import AdaAttnConfig, ConfigError
-    from .plans.monitor import monitoring, statistics
     from .plans.plan import Plan, PlanError
-    from .plans.seats import use_plan
-    from .plans.store import load_plan, plan_of, remove_plan
     from .presets import load_preset, preset_names
 
 __all__ = [
@@ -50,16 +51,17 @@ _LATE = {
     "adaattn_hf.patches.cache.disk": ("load_cache", "save_cache"),
     "adaattn_hf.patches.cache.layers": ("GrowingCache",),
     "adaattn_hf.patches.cache.stored": ("AdaAttnCache",),
-    "adaattn_hf.patches.explain": ("Explanation", "explain"),
+    "adaattn_hf.patches.observe.explain": ("Explanation", "explain"),
+    "adaattn_hf.patches.observe.monitoring": ("monitoring", "statistics"),
+    "adaattn_hf.patches.plans.attach": ("load_plan", "plan_of", "remove_plan"),
     "adaattn_hf.patches.prepare": ("PrepareError", "prepare", "restore", "unpad_calls"),
-    "adaattn_hf.patches.record": ("AttentionRecord", "record"),
+    "adaattn_hf.patches.observe.record": ("AttentionRecord", "record"),
     "adaattn_hf.patches.settings": ("configure",),
-    "adaattn_hf.patches.support": ("UnsupportedModel", "check"),
-    "adaattn_hf.patches.trainer": ("AdaAttnCallback",),
-    "adaattn_hf.plans.monitor": ("monitoring", "statistics"),
+    "adaattn_hf.patches.models.families": ("UnsupportedModel",),
+    "adaattn_hf.patches.models.support": ("check",),
+    "adaattn_hf.patches.observe.trainer": ("AdaAttnCallback",),
     "adaattn_hf.plans.plan": ("Plan", "PlanError"),
-    "adaattn_hf.plans.seats": ("use_plan",),
-    "adaattn_hf.plans.store": ("load_plan", "plan_of", "remove_plan"),
+    "adaattn_hf.patches.plans.seats": ("use_plan",),
     "adaattn_hf.presets": ("load_preset", "preset_names"),
 }
 _MODULE_OF = {name: module for module, names in _LATE.items() for name in names}

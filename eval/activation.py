@@ -2,7 +2,7 @@
 
 A short evaluation of a plan for long contexts may never leave the exact path, and then proves nothing about
 the plan. The rate is not guessed. A model without a plan has nothing but exact attention to run: its rate is
-0. A model with a plan is watched by `adaattn_hf.plans.monitor.monitoring`, whose counters are read through
+0. A model with a plan is watched by `adaattn_hf.patches.observe.monitoring.monitoring`, whose counters are read through
 `statistics`: per layer `pairs`, the (token, head) pairs that attention was computed for, and `changed`, those
 that the plan computed otherwise. Watching costs time, so it happens in forward passes of its own, outside of
 those that are timed, on up to 32 batches that are spread evenly over the run. An implementation that is not
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from adaattn_hf.plans import store
+from adaattn_hf.patches.plans import attach
 
 WATCHED_BATCHES = 32
 
@@ -48,16 +48,16 @@ def is_watched(batch: int, batches: int) -> bool:
 
 def has_plan(model: Any, implementation: str) -> bool:
     """Whether an arm may run anything but exact attention."""
-    return implementation.startswith("adaattn") and store.plan_of(model) is not None
+    return implementation.startswith("adaattn") and attach.plan_of(model) is not None
 
 
 def watch(model: Any, call: Callable[[], object]) -> Counts:
     """The pairs of one forward pass of a model that carries a plan."""
-    from adaattn_hf.plans import monitor
+    from adaattn_hf.patches.observe import monitoring
 
-    with monitor.monitoring(model, sample_rows=False):
+    with monitoring.monitoring(model, sample_rows=False):
         call()
-    layers = monitor.statistics(model)
+    layers = monitoring.statistics(model)
     return Counts(sum(layer["pairs"] for layer in layers), sum(layer["changed"] for layer in layers))
 
 

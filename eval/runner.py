@@ -20,8 +20,8 @@ from adaattn_hf.calibration import team
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.patches.cache.stored import check_stored
 from adaattn_hf.patches.checkpoint import Checkpoint, arms
+from adaattn_hf.patches.plans.attach import plan_of
 from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.plans.store import plan_of
 
 from . import activation, scoring, summary, tasks, timing
 from .corpora import Corpus

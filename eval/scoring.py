@@ -99,8 +99,8 @@ def forward(
     if cache is not None:
         from transformers import DynamicCache
 
-        from adaattn_hf.patches.cache.keyword import with_cache
         from adaattn_hf.patches.cache.stored import AdaAttnCache
+        from adaattn_hf.patches.models.cache_keyword import with_cache
 
         keys: Any = (
             DynamicCache(config=model.config)

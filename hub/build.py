@@ -30,8 +30,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "adaattn_hf"
 MAPPED = "patches/"
 """A directory beside the package that is installed inside it; what a kernel imports of it knows no Transformers."""
-RELATIVE = b"from adaattn_hf.", b"from .."
-"""How modules of that directory, which are one below the package, name the others, there and in a kernel."""
 NAMES = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/build.toml")))
 NATIVE = "backends/native"
 LEAST_TORCH = "26"
@@ -133,7 +131,10 @@ def imports(at: str, path: Path) -> Iterator[str]:
         if not isinstance(node, ast.ImportFrom):
             continue
         if not node.level and at.startswith(MAPPED) and (node.module or "").startswith("adaattn_hf."):
-            yield from _files((node.module or "").split(".")[1:])
+            parts = (node.module or "").split(".")[1:]
+            yield from _files(parts)
+            for alias in node.names:
+                yield from _files([*parts, alias.name])
             continue
         if not node.level:
             _allow(node.module or "", at, path)
@@ -150,7 +151,9 @@ def imports(at: str, path: Path) -> Iterator[str]:
 def copy_of(inside: str, path: Path) -> bytes:
     """What a kernel holds of a module: its file, where that lies below the package, with relative imports."""
     source = path.read_bytes()
-    return source.replace(*RELATIVE) if inside.startswith(MAPPED) else source
+    # one dot for the directory that the module lies in, one more for each above it up to the package
+    dots = b"." * (inside.count("/") + 1)
+    return source.replace(b"from adaattn_hf.", b"from " + dots) if inside.startswith(MAPPED) else source
 
 
 def _files(parts: list[str]) -> Iterator[str]:

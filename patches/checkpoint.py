@@ -14,8 +14,8 @@ import torch
 from adaattn_hf.backends.select import BackendRefusal, check_possible
 from adaattn_hf.errors import ModelUnavailable, UsageError, unknown
 from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.plans.store import load_plan, remove_plan
 
+from .plans.attach import load_plan, remove_plan
 from .registry import NAMES
 
 Objective = Literal["causal", "masked"]

@@ -19,11 +19,11 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from adaattn_hf.attention.tap import tracing
 
 from .cache.kept import holds_tokens
-from .cache.keyword import cache_in, cache_keyword
 from .cache.layers import GrowingCache
 from .cache.stored import check_stored, convert, stored_as
-from .fold import FoldError, Folding
-from .support import refuse_no_model, towers_of
+from .models.cache_keyword import cache_in, cache_keyword
+from .models.support import refuse_no_model, towers_of
+from .plans.fold import FoldError, Folding
 from .unpad import Unpadding, probe, refusals, trunk_of
 from .unpad.call import arguments_of, has_cache, makes_cache
 from .unpad.direct import DirectForward, called_directly

@@ -14,7 +14,7 @@ from adaattn_hf.config import use_presets
 from adaattn_hf.errors import unknown
 
 from .call.interface import attention_function
-from .masks import adaattn_mask
+from .mask.masks import adaattn_mask
 
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
 """Maps each `attn_implementation` to the backend that it forces, or to None where one is chosen per kind of call."""
@@ -67,7 +67,7 @@ def register(*, impossible: bool = False) -> None:
         # without a mask function under the same name Transformers silently ignores padding
         AttentionMaskInterface.register(name, adaattn_mask)
         if engine_takes_names():
-            from .paged import paged_function
+            from .call.paged import paged_function
 
             # no mask function under this name: the engine would call it for a mask of the wrong size
             AttentionInterface.register(f"paged|{name}", paged_function(backend))

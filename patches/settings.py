@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from adaattn_hf.config import AdaAttnConfig, settings_in
 from adaattn_hf.plans.plan import Plan
-from adaattn_hf.plans.store import settings_of
 from adaattn_hf.presets import load_preset
 
 
@@ -37,10 +36,11 @@ def configure(model: PreTrainedModel, settings: AdaAttnConfig | str) -> AdaAttnC
     configs[id(model.config)] = model.config
     chosen = load_preset(settings) if isinstance(settings, str) else settings
     if isinstance(settings, str):
-        present = [settings_of(config) for config in configs.values()]
+        held = (getattr(config, "adaattn", None) for config in configs.values())
+        present = [one for one in held if isinstance(one, Mapping)]
         carried = next((plan for one in present if (plan := one.get("plan")) is not None), None)
         plan = _within(carried, chosen)
-        tensors = next((held for one in present if (held := one.get("tensors")) is not None), None)
+        tensors = next((found for one in present if (found := one.get("tensors")) is not None), None)
         if plan is not None:
             chosen = replace(chosen, plan=plan, tensors=tensors)
     data = chosen.to_dict()

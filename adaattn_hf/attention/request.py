@@ -34,6 +34,7 @@ class AttentionRequest:
         need_lse: Also return the log-sum-exp of each row.
         per_head: What each key/value head computes apart; None where all do the same.
         stored: What turns key and value into numbers, where they are the codes that a cache stores.
+        layer: Number of the layer that asks, told to taps.
     """
 
     query: Tensor
@@ -48,6 +49,7 @@ class AttentionRequest:
     need_lse: bool = False
     per_head: HeadRules | None = None
     stored: StoredKV | None = None
+    layer: int | None = None
 
     def __post_init__(self) -> None:
         """Bring the tensors into one batch, and refuse what does not belong together.

@@ -137,7 +137,7 @@ def plan_tap(programs: Mapping[int, Program]) -> Tap:
     """Returns a tap that runs the program of each layer, exact attention in layers without one."""
 
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
-        program = programs.get(int(module.layer_idx))  # type: ignore[arg-type]
+        program = None if request.layer is None else programs.get(request.layer)
         if program is None:
             return exact_tap(module, request)
         return execute.attend(program, request).out

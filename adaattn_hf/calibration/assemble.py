@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._files import write_atomically
 from ..plans import store
 from ..plans.headline import MODEL, SOURCES
-from ..plans.plan import PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord, Verified
+from ..plans.plan import OWN_NUMBERS, PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord, Verified
 from ..plans.tensors import LayerTensors
 from ..policy.acceptance import Gates
 from ..policy.explore import SolverTable
@@ -27,6 +27,7 @@ from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_
 from .measure import Measurement
 from .settings import Calibration
 from .state import CalibrationState
+from .subject import Subject
 
 
 def make_plan(
@@ -50,18 +51,18 @@ def make_plan(
         mine = picks[place * facts.kv_heads : (place + 1) * facts.kv_heads]
         layer = LayerPlan(
             index,
-            facts.hashes[index],
+            facts.bound.hashes[index],
             tuple(facts.candidates.choices[pick] for pick in mine),
         )
-        if not layer.is_exact or measurement.inputs.own_numbers:
+        if not layer.is_exact or measurement.inputs.subject.own_numbers:
             layers.append(layer)
             units += records[place * facts.kv_heads : (place + 1) * facts.kv_heads]
     return Plan(
         format=PLAN_FORMAT,
-        model_type=facts.model_type,
-        weight_hash=facts.model_hash,
-        configuration=facts.configuration,
-        dtype=facts.dtype,
+        model_type=facts.bound.model_type,
+        weight_hash=facts.bound.model_hash,
+        configuration=facts.bound.configuration,
+        dtype=facts.bound.dtype,
         adaattn=importlib.metadata.version("adaattn-hf"),
         torch=torch.__version__,
         transformers=importlib.metadata.version("transformers"),
@@ -135,8 +136,8 @@ def finished_plan(
     }
     if measurement.exact_steps:
         protocol["decode"] = "exact"
-    if measurement.inputs.own_numbers:
-        protocol[store.OWN_NUMBERS] = True
+    if measurement.inputs.subject.own_numbers:
+        protocol[OWN_NUMBERS] = True
     return replace(plan, protocol=protocol, tensors=store.remember_tensors(tensors)), tensors
 
 
@@ -204,18 +205,18 @@ def _with_dtype(config: bytes, before: bytes) -> bytes:
     return (json.dumps({**stated, **kept}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def save_plan(model: nn.Module, result: Calibration, directory: Path) -> None:
+def save_plan(subject: Subject, result: Calibration, directory: Path) -> None:
     """Writes the plan beside a model's weights: to `config.json`, and its bases and means to a safetensors file.
 
     Every file is the old one or the new one, whatever happens. The state of the calibration is removed last.
     """
-    store.attach(model, result.plan)
+    subject.give(result.plan)
     data = store.tensor_bytes(result.plan)
     if data is not None:
         write_atomically(directory / TENSORS_FILE, data)
     # written in place, a full disk would leave half a configuration of the model
     with tempfile.TemporaryDirectory() as apart:
-        model.config.save_pretrained(apart)  # type: ignore[union-attr, operator]
+        subject.model.config.save_pretrained(apart)  # type: ignore[union-attr, operator]
         for file in Path(apart).iterdir():
             data = file.read_bytes()
             if file.name == "config.json" and (directory / file.name).is_file():

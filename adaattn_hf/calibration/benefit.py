@@ -86,7 +86,7 @@ def _seconds(
     inputs: Inputs, tokens: torch.Tensor, taps: Mapping[str, Tap], rounds: int
 ) -> dict[str, list[float]]:
     """Returns the seconds of each arm, one per round, after a round of warm-up."""
-    model = inputs.model
+    model = inputs.arms.model
     options = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     if "use_cache" in signature(model.forward).parameters:
         options["use_cache"] = False

@@ -19,9 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from torch import nn
-
-from ..plans import store
 from ..policy.prices import PriceTable
 from .arms import Progress, silent
 from .assemble import save_plan
@@ -32,6 +29,7 @@ from .measure import Measurement, measure
 from .scoring import NEXT_TOKEN, Scoring
 from .search import picks_of, programs
 from .settings import Calibration, CalibrationSettings
+from .subject import Subject
 
 __all__ = [
     "Calibration",
@@ -43,7 +41,7 @@ __all__ = [
 
 
 def calibrate(
-    model: nn.Module,
+    subject: Subject,
     encode: Callable[[str], Sequence[int]],
     data: Sequence[str | Path],
     settings: CalibrationSettings,
@@ -59,7 +57,7 @@ def calibrate(
     """Returns a plan for a model, verified on held-out text. A plan that the model carries is removed from it.
 
     Args:
-        model: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
+        subject: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
         encode: Maps text to token ids, without special tokens.
         data: Files and directories of text.
         settings: Settings of the calibration.
@@ -75,14 +73,14 @@ def calibrate(
         ValueError: If the model cannot carry a plan, or the text is too short.
     """
     # losses are those beside the exact model, and a plan for other weights, fine-tuned since, would be refused
-    store.remove_plan(model)
+    subject.remove_plan()
     if settings.with_cache and not scoring.generates:
         raise ValueError(
             f"optimize, kv_bytes: got {settings.optimize!r} and {settings.kv_bytes} for a model that generates nothing "
             "and keeps no cache, expected a causal model; leave them out"
         )
     inputs = open_inputs(
-        model, encode, data, settings, verify_data=verify_data, scoring=scoring, progress=progress, say=say
+        subject, encode, data, settings, verify_data=verify_data, scoring=scoring, progress=progress, say=say
     )
     measurement = measure(inputs, prices=prices, directory=directory, resume=resume)
     result = choose_and_verify(measurement)

@@ -47,7 +47,7 @@ class Moments:
 
     def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
         """Adds the moments of one call, and computes exact attention."""
-        index = layer_index(module)
+        index = layer_of(module, request)
         new = gram(request.query.detach(), request.key.detach())
         new = Gram(new.query.cpu(), new.key.cpu(), new.key_sum.cpu(), new.count)
         self.grams[index] = self.grams[index] + new if index in self.grams else new
@@ -58,19 +58,18 @@ class Moments:
         return exact_tap(module, request)
 
 
-def layer_index(module: nn.Module) -> int:
-    """Returns the `layer_idx` of an attention module.
+def layer_of(module: nn.Module, request: AttentionRequest) -> int:
+    """Returns the number of the layer that makes a request.
 
     Raises:
         ValueError: If it has none.
     """
-    index = getattr(module, "layer_idx", None)
-    if not isinstance(index, int):
+    if request.layer is None:
         raise ValueError(
             f"{type(module).__name__} has no layer_idx: a plan could not name its layer; plans serve models whose "
             "attention modules are numbered (LLaMA, GPT-2, BERT and their kin)"
         )
-    return index
+    return request.layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +136,7 @@ class FisherRecorder:
         out = exact_tap(module, request)
         if not self.listening:
             return out
-        index = layer_index(module)
+        index = layer_of(module, request)
         if index in self.changes:
             raise ValueError(
                 f"layer {index} attends twice in one forward pass; plans serve one attention per layer"

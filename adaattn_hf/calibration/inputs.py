@@ -8,15 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torch import nn
-
-from ..plans import store
 from . import corpus, team, texts
 from .arms import ModelArms, Progress, silent
 from .corpus import TokenSequence
-from .positions import learned_positions, refuse_longer, stated_positions
 from .scoring import NEXT_TOKEN, Reading, Scoring
 from .settings import CalibrationSettings
+from .subject import Subject
 
 
 def unsaid(sentence: str) -> None:
@@ -54,12 +51,11 @@ class Inputs:
     """A model ready for calibration, and its text.
 
     Attributes:
-        model: In evaluation mode.
+        subject: The model, in evaluation mode.
         arms: The model split into body and head.
         settings: Settings of the calibration.
         scoring: How the model is scored.
         samples: Text by length.
-        own_numbers: Whether this package numbered the layers, because the model does not.
         progress: Callback for a progress display.
         say: Callback for messages to the user.
         other_source: Whether the held-out text comes from another source.
@@ -67,12 +63,11 @@ class Inputs:
         opened: When the model was opened, by `time.monotonic`.
     """
 
-    model: nn.Module
+    subject: Subject
     arms: ModelArms
     settings: CalibrationSettings
     scoring: Scoring
     samples: Mapping[int, LengthSample]
-    own_numbers: bool
     progress: Progress = silent
     say: Callable[[str], None] = unsaid
     other_source: bool = False
@@ -111,7 +106,7 @@ class Inputs:
 
 
 def open_inputs(
-    model: nn.Module,
+    subject: Subject,
     encode: Callable[[str], Sequence[int]],
     data: Sequence[str | Path],
     settings: CalibrationSettings,
@@ -127,24 +122,30 @@ def open_inputs(
         ValueError: If the model cannot carry a plan, or the text is too short or named twice.
     """
     settings = replace(settings, windows=scoring.windows(settings.windows))
-    if model.config._attn_implementation != "adaattn":  # type: ignore[union-attr]
-        raise ValueError(
-            f"attn_implementation is {model.config._attn_implementation!r}, expected 'adaattn': "  # type: ignore[union-attr]
-            'load the model with from_pretrained(..., attn_implementation="adaattn")'
-        )
+    model = subject.model
     model.eval()
-    for positions in (learned_positions(model), stated_positions(model.config)):
-        refuse_longer(settings.lengths, positions, type(model).__name__)
-    own_numbers = store.number_layers(model)
+    refuse_longer(settings.lengths, subject.positions, type(model).__name__)
     arms = ModelArms(model)
     texts.refuse_repeats(data, verify_data)
     sample = _draw(data, verify_data, encode, scoring.content(settings.lengths[-1]), settings)
     corpus.refuse_copies((*sample.risk, *sample.joint), sample.held_out)
     # the same stretches at every length: text that one length is proved on was not used for another
     samples = {length: sample.cut(scoring.content(length)) for length in settings.lengths}
-    return Inputs(
-        model, arms, settings, scoring, samples, own_numbers, progress, say, verify_data is not None
-    )
+    return Inputs(subject, arms, settings, scoring, samples, progress, say, verify_data is not None)
+
+
+def refuse_longer(lengths: Sequence[int], positions: int | None, name: str) -> None:
+    """Refuses lengths that a model cannot read: a budget would be proved on text that it makes nothing of.
+
+    Raises:
+        ValueError: If the longest one has more tokens than the model has positions.
+    """
+    if positions is not None and lengths[-1] > positions:
+        raise ValueError(
+            f"lengths is {list(lengths)}, expected at most the {positions} tokens that {name} has positions for "
+            f"(max_position_embeddings, rotary scaling included); give shorter lengths, such as --lengths {positions}, "
+            "or a model whose rope_parameters reach further"
+        )
 
 
 def _draw(

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +17,7 @@ from torch import Tensor, nn
 
 from ..attention.request import AttentionRequest
 from ..attention.tap import tapping
-from ..plans import store
-from ..plans.configured import computes_by
+from ..plans.binding import Binding
 from ..plans.tensors import LayerTensors
 from ..policy.candidates import FAMILIES, Candidates, candidates
 from ..stats.spectrum import Gram, score_factors
@@ -35,13 +32,9 @@ class Layers:
 
     Attributes:
         name: The model's, as a hub id, or the last part of its directory.
-        model_type: `config.model_type` of the model with the attention modules.
-        dtype: Dtype of the attention weights, `float32` and so on.
+        bound: What a plan for them is bound to.
         indices: Indices of the layers, ascending.
         kv_heads: Key/value heads of each layer.
-        hashes: By layer: hash of the attention weights.
-        model_hash: Hash of all weights of the model.
-        configuration: The settings by which it computes.
         windows: By layer: the model's own window, `None` without one.
         candidates: The choices of each unit (a key/value head of a layer).
         tensors: By layer: mean keys, and bases of ranks.
@@ -51,13 +44,9 @@ class Layers:
     """
 
     name: str
-    model_type: str
-    dtype: str
+    bound: Binding
     indices: tuple[int, ...]
     kv_heads: int
-    hashes: Mapping[int, str]
-    model_hash: str
-    configuration: dict[str, Any]
     windows: Mapping[int, int | None]
     candidates: Candidates
     tensors: Mapping[int, LayerTensors]
@@ -120,29 +109,22 @@ def observe_layers(inputs: Inputs) -> Layers:
         raise ValueError(
             f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them"
         )
-    config = _attention_config(inputs.model)
-    model_type = str(config.model_type)
-    modules = dict(store.attention_modules(inputs.model, model_type))
-    dtype, settings = store.module_dtype(modules[indices[0]]), inputs.settings
+    bound, settings = inputs.subject.binding(indices), inputs.settings
     found = candidates(
         settings.lengths[-1],
         min(shape[2] for shape in moments.shapes.values()),
-        dtype,
+        bound.dtype,
         settings.families,
         settings.windows,
         inputs.scoring.causal,
         settings.with_cache,
     )
-    refuse_nothing_to_choose(found, settings, dtype)
+    refuse_nothing_to_choose(found, settings, bound.dtype)
     return Layers(
-        name=name_of_model(inputs.model),
-        model_type=model_type,
-        dtype=dtype,
+        name=inputs.subject.name,
+        bound=bound,
         indices=indices,
         kv_heads=kv_heads.pop(),
-        hashes={index: store.weight_hash(modules[index]) for index in indices},
-        model_hash=store.model_hash(inputs.arms.model),
-        configuration=computes_by(config),
         windows=dict(moments.windows),
         candidates=found,
         tensors={index: _layer_tensors(moments.grams[index], found, inputs.arms.device) for index in indices},
@@ -165,18 +147,6 @@ def refuse_nothing_to_choose(found: Candidates, settings: CalibrationSettings, d
             f"window pays in so few, and rounding is to fewer bits than the model's own; give longer lengths "
             f"(--lengths {8 * longest})" + (f", or other families ({','.join(others)})" if others else "")
         )
-
-
-def name_of_model(model: nn.Module) -> str:
-    """Returns the name that a model was loaded by: a hub id, or the last part of a directory."""
-    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
-    path = Path(name)
-    if not path.exists():
-        return name
-    whole = path.resolve()
-    # a copy in the hub's cache lies in models--owner--name/snapshots/COMMIT
-    kept = whole.parents[1].name if whole.parent.name == "snapshots" else ""
-    return "/".join(kept.split("--")[1:]) if kept.startswith("models--") else whole.name
 
 
 def _calls(inputs: Inputs, moments: fisher.Moments, length: int) -> list[AttentionRequest]:
@@ -206,13 +176,6 @@ def _refuse_other_scoring(inputs: Inputs, moments: fisher.Moments) -> None:
         f"model's is {' and '.join(kinds)}; calibrate a masked-language model with scoring=MaskedTokens.of(tokenizer), "
         "a causal one with the default"
     )
-
-
-def _attention_config(model: nn.Module) -> Any:
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "config") and hasattr(module, "is_causal"):
-            return module.config
-    raise ValueError("the model has no attention modules with a layer_idx; a plan could not name its layers")
 
 
 def _layer_tensors(gram: Gram, found: Candidates, device: torch.device) -> LayerTensors:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..plans import store
 from ..policy.knapsack import Array, Launches, of_cache
 from ..policy.prices import PriceTable
 from . import fisher, pricing
@@ -111,8 +110,8 @@ def measure_risks(inputs: Inputs, layers: Layers, directory: Path | None, resume
     identity = {
         **s.measured(),
         "adaattn": importlib.metadata.version("adaattn-hf"),
-        "weights": store.weight_hash(inputs.arms.model),
-        "dtype": layers.dtype,
+        "weights": inputs.subject.weight_hash(),
+        "dtype": layers.bound.dtype,
         "text": inputs.fingerprint,
         "tokens": {length: [one.tokens for one in inputs.samples[length].risk] for length in s.lengths},
     }

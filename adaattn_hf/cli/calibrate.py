@@ -138,7 +138,7 @@ def calibrate(
     from adaattn_hf.eval.progress import beating
     from adaattn_hf.patches.checkpoint import resolve_device
 
-    from ..calibration.positions import refuse_longer
+    from ..calibration.inputs import refuse_longer
     from ..calibration.settings import CalibrationSettings
     from ..calibration.state import refuse_interrupted
     from ..calibration.team import join, leave

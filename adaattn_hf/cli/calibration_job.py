@@ -15,6 +15,7 @@ from rich.console import Console
 
 from adaattn_hf.eval.demo import demo_model_path, pages_path
 from adaattn_hf.patches.checkpoint import resolve_device
+from adaattn_hf.patches.plans.subject import Subject
 
 from .. import load_preset
 from .._files import json_text, write_atomically
@@ -162,9 +163,9 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
             return out_of_memory(job, device, progress.stage, said)
 
         with room_or_sentence(no_room):
-            model = loaded.model.to(device)
+            subject = Subject(loaded.model.to(device))
             result = calibration.calibrate(
-                model,
+                subject,
                 loaded.encode,
                 job.data,
                 settings,
@@ -199,7 +200,7 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
     buys = Bought.of(json.loads(report))
     picture = job.target / "adaattn_plan.html"
     write_atomically(picture, plan_page(result.plan, buys))
-    calibration.save_plan(model, result, job.target)  # last: it ends what --resume goes on with
+    calibration.save_plan(subject, result, job.target)  # last: it ends what --resume goes on with
     print_plan(console, result.plan, buys, job.shown.verbose, None if result.met else result.sentence)
     for line in [
         *([result.report["cache"]] if result.met and "cache" in result.report else []),

@@ -117,7 +117,7 @@ def _explanation(
         why_not,
     )  # fmt: skip
     from adaattn_hf.plans.plan import PlanError
-    from adaattn_hf.plans.store import read_plan
+    from adaattn_hf.plans.reading import read_plan
 
     adaattn_hf.register(impossible=True)  # the device need not be here
     ours = [name for name in known_implementations() if name.startswith("adaattn")]

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from adaattn_hf.errors import EvalError
 from adaattn_hf.patches import checkpoint
+from adaattn_hf.patches.plans.positions import stated_positions
 
-from ..calibration.positions import stated_positions
 from ..calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
 
 

@@ -130,7 +130,7 @@ def refuse_other_plan(target: Path, model: Any) -> None:
     Raises:
         UsageError: It does.
     """
-    from ..plans.store import model_hash
+    from adaattn_hf.patches.plans.hashes import model_hash
 
     file = target / "adaattn_plan.json"
     if not file.is_file():

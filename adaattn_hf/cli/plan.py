@@ -56,8 +56,8 @@ def show(
     from ..plans.headline import bought
     from ..plans.page import plan_page
     from ..plans.plan import PlanError
+    from ..plans.reading import read_plan
     from ..plans.render import save_png
-    from ..plans.store import read_plan
     from .printed import print_plan
 
     place = path or plan or Path(PLAN_DIRECTORY)
@@ -93,8 +93,8 @@ def diff(
     """
     from ..plans.page import compared
     from ..plans.plan import PlanError
+    from ..plans.reading import read_plan
     from ..plans.render import differences
-    from ..plans.store import read_plan
     from ..plans.wording import legend
 
     try:
@@ -147,7 +147,7 @@ def explore(
     from ..plans.headline import REPORT_FILE, bought
     from ..plans.page import page
     from ..plans.plan import PlanError
-    from ..plans.store import read_plan
+    from ..plans.reading import read_plan
     from ..plans.wording import at_most, rise, share, times
     from ..policy.explore import SolverTable, explorer
 

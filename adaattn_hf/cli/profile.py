@@ -159,7 +159,7 @@ def _run(
     from adaattn_hf.eval.demo import demo_model_path
     from adaattn_hf.eval.provenance import provenance
     from adaattn_hf.patches.checkpoint import give_plan, load
-    from adaattn_hf.patches.record import record
+    from adaattn_hf.patches.observe.record import record
 
     checkpoint = load(model or demo_model_path("llama"), implementation="adaattn", **loading.keywords())
     give_plan(checkpoint.model, plan)

@@ -68,7 +68,7 @@ def run(
 
 
 def _refuse_no_plan(directory: Path) -> None:
-    from adaattn_hf.patches.everywhere import configuration_of
+    from adaattn_hf.patches.plans.everywhere import configuration_of
 
     from ..plans.plan import PlanError
     from ..plans.store import with_tensors

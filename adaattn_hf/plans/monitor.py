@@ -1,31 +1,25 @@
-"""Monitors a model with a plan while it runs: counts calls, and compares sampled rows with exact attention.
+"""Monitors the calls of a plan: counts them, and compares sampled rows with exact attention.
 
 The counters tell how often each layer ran and what share of (token, query head) pairs the plan changed. The monitor is
-switched on by `config.adaattn["monitor"]`, or for a block by `monitoring`. It computes a few rows exactly: one of 1,024
-in prefill, one decode step of 256, and of padded and packed batches one sequence at a time. The loss of a row is the
-attention mass of dropped keys (1 - exp(lse_kept - lse_all)) plus the relative change of its output by rounded or
-projected operands; the ratio measured in calibration converts it to a predicted KL. A unit that loses more than three
-times its 95th percentile in calibration is exact for the rest of the session, with one warning. In training the monitor
-only warns, since a checkpointed backward pass must compute the same function again.
+switched on by `config.adaattn["monitor"]`, or for a block by `adaattn_hf.monitoring`. It computes a few rows exactly:
+one of 1,024 in prefill, one decode step of 256, and of padded and packed batches one sequence at a time. The loss of a
+row is the attention mass of dropped keys (1 - exp(lse_kept - lse_all)) plus the relative change of its output by
+rounded or projected operands; the ratio measured in calibration converts it to a predicted KL. A unit that loses more
+than three times its 95th percentile in calibration is exact for the rest of the session, with one warning. In training
+the monitor only warns, since a checkpointed backward pass must compute the same function again.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
-from weakref import WeakValueDictionary
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention.request import AttentionRequest, CallSpec
-from ..attention.tap import tapping
-from ..backends import select
-from . import execute, store
 from .choices import EXACT, Choice
 from .plan import Plan, UnitRecord
 from .program import Program
@@ -80,7 +74,7 @@ class LayerStatistics:
 
 
 class Monitor:
-    """Counts and samples the calls of a plan, and makes heads exact that lose too much; see `monitoring`.
+    """Counts and samples the calls of a plan, and makes heads exact that lose too much.
 
     Attributes:
         layers: Counters by layer index.
@@ -210,71 +204,3 @@ class Monitor:
             "Calibrate on text like this one.",
             layer, head, lost, self._factor, after,
         )  # fmt: skip
-
-
-_SLOT = "_adaattn_monitor"
-_shared: WeakValueDictionary[int, Monitor] = WeakValueDictionary()
-
-
-def watched(module: nn.Module, program: Program, request: AttentionRequest) -> Program:
-    """Records a call of a layer whose settings ask for monitoring; returns the program to run.
-
-    The layers of a model share one monitor, as long as their settings are the same object.
-    """
-    config: Any = module.config
-    raw = config.adaattn
-    known = module.__dict__.get(_SLOT)
-    if known is None or known[0] is not raw:
-        monitor = _shared.get(id(raw))
-        if monitor is None:
-            monitor = Monitor(Plan.from_dict(raw[store.CONFIG_KEY]))
-            _shared[id(raw)] = monitor
-        known = module.__dict__[_SLOT] = (raw, monitor)
-    running = known[1].watch(program.plan.layer, program, request, module.training)
-    assert running is not None
-    return running
-
-
-@contextmanager
-def monitoring(model: nn.Module, *, sample_rows: bool = True, factor: float = 3.0) -> Iterator[Monitor]:
-    """Monitors a model with a plan inside the `with` block, and keeps the counters for `statistics`.
-
-    Args:
-        model: A model that carries a plan.
-        sample_rows: Compare sampled rows with exact attention and make heads exact; otherwise only count.
-        factor: A unit is made exact if it loses more than this many times its 95th percentile in calibration.
-
-    Raises:
-        ValueError: If the model carries no plan.
-    """
-    plan = store.plan_of(model)
-    if plan is None:
-        raise ValueError(
-            "the model carries no plan, so there is nothing to watch; make one with `adaattn calibrate`"
-        )
-    monitor = Monitor(plan, sample_rows=sample_rows, factor=factor)
-    modules = {id(module) for _, module in store.attention_modules(model, plan.model_type)}
-
-    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
-        if id(module) not in modules:
-            return select.attend(request).out
-        index: int = module.layer_idx  # type: ignore[assignment]
-        program = monitor.watch(index, store.program_of(module), request, module.training)
-        return (select.attend(request) if program is None else execute.attend(program, request)).out
-
-    model.__dict__[_SLOT] = (None, monitor)
-    with tapping(tap):
-        yield monitor
-
-
-def statistics(model: nn.Module) -> list[dict[str, Any]]:
-    """Returns the counters of each layer, activation rate included: of the last `monitoring` block, or of the
-    monitor that `config.adaattn["monitor"]` asks for; empty where nothing was watched."""
-    found = (module.__dict__[_SLOT][1] for module in model.modules() if _SLOT in module.__dict__)
-    monitor: Monitor | None = next(found, None)
-    if monitor is None:
-        return []
-    return [
-        {**asdict(counters), "activation": counters.activation}
-        for _, counters in sorted(monitor.layers.items())
-    ]

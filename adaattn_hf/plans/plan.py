@@ -17,7 +17,6 @@ from ..attention.stored import FORMATS
 from .choices import EXACT, Choice
 from .evidence import MOST_HEADS as MOST_HEADS
 from .evidence import MOST_LAYERS, UnitRecord, Verified
-from .hashes import WHOLE
 from .record import PlanError, read_list, read_record, real, share, text, whole
 
 __all__ = [
@@ -34,6 +33,12 @@ __all__ = [
 
 PLAN_FORMAT = 2
 TENSORS_FILE = "adaattn_plan.safetensors"
+CONFIG_KEY = "plan"
+"""Key of the plan in a configuration's settings."""
+OWN_NUMBERS = "layers_by_weights"
+"""Key in the protocol of plans for models without layer indices; such plans hold all layers, exact ones too."""
+WHOLE = "model:"
+"""Prefix of hashes over all weights of a model, not just those of attention."""
 MOST_LENGTHS = 1 << 10
 """More length bins than any plan has."""
 MOST_UNITS = 1 << 16

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .._files import parse_json
-from .fit import CONFIG_KEY
-from .plan import Plan, PlanError
+from .plan import CONFIG_KEY, Plan, PlanError
 
 MOST_BYTES = 1 << 24
 """Largest size of a plan file."""

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 import adaattn_hf
-from adaattn_hf.patches.cache.keyword import with_cache
+from adaattn_hf.patches.models.cache_keyword import with_cache
 
 from .grid import Cell
 from .work import Work, padding_of

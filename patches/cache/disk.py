@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adaattn_hf._files import parse_json, write_atomically
-from adaattn_hf.plans.hashes import model_hash
 from adaattn_hf.plans.record import PlanError, whole
 
-from ..support import refuse_no_model
+from ..models.support import refuse_no_model
+from ..plans.hashes import model_hash
 from .kept import KeptTokens, room_for
 from .saved import Unsound, check_layer
 from .stored import CACHES, AdaAttnCache, made_for

@@ -141,3 +141,10 @@ def _line(past: int, window: int, sinks: int, device: torch.device | str) -> Ten
     oldest = max(sinks, past - window)
     ring = torch.arange(oldest, max(oldest, past), device=device)
     return torch.cat([torch.arange(min(past, sinks), device=device), sinks + (ring - sinks) % window])
+
+
+def some_heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:
+    """These heads `[batch, heads, n, head_dim]`, a view where they adjoin."""
+    if list(heads) == list(range(heads[0], heads[0] + len(heads))):
+        return tensor.narrow(1, heads[0], len(heads))
+    return tensor[:, list(heads)]

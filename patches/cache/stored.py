@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from adaattn_hf.attention.stored import CHANNELS, FORMATS
-from adaattn_hf.plans.store import plan_of
 
-from ..families import family_of
+from ..models.families import family_of
+from ..plans.attach import plan_of
 from .carrier import StoredTensor
 from .growing import GROWTH, check_room
 from .kept import KeptTokens, negative, passed_window, refuse_assigned, refuse_used, room_for, same_rows

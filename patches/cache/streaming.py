@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from adaattn_hf.plans.plan import LayerPlan, Plan
-from adaattn_hf.plans.store import plan_of
 
+from ..plans.attach import plan_of
 from .carrier import StoredTensor
 from .growing import GROWTH
 from .kept import KeptTokens, negative, refuse_assigned, room_for, same_rows
-from .ring import Read, Ring
+from .ring import Read, Ring, some_heads
 from .tokens import SMOOTHED, StoredTokens, Tokens
+
+if TYPE_CHECKING:
+    from adaattn_hf.attention.request import AttentionRequest
 
 Spans = tuple["tuple[int, int] | None", ...]
 """Window and sinks of each key/value head of a layer, None where it keeps everything."""
@@ -119,6 +122,14 @@ class StreamingLayer(KeptTokens, DynamicLayer):
             )
             self.groups.append((tuple(own), tokens if span is None else Ring(tokens, *span)))
         self.is_initialized = True
+
+    def attend(
+        self, module: nn.Module, request: AttentionRequest, forced: str | None, wanted: bool
+    ) -> Tensor:
+        """What the layer's plan computes over its tokens; see `streams.attend_streams`."""
+        from .streams import attend_streams  # imported here: a cache is made without what runs plans
+
+        return attend_streams(module, request, self, forced, wanted)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Take `[batch, num_kv_heads, n, head_dim]`; the attention of this call stores and reads it (`read`).
@@ -317,10 +328,3 @@ def stream(cache: Cache, stored: str, spans: Mapping[int, Spans], **room: Any) -
         if type(cache.layers[index]) is DynamicLayer:
             cache.layers[index] = StreamingLayer(stored, own, **room)
     return cache
-
-
-def some_heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:
-    """These heads `[batch, heads, n, head_dim]`, a view where they adjoin."""
-    if list(heads) == list(range(heads[0], heads[0] + len(heads))):
-        return tensor.narrow(1, heads[0], len(heads))
-    return tensor[:, list(heads)]

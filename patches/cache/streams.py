@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -15,11 +16,13 @@ from adaattn_hf.backends.base import spec_of
 from adaattn_hf.config import settings_in
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.store import program_of
 
-from .ring import Ring
+from ..plans.attach import program_of
+from .ring import Ring, some_heads
 from .ring_view import starts_of, structure_of
-from .streaming import StreamingLayer, some_heads
+
+if TYPE_CHECKING:
+    from .streaming import StreamingLayer
 
 
 def attend_streams(

@@ -110,7 +110,7 @@ def _other_way(
         seated = getattr(module, SEATED, False)
         if not seated and getattr(key, "streams", None) is None:
             return None
-        from .. import uncompiled
+        from . import uncompiled
 
         outside = (
             uncompiled.use_plan_runs_outside_graphs
@@ -121,7 +121,7 @@ def _other_way(
     transform = transform_at_work() if backend in (None, "native") else None
     if not transform:
         return None
-    from ..refusals import check_transform
+    from .refusals import check_transform
 
     check_transform(backend, transform, query, key)
     return attention_function("eager")

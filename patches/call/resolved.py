@@ -19,9 +19,8 @@ from adaattn_hf.backends.base import Launch
 from adaattn_hf.backends.select import launch_for
 from adaattn_hf.config import GIVEN, raw_settings, settings_of
 
-from ..families import HARMLESS
-from ..structured_mask import StructuredMask
-from .shared import maskless, recall
+from ..mask.structured_mask import StructuredMask, maskless, recall
+from .keywords import HARMLESS
 
 if TYPE_CHECKING:
     from adaattn_hf.attention.heads import HeadRules

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..cache.keyword import CACHE_KEYWORDS, cache_in, cache_keyword
-from ..families import family_of
-from ..registry import NAMES
+from ..models.cache_keyword import CACHE_KEYWORDS, cache_in, cache_keyword
+from ..models.families import family_of
+from ..models.support import is_ours
 from .layout import PackedLayout
 from .positions import PositionRule
 from .prefill import PackedPrefill
@@ -106,7 +106,7 @@ def read_layout(
         return NO_PADDING
     if layout.tokens == 0:
         return ONLY_PADDING
-    if getattr(config, "_attn_implementation", None) not in NAMES:
+    if not is_ours(getattr(config, "_attn_implementation", None)):
         return OTHER_ATTENTION  # which would read across the rows of the batch
     if arguments.get("encoder_hidden_states") is not None:
         return CROSS

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from adaattn_hf.attention.tap import tracing
 
-from ..cache.keyword import cache_keyword
+from ..models.cache_keyword import cache_keyword
 from .call import PackedCall, Pass, arguments_of, has_cache, pack_call, read_layout, scored_padding
 from .positions import position_rule
 

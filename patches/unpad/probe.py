@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.keyword import CACHE_KEYWORDS
+from ..models.cache_keyword import CACHE_KEYWORDS
 from .hooks import Unpadding
 
 # Relative to the largest value; a token at a wrong position, or one that sees another row, is off by far more.

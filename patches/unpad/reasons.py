@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..registry import NAMES
-from ..support import uses_interface
+from ..models.families import uses_interface
+from ..models.support import is_ours
 
 _RECURRENT = ("conv", "linear_attention", "hybrid", "hybrid_sliding", "mamba", "recurrent", "short_conv")
 _TOWERS = ("vision_config", "audio_config", "text_config", "speech_config", "encoder", "decoder")
@@ -39,7 +39,7 @@ def refusals(model: PreTrainedModel) -> tuple[str, ...]:
     if towers:
         reasons.append(f"it has several towers ({', '.join(towers)}); prepare the text model alone")
     implementation = getattr(config, "_attn_implementation", None)
-    if implementation not in NAMES:
+    if not is_ours(implementation):
         reasons.append(
             f"its attention is {implementation!r}, which does not keep packed tokens of different rows apart; "
             "load it with attn_implementation='adaattn'"

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.provenance import provenance
-from adaattn_hf.plans import store
+from adaattn_hf.patches.plans import attach
 
 from . import study
 from .speed import plans_of_records, seconds, tokens_of
@@ -94,9 +94,9 @@ def of_plan(model: Any, plan: Any, tokens: Tensor, scored: int) -> Answer:
 
     def answer() -> Tensor:
         model.set_attn_implementation("adaattn")
-        store.attach(model, plan, unverified=True)
+        attach.attach(model, plan, unverified=True)
         logits: Tensor = model(input_ids=tokens, use_cache=False, logits_to_keep=scored).logits
-        store.remove_plan(model)
+        attach.remove_plan(model)
         return logits
 
     return answer

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.patches.plans import attach, hashes, parts
+from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans import store
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
@@ -89,12 +91,12 @@ def plan_of_record(
     import importlib.metadata
 
     from adaattn_hf.calibration.assemble import needed_tensors
-    from adaattn_hf.plans.configured import computes_by
+    from adaattn_hf.patches.plans.configured import computes_by
     from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, Verified
     from adaattn_hf.policy.candidates import candidates, known_families
 
     config: Any = model.config
-    modules = dict(store.attention_modules(model, config.model_type))
+    modules = dict(attention_modules(model, config.model_type))
     settings = record["settings"]
     known = {
         choice.label: choice
@@ -117,7 +119,7 @@ def plan_of_record(
     if unknown:
         raise UsageError(f"record: takes {unknown}, expected choices without bases: {sorted(known)}")
     per = len(labels) // len(modules)
-    hashes = {index: store.weight_hash(module) for index, module in modules.items()}
+    hashes = {index: hashes.weight_hash(module) for index, module in modules.items()}
     layers = [
         LayerPlan(
             index, hashes[index], tuple(known[label] for label in labels[place * per : (place + 1) * per])
@@ -131,9 +133,9 @@ def plan_of_record(
     return Plan(
         format=PLAN_FORMAT,
         model_type=config.model_type,
-        weight_hash=store.model_hash(model),
+        weight_hash=hashes.model_hash(model),
         configuration=computes_by(config),
-        dtype=store.module_dtype(next(iter(modules.values()))),
+        dtype=parts.module_dtype(next(iter(modules.values()))),
         adaattn=importlib.metadata.version("adaattn-hf"),
         torch=torch.__version__,
         transformers=importlib.metadata.version("transformers"),
@@ -259,7 +261,7 @@ def model_level(
         for name, (implementation, plan, watched) in arms.items():
             model.set_attn_implementation(implementation)
             if plan is not None:
-                store.attach(model, plan, unverified=True)
+                attach.attach(model, plan, unverified=True)
                 model.config.adaattn = {**model.config.adaattn, "monitor": watched}
             call()  # untimed: it reads the plan, and makes what later passes of this length share
             before = _watching(model)
@@ -273,7 +275,7 @@ def model_level(
             found[name]["new_length"] = min(met_first, found[name].get("new_length", met_first))
             if plan is not None and not watched and turn == 0 and exact is not None:
                 found[name]["kl"] = _kl(scores, exact, tokens)
-            store.remove_plan(model)
+            attach.remove_plan(model)
             model.config.__dict__.pop("adaattn", None)
     model.set_attn_implementation("adaattn")
     return found
@@ -281,9 +283,9 @@ def model_level(
 
 def _watching(model: nn.Module) -> float:
     """Seconds that watching has taken so far."""
-    from adaattn_hf.plans import monitor
+    from adaattn_hf.patches.observe import monitoring
 
-    return float(sum(layer["seconds"] for layer in monitor.statistics(model)))
+    return float(sum(layer["seconds"] for layer in monitoring.statistics(model)))
 
 
 def _kl(scores: Any, exact: Tensor, tokens: Tensor) -> float:

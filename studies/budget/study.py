@@ -199,7 +199,7 @@ def seed_study(
     from adaattn_hf.calibration.inputs import open_inputs
     from adaattn_hf.calibration.measure import measure
     from adaattn_hf.calibration.search import picks_of
-    from adaattn_hf.plans import store
+    from adaattn_hf.patches.plans.subject import Subject
 
     from .held_out import ratio
 
@@ -210,7 +210,7 @@ def seed_study(
     if not missing:
         return paths
     start = time.perf_counter()
-    inputs = open_inputs(model, encode, data, wanted[0], verify_data=verify_data)
+    inputs = open_inputs(Subject(model), encode, data, wanted[0], verify_data=verify_data)
     measurement = measure(inputs if arms is None else replace(inputs, arms=arms), prices=table)
     texts = {
         length: corpus.draw(check_data, encode, length, {"check": check}, settings.seed).parts["check"]
@@ -226,8 +226,8 @@ def seed_study(
         if result.met:
             kept = output / "plans" / paths[place].stem
             kept.mkdir(parents=True, exist_ok=True)
-            save_plan(model, result, kept)
-            store.remove_plan(model)
+            save_plan(inputs.subject, result, kept)
+            inputs.subject.remove_plan()
         record = {
             "settings": words[place],
             "budget": wanted[place].budget,
@@ -267,6 +267,7 @@ def prices(
     from adaattn_hf.calibration.layers import observe_layers
     from adaattn_hf.calibration.measure import price_table
     from adaattn_hf.calibration.settings import CalibrationSettings
+    from adaattn_hf.patches.plans.subject import Subject
 
     loaded, encode = load(model, dtype, device, gguf_file, threads)
     settings = CalibrationSettings(
@@ -277,7 +278,7 @@ def prices(
         tries=1,
         families=tuple(families.split(",")),
     )
-    inputs = open_inputs(loaded, encode, data, settings)
+    inputs = open_inputs(Subject(loaded), encode, data, settings)
     layers = observe_layers(inputs)
     write_atomically(output, price_table(inputs, layers).to_json().encode())
     typer.echo(f"prices of {len(layers.candidates.choices)} choices: {output}")

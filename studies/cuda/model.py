@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from adaattn_hf import remove_plan
-from adaattn_hf.plans import store
+from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans.plan import Plan
 
 from ..budget.speed import plan_of_record
@@ -112,7 +112,7 @@ def by(found: Any, implementation: str, plan: Plan | None) -> Any:
     """A model with an implementation, and a plan if there is one."""
     found.set_attn_implementation(implementation)
     if plan is not None:
-        store.attach(found, plan, unverified=True)
+        attach.attach(found, plan, unverified=True)
     try:
         yield
     finally:

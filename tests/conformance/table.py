@@ -132,7 +132,7 @@ def refused() -> tuple[list[str], list[str]]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     import adaattn_hf  # noqa: F401  registers the names
-    from adaattn_hf.patches.support import refusal_of
+    from adaattn_hf.patches.models.support import refusal_of
 
     plain: list[str] = []
     tables: list[str] = []

@@ -29,7 +29,7 @@ from adaattn_hf.attention.stored import StoredKV
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import load as load_library
 from adaattn_hf.backends.select import BackendRefusal, by_name
-from adaattn_hf.calibration.calibrate import CalibrationSettings, calibrate
+from adaattn_hf.calibration.calibrate import CalibrationSettings
 from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.texts import text_of
 from adaattn_hf.cli.place import Place
@@ -38,14 +38,15 @@ from adaattn_hf.eval.provenance import commit
 from adaattn_hf.patches.cache.carrier import StoredTensor
 from adaattn_hf.patches.cache.kept import refuse_assigned
 from adaattn_hf.patches.call.interface import attention_function
-from adaattn_hf.patches.masks import adaattn_mask
-from adaattn_hf.patches.paged import paged_function
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.call.paged import paged_function
+from adaattn_hf.patches.mask.masks import adaattn_mask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.plan import Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
+from ..support.calibration import calibrate
 from ..support.choices import make_choice
 from ..support.families import models
 from ..support.models import config_of, fresh_pair, tokens

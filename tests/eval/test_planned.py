@@ -19,9 +19,11 @@ from adaattn_hf.cli.main import app
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval import activation, corpora, report, runner
 from adaattn_hf.eval.settings import Settings
-from adaattn_hf.patches import checkpoint, everywhere
-from adaattn_hf.plans import store
-from adaattn_hf.plans.configured import computes_by
+from adaattn_hf.patches import checkpoint
+from adaattn_hf.patches.plans import attach, everywhere, hashes
+from adaattn_hf.patches.plans.configured import computes_by
+from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.plans import reading
 from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan, Verified
 
 from ..support.choices import make_choice
@@ -32,13 +34,13 @@ WINDOW = 8
 
 def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
     """A window in one of two key/value heads of one of two layers."""
-    module = dict(store.attention_modules(loaded.model, "llama"))[1]
-    layer = LayerPlan(1, store.weight_hash(module), (make_choice("window", window), EXACT))
+    module = dict(attention_modules(loaded.model, "llama"))[1]
+    layer = LayerPlan(1, hashes.weight_hash(module), (make_choice("window", window), EXACT))
     verified = Verified(
         True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed"
     )
     return Plan(
-        PLAN_FORMAT, "llama", store.model_hash(loaded.model), computes_by(loaded.model.config), "float32", "0.1.0",
+        PLAN_FORMAT, "llama", hashes.model_hash(loaded.model), computes_by(loaded.model.config), "float32", "0.1.0",
         "2.13.0", transformers.__version__, 1e-3, 0, "cd" * 32,
         {}, (64, 128), (layer,), (), verified, "",
     )  # fmt: skip
@@ -48,7 +50,7 @@ def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
 def planned(llama: Path) -> checkpoint.Checkpoint:
     """The tiny LLaMA with a window of 8 keys in one head of one layer."""
     loaded = checkpoint.load(llama, device="cpu")
-    store.attach(loaded.model, plan_of(loaded))
+    attach.attach(loaded.model, plan_of(loaded))
     return loaded
 
 
@@ -116,7 +118,7 @@ def test_streaming_without_what_it_needs_is_refused(llama: Path, tmp_path: Path)
     loaded = checkpoint.load(llama, device="cpu")
     with pytest.raises(UsageError, match="without a plan"):
         runner.evaluate(loaded, corpus, Settings(cache="int8", streaming=True))
-    store.attach(loaded.model, replace(plan_of(loaded, 16), lengths=(32,)))
+    attach.attach(loaded.model, replace(plan_of(loaded, 16), lengths=(32,)))
     with pytest.raises(UsageError, match="windows of 64 tokens and a plan that speaks for 32"):
         runner.evaluate(loaded, corpus, Settings(cache="int8", streaming=True))
 
@@ -200,7 +202,7 @@ def test_a_program_runs_the_plan_that_it_is_given(llama: Path, tmp_path: Path) -
     model = checkpoint.load(llama, device="cpu", implementation="adaattn").model
     with torch.no_grad():
         exact = model(torch.arange(60)[None]).logits
-        store.load_plan(model, plan)
+        attach.load_plan(model, plan)
         planned = model(torch.arange(60)[None]).logits
     assert torch.equal(logits("with", "--plan", plan), planned)
     assert not torch.equal(exact, planned)
@@ -220,12 +222,12 @@ def test_a_plan_of_all_models_of_a_type_is_taken_away_from_one(
     monkeypatch.setitem(config.GIVEN, "llama", {})  # so that what is given is taken away behind the test
     everywhere.give(plan)
     one, other = (checkpoint.load(llama, device="cpu", implementation="adaattn").model for _ in range(2))
-    store.remove_plan(one)
+    attach.remove_plan(one)
     with torch.no_grad():
         exact, planned = (model(torch.arange(60)[None]).logits for model in (one, other))
     assert not torch.equal(exact, planned)
-    assert store.plan_of(one) is None
-    assert store.plan_of(other) == store.read_plan(plan)
+    assert attach.plan_of(one) is None
+    assert attach.plan_of(other) == reading.read_plan(plan)
 
 
 def test_no_room_for_a_batch_is_a_sentence(

@@ -20,8 +20,8 @@ from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, refusals_of
+from adaattn_hf.patches.plans.attach import attach
 from adaattn_hf.plans.choices import EXACT
-from adaattn_hf.plans.store import attach
 
 from ..support.choices import make_choice
 from ..support.on_device import shifted

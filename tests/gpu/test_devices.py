@@ -20,7 +20,7 @@ from adaattn_hf.attention.stored import StoredKV, hadamard, quantise
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import BACKENDS, refusals_of
-from adaattn_hf.plans import store
+from adaattn_hf.patches.plans import attach
 
 from ..support.choices import make_choice
 from ..support.head_rules import rules
@@ -180,7 +180,7 @@ def small() -> Any:
     model: Any = LlamaForCausalLM(config).eval().bfloat16()
     model.set_attn_implementation("adaattn")
     plan = plan_for(model, make_choice("window", 32, 4), layers=(0, 1, 2, 3), lengths=(512,))
-    store.attach(model, replace(plan, dtype="bfloat16"), unverified=True)
+    attach.attach(model, replace(plan, dtype="bfloat16"), unverified=True)
     return model
 
 
@@ -227,7 +227,7 @@ def test_a_model_on_two_devices(stored: str | None, padded: bool) -> None:
         expected = logits(whole, cache(whole), SECOND, padded)
     assert near(found[0], expected)
     assert near(found[1], expected)
-    store.remove_plan(whole)
+    attach.remove_plan(whole)
     with torch.cuda.device(1):
         assert not near(logits(whole, cache(whole), SECOND, padded), expected), "the plan does nothing"
 

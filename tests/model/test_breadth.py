@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adaattn_hf import AdaAttnCache, UnsupportedModel, check, explain, prepare
 from adaattn_hf.attention.tap import Recorder, recording
-from adaattn_hf.patches.cache.keyword import with_cache
+from adaattn_hf.patches.models.cache_keyword import with_cache
 
 from ..support.families import LISTED, ROUTED, configured, models
 from ..support.models import Pair, build, main_output, padding, tokens
@@ -209,7 +209,7 @@ def test_a_mask_of_selected_blocks_is_read_per_group_of_heads() -> None:
     from types import SimpleNamespace
 
     from adaattn_hf.attention.structure import CallStructure
-    from adaattn_hf.patches.selected import with_selected_keys
+    from adaattn_hf.patches.call.selected import with_selected_keys
 
     module: Any = SimpleNamespace(indexer=SimpleNamespace(block_size=3))
     blocks = torch.tensor([[[[0, -1], [1, 2]], [[2, 0], [-1, -1]]]])

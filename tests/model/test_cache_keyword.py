@@ -13,7 +13,7 @@ from packaging.version import Version
 
 import adaattn_hf
 from adaattn_hf.eval.scoring import Batch, forward
-from adaattn_hf.patches.cache.keyword import CACHE_KEYWORDS, cache_in, cache_keyword, with_cache
+from adaattn_hf.patches.models.cache_keyword import CACHE_KEYWORDS, cache_in, cache_keyword, with_cache
 
 from ..support.models import config_of, fresh_pair, padding, tokens
 

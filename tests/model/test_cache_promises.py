@@ -14,7 +14,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 
 import adaattn_hf
 from adaattn_hf.patches.cache.growing import GrowingTensor
-from adaattn_hf.patches.cache.keyword import cache_in, with_cache
+from adaattn_hf.patches.models.cache_keyword import cache_in, with_cache
 
 VOCAB = 61
 SIZES: dict[str, Any] = dict(

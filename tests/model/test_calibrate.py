@@ -25,21 +25,18 @@ from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.remembered import Remembered
 from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap, programs_of
-from adaattn_hf.calibration.calibrate import (
-    Calibration,
-    CalibrationSettings,
-    calibrate,
-    save_plan,
-)
+from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
 from adaattn_hf.calibration.corpus import draw
-from adaattn_hf.calibration.inputs import open_inputs
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.needles import build, most, retrieved
 from adaattn_hf.calibration.search import JointPasses
 from adaattn_hf.calibration.state import FILE, CalibrationState
 from adaattn_hf.calibration.texts import read_documents
 from adaattn_hf.cli.options import nats
-from adaattn_hf.plans import execute, monitor, sampled, store
+from adaattn_hf.patches.observe import monitoring
+from adaattn_hf.patches.plans import attach, hashes
+from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.plans import execute, reading, sampled, store
 from adaattn_hf.plans.plan import EXACT, TENSORS_FILE, Choice, Plan, PlanError
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy import knapsack
@@ -47,6 +44,7 @@ from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.stats.paired import TokenScores
 from studies.budget.held_out import ratio
 
+from ..support.calibration import calibrate, open_inputs, save_plan
 from ..support.choices import make_choice
 from ..support.letters import lettered_llama
 
@@ -308,7 +306,7 @@ def test_a_disk_that_fills_up_leaves_the_models_configuration_whole(
     assert (tmp_path / "config.json").read_bytes() == before
     assert (tmp_path / FILE).is_file()
     save_plan(_model(), result, tmp_path)
-    assert store.read_plan(tmp_path) == result.plan
+    assert reading.read_plan(tmp_path) == result.plan
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
@@ -349,12 +347,12 @@ def test_the_plan_travels_with_the_checkpoint(result: Calibration, tmp_path: Pat
     tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         planned, stored = model(tokens).logits, loaded(tokens).logits
-        store.remove_plan(loaded)
+        attach.remove_plan(loaded)
         exact = loaded(tokens).logits
     torch.testing.assert_close(stored, planned)
     assert (exact - planned).abs().max() > 1e-5
-    assert store.plan_of(loaded) is None
-    assert store.read_plan(tmp_path) == result.plan
+    assert attach.plan_of(loaded) is None
+    assert reading.read_plan(tmp_path) == result.plan
     again = _model()
     assert adaattn_hf.load_plan(again, tmp_path) == result.plan
     with torch.no_grad():
@@ -395,10 +393,10 @@ def test_a_plan_that_does_not_belong_is_refused(stored: Path, changes: dict[str,
 def test_other_weights_and_lost_or_changed_tensors_are_refused(stored: Path, result: Calibration) -> None:
     other = _model(seed=1)
     with pytest.raises(PlanError, match="not those that the plan was calibrated on"):
-        store.attach(other, result.plan)
-    store.attach(_model(), result.plan)
+        attach.attach(other, result.plan)
+    attach.attach(_model(), result.plan)
     with pytest.raises(PlanError, match="the plan has layers"):
-        store.attach(
+        attach.attach(
             _model(),
             replace(result.plan, attention_layers=(), layers=(replace(result.plan.layers[0], layer=7),)),
         )
@@ -444,9 +442,9 @@ def test_int8_tensors_are_stored_and_needed(
 def _window_everywhere(model: LlamaForCausalLM, result: Calibration, choice: Choice) -> Plan:
     layers = tuple(
         replace(
-            result.plan.layers[0], layer=index, weights=store.weight_hash(module), choices=(choice, choice)
+            result.plan.layers[0], layer=index, weights=hashes.weight_hash(module), choices=(choice, choice)
         )
-        for index, module in store.attention_modules(model, "llama")
+        for index, module in attention_modules(model, "llama")
     )
     units = tuple(
         replace(result.plan.units[0], layer=i, head=h, dropped_mass_p95=1e-6) for i in (0, 1) for h in (0, 1)
@@ -456,7 +454,7 @@ def _window_everywhere(model: LlamaForCausalLM, result: Calibration, choice: Cho
 
 def test_generate_with_a_plan_equals_the_full_forward(result: Calibration) -> None:
     model = _model()
-    store.attach(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
+    attach.attach(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
     tokens = torch.randint(0, 128, (1, 100), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         cached = model.generate(
@@ -468,7 +466,7 @@ def test_generate_with_a_plan_equals_the_full_forward(result: Calibration) -> No
 
 def test_output_attentions_are_those_of_the_plan(result: Calibration) -> None:
     model = _model()
-    store.attach(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
+    attach.attach(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
     tokens = torch.randint(0, 128, (1, 100), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         weights = model(tokens, output_attentions=True).attentions
@@ -481,12 +479,12 @@ def test_the_monitor_counts_tightens_and_warns_once(
 ) -> None:
     model = _model()
     plan = _window_everywhere(model, result, make_choice("window", 32, 4))
-    store.attach(model, plan)
+    attach.attach(model, plan)
     tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     with (
         torch.no_grad(),
         caplog.at_level(logging.WARNING, logger="adaattn_hf"),
-        monitor.monitoring(model) as watch,
+        monitoring.monitoring(model) as watch,
     ):
         for _ in range(10):
             last = model(tokens).logits
@@ -501,8 +499,8 @@ def test_the_monitor_counts_tightens_and_warns_once(
     with torch.no_grad(), tapping(exact_tap):
         torch.testing.assert_close(last, model(tokens).logits)
     assert all(mass > 0 for mass in watch.layers[0].lost)
-    store.remove_plan(model)
-    with pytest.raises(ValueError, match="carries no plan"), monitor.monitoring(model):
+    attach.remove_plan(model)
+    with pytest.raises(ValueError, match="carries no plan"), monitoring.monitoring(model):
         pass
 
 

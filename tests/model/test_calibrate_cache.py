@@ -14,14 +14,8 @@ from transformers import LlamaForCausalLM
 
 import adaattn_hf
 from adaattn_hf.attention.tap import Recorder, recording, tapping
-from adaattn_hf.calibration.calibrate import (
-    Calibration,
-    calibrate,
-    choose_and_verify,
-    save_plan,
-)
+from adaattn_hf.calibration.calibrate import Calibration, choose_and_verify
 from adaattn_hf.calibration.campaign import Campaign
-from adaattn_hf.calibration.inputs import open_inputs
 from adaattn_hf.calibration.measure import Measurement, measure
 from adaattn_hf.calibration.over_codes import FIRST, stored_tap
 from adaattn_hf.calibration.proof import prove
@@ -29,7 +23,8 @@ from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.search import solve
 from adaattn_hf.calibration.storage import choose_storage
 from adaattn_hf.patches.cache.stored import AdaAttnCache
-from adaattn_hf.plans import store
+from adaattn_hf.patches.plans import attach
+from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.render import notes
@@ -38,6 +33,7 @@ from adaattn_hf.policy.acceptance import Gates
 from adaattn_hf.policy.explore import SolverTable, explorer
 from adaattn_hf.policy.prices import Price, PriceTable
 
+from ..support.calibration import calibrate, open_inputs, save_plan
 from ..support.choices import make_choice
 from .test_calibrate import SETTINGS, _model, _prices, encode, text
 from .test_streaming_cache import LAYERS, ids, llama
@@ -60,7 +56,7 @@ def test_the_tap_answers_what_decoding_over_the_cache_answers(stored: str) -> No
     with torch.no_grad():
         pieces = [(0, FIRST), (FIRST, 100), *((at, at + 1) for at in range(100, 120))]
         over_cache = [model(tokens[:, a:b], past_key_values=cache).logits for a, b in pieces]
-        programs = {i: store.program_of(m) for i, m in store.attention_modules(model, "llama")}
+        programs = {i: attach.program_of(m) for i, m in attention_modules(model, "llama")}
         with tapping(stored_tap(programs, stored)):  # type: ignore[arg-type]
             tapped = model(tokens, use_cache=False).logits
         exact = model(tokens, use_cache=False).logits

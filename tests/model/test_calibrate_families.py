@@ -17,10 +17,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings, calibrate
+from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
 from adaattn_hf.calibration.search import MOST_JOINT_STEPS
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.policy.prices import Price, PriceTable
+
+from ..support.calibration import calibrate
 
 LENGTH, OWN = 192, 48
 WINDOWS = {"w16+16": 0.3, "w32+16": 0.4, "w64+16": 0.6}

@@ -39,19 +39,14 @@ from adaattn_hf.attention.tap import tapping
 from adaattn_hf.calibration import fisher, pricing
 from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap
 from adaattn_hf.calibration.assemble import report
-from adaattn_hf.calibration.calibrate import (
-    Calibration,
-    CalibrationSettings,
-    calibrate,
-    save_plan,
-)
-from adaattn_hf.calibration.inputs import open_inputs
+from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
 from adaattn_hf.calibration.measure import measure
-from adaattn_hf.calibration.positions import learned_positions
 from adaattn_hf.calibration.scoring import MaskedTokens, NextToken, Reading
 from adaattn_hf.cli.main import app
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
-from adaattn_hf.plans import store
+from adaattn_hf.patches.plans import attach, fit, hashes
+from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.patches.plans.positions import learned_positions
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS, candidates
 from adaattn_hf.policy.explore import SolverTable
@@ -59,6 +54,7 @@ from adaattn_hf.policy.knapsack import evaluate
 from adaattn_hf.policy.prices import Price, PriceTable
 from studies.budget.held_out import ratio
 
+from ..support.calibration import calibrate, open_inputs, save_plan
 from ..support.choices import make_choice
 
 LENGTH = 256
@@ -403,7 +399,7 @@ def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
 ) -> None:
     tokens = torch.tensor([ids])
     expected = bert()
-    store.attach(expected, result.plan)
+    attach.attach(expected, result.plan)
     bare = bert()
     with torch.no_grad():
         wanted = expected.bert(tokens).last_hidden_state
@@ -417,7 +413,7 @@ def test_the_plan_travels_to_the_model_its_encoder_and_a_task_head(
         assert adaattn_hf.plan_of(classifier) == result.plan
         classifier.bert.encoder.layer[1].attention.self.query.weight.mul_(1.01)
     for module in classifier.modules():
-        module.__dict__.pop(store.PROGRAM_SLOT, None)
+        module.__dict__.pop(fit.PROGRAM_SLOT, None)
     with pytest.raises(PlanError, match="weights of the model are not those"):
         classifier(tokens)
 
@@ -442,10 +438,10 @@ def test_monitor_and_statistics_count_rows_that_lose_keys_on_either_side(
 ) -> None:
     watched = bert()
     window = make_choice("window", 32, 16)
-    modules = dict(store.attention_modules(watched, "bert"))
-    layer = LayerPlan(2, store.weight_hash(modules[2]), (window, *[EXACT] * 4))
+    modules = dict(attention_modules(watched, "bert"))
+    layer = LayerPlan(2, hashes.weight_hash(modules[2]), (window, *[EXACT] * 4))
     plan = replace(result.plan, layers=(layer,), units=(), tensors="")
-    store.attach(watched, plan, unverified=True)
+    attach.attach(watched, plan, unverified=True)
     tokens = torch.randint(5, 500, (1, 200), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), adaattn_hf.monitoring(watched) as monitor:
         watched(tokens)
@@ -471,7 +467,7 @@ def test_ranks_of_a_masked_models_plan_fold(
     assert found.met, found.sentence
     assert any(choice.columns for layer in found.plan.layers for choice in layer.choices)
     folded = bert()
-    store.attach(folded, found.plan)
+    attach.attach(folded, found.plan)
     tokens = torch.tensor([ids])
     projected = folded(tokens).logits
     adaattn_hf.prepare(folded, unpad=False, fold_rank=True)

@@ -12,8 +12,8 @@ import transformers as tf
 from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.backends import select
 from adaattn_hf.backends.triton import TritonBackend
-from adaattn_hf.patches import masks
-from adaattn_hf.plans import store
+from adaattn_hf.patches.mask import masks
+from adaattn_hf.patches.plans import attach
 
 from ..support.choices import make_choice
 from ..support.models import fresh_pair, padding, tokens
@@ -124,7 +124,7 @@ def test_so_is_a_step_under_a_plan(choice: Any, left: int) -> None:
     assert torch.equal(found, expected)
     names = called(graphs)
     assert names.count("adaattn_hf.triton_step.default") == model.config.num_hidden_layers
-    store.remove_plan(model)
+    attach.remove_plan(model)
     with torch.no_grad():
         exact = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
     assert torch.equal(found, exact) == (choice.label == "bf16")
@@ -133,16 +133,16 @@ def test_so_is_a_step_under_a_plan(choice: Any, left: int) -> None:
 def test_a_cache_with_room_for_more_than_the_plan_speaks_for() -> None:
     """Steps of one graph: under the plan up to its length, and exact behind it."""
     model = planned(make_choice("window", 32, 4))
-    plan = store.plan_of(model)
+    plan = attach.plan_of(model)
     assert plan is not None
-    store.attach(model, replace(plan, lengths=(204,)), unverified=True)
+    attach.attach(model, replace(plan, lengths=(204,)), unverified=True)
     graphs: list[Any] = []
     found = generate(model, long_tokens(), graphs)
     with torch.no_grad():
         expected = model.generate(long_tokens(), max_new_tokens=8, do_sample=False)
     assert torch.equal(found, expected)
     assert called(graphs).count("adaattn_hf.triton_step.default") == model.config.num_hidden_layers
-    store.attach(model, plan, unverified=True)
+    attach.attach(model, plan, unverified=True)
     with torch.no_grad():
         longer = model.generate(long_tokens(), max_new_tokens=8, do_sample=False)
     assert not torch.equal(found, longer), "the plan's length changes nothing"

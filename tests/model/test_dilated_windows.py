@@ -15,8 +15,8 @@ from transformers.masking_utils import and_masks, sliding_window_causal_mask_fun
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.patches.masks import adaattn_mask
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask.masks import adaattn_mask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from ..support.requests import ON_CPU, bound, generator
 

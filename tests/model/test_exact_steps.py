@@ -14,14 +14,15 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.capability import cpu_name
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.calibration import pricing
-from adaattn_hf.calibration.calibrate import calibrate
-from adaattn_hf.patches.explain import explain
-from adaattn_hf.plans import execute, store
+from adaattn_hf.patches.observe.explain import explain
+from adaattn_hf.patches.plans import attach
+from adaattn_hf.plans import execute
 from adaattn_hf.plans.plan import EXACT, Plan, PlanError
 from adaattn_hf.plans.render import notes
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.prices import Price, PriceTable
 
+from ..support.calibration import calibrate
 from ..support.choices import make_choice
 from .test_calibrate import LENGTH, SETTINGS, _model, _prices, encode, text
 
@@ -49,11 +50,11 @@ def test_a_plan_that_pays_in_prefill_alone_leaves_decode_steps_exact(text: list[
 
     def run(plan: Plan | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the whole sequence, and of its last step behind an exact prefill."""
-        store.remove_plan(model)
+        attach.remove_plan(model)
         with torch.no_grad():
             cache = model(tokens[:, :-1], use_cache=True).past_key_values
             if plan is not None:
-                store.attach(model, plan)
+                attach.attach(model, plan)
             return model(tokens).logits, model(tokens[:, -1:], past_key_values=cache).logits
 
     (exact, exact_step), (planned, planned_step) = run(None), run(found.plan)

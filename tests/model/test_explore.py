@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from adaattn_hf.calibration.assemble import save_plan, solver_table
+from adaattn_hf.calibration.assemble import solver_table
 from adaattn_hf.calibration.calibrate import choose_and_verify
-from adaattn_hf.calibration.inputs import open_inputs
 from adaattn_hf.calibration.measure import Measurement, measure
 from adaattn_hf.calibration.search import picks_of, programs, solve
 from adaattn_hf.calibration.settings import Calibration
@@ -23,6 +22,7 @@ from adaattn_hf.policy.explore import SolverTable, explorer
 from adaattn_hf.presets import load_preset
 
 from ..support.browser import CONTRASTS, drawn, needs_browser
+from ..support.calibration import open_inputs, save_plan
 from ..unit.test_plan_page import embedded
 from .test_calibrate import SETTINGS, _model, _prices, encode, text
 

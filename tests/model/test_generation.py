@@ -283,7 +283,7 @@ def test_a_step_of_continuous_batching_is_attention_request_by_request(window: i
     from adaattn_hf.attention.reference import attention
     from adaattn_hf.attention.request import AttentionRequest
     from adaattn_hf.attention.structure import CallStructure
-    from adaattn_hf.patches.paged import paged_function
+    from adaattn_hf.patches.call.paged import paged_function
 
     module: Any = torch.nn.Module()
     module.layer_idx, module.sliding_window = 0, window
@@ -330,7 +330,7 @@ def test_what_a_step_of_continuous_batching_does_not_serve_is_refused(
     keywords: dict[str, Any], words: str
 ) -> None:
     """Before the cache is written to."""
-    from adaattn_hf.patches.paged import paged_function
+    from adaattn_hf.patches.call.paged import paged_function
 
     query = torch.randn(1, 4, 8, 16)
     with pytest.raises(ValueError, match=words):
@@ -338,7 +338,7 @@ def test_what_a_step_of_continuous_batching_does_not_serve_is_refused(
 
 
 def test_a_step_of_continuous_batching_is_not_transformed() -> None:
-    from adaattn_hf.patches.paged import paged_function
+    from adaattn_hf.patches.call.paged import paged_function
 
     def step(query: Tensor) -> Tensor:
         out: Tensor = paged_function()(torch.nn.Module(), query, query, query, cache=object())[0]
@@ -349,7 +349,7 @@ def test_a_step_of_continuous_batching_is_not_transformed() -> None:
 
 
 def test_paged_attention_outside_of_the_engine_is_refused() -> None:
-    from adaattn_hf.patches.paged import paged_function
+    from adaattn_hf.patches.call.paged import paged_function
 
     query = torch.randn(1, 4, 8, 16)
     with pytest.raises(ValueError, match="steps of continuous batching"):

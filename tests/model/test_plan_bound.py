@@ -14,9 +14,10 @@ import torch
 import transformers as tf
 
 import adaattn_hf
-from adaattn_hf.plans import running
+from adaattn_hf.patches.plans import running
+from adaattn_hf.patches.plans.attach import attach
+from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.plan import Plan, PlanError
-from adaattn_hf.plans.store import attach, model_hash
 
 from ..support.choices import make_choice
 from ..support.models import config_of, fresh_pair, tokens
@@ -132,7 +133,7 @@ def test_a_merge_is_noticed_by_a_plan_of_a_block() -> None:
 def test_parts_that_are_wrapped_or_belong_to_others_are_not_checked_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from adaattn_hf.plans import fit
+    from adaattn_hf.patches.plans import fit
 
     model = planned()
     logits(model)

@@ -26,9 +26,11 @@ from adaattn_hf.attention.legible import legible
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.patches.call.interface import attention_function
+from adaattn_hf.patches.plans import attach, fit, hashes
+from adaattn_hf.patches.plans.configured import computes_by
+from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans import store
 from adaattn_hf.plans.choices import Choice
-from adaattn_hf.plans.configured import computes_by
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
 from adaattn_hf.plans.program import PROGRAMS
 
@@ -79,17 +81,17 @@ def planned(choice: Choice, family: str = "llama") -> Any:
             GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=512, initializer_range=0.3)
         )
     model.eval().set_attn_implementation("adaattn")
-    modules = dict(store.attention_modules(model, model.config.model_type))
+    modules = dict(attention_modules(model, model.config.model_type))
     tensors = bases(0, heads) | bases(1, heads)
     plan = Plan(
         format=PLAN_FORMAT, model_type=model.config.model_type,
-        weight_hash=store.model_hash(model), configuration=computes_by(model.config),
+        weight_hash=hashes.model_hash(model), configuration=computes_by(model.config),
         dtype="float32", adaattn="0", torch="0",
         transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol={}, lengths=(512,), verified=None,
-        layers=tuple(LayerPlan(i, store.weight_hash(m), (choice,) * heads) for i, m in modules.items()),
+        layers=tuple(LayerPlan(i, hashes.weight_hash(m), (choice,) * heads) for i, m in modules.items()),
         units=(), tensors=store.remember_tensors(tensors) if choice.columns else "",
     )  # fmt: skip
-    store.attach(model, plan, unverified=True)
+    attach.attach(model, plan, unverified=True)
     return model
 
 
@@ -108,7 +110,7 @@ def test_a_copy_is_compiled_with_programs_of_its_own(copied: Any) -> None:
     model = planned(make_choice("window", 32, 4))
     expected = model(tokens()).logits
     twin = copied(model)
-    handles = {slot[1].handle for m in model.modules() if (slot := m.__dict__.get(store.PROGRAM_SLOT))}
+    handles = {slot[1].handle for m in model.modules() if (slot := m.__dict__.get(fit.PROGRAM_SLOT))}
     del model
     gc.collect()
     assert handles.isdisjoint(PROGRAMS)
@@ -134,7 +136,7 @@ def test_compiled_equals_uncompiled(choice: Choice, padding: str) -> None:
     found = torch.compile(model, backend="eager")(ids, use_cache=False, **given).logits
     real = mask.bool()
     torch.testing.assert_close(found[real], plain[real], atol=1e-5, rtol=1e-5)
-    store.remove_plan(model)
+    attach.remove_plan(model)
     moved = (model(ids, use_cache=False, **given).logits - plain)[real].abs().max() > 1e-3
     assert moved == (ROUNDS_BF16 or choice.label != "bf16"), "the plan does nothing"
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import adaattn_hf
+from adaattn_hf.patches.plans.attach import attach
+from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.plan import TENSORS_FILE, LayerPlan, Plan, PlanError, Verified
-from adaattn_hf.plans.store import attach, model_hash, remember_tensors
+from adaattn_hf.plans.store import remember_tensors
 
 from ..support.choices import make_choice
 from ..support.models import assert_same, fresh_pair, tokens

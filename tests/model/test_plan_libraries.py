@@ -17,9 +17,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import adaattn_hf
 from adaattn_hf.backends.remembered import Remembered
+from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.plans.store import model_hash, remember_tensors
+from adaattn_hf.plans.store import remember_tensors
 
 from ..support.choices import make_choice
 from ..support.models import fresh_pair, tokens

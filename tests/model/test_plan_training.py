@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 import adaattn_hf
-from adaattn_hf.plans import running
+from adaattn_hf.patches.plans import running
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice

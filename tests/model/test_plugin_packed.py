@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
 
-from adaattn_hf.patches.cache.keyword import with_cache
+from adaattn_hf.patches.models.cache_keyword import with_cache
 
 from ..property.test_memory import Largest
 from ..support.families import LISTED, models

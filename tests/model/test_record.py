@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 import adaattn_hf
-from adaattn_hf.patches.record import record
+from adaattn_hf.patches.observe.record import record
 from adaattn_hf.plans.choices import Choice
 
 from ..support.choices import make_choice

@@ -12,7 +12,7 @@ import adaattn_hf
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, AttentionResult
 from adaattn_hf.backends import select
-from adaattn_hf.patches import shadow
+from adaattn_hf.patches.observe import shadow
 from adaattn_hf.plans import execute
 
 from ..support.choices import make_choice

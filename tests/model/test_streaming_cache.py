@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 import adaattn_hf
 from adaattn_hf.cli.main import app
 from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
-from adaattn_hf.plans import store
-from adaattn_hf.plans.configured import computes_by
+from adaattn_hf.patches.plans import attach, hashes
+from adaattn_hf.patches.plans.configured import computes_by
+from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
@@ -50,16 +51,16 @@ def llama(layers: Any = LAYERS, limit: int = LIMIT, dtype: torch.dtype = torch.f
 
 
 def give(model: Any, layers: Any, limit: int = LIMIT, protocol: Any = None) -> None:
-    modules = dict(store.attention_modules(model, "llama"))
+    modules = dict(attention_modules(model, "llama"))
     plan = Plan(
         format=PLAN_FORMAT, model_type="llama",
-        weight_hash=store.model_hash(model), configuration=computes_by(model.config),
+        weight_hash=hashes.model_hash(model), configuration=computes_by(model.config),
         dtype=str(model.dtype).removeprefix("torch."),
         adaattn="0", torch="0", transformers="5.0.0", budget=1e-3, seed=0, data_fingerprint="", protocol=protocol or {},
         lengths=(limit,), verified=None,
-        layers=tuple(LayerPlan(i, store.weight_hash(m), layers[i]) for i, m in modules.items()), units=(), tensors="",
+        layers=tuple(LayerPlan(i, hashes.weight_hash(m), layers[i]) for i, m in modules.items()), units=(), tensors="",
     )  # fmt: skip
-    store.attach(model, plan, unverified=True)
+    attach.attach(model, plan, unverified=True)
 
 
 def model_for(stored: str) -> Any:
@@ -128,7 +129,7 @@ def test_sixteen_bits(stored: str) -> None:
 def test_the_plan_is_at_work() -> None:
     model, tokens = llama(), ids(1, 90)
     ours = run(model, tokens, AdaAttnCache(model, "model", streaming=True), 80, 10)
-    store.remove_plan(model)
+    attach.remove_plan(model)
     assert float((ours - run(model, tokens, AdaAttnCache(model, "model"), 80, 10)).abs().max()) > 0.1
 
 
@@ -268,7 +269,7 @@ def test_a_plan_of_windows_and_precisions_runs_over_a_cache_of_codes(streaming: 
     steps = run(model, tokens, first.past_key_values, *[1] * 20)
     difference = (steps - exact[:, 80:]).abs()
     assert 1e-5 < float(difference.mean() / exact.std()) < 0.02
-    store.remove_plan(model)
+    attach.remove_plan(model)
     other = run(model, tokens, AdaAttnCache(model, "int8"), 80, *[1] * 20)[:, 80:]
     assert float((steps - other).abs().mean() / exact.std()) > 0.05, "the plan's windows do nothing"
 
@@ -372,7 +373,7 @@ def test_a_plan_that_was_changed_meanwhile_is_refused() -> None:
     give(model, (LAYERS[1], LAYERS[0]))
     with pytest.raises(ValueError, match="has another one now"):
         run(model, tokens, cache, 1)
-    store.remove_plan(model)
+    attach.remove_plan(model)
     with pytest.raises(ValueError, match="has none now"):
         run(model, tokens, cache, 1)
 

@@ -27,7 +27,7 @@ from transformers import (
 
 import adaattn_hf
 from adaattn_hf.patches.cache import disk
-from adaattn_hf.patches.cache.keyword import with_cache
+from adaattn_hf.patches.models.cache_keyword import with_cache
 
 from ..support.choices import make_choice
 from ..support.families import models

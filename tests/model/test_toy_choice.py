@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import adaattn_hf
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings, calibrate, save_plan
-from adaattn_hf.plans import store
+from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
+from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans.choices import EXACT, KINDS, Choice, Colour, Keys, Precision, Setting, register
 from adaattn_hf.plans.page import plan_page
 from adaattn_hf.plans.plan import LayerPlan, PlanError
@@ -24,6 +24,8 @@ from adaattn_hf.plans.render import differences, heat_map
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.candidates import candidates, refuse_unknown
 from adaattn_hf.policy.prices import Price, PriceTable
+
+from ..support.calibration import calibrate, save_plan
 
 LENGTH = 192
 
@@ -134,8 +136,8 @@ def test_it_is_stored_loaded_and_run(model: Any, result: Calibration, tmp_path: 
     with torch.no_grad():
         assert torch.equal(found, model(tokens).logits)
     assert sum(layer.fewer_keys for layer in watching.layers.values()) > 0
-    store.remove_plan(again)
-    store.remove_plan(model)
+    attach.remove_plan(again)
+    attach.remove_plan(model)
 
 
 def test_what_runs_is_what_it_defines(result: Calibration) -> None:

@@ -278,10 +278,13 @@ def test_callback_adds_its_numbers_to_every_log(tmp_path: Path) -> None:
 def test_callback_reports_the_plan() -> None:
     from dataclasses import fields
 
-    from adaattn_hf.patches.trainer import plan_statistics
-    from adaattn_hf.plans.configured import computes_by
+    from adaattn_hf.patches.observe.trainer import plan_statistics
+    from adaattn_hf.patches.plans.attach import attach
+    from adaattn_hf.patches.plans.configured import computes_by
+    from adaattn_hf.patches.plans.hashes import model_hash, weight_hash
+    from adaattn_hf.patches.plans.layers import attention_modules
+    from adaattn_hf.patches.plans.parts import module_dtype
     from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, UnitRecord
-    from adaattn_hf.plans.store import attach, attention_modules, model_hash, module_dtype, weight_hash
 
     model = model_of("llama", "adaattn").eval()
     assert plan_statistics(model) == {}

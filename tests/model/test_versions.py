@@ -14,7 +14,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from adaattn_hf import NAMES
-from adaattn_hf.patches.mask_pattern import read_pattern
+from adaattn_hf.patches.mask.mask_pattern import read_pattern
 from adaattn_hf.patches.registry import engine_takes_names
 
 from ..support.names import registered
@@ -64,7 +64,7 @@ def test_paged_names_exist_where_the_engine_takes_them() -> None:
     ids=["causal", "bidirectional", "sliding", "chunked", "packed", "blocks"],
 )
 def test_compositions_of_this_version_are_read_as_dense_evaluation_says(mask_function: Any) -> None:
-    from adaattn_hf.patches.masks import adaattn_mask
+    from adaattn_hf.patches.mask.masks import adaattn_mask
 
     pattern = read_pattern(mask_function)
     assert pattern is not None, "this version composes masks in another way: the reader must learn it"

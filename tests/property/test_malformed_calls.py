@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import missing
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from ..support import malformed as support
 from ..support.malformed import Call, judge, malformed

@@ -17,12 +17,12 @@ from adaattn_hf.attention import stored
 from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.sdpa import dispatch
-from adaattn_hf.patches import masks, packing, told
 from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.cache import tokens as cache_tokens
 from adaattn_hf.patches.call import interface
-from adaattn_hf.plans import fit, hashes
-from adaattn_hf.plans.weights import Weights
+from adaattn_hf.patches.mask import masks, packing, told
+from adaattn_hf.patches.plans import fit, hashes
+from adaattn_hf.patches.plans.weights import Weights
 from tests.support import malformed, valid
 from tests.support.doors import HUB
 from tests.support.kernels import kernel

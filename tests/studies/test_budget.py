@@ -16,7 +16,9 @@ from adaattn_hf.calibration.arms import ModelArms
 from adaattn_hf.calibration.calibrate import CalibrationSettings
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
-from adaattn_hf.plans import store
+from adaattn_hf.patches.plans import attach
+from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.plans import reading
 from adaattn_hf.policy.prices import Price, PriceTable
 from studies.budget import peers, speed, study
 
@@ -86,9 +88,9 @@ def test_a_seed_is_measured_once_for_all_budgets_and_never_again(
     assert much["settings"]["data"] == much["settings"]["check_data"] == ["own.txt"]
     assert none["check"][str(LENGTH)]["upper"] == 0.0 < much["check"][str(LENGTH)]["kl"]
     assert much["check"][str(LENGTH)]["tokens"] == 2 * (LENGTH - 1)
-    kept = store.read_plan(tmp_path / "plans" / paths[1].stem)
+    kept = reading.read_plan(tmp_path / "plans" / paths[1].stem)
     assert [choice.label for layer in kept.layers for choice in layer.choices] == much["picks"]
-    assert store.plan_of(model) is None
+    assert attach.plan_of(model) is None
     assert much["prices"] == prices.digest
     assert measured(SETTINGS, 1e-12, 0.5) == paths
     assert len(runs) == 1
@@ -182,9 +184,9 @@ def test_recorded_plans_have_the_mean_keys_that_int8_takes_off(text: list[Path])
     means = speed.mean_keys(model, tokens)
     plan = speed.plan_of_record(record, model, means)
     assert plan.tensors
-    store.attach(model, plan, unverified=True)
-    for index, module in store.attention_modules(model, "llama"):
-        program = store.program_of(module)
+    attach.attach(model, plan, unverified=True)
+    for index, module in attention_modules(model, "llama"):
+        program = attach.program_of(module)
         assert program is not None
         wanted = means[index].key_mean
         assert wanted is not None
@@ -222,6 +224,6 @@ def test_peers_that_are_not_installed_are_rows_that_say_so(
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(tokens).logits[0, -32:-1], tokens[0, -31:])
         model.set_attn_implementation("adaattn")
-        store.attach(model, plan, unverified=True)
+        attach.attach(model, plan, unverified=True)
         other = torch.nn.functional.cross_entropy(model(tokens).logits[0, -32:-1], tokens[0, -31:])
     assert planned["Δnll"] == pytest.approx(float(other - loss), abs=2e-6)

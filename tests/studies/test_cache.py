@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from adaattn_hf.eval.demo import demo_model_path, pages_path
-from adaattn_hf.patches.cache.keyword import cache_in
+from adaattn_hf.patches.models.cache_keyword import cache_in
 from studies.cache import app
 from studies.cache_arms import ARMS, shaped, weights_read
 from studies.cache_page import page

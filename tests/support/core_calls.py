@@ -20,7 +20,7 @@ import adaattn_hf
 from adaattn_hf.attention import reference, stored
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.cache.keyword import with_cache
+from adaattn_hf.patches.models.cache_keyword import with_cache
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.plan import LayerPlan
 from adaattn_hf.plans.program import Program

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from adaattn_hf.patches.call.interface import attention_function
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from .kernels import kernel
 

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from .doors import door
 from .requests import DEFAULTS, default_dtype, generator, requests

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from adaattn_hf.patches.plans.configured import computes_by
+from adaattn_hf.patches.plans.hashes import model_hash, weight_hash
+from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.choices import Choice
-from adaattn_hf.plans.configured import computes_by
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, Verified
-from adaattn_hf.plans.store import attention_modules, model_hash, weight_hash
 
 PROVEN = Verified(
     True, 1e-4, 5e-4, 0.95, 1, 12, 4000, 2e-4, 1e-2, 0.995, None, None, 1.0, 1.0, 2e-4, "passed"

@@ -17,10 +17,10 @@ import torch.multiprocessing as mp
 import transformers as tf
 
 import adaattn_hf  # noqa: F401  (registers the names)
+from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.choices.window import Window
 from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.plans.store import load_plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from tests.support.plans import plan_for

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from .doors import HUB, door
 from .malformed import Layer, Shown

@@ -21,10 +21,11 @@ from adaattn_hf.attention.tap import NOBODY, Recorder, listening, recording, tap
 from adaattn_hf.backends import select
 from adaattn_hf.patches.cache.stored import AdaAttnCache
 from adaattn_hf.patches.cache.tokens import StoredTokens
-from adaattn_hf.patches.call import interface, shared
+from adaattn_hf.patches.call import interface
 from adaattn_hf.patches.call.interface import attention_function
-from adaattn_hf.patches.masks import adaattn_mask
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask import structured_mask
+from adaattn_hf.patches.mask.masks import adaattn_mask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 N = 12
 attend = attention_function()
@@ -33,10 +34,10 @@ attend = attention_function()
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
     select.launches.clear()
-    shared._structures.clear()
+    structured_mask._structures.clear()
     yield
     select.launches.clear()
-    shared._structures.clear()
+    structured_mask._structures.clear()
 
 
 @pytest.fixture
@@ -171,7 +172,7 @@ def test_launches_keep_no_tensor_and_no_structure(backend: str | None) -> None:
     gc.disable()
     try:
         del mask, tensors
-        shared._structures.clear()
+        structured_mask._structures.clear()
         assert [one() for one in kept] == [None] * 4
         assert select.launches
     finally:

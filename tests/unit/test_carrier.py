@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 PADDING = torch.tensor([[True, True, True, True], [False, False, True, True]])
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from adaattn_hf.plans import hashes
-from adaattn_hf.plans.hashes import model_hash, weight_hash
-from adaattn_hf.plans.parts import module_dtype
+from adaattn_hf.patches.plans import hashes
+from adaattn_hf.patches.plans.hashes import model_hash, weight_hash
+from adaattn_hf.patches.plans.parts import module_dtype
 from adaattn_hf.plans.record import PlanError
 
 DTYPES = [

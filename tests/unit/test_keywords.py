@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches import losses
-from adaattn_hf.patches.call import interface, resolved
-from adaattn_hf.patches.families import HARMLESS, MEANT
+from adaattn_hf.patches.call import interface, losses, resolved
+from adaattn_hf.patches.call.keywords import HARMLESS, MEANT
 
 from ..support.models import fresh_pair, tokens
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import masking_utils as mu
 
-from adaattn_hf.patches.mask_pattern import MaskPattern, read_pattern
+from adaattn_hf.patches.mask.mask_pattern import MaskPattern, read_pattern
 
 PADDING = torch.ones(1, 6, dtype=torch.bool)
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2]])

@@ -26,9 +26,9 @@ from transformers.masking_utils import (
 )
 
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.call import shared
-from adaattn_hf.patches.masks import adaattn_mask
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask import structured_mask
+from adaattn_hf.patches.mask.masks import adaattn_mask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 MaskFunction = Callable[..., Any]
 
@@ -224,4 +224,4 @@ def test_passes_of_like_shape_share_their_structure_and_no_other_pass_does() -> 
 def test_shared_structures_do_not_pile_up() -> None:
     for length in range(1, 200):
         adaattn_mask(1, 1, length, q_offset=length - 1)
-    assert len(shared._structures) <= shared.MOST
+    assert len(structured_mask._structures) <= structured_mask.MOST

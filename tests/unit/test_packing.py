@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.documents import Packed, with_documents
-from adaattn_hf.patches.packing import with_restarts
+from adaattn_hf.patches.mask.documents import Packed, with_documents
+from adaattn_hf.patches.mask.packing import with_restarts
 
 
 def sums(*lengths: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from adaattn_hf.plans.weights import Weights
+from adaattn_hf.patches.plans.weights import Weights
 
 
 def module() -> Any:

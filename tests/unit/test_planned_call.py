@@ -24,9 +24,10 @@ from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.capability import of_level
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.backends.select import launch_for
-from adaattn_hf.patches.call import interface, shared
+from adaattn_hf.patches.call import interface
+from adaattn_hf.patches.mask import structured_mask
+from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.plans.store import model_hash
 
 from ..support.choices import make_choice
 from ..support.plans import give, plan_for
@@ -59,9 +60,9 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return long(*arguments)
 
     monkeypatch.setattr(interface, "attend_extended", counted)
-    shared._structures.clear()
+    structured_mask._structures.clear()
     yield calls
-    shared._structures.clear()
+    structured_mask._structures.clear()
 
 
 def logits(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:

@@ -20,9 +20,9 @@ from adaattn_hf.attention.request import AttentionRequest  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
 from adaattn_hf.backends.triton import prefill  # noqa: E402
-from adaattn_hf.patches.call import shared  # noqa: E402
 from adaattn_hf.patches.call.interface import attention_function  # noqa: E402
-from adaattn_hf.patches.masks import adaattn_mask  # noqa: E402
+from adaattn_hf.patches.mask import structured_mask  # noqa: E402
+from adaattn_hf.patches.mask.masks import adaattn_mask  # noqa: E402
 from adaattn_hf.plans.plan import LayerPlan, PlanError  # noqa: E402
 
 from ..support.choices import make_choice  # noqa: E402
@@ -45,10 +45,10 @@ def served_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         lambda spec: tuple(r for r in real(spec) if "run on CUDA" not in r),
         raising=False,
     )
-    shared._structures.clear()
+    structured_mask._structures.clear()
     with registered(impossible=True):
         yield
-    shared._structures.clear()
+    structured_mask._structures.clear()
 
 
 def planned(windows: tuple[int, ...] = WINDOWS) -> Any:

@@ -13,8 +13,8 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import causal_mask_function
 
 from adaattn_hf.patches.cache.tokens import StoredTokens
-from adaattn_hf.patches.masks import adaattn_mask
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask.masks import adaattn_mask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from ..support.choices import make_choice
 from ..support.plans import give

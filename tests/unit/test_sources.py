@@ -15,11 +15,12 @@ from adaattn_hf.calibration.corpus import (
     draw,
     refuse_copies,
 )
-from adaattn_hf.calibration.inputs import _draw, _each, open_inputs
+from adaattn_hf.calibration.inputs import _draw, _each
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.texts import read_documents, refuse_repeats
 from adaattn_hf.calibration.verify import Evidence
 
+from ..support.calibration import open_inputs
 from ..support.letters import encode, lettered_llama, random_letters
 
 BUDGET, LEVEL, EACH = 1e-3, 0.05, 12

@@ -32,7 +32,7 @@ class _Registering:
         self._loader.exec_module(module)
         importlib.import_module("adaattn_hf")
         if plan := os.environ.get("ADAATTN_PLAN"):
-            importlib.import_module("adaattn_hf.patches.everywhere").give(plan)
+            importlib.import_module("adaattn_hf.patches.plans.everywhere").give(plan)
 
 
 class _Finder:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 from tests.support import malformed
 from tests.support.doors import HUB
 from tests.support.malformed import TENSOR_CHANGES, Call, Shown

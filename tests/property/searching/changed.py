@@ -17,9 +17,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import adaattn_hf
+from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.choices import Choice, Precision, Window
 from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.plans.store import attention_modules
 from tests.support.families import models
 from tests.support.malformed import Shown
 from tests.support.models import tokens

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from adaattn_hf import PrepareError, prepare
-from adaattn_hf.patches.families import FAMILIES
+from adaattn_hf.patches.models.families import FAMILIES
 from tests.support.families import LISTED, configured, models
 from tests.support.kernels import kernel
 

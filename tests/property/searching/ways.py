@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 from tests.support.doors import HUB, door
 from tests.support.malformed import Layer, Shown, raised_here
 from tests.support.requests import DEFAULTS, bound, default_dtype, generator, requests

@@ -13,12 +13,12 @@ from .attention.tap import transform_at_work
 from .backends import select
 from .config import settings_in
 from .mask import structure_of
-from .patches.documents import with_documents
-from .patches.dtypes import one_dtype, restored
-from .patches.refusals import check_call, check_dense, check_paged, check_transform, with_bias
-from .patches.selected import with_selected_keys
+from .patches.call.dtypes import one_dtype, restored
+from .patches.call.refusals import check_call, check_dense, check_paged, check_transform, with_bias
+from .patches.call.selected import with_selected_keys
+from .patches.mask.documents import with_documents
+from .patches.plans.fit import program_of
 from .plans import execute
-from .plans.fit import program_of
 from .plans.plan import Plan, PlanError
 
 __all__ = ["flash_attn_forward"]

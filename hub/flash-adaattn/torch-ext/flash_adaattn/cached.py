@@ -11,7 +11,7 @@ from torch import Tensor
 from .arguments import Options, check_tensors, options
 from .attention.structure import Segment
 from .paged import attend_pages, gathered, write_pages
-from .patches.refusals import check_untransformed
+from .patches.call.refusals import check_untransformed
 from .run import attend, lse_of
 from .runs import Runs, packed_runs
 

@@ -10,7 +10,7 @@ from .attention.request import AttentionRequest, AttentionResult
 from .attention.structure import CallStructure
 from .attention.tap import transform_at_work
 from .backends import select
-from .patches.refusals import check_transform
+from .patches.call.refusals import check_transform
 
 __all__ = ["attend", "lse_of"]
 

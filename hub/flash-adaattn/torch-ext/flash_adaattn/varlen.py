@@ -10,7 +10,7 @@ from .attention.request import AttentionResult
 from .attention.tap import transform_at_work
 from .operators import masked_varlen, traced_varlen
 from .paged import gathered
-from .patches.refusals import check_transform, check_untransformed
+from .patches.call.refusals import check_transform, check_untransformed
 from .run import attend, lse_of
 from .runs import packed_runs
 

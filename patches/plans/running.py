@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from .program import Program
+from adaattn_hf.plans.program import Program
 
 logger = logging.getLogger("adaattn_hf")
 

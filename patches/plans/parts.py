@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .record import PlanError
+from adaattn_hf.plans.record import PlanError
 
 ADAPTED = ("base_layer", "original_module")
 """Under these names adapters keep the layer that they wrap."""

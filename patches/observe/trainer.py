@@ -12,7 +12,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import choose
-from adaattn_hf.plans.store import plan_of
+
+from ..plans.attach import plan_of
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments

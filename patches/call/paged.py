@@ -14,7 +14,7 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 
-from .families import HARMLESS
+from .keywords import HARMLESS
 from .refusals import check_untransformed, refuse_unknown
 
 _OF_THE_ENGINE = HARMLESS | {
@@ -59,7 +59,8 @@ def paged_function(backend: str | None = None) -> Any:
         from adaattn_hf.attention.tap import SEATED
         from adaattn_hf.plans import execute
         from adaattn_hf.plans.record import PlanError
-        from adaattn_hf.plans.store import program_of
+
+        from ..plans.attach import program_of
 
         if cache is None or kwargs.get("block_table") is not None:
             raise ValueError(

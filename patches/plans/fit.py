@@ -8,32 +8,29 @@ needs torch only; a callback finds the plan's calibrated tensors.
 from __future__ import annotations
 
 import importlib.metadata
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..attention.tap import listening
+from adaattn_hf.attention.tap import listening
+from adaattn_hf.plans.plan import CONFIG_KEY, OWN_NUMBERS, LayerPlan, Plan, PlanError
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.tensors import LayerTensors
+
 from .configured import refuse_other_configuration
 from .hashes import model_hash, pretrained, weight_hash
+from .layers import holds, model_of
 from .parts import adapted, module_dtype
-from .plan import LayerPlan, Plan, PlanError
-from .program import Program
 from .replaced import watch
 from .running import Allowed, Trained, say_adapted, say_trained, trains
-from .tensors import LayerTensors
 from .weights import Weights
 
-CONFIG_KEY = "plan"
-"""Key of the plan in a configuration's settings."""
 PROGRAM_SLOT = "_adaattn_program"
 """Attribute in which an attention module keeps a `Resolved` after resolving its plan."""
-OWN_NUMBERS = "layers_by_weights"
-"""Key in the protocol of plans for models without layer indices; such plans hold all layers, exact ones too."""
 _CHECKED = "_adaattn_checked"
-"""Attribute in which a model keeps the plan that its weights were checked against."""
+"""Attribute in which a model and its attention keep the plan that the model's weights were checked against."""
 
 _casts = torch._C._is_any_autocast_enabled
 
@@ -160,9 +157,9 @@ def _train(module: nn.Module, known: Resolved) -> None:
     if not torch.is_grad_enabled():
         return
     say_trained(str(known.plan.get("weight_hash")))
-    configs: dict[int, Any] = {
-        id(p.config): p.config for p in (module, *_around(module)) if hasattr(p, "config")
-    }
+    model = model_of(module)
+    around = [module] if model is None else [part for part in model.modules() if holds(part, module)]
+    configs: dict[int, Any] = {id(part.config): part.config for part in around if hasattr(part, "config")}
     seen: list[Any] = []
     for config in configs.values():
         settings = getattr(config, "adaattn", None)
@@ -280,17 +277,15 @@ def _own_heads(module: nn.Module, index: int, kv_heads: int, head_dim: int | Non
 def check_model(module: nn.Module, raw: Any) -> None:
     """Checks the weights of the whole model that a module belongs to, once.
 
-    The model is the outermost one whose forward pass is on the call stack.
-
     Raises:
         PlanError: If they are not those that the plan was calibrated on.
     """
     data = raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None
-    if data is None or isinstance(data, Trained):
+    if data is None or isinstance(data, Trained) or module.__dict__.get(_CHECKED) is data:
         return
-    models = [model for model in _around(module) if hasattr(type(model), "base_model_prefix")]
-    if models:
-        refuse_other_weights(models[-1], data)
+    model = model_of(module)
+    if model is not None:
+        refuse_other_weights(model, data)
 
 
 def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:
@@ -306,23 +301,12 @@ def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:
                 "the weights of the model are not those that the plan was calibrated on (fine-tuned, merged, another "
                 "checkpoint); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
             )
-        model.__dict__[_CHECKED] = data
+        for part in model.modules():
+            if part is model or "config" in part.__dict__:
+                part.__dict__[_CHECKED] = data
     watch(model, weights, (PROGRAM_SLOT, _CHECKED))
     if adapted(model):
         say_adapted(weights)
-
-
-def _around(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules on the call stack that contain this one, innermost first."""
-    frame, inner = sys._getframe(1), module
-    while frame is not None:
-        # looking at the variables of a frame makes it keep them: not of functions that are no methods
-        method = frame.f_code.co_varnames[:1] == ("self",)
-        outer = frame.f_locals.get("self") if method else None
-        if isinstance(outer, nn.Module) and outer is not inner and any(m is inner for m in outer.modules()):
-            inner = outer
-            yield inner
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 def _layer_by_weights(module: nn.Module, plan: Plan) -> LayerPlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -52,17 +52,3 @@ def learned_positions(model: nn.Module) -> int | None:
             before = 0 if module.padding_idx is None else module.padding_idx + 1
             return module.num_embeddings - int(getattr(module, "offset", before))
     return None
-
-
-def refuse_longer(lengths: Sequence[int], positions: int | None, name: str) -> None:
-    """Refuses lengths that a model cannot read: a budget would be proved on text that it makes nothing of.
-
-    Raises:
-        ValueError: If the longest one has more tokens than the model has positions.
-    """
-    if positions is not None and lengths[-1] > positions:
-        raise ValueError(
-            f"lengths is {list(lengths)}, expected at most the {positions} tokens that {name} has positions for "
-            f"(max_position_embeddings, rotary scaling included); give shorter lengths, such as --lengths {positions}, "
-            "or a model whose rope_parameters reach further"
-        )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from adaattn_hf.attention.tap import transform_at_work
 from adaattn_hf.backends.select import BackendRefusal
 
-from .families import KNOWN, PAGED
+from .keywords import KNOWN, PAGED
 
 
 def check_call(

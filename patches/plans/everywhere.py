@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from adaattn_hf.config import GIVEN
-from adaattn_hf.plans.plan import Plan, PlanError
-from adaattn_hf.plans.store import CONFIG_KEY, with_tensors
+from adaattn_hf.plans.plan import CONFIG_KEY, Plan, PlanError
+from adaattn_hf.plans.store import with_tensors
 
 
 def configuration_of(plan: Plan) -> type[Any]:

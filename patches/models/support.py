@@ -7,21 +7,17 @@ bare `KeyError`; some ignore the name and silently run their own attention. `che
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from adaattn_hf.backends.select import check_possible
 from adaattn_hf.config import settings_in
 
-from .families import family_of
+from .families import UnsupportedModel, family_of, modeling_source, unsupported
 
 if TYPE_CHECKING:
     from transformers import Pipeline
@@ -30,18 +26,9 @@ _OWN_TABLE = re.compile(r"_CLASSES\[")
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
 
-class UnsupportedModel(ValueError):
-    """The model computes attention itself: no implementation can be chosen by name."""
-
-
-def unsupported(
-    who: str, how: str = "does not route its attention through Transformers' attention interface"
-) -> str:
-    """Returns the message for a model that is not supported."""
-    return (
-        f"attn_implementation: got 'adaattn' for {who}, which {how}, so that no implementation can be "
-        "chosen by name; load it with attn_implementation='eager'"
-    )
+def is_ours(implementation: Any) -> bool:
+    """Whether the name of an attention implementation is one of this package's."""
+    return isinstance(implementation, str) and implementation.startswith("adaattn")
 
 
 def model_in(thing: Any) -> Any:
@@ -59,11 +46,18 @@ def towers_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, PreTraine
         yield from towers_of(child, f"{path}.{name}".strip("."))
 
 
+def implementations(model: nn.Module) -> set[str]:
+    """Returns the attention implementations of a model's towers."""
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
+    }
+    found = {getattr(config, "_attn_implementation", None) for config in configs.values()}
+    return {name for name in found if isinstance(name, str)}
+
+
 def runs_ours(model: nn.Module) -> bool:
     """Whether a tower of a model is set to one of this package's implementations."""
-    from adaattn_hf.plans.store import implementations  # masks import this module, and need nothing of plans
-
-    return any(name.startswith("adaattn") for name in implementations(model))
+    return any(map(is_ours, implementations(model)))
 
 
 def refuse_no_model(model: Any, *others: type) -> None:
@@ -109,8 +103,6 @@ def refuse_other_attention(model: nn.Module) -> None:
     Raises:
         ValueError: None of its towers is set to `adaattn…`.
     """
-    from adaattn_hf.plans.store import implementations  # masks import this module, and need nothing of plans
-
     refuse_no_model(model)
     names = implementations(model)
     if not runs_ours(model):
@@ -128,7 +120,7 @@ def refusal_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> str | None:
     family = family_of(config)
     if family is not None and family.unrouted:
         return unsupported(name, family.unrouted)
-    source = _modeling_source(config_class)
+    source = modeling_source(config_class)
     if source is None or not _ATTENTION_CLASS.search(source):
         return None
     if _OWN_TABLE.search(source):
@@ -150,29 +142,5 @@ def _configs(model: nn.Module | PreTrainedConfig) -> Iterator[PreTrainedConfig]:
                 yield from _configs(tower)
         return
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and str(module.config._attn_implementation).startswith(
-            "adaattn"
-        ):
+        if isinstance(module, PreTrainedModel) and is_ours(module.config._attn_implementation):
             yield module.config
-
-
-@torch.compiler.assume_constant_result
-def uses_interface(config_class: type) -> bool:
-    """Whether the modeling file beside a configuration class uses Transformers' attention interface.
-
-    True for remote code whose modeling file is not found.
-    """
-    source = _modeling_source(config_class)
-    return source is None or "ALL_ATTENTION_FUNCTIONS" in source
-
-
-@functools.cache
-def _modeling_source(config_class: type) -> str | None:
-    """Returns the source of the modeling file beside a configuration class, None if there is no such file."""
-    name = config_class.__module__.replace("configuration_", "modeling_")
-    if name == config_class.__module__:
-        return None
-    try:
-        return inspect.getsource(importlib.import_module(name))
-    except (ImportError, OSError):
-        return None

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .parts import pieces, saved_weights
-from .record import PlanError
+from adaattn_hf.plans.plan import WHOLE
+from adaattn_hf.plans.record import PlanError
 
-WHOLE = "model:"
-"""Prefix of hashes over all weights of a model, not just those of attention."""
+from .parts import pieces, saved_weights
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ENTRIES = 1 << 20
 """Integers that are added at a time: as many as a cache holds."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .record import PlanError
+from adaattn_hf.plans.record import PlanError
 
 _SILENT = frozenset((
     "adaattn", "architectures", "auto_map", "cache_implementation", "chunk_size_feed_forward", "distributed_config",

@@ -1,20 +1,22 @@
-"""A mask proxy: carries a `CallStructure` through a model in place of a dense mask.
+"""A mask proxy: carries a `CallStructure` through a model in place of a dense mask; structures that passes share.
 
 Transformers passes the mask function's result to every layer and sometimes treats it as a tensor: generation makes it
 contiguous, accelerate moves it between devices, a few models slice it. `StructuredMask` supports these operations, and
-becomes a dense boolean tensor only when somebody computes with it.
+becomes a dense boolean tensor only when somebody computes with it. Calls of like shape share a structure without
+tensors, and with it all that was derived from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adaattn_hf.attention.structure import CallStructure
 
-from .support import UnsupportedModel, unsupported
+from ..models.families import UnsupportedModel, unsupported
 
 if TYPE_CHECKING:
     from .documents import Packed
@@ -114,3 +116,31 @@ class StructuredMask:
             return type(value)(dense(v) for v in value) if isinstance(value, (list, tuple)) else value
 
         return func(*dense(tuple(args)), **{name: dense(value) for name, value in (kwargs or {}).items()})
+
+
+MOST = 64
+"""Most structures that are kept; every step of a decode adds one, since its keys are one more."""
+
+_structures: dict[Hashable, CallStructure] = {}
+
+recall = _structures.get
+
+
+def remember(key: Hashable, structure: CallStructure) -> CallStructure:
+    """Keeps a structure under a key that holds everything it was made from, and returns it."""
+    if len(_structures) >= MOST:
+        _structures.clear()
+    _structures[key] = structure
+    return structure
+
+
+def maskless(
+    module: nn.Module, q_shape: torch.Size, k_shape: torch.Size, is_causal: bool | None
+) -> tuple[int, int, int, bool]:
+    """Returns batch, query length, key length and causality of a call without a mask.
+
+    As in stock attention, causality then counts from the first key, and a single query sees all keys.
+    """
+    batch, _, q_len, _ = q_shape
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
+    return batch, q_len, k_shape[2], bool(causal) and q_len > 1

@@ -23,13 +23,13 @@ from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.store import programs_for
 from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means
 from adaattn_hf.stats.rows import stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
 
+from ..models.support import refuse_other_attention
+from ..plans.attach import programs_for
 from .maps import head_map, plan_map
-from .support import refuse_other_attention
 
 ENERGIES = (0.95, 0.99, 0.999)
 """Shares of the scores' energy for which the smallest sufficient rank is reported."""

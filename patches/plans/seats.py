@@ -11,10 +11,12 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..attention.tap import SEATED, Seat, Seated, seating
-from . import store
+from adaattn_hf.attention.tap import SEATED, Seat, Seated, seating
+from adaattn_hf.plans import store
+from adaattn_hf.plans.plan import Plan
+
+from . import attach
 from .hashes import pretrained
-from .plan import Plan
 from .replaced import replacements
 
 MOST = 8
@@ -48,7 +50,7 @@ def use_plan(model: nn.Module, plan: Plan | str | Path | None, *, unverified: bo
     Raises:
         PlanError: The plan does not belong to the model, or the model runs another attention.
     """
-    store.refuse_stock_attention(model)
+    attach.refuse_stock_attention(model)
     seats = _seats(model, plan, unverified)
     with _marked(seats), seating(seats):
         yield
@@ -64,7 +66,7 @@ def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -
     for checked, allowed, at, seats in known:
         if checked is plan and allowed is unverified and at == count:
             return {**others, **seats}
-    modules, raw = store.settings_for(model, plan, None, unverified=unverified)
+    modules, raw = attach.settings_for(model, plan, None, unverified=unverified)
     seats = {module: Seat(raw) for module in modules.values()}
     known.append((plan, unverified, count, seats))
     del known[:-MOST]

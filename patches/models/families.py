@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
-_HARMLESS = """
-use_cache cache_position past_key_value past_key_values past_key_values_length position_embeddings layer_idx
-max_length_q max_length_k seq_idx deterministic attn_implementation query_length is_training return_dict
-output_hidden_states output_router_logits num_items_in_batch logits_to_keep num_logits_to_keep return_loss labels
-shift_labels loss_weights next_sentence_label start_positions end_positions input_ids inputs_embeds decoder_input_ids
-decoder_inputs_embeds decoder_position_ids token_type_ids mm_token_type_ids task_type_ids encoder_outputs
-encoder_hidden_states encoder_attention_mask interpolate_pos_encoding pixel_values pixel_values_videos pixel_mask
-pixel_attention_mask image_sizes image_grid_thw video_grid_thw grid_thw second_per_grid_ts spatial_shapes
-vision_feature_layer vision_feature_select_strategy image_embeds image_hidden_states input_features input_values
-feature_attention_mask audio_feature_lengths use_audio_in_video length lengths seq_lengths special_tokens_mask
-offset_mapping overflow_to_sample_mapping assistant_masks completion_mask prompt_mask
-"""
-HARMLESS = frozenset(_HARMLESS.split())
-"""Keywords that reach attention but do not change it: inputs and labels of the model, switches of its outputs, columns
-of batches, and sizes that only other kernels need. Options of a loss do not either: `losses.takes` knows those. Any
-other keyword that is not supported is refused."""
-
-PAGED = ("block_table", "cache")
-"""Keywords of continuous batching, whose keys and values lie in a paged cache that only `paged|NAME` can read."""
-MEANT = frozenset((
-    *PAGED, "cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices", "output_attentions", "position_ids"
-))  # fmt: skip
-"""Keywords that may change what is computed; `position_ids` do so in some model families only."""
-KNOWN = HARMLESS | MEANT
+import torch
 
 
 @dataclass(frozen=True)
@@ -97,3 +77,39 @@ def loses_borders(config: Any) -> bool:
     """Whether the family's masks or attention are not told where packed documents begin."""
     family = family_of(config)
     return family is not None and family.loses_borders
+
+
+class UnsupportedModel(ValueError):
+    """The model computes attention itself: no implementation can be chosen by name."""
+
+
+def unsupported(
+    who: str, how: str = "does not route its attention through Transformers' attention interface"
+) -> str:
+    """Returns the message for a model that is not supported."""
+    return (
+        f"attn_implementation: got 'adaattn' for {who}, which {how}, so that no implementation can be "
+        "chosen by name; load it with attn_implementation='eager'"
+    )
+
+
+@torch.compiler.assume_constant_result
+def uses_interface(config_class: type) -> bool:
+    """Whether the modeling file beside a configuration class uses Transformers' attention interface.
+
+    True for remote code whose modeling file is not found.
+    """
+    source = modeling_source(config_class)
+    return source is None or "ALL_ATTENTION_FUNCTIONS" in source
+
+
+@functools.cache
+def modeling_source(config_class: type) -> str | None:
+    """Returns the source of the modeling file beside a configuration class, None if there is no such file."""
+    name = config_class.__module__.replace("configuration_", "modeling_")
+    if name == config_class.__module__:
+        return None
+    try:
+        return inspect.getsource(importlib.import_module(name))
+    except (ImportError, OSError):
+        return None

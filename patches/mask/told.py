@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.structure import CallStructure
 
-from .cache.keyword import CACHE_KEYWORDS
+from ..models.cache_keyword import CACHE_KEYWORDS
 from .documents import with_documents
 
 

@@ -18,13 +18,13 @@ from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import BACKENDS, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.reading import read_plan
-from adaattn_hf.plans.store import plan_of
 from adaattn_hf.plans.wording import legend
 
-from .cache.keyword import cache_in, with_cache
-from .cache.memory import CacheMemory, memory_of
-from .cache.stored import AdaAttnCache
-from .support import model_in, refuse_other_attention, runs_ours, towers_of
+from ..cache.memory import CacheMemory, memory_of
+from ..cache.stored import AdaAttnCache
+from ..models.cache_keyword import cache_in, with_cache
+from ..models.support import model_in, refuse_other_attention, runs_ours, towers_of
+from ..plans.attach import plan_of
 
 if TYPE_CHECKING:
     from transformers import Pipeline
@@ -187,7 +187,7 @@ def _explained(
     kept: list[CacheMemory] = []
     spans = None
     if streaming:
-        from .cache.streaming import spans_of
+        from ..cache.streaming import spans_of
 
         spans = spans_of(model, plan)
     for phase, calls in _with_graphs(_phases(ghost, inputs, cache, kept, spans), device):

@@ -16,10 +16,8 @@ from adaattn_hf.attention.tap import tracing, transient
 from adaattn_hf.backends.select import traces
 from adaattn_hf.config import raw_settings
 
-from .call.shared import recall, remember
-from .families import loses_borders, needs_dense_mask
-from .structured_mask import StructuredMask
-from .support import UnsupportedModel, unsupported, uses_interface
+from ..models.families import UnsupportedModel, loses_borders, needs_dense_mask, unsupported, uses_interface
+from .structured_mask import StructuredMask, recall, remember
 
 if TYPE_CHECKING:
     from .mask_pattern import MaskPattern

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.tap import tapping
 from adaattn_hf.backends.select import attend
-from adaattn_hf.plans import store
 from adaattn_hf.plans.choices import rank_of
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.weights import Weights
+
+from . import attach, fit
+from .layers import attention_modules
+from .weights import Weights
 
 _PAIRS = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"))
 _TOLERANCE = 1e-3
@@ -76,13 +78,13 @@ class Folding:
     def __init__(self, model: nn.Module) -> None:
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
         self._programs: list[tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]] = []
-        plan = store.plan_of(model)
+        plan = attach.plan_of(model)
         if plan is None:
             raise FoldError("the model carries no plan; make one with `adaattn calibrate`")
         ranked = [
             (module, program)
-            for _, module in store.attention_modules(model, plan.model_type)
-            if (program := store.program_of(module)) is not None
+            for _, module in attention_modules(model, plan.model_type)
+            if (program := attach.program_of(module)) is not None
             and any(rank_of(choice) for choice in program.plan.choices)
         ]
         if not ranked:
@@ -101,8 +103,8 @@ class Folding:
         for parameter, original in reversed(self._kept):
             parameter.data.copy_(original)
         for module, own, folded in self._programs:
-            if module.__dict__.get(store.PROGRAM_SLOT) is folded:
-                module.__dict__[store.PROGRAM_SLOT] = own
+            if module.__dict__.get(fit.PROGRAM_SLOT) is folded:
+                module.__dict__[fit.PROGRAM_SLOT] = own
         self._kept, self._programs = [], []
 
     def _fold(self, module: nn.Module, program: Program) -> None:
@@ -122,10 +124,10 @@ class Folding:
                     for rows in where.rows(one, basis.shape[0]):
                         if rows is not None:
                             rows.copy_((basis.T.to(rows.device) @ rows.double()).to(rows.dtype))
-        own = module.__dict__[store.PROGRAM_SLOT]
+        own = module.__dict__[fit.PROGRAM_SLOT]
         changed = replace(program, tensors=replace(program.tensors, folded=True))
         folded = own._replace(program=changed, weights=Weights.of(module))
-        module.__dict__[store.PROGRAM_SLOT] = folded
+        module.__dict__[fit.PROGRAM_SLOT] = folded
         self._programs.append((module, own, folded))
 
     def _compare(self, before: dict[int, Tensor], after: dict[int, Tensor]) -> None:
@@ -170,7 +172,7 @@ def _projections(module: nn.Module) -> tuple[_Slice, _Slice]:
 @torch.no_grad()
 def _scores(model: nn.Module, model_type: str) -> dict[int, Tensor]:
     """Scores `[heads, n, n]` of every layer on a few tokens, in fp64."""
-    modules = {id(module): index for index, module in store.attention_modules(model, model_type)}
+    modules = {id(module): index for index, module in attention_modules(model, model_type)}
     found: dict[int, Tensor] = {}
 
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:

@@ -1,0 +1,1 @@
+"""One mask of Transformers: what it says in a few numbers, and what carries them to every layer."""

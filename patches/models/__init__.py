@@ -1,0 +1,1 @@
+"""What is known of models: families, names that Transformers gives, and which models can be served."""

@@ -1,0 +1,88 @@
+"""Watches a model with a plan while it runs; `plans.monitor` says what is counted and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+
+from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.tap import tapping
+from adaattn_hf.backends import select
+from adaattn_hf.plans import execute
+from adaattn_hf.plans.monitor import Monitor
+from adaattn_hf.plans.plan import CONFIG_KEY, Plan
+from adaattn_hf.plans.program import Program
+
+from ..plans.attach import plan_of, program_of
+from ..plans.layers import attention_modules
+
+_SLOT = "_adaattn_monitor"
+_shared: WeakValueDictionary[int, Monitor] = WeakValueDictionary()
+
+
+def watched(module: nn.Module, program: Program, request: AttentionRequest) -> Program:
+    """Records a call of a layer whose settings ask for monitoring; returns the program to run.
+
+    The layers of a model share one monitor, as long as their settings are the same object.
+    """
+    config: Any = module.config
+    raw = config.adaattn
+    known = module.__dict__.get(_SLOT)
+    if known is None or known[0] is not raw:
+        monitor = _shared.get(id(raw))
+        if monitor is None:
+            monitor = Monitor(Plan.from_dict(raw[CONFIG_KEY]))
+            _shared[id(raw)] = monitor
+        known = module.__dict__[_SLOT] = (raw, monitor)
+    running = known[1].watch(program.plan.layer, program, request, module.training)
+    assert running is not None
+    return running
+
+
+@contextmanager
+def monitoring(model: nn.Module, *, sample_rows: bool = True, factor: float = 3.0) -> Iterator[Monitor]:
+    """Monitors a model with a plan inside the `with` block, and keeps the counters for `statistics`.
+
+    Args:
+        model: A model that carries a plan.
+        sample_rows: Compare sampled rows with exact attention and make heads exact; otherwise only count.
+        factor: A unit is made exact if it loses more than this many times its 95th percentile in calibration.
+
+    Raises:
+        ValueError: If the model carries no plan.
+    """
+    plan = plan_of(model)
+    if plan is None:
+        raise ValueError(
+            "the model carries no plan, so there is nothing to watch; make one with `adaattn calibrate`"
+        )
+    monitor = Monitor(plan, sample_rows=sample_rows, factor=factor)
+    modules = {id(module): index for index, module in attention_modules(model, plan.model_type)}
+
+    def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
+        if id(module) not in modules:
+            return select.attend(request).out
+        program = monitor.watch(modules[id(module)], program_of(module), request, module.training)
+        return (select.attend(request) if program is None else execute.attend(program, request)).out
+
+    model.__dict__[_SLOT] = (None, monitor)
+    with tapping(tap):
+        yield monitor
+
+
+def statistics(model: nn.Module) -> list[dict[str, Any]]:
+    """Returns the counters of each layer, activation rate included: of the last `monitoring` block, or of the
+    monitor that `config.adaattn["monitor"]` asks for; empty where nothing was watched."""
+    found = (module.__dict__[_SLOT][1] for module in model.modules() if _SLOT in module.__dict__)
+    monitor: Monitor | None = next(found, None)
+    if monitor is None:
+        return []
+    return [
+        {**asdict(counters), "activation": counters.activation}
+        for _, counters in sorted(monitor.layers.items())
+    ]

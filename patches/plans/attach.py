@@ -1,0 +1,180 @@
+"""Gives plans to models, in `config.adaattn["plan"]`, and takes them away.
+
+Each attention module resolves and checks its part of the plan at its first call (see `fit`); `load_plan` does so for
+all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from adaattn_hf.plans import execute as execute  # its operators are registered before a graph is traced
+from adaattn_hf.plans.plan import CONFIG_KEY, TENSORS_FILE, Plan, PlanError
+from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.reading import holds_plan, read_plan
+from adaattn_hf.plans.store import CARRIED, layer_tensors, read_tensors, with_tensors
+
+from ..models.support import implementations, is_ours
+from . import fit
+from .fit import PROGRAM_SLOT
+from .layers import attention_modules
+from .running import Allowed
+
+REVOKED = "unverified"
+"""Key of a permission that settings held in earlier versions; a file is not one to give it."""
+
+
+def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
+    """Returns an attention module's part of the plan, `None` if the module is exact.
+
+    Raises:
+        PlanError: If the plan does not belong to the module.
+    """
+    return fit.program_of(module, layer_tensors, compiling)
+
+
+def attach(
+    model: nn.Module, plan: Plan, directory: str | Path | None = None, *, unverified: bool = False
+) -> None:
+    """Gives a model a plan and checks it against every layer at once.
+
+    Args:
+        model: A model whose attention modules know their `layer_idx`.
+        plan: The plan.
+        directory: Where the plan's safetensors file lies, when its tensors are not in memory.
+        unverified: Run the plan though held-out text has not shown it good.
+
+    Raises:
+        PlanError: If the plan does not belong to the model, or names a layer that it does not have.
+    """
+    modules, raw = settings_for(model, plan, directory, unverified=unverified)
+    owners: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
+    for config in owners.values():
+        kept = {name: value for name, value in settings_of(config).items() if name not in (CARRIED, REVOKED)}
+        config.adaattn = {**kept, **raw}
+    for module in modules.values():
+        module.__dict__[PROGRAM_SLOT] = fit.settled(module, {}, module.config.adaattn, layer_tensors)  # type: ignore[union-attr]
+
+
+def settings_for(
+    model: nn.Module, plan: Plan, directory: str | Path | None, *, unverified: bool
+) -> tuple[dict[int, nn.Module], dict[str, Any]]:
+    """Returns a model's attention modules by layer, and the settings that give them a plan, checked against each.
+
+    Raises:
+        PlanError: As `attach` does.
+    """
+    if directory is not None:
+        read_tensors(plan, directory)
+    modules = dict(attention_modules(model, plan.model_type))
+    if not modules:
+        own = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise PlanError(
+            f"the plan was made for model type {plan.model_type!r}, this is {own!r}; give the plan of this model"
+        )
+    missing = [layer.layer for layer in plan.layers if layer.layer not in modules]
+    if missing:
+        raise PlanError(f"the plan has layers {missing}, the model's attention layers are {sorted(modules)}")
+    data = plan.to_dict()
+    raw: dict[str, Any] = {CONFIG_KEY: Allowed(data) if unverified else data}
+    for module in modules.values():
+        fit.resolve(module, raw, layer_tensors)
+    fit.refuse_other_weights(model, raw[CONFIG_KEY])
+    return modules, raw
+
+
+def programs_for(model: nn.Module, plan: Plan | str | Path) -> dict[int, Program | None]:
+    """Returns the programs of a plan, or of the one in a file or directory, by layer; it need not be verified.
+
+    Raises:
+        PlanError: If it does not belong to the model.
+    """
+    modules, raw = settings_for(model, with_tensors(plan), None, unverified=True)
+    return {index: fit.resolve(module, raw, layer_tensors) for index, module in modules.items()}
+
+
+def remove_plan(model: nn.Module) -> None:
+    """Removes the plan from a model: every layer is exact again."""
+    for module in model.modules():
+        module.__dict__.pop(PROGRAM_SLOT, None)
+        config: Any = getattr(module, "config", None)
+        settings = settings_of(config)
+        if CONFIG_KEY in settings:
+            ours = (CONFIG_KEY, CARRIED, REVOKED)
+            rest = {name: value for name, value in settings.items() if name not in ours}
+            # a plan of all models of the type is not given again
+            if rest or hasattr(type(config), "adaattn"):
+                config.adaattn = rest
+            else:
+                del config.adaattn
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """Returns the plan that a model carries, or `None`."""
+    data = _data_of(model)
+    return None if data is None else Plan.from_dict(data)
+
+
+def _data_of(model: nn.Module) -> Mapping[str, Any] | None:
+    plans = (settings_of(getattr(module, "config", None)).get(CONFIG_KEY) for module in model.modules())
+    return next((plan for plan in plans if plan is not None), None)
+
+
+def settings_of(config: Any) -> Mapping[str, Any]:
+    """Returns the settings of this package in a model's configuration, empty where there are none."""
+    settings = getattr(config, "adaattn", None)
+    return settings if isinstance(settings, Mapping) else {}
+
+
+def load_plan(model: nn.Module, directory: str | Path | None = None, *, unverified: bool = False) -> Plan:
+    """Reads a model's plan and checks it against every layer at once.
+
+    The plan is the one in the directory; without a directory, or where that holds bases and means alone, the one in
+    the model's configuration.
+
+    Without it every layer reads its part in the first forward pass; a graph needs it before it is traced.
+
+    Args:
+        model: A model, as `from_pretrained` leaves it.
+        directory: Where `adaattn calibrate` wrote the plan, when that is not where the model was loaded from.
+
+        unverified: Run the plan though held-out text has not shown it good: it was never verified, or failed.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: The model has no plan, or one that does not belong to it, or runs another attention.
+    """
+    data = _data_of(model)
+    plan = None if data is None else Plan.from_dict(data)
+    if directory is not None:
+        path = Path(directory)
+        if plan is None or holds_plan(path) or not (path / TENSORS_FILE).is_file():
+            plan, data = read_plan(path), None
+    if plan is None:
+        raise PlanError(
+            f"model: the configuration of this {type(model).__name__} holds no plan; make one with "
+            "`adaattn calibrate`"
+        )
+    refuse_stock_attention(model)
+    attach(model, plan, directory, unverified=unverified or isinstance(data, Allowed))
+    return plan
+
+
+def refuse_stock_attention(model: nn.Module) -> None:
+    """Refuses a model whose attention cannot run plans.
+
+    Raises:
+        PlanError: If none of its towers is set to `adaattn…`.
+    """
+    names = implementations(model)
+    if names and not any(map(is_ours, names)):
+        raise PlanError(
+            f"model: its attention implementation is {', '.join(sorted(names))}, which knows no plans; load it with "
+            'attn_implementation="adaattn" or call model.set_attn_implementation("adaattn") first'
+        )

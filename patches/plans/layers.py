@@ -1,0 +1,82 @@
+"""The attention layers of a model: which modules they are, their numbers, and the model that a layer belongs to."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+from torch import nn
+
+from adaattn_hf.plans.plan import PlanError
+
+_NUMBERED = "_adaattn_numbered"
+
+
+def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, nn.Module]]:
+    """Yields the innermost modules that know a `layer_idx` and hold weights, of the tower of that model type.
+
+    Raises:
+        PlanError: If two of them claim the same index: a plan could not tell them apart.
+    """
+    number_layers(model)
+    seen: dict[int, str] = {}
+    for name, module in model.named_modules():
+        index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
+        if not isinstance(index, int) or config is None or config.model_type != model_type:
+            continue
+        if not _holds_weights(module) or not hasattr(module, "is_causal"):
+            continue
+        if index in seen:
+            raise PlanError(
+                f"{seen[index]} and {name} both are layer {index}; plans serve models of one attention per layer"
+            )
+        seen[index] = name
+        yield index, module
+
+
+def _holds_weights(module: nn.Module) -> bool:
+    """Whether a module has weights; quantised ones lie in buffers."""
+    return any(True for held in (module.parameters(), module.buffers()) for _ in held)
+
+
+def number_layers(model: nn.Module) -> bool:
+    """Numbers the attention modules of a model without any `layer_idx` (DistilBERT), in the order of the model.
+
+    Returns:
+        Whether this package has numbered them, now or before.
+    """
+    modules = [
+        module
+        for module in model.modules()
+        if hasattr(module, "is_causal") and hasattr(module, "config") and _holds_weights(module)
+    ]
+    numbered = [module for module in modules if isinstance(getattr(module, "layer_idx", None), int)]
+    if not numbered:
+        for index, module in enumerate(modules):
+            module.layer_idx = index  # type: ignore[assignment]
+            module.__dict__[_NUMBERED] = True
+    return any(_NUMBERED in module.__dict__ for module in modules)
+
+
+def model_of(module: nn.Module) -> nn.Module | None:
+    """Returns the Transformers model that holds a module, the outermost one; None for a module of no model.
+
+    A layer does not know its model, so that all living ones are asked. It is done once per model and plan, and not
+    where `adaattn_hf.load_plan` names the model.
+
+    Raises:
+        PlanError: Objects are frozen (`gc.freeze`), so that models may live that cannot be asked.
+    """
+    alive = (thing for thing in gc.get_objects() if hasattr(type(thing), "base_model_prefix"))
+    found = [model for model in alive if isinstance(model, nn.Module) and holds(model, module)]
+    if not found and gc.get_freeze_count():
+        raise PlanError(
+            f"the model of this {type(module).__name__} cannot be found behind gc.freeze(), expected it for a check of "
+            "its weights; call adaattn_hf.load_plan(model) before"
+        )
+    return max(found, key=lambda model: sum(1 for _ in model.modules()), default=None)
+
+
+def holds(outer: nn.Module, module: nn.Module) -> bool:
+    """Whether a module is another one or holds it."""
+    return any(part is module for part in outer.modules())

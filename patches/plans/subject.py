@@ -1,0 +1,92 @@
+"""A model to calibrate, with what `calibration` needs to know of it and cannot ask the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from adaattn_hf.plans.binding import Binding
+from adaattn_hf.plans.plan import Plan
+
+from .attach import attach, remove_plan
+from .configured import computes_by
+from .hashes import model_hash, weight_hash
+from .layers import attention_modules, number_layers
+from .parts import module_dtype
+from .positions import learned_positions, stated_positions
+
+
+class Subject:
+    """A model as `calibration.subject.Subject` describes it.
+
+    Layers that the model does not number are numbered here.
+
+    Args:
+        model: A model loaded with `attn_implementation="adaattn"`.
+
+    Raises:
+        ValueError: It runs another attention.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        config: Any = model.config
+        if config._attn_implementation != "adaattn":
+            raise ValueError(
+                f"attn_implementation is {config._attn_implementation!r}, expected 'adaattn': "
+                'load the model with from_pretrained(..., attn_implementation="adaattn")'
+            )
+        self.model = model
+        self.name = name_of_model(model)
+        self.own_numbers = number_layers(model)
+
+    @property
+    def positions(self) -> int | None:
+        """The longest input that the model can read."""
+        known = (learned_positions(self.model), stated_positions(self.model.config))
+        return min((count for count in known if count is not None), default=None)
+
+    def binding(self, indices: Sequence[int]) -> Binding:
+        """What a plan for these layers is bound to."""
+        config = _attention_config(self.model)
+        modules = dict(attention_modules(self.model, config.model_type))
+        return Binding(
+            model_type=str(config.model_type),
+            dtype=module_dtype(modules[indices[0]]),
+            hashes={index: weight_hash(modules[index]) for index in indices},
+            model_hash=model_hash(self.model),
+            configuration=computes_by(config),
+        )
+
+    def weight_hash(self) -> str:
+        """Hash of all that the model saves."""
+        return weight_hash(self.model)
+
+    def give(self, plan: Plan) -> None:
+        """Lets the model run by a plan."""
+        attach(self.model, plan)
+
+    def remove_plan(self) -> None:
+        """Takes away the plan that the model carries."""
+        remove_plan(self.model)
+
+
+def name_of_model(model: nn.Module) -> str:
+    """Returns the name that a model was loaded by: a hub id, or the last part of a directory."""
+    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    path = Path(name)
+    if not path.exists():
+        return name
+    whole = path.resolve()
+    # a copy in the hub's cache lies in models--owner--name/snapshots/COMMIT
+    kept = whole.parents[1].name if whole.parent.name == "snapshots" else ""
+    return "/".join(kept.split("--")[1:]) if kept.startswith("models--") else whole.name
+
+
+def _attention_config(model: nn.Module) -> Any:
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "config") and hasattr(module, "is_causal"):
+            return module.config
+    raise ValueError("the model has no attention modules with a layer_idx; a plan could not name its layers")
