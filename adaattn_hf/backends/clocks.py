@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from .repeats import as_if_repeated
-
 Calls = Mapping[str, Callable[[], Any]]
 Clock = Callable[[Calls], Mapping[str, list[float]]]
 """Maps calls to microseconds of several runs of each."""
@@ -52,13 +50,6 @@ def _rounds(calls: Calls) -> Iterator[list[str]]:
         yield names[turn:] + names[:turn]
 
 
-def warmed(calls: Calls) -> None:
-    """Makes each call once, so that those that are timed are like ones that have come often before."""
-    with as_if_repeated():
-        for call in calls.values():
-            call()
-
-
 def _on_processor(calls: Calls) -> dict[str, list[float]]:
     """By the wall clock."""
     repeats, runs = {}, {name: [] for name in calls}  # type: dict[str, int], dict[str, list[float]]
@@ -78,7 +69,8 @@ def _on_processor(calls: Calls) -> dict[str, list[float]]:
 def _on_device(calls: Calls, host: bool) -> dict[str, list[float]]:
     """By events, and by the time that the host is busy."""
     runs: dict[str, list[float]] = {name: [] for name in calls}
-    warmed(calls)
+    for call in calls.values():
+        call()  # compiles, and finds what later calls share
     cold = torch.empty(_COLD_BYTES, dtype=torch.int8, device="cuda")
     writes = dict.fromkeys(calls, _WRITES)
     for names in _rounds(calls):

@@ -32,7 +32,7 @@ from adaattn_hf.attention.request import AttentionRequest, AttentionResult, Call
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.base import spec_of
-from adaattn_hf.backends.clocks import clock_of, quartiles, warmed
+from adaattn_hf.backends.clocks import clock_of, quartiles
 from adaattn_hf.eval.provenance import commit
 
 Cell = dict[str, Any]
@@ -64,7 +64,7 @@ def length(n: int) -> int:
 
 def microseconds(call: Callable[[], Any], rep: int = 40) -> float:
     """Microseconds of a call, the median."""
-    warmed({"": call})
+    call()
     if not ON_CUDA:
         started = time.perf_counter()
         call()

@@ -43,7 +43,6 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
         "probes",
         "relaunch",
         "remembered",
-        "repeats",
         "sinks",
         "straight",
         "table",

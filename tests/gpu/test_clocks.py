@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn_hf.backends import clocks, repeats
+from adaattn_hf.backends import clocks
 
 pytestmark = pytest.mark.gpu
 
@@ -63,12 +63,3 @@ def test_a_call_that_waits_for_the_device_is_not_charged_the_writes_before_it(
         {"waits": lambda: small.sum().item(), "runs on": lambda: small.sum()}
     )
     assert clocks.quartiles(runs["waits"])[1] < _writes(clocks._MOST_WRITES) / 2
-
-
-def test_timed_calls_are_like_ones_that_have_come_often_before() -> None:
-    """What pays after hundreds of calls is done at the first, which is not timed."""
-    seen: list[bool] = []
-    runs = clocks.clock_of("cuda", host=False)({"call": lambda: seen.append(repeats.asked())})
-    assert seen[0]
-    assert not any(seen[1:])
-    assert len(runs["call"]) < len(seen)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +19,7 @@ from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (the modules bel
 from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
-from adaattn_hf.backends.remembered import Remembered  # noqa: E402
-from adaattn_hf.backends.repeats import as_if_repeated  # noqa: E402
-from adaattn_hf.backends.triton import dealing, hopper, launch, prefill, shapes, tables  # noqa: E402
+from adaattn_hf.backends.triton import dealing, hopper, launch, shapes, tables  # noqa: E402
 from adaattn_hf.backends.windows import ALL  # noqa: E402
 
 from ..support.on_device import shifted  # noqa: E402
@@ -102,13 +98,13 @@ def drawn_shapes(least: int = 1, most: int = 400) -> Any:
 
 
 def _dealt(
-    entries: NDArray[np.int32], costs: NDArray[np.int64], parts: int, programs: int, evenly: bool
+    entries: NDArray[np.int32], costs: NDArray[np.int64], parts: int, programs: int
 ) -> NDArray[np.int32]:
     """Items of one table, by the numbers that they are dealt out by."""
     items = entries.repeat(parts, axis=0)
     items[:, 2] = items[:, 2] * parts + np.tile(np.arange(parts), len(entries))
     if dealing.uneven(len(items), programs):
-        (slots,) = dealing.balanced(costs.repeat(parts)[None], programs, evenly)
+        (slots,) = dealing.balanced(costs.repeat(parts)[None], programs)
     else:
         slots = dealing.turned(len(items), programs)
     none = np.array([[0, 0, -1]], dtype=np.int32)
@@ -122,27 +118,27 @@ def test_equal_keys_are_ordered_by_their_places(keys: list[int]) -> None:
     assert found.tolist() == [np.argsort(one, kind="stable").tolist() for one in (keys, keys[::-1])]
 
 
-@given(drawn_shapes(), st.integers(1, 4), st.booleans())
+@given(drawn_shapes(), st.integers(1, 4))
 def test_tables_that_are_dealt_out_together_are_those_dealt_out_alone(
-    shape: tuple[int, int, int, int], tables: int, evenly: bool
+    shape: tuple[int, int, int, int], tables: int
 ) -> None:
     """But for columns that have nothing more to do."""
     count, _, programs, seed = shape
     costs = np.random.default_rng(seed).integers(1, 1000, (tables, count))
-    for slots, cost in zip(dealing.balanced(costs, programs, evenly), costs, strict=True):
-        (alone,) = dealing.balanced(cost[None], programs, evenly)
+    for slots, cost in zip(dealing.balanced(costs, programs), costs, strict=True):
+        (alone,) = dealing.balanced(cost[None], programs)
         assert slots[: len(alone)].tolist() == alone.tolist()
         assert (slots[len(alone) :] == count).all()
 
 
-@given(drawn_shapes(), st.booleans())
-def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int], evenly: bool) -> None:
+@given(drawn_shapes())
+def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int]) -> None:
     count, parts, programs, seed = shape
     costs = np.sort(np.random.default_rng(seed).integers(1, 1000, count))[::-1]
     entries = np.stack([np.arange(count), 64 * np.arange(count), np.arange(count) % 3], axis=1).astype(
         np.int32
     )
-    items = _dealt(entries, costs, parts, programs, evenly)
+    items = _dealt(entries, costs, parts, programs)
     assert items.dtype == np.int32
     expected = {(i, 64 * i, i % 3 * parts + part) for i in range(count) for part in range(parts)}
     found = [tuple(item) for item in items.tolist() if item[2] >= 0]
@@ -152,15 +148,15 @@ def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int], evenly
         assert len(items) % programs == 0
 
 
-@given(drawn_shapes(least=100), st.booleans())
-def test_columns_come_to_about_the_same(shape: tuple[int, int, int, int], evenly: bool) -> None:
+@given(drawn_shapes(least=100))
+def test_columns_come_to_about_the_same(shape: tuple[int, int, int, int]) -> None:
     """No column has more than an average one and its longest item; few long items leave short ones to others."""
     count, parts, _, seed = shape
     random = np.random.default_rng(seed)
     costs = np.sort(random.choice([8, 60, 64], count) * random.integers(1, 9, count))[::-1]
     entries = np.stack([np.arange(count)] * 3, axis=1).astype(np.int32)
     programs = 24
-    items = _dealt(entries, costs, parts, programs, evenly)
+    items = _dealt(entries, costs, parts, programs)
     of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, programs).sum(0)
     assert of.max() <= costs.sum() * parts / programs + costs.max()
 
@@ -168,7 +164,7 @@ def test_columns_come_to_about_the_same(shape: tuple[int, int, int, int], evenly
 def _fullest(costs: NDArray[np.int64]) -> float:
     """What the fullest of 132 columns has, in means of all."""
     entries = np.stack([np.arange(len(costs))] * 3, axis=1).astype(np.int32)
-    items = _dealt(entries, costs, 1, 132, True)
+    items = _dealt(entries, costs, 1, 132)
     of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, 132).sum(0)
     return float(of.max() * 132 / costs.sum())
 
@@ -180,28 +176,15 @@ def test_uneven_heads_are_dealt_out_evenly() -> None:
     assert _fullest(costs) <= 1.04
 
 
-def test_few_long_items_change_places_until_columns_are_about_even() -> None:
-    """Three heads of 6,000 queries in blocks of 64, three items to a column: the longest first alone leaves a tenth."""
-    costs = np.repeat(np.arange(94, 0, -1) + 8, 3)
-    assert _fullest(costs) <= 1.05
-
-
-def test_items_of_the_same_cost_leave_exchanges_something_to_gain() -> None:
-    """Three heads of 8,192 queries, counted in whole tiles: 7 % were left where six items of each cost were alike."""
-    costs = np.repeat(np.arange(64, 0, -1) + 1, 6)
-    assert _fullest(costs) <= 1.01
-
-
 def test_items_whose_window_leaves_keys_out_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sinks and the edge of their window come on top of the keys that they read."""
     seen: list[NDArray[np.int64]] = []
 
-    def noted(costs: NDArray[np.int64], programs: int, evenly: bool) -> NDArray[np.int64]:
+    def noted(costs: NDArray[np.int64], programs: int) -> NDArray[np.int64]:
         seen.append(costs[0])
         return np.arange(costs.shape[1])[None]
 
     monkeypatch.setattr(tables, "balanced", noted)
-    monkeypatch.setattr(tables, "_lately", {})
     structure = causal(1000)
     segments = structure.segments() or ()
     found: list[dict[tuple[int, ...], int]] = []
@@ -219,57 +202,6 @@ def test_items_whose_window_leaves_keys_out_cost_more(monkeypatch: pytest.Monkey
         assert cost == expected
 
 
-class Capturing:
-    """In the place of `torch.cuda.is_current_stream_capturing`."""
-
-    now = False
-
-    def __call__(self) -> bool:
-        return self.now
-
-
-def test_items_are_dealt_out_evenly_once_launches_come_again(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not in a graph that is captured, whose launches go on by the table that they know."""
-    capturing = Capturing()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
-    monkeypatch.setattr(prefill, "_COMES_AGAIN", 4)
-    request = drawn(causal(N + 64), 64, 6)
-    for turn in range(8):
-        capturing.now = turn == 3
-        launch.attend(request)
-    tables_of = [arguments[9] for *_, arguments in launched]
-    first, later = tables_of[0], tables_of[-1]
-    assert all(table is first for table in tables_of[:4])
-    assert all(table is later for table in tables_of[4:])
-    assert sorted(first.tolist()) == sorted(later.tolist())
-    fullest = [_loads(table).max() for table in (first, later)]
-    assert fullest[1] < fullest[0]
-    gone = weakref.ref(first)
-    del first, tables_of, launched[:]
-    gc.collect()
-    assert gone() is not None
-
-
-def test_calls_that_stand_for_hundreds_are_dealt_out_evenly_at_once(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Timed ones do; in a graph that is captured the next call has to."""
-    capturing = Capturing()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
-    request = drawn(causal(N + 64), 64, 6)
-    launch.attend(request)
-    with as_if_repeated():
-        capturing.now = True
-        launch.attend(request)
-        capturing.now = False
-        launch.attend(request)
-    launch.attend(request)
-    first, captured, later, last = (_loads(arguments[9]).max() for *_, arguments in launched)
-    assert first == captured > later == last
-
-
 def test_a_call_for_hopper_makes_no_tables_of_the_other_kernel(
     launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,8 +214,6 @@ def test_a_call_for_hopper_makes_no_tables_of_the_other_kernel(
         return placed(segments, entries, *rest)
 
     monkeypatch.setattr(tables, "_placed", noted)
-    monkeypatch.setattr(tables, "_made", Remembered(256))
-    monkeypatch.setattr(tables, "_lately", {})
     request = drawn(causal(), 64, 6)
     launch.attend(request)
     launch.attend(request)
@@ -291,12 +221,6 @@ def test_a_call_for_hopper_makes_no_tables_of_the_other_kernel(
     assert made == [len(launched[0][3][9])]
     launch.attend(replace(request, key=shifted(request.key)))
     assert len(made) == 2
-
-
-def _loads(items: Tensor) -> NDArray[np.int64]:
-    """Tiles of each program, of causal calls in blocks of 64 queries."""
-    rows = items.numpy().reshape(-1, PROGRAMS, 3)
-    return np.asarray(np.where(rows[..., 2] < 0, 0, rows[..., 1] // 128 + 2).sum(0))
 
 
 @pytest.mark.parametrize(

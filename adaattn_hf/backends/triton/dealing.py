@@ -10,11 +10,6 @@ _BESIDE_TILES, _EDGE_TILES = 1, 1
 sinks and the edge of its window take longer: what batches of many items take."""
 _FEW_TURNS = 8
 """Items of a program, on average, up to which it matters who computes which one."""
-_MOST_SWAPS, _TIES, _EVEN = 256, 4, 1.01
-"""Exchanges at most, kinds of items of one cost, and what the fullest column may have, in means of all."""
-_WORTH = 0.004
-"""By how much an exchange must relieve the fullest column, in means: windows of many kinds leave less to gain than the
-host takes to find it, once for each layer of a plan."""
 
 
 def beside_tiles(edges: NDArray[np.bool_] | bool) -> NDArray[np.int64] | int:
@@ -57,35 +52,28 @@ def turned(count: int, programs: int) -> NDArray[np.int64]:
     return np.minimum(rows.ravel(), count)
 
 
-def balanced(cost: NDArray[np.int64], programs: int, evenly: bool) -> NDArray[np.int64]:
+def balanced(cost: NDArray[np.int64], programs: int) -> NDArray[np.int64]:
     """The same of each of some tables `[tables, items]` where columns of few items are to come to about the same.
 
-    The longest items come first in each column, but for those that were exchanged.
+    The longest items come first in each column.
 
     Args:
         cost: Of the items, in tiles, `beside_tiles` counted.
         programs: Columns.
-        evenly: Exchange items until programs end together, which takes several times as long: as long as some hundred
-            launches gain by it.
 
     Returns:
         `[tables, rows * programs]`.
     """
     tables, count = cost.shape
     order = ordered(cost.max() - cost)
-    # items of the same cost, told apart: an exchange has something to gain then, where whole tiles would leave nothing
-    cost = taken(cost, order) * (4 * _TIES) + np.arange(count) % _TIES
-    place, loads = _places(cost, programs)
-    if evenly:
-        for of_table in zip(cost, place, loads, strict=True):
-            _exchange(*of_table)
+    place = _places(taken(cost, order), programs)
     slots = np.full((tables, (int(place.max()) // programs + 1) * programs), count)
     slots[np.arange(tables)[:, None], place] = order
     return slots
 
 
-def _places(cost: NDArray[np.int64], programs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """A place for each item `[tables, items]`, those of most cost first, and what all columns come to."""
+def _places(cost: NDArray[np.int64], programs: int) -> NDArray[np.int64]:
+    """A place for each item `[tables, items]`, those of most cost first."""
     tables = len(cost)
     loads, place = np.zeros((tables, programs), dtype=np.int64), np.empty_like(cost)
     free = np.tile(np.arange(programs), (tables, 1))  # of each column, the first
@@ -98,28 +86,4 @@ def _places(cost: NDArray[np.int64], programs: int) -> tuple[NDArray[np.int64], 
         loads[numbers, least] += some
         place[:, begin : begin + step] = free[numbers, least]
         free[numbers, least] += programs
-    return place, loads
-
-
-def _exchange(cost: NDArray[np.int64], place: NDArray[np.int64], loads: NDArray[np.int64]) -> None:
-    """Has an item of the fullest column and a shorter one of another change places while that relieves it by enough.
-
-    Places of items and what columns come to are changed in place, for one table.
-    """
-    mean = cost.sum() / len(loads)
-    column = place % len(loads)
-    for _ in range(_MOST_SWAPS):
-        fullest = int(loads.argmax())
-        if loads[fullest] <= _EVEN * mean:
-            return
-        mine = np.flatnonzero(column == fullest)
-        less = cost[mine, None] - cost
-        larger = np.maximum(loads[fullest] - less, loads[column] + less)
-        larger[:, mine] = loads[fullest]
-        best = int(larger.argmin())
-        if larger.flat[best] > loads[fullest] - _WORTH * mean:
-            return
-        one, other = int(mine[best // len(cost)]), best % len(cost)
-        loads[[fullest, column[other]]] += cost[[other, one]] - cost[[one, other]]
-        for moved in (column, place):
-            moved[[one, other]] = moved[[other, one]]
+    return place

@@ -11,14 +11,8 @@ from ...attention.request import AttentionRequest, AttentionResult, other_device
 from ...attention.structure import Segment
 from ..launcher import BYTES
 from ..relaunch import Relaunch
-from ..repeats import asked
 from ..windows import HeadWindows
 from .shapes import Known, Shape
-
-_COMES_AGAIN = 256
-"""Launches behind which programs are to end together. To find out who computes what takes the host some 0.2 to 0.7 ms
-for each layer of a plan at 8k, 3 ms for all exact layers, and saves the device some 10 us a launch: prompts of a length
-that is met a few times would wait for it in vain."""
 
 
 def blank(request: AttentionRequest, need_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -37,10 +31,9 @@ class Prefill:
 
     def __init__(self, shape: Shape, windows: HeadWindows | None) -> None:
         """From the shape, and the windows of its heads."""
-        self._shape, self._windows, self._evenly = shape, windows, False
+        self._shape, self._windows = shape, windows
         self._kernels, self._heavy = shape.kernels(windows)
         self._forms: dict[Known, list[Relaunch]] = {}
-        self._left = _COMES_AGAIN
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Returns the output `[batch, q_len, heads, head_dim_v]`.
@@ -65,9 +58,6 @@ class Prefill:
         sink: Tensor | None = None,
     ) -> None:
         """Writes output and log-sum-exp: one launch over all segments and heads, several for very many documents."""
-        self._left -= 1
-        if not self._left or asked():
-            self._deal_again()
         q_at, k_at, v_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
         even = not (q_at | k_at | v_at) % BYTES
         known = query.stride(), key.stride(), value.stride(), scaling, even
@@ -89,17 +79,6 @@ class Prefill:
         for run in runs:
             run(tensors, addresses)
 
-    def _deal_again(self) -> None:
-        """Has items dealt out evenly from now on; captured graphs go on by their table, which its sheet keeps."""
-        kernel = self._kernels[0]
-        if self._evenly or not kernel.sheet.dealt:
-            return
-        if torch.cuda.is_current_stream_capturing():  # nothing can be copied to the device now
-            self._left = max(self._left, 1)
-            return
-        self._evenly = True
-        self._forms.clear()
-
     def _runs(
         self, known: Known, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None
     ) -> list[Relaunch]:
@@ -107,7 +86,7 @@ class Prefill:
         runs: list[Relaunch] = []
         variants = self._shape.variants(self._kernels, self._heavy, known, query, key, value, out, lse)
         for kernel, variant in variants:
-            tables = kernel.sheet.tables(self._windows, self._evenly)
+            tables = kernel.sheet.tables(self._windows)
             runs += [
                 Relaunch(variant, grid, tables._replace(entries=entries), last)
                 for grid, entries, last in kernel.launches(tables)

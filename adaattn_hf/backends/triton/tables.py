@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,18 +15,10 @@ from torch import Tensor
 from ...attention.structure import CallStructure, Segment
 from ..capability import GRID
 from ..launcher import BYTES
-from ..remembered import Remembered
 from ..windows import ALL, HeadWindows
 from .dealing import balanced, beside_tiles, taken, turned, uneven
 from .reads import Blocks
 
-_made = Remembered(256)
-"""Tables of the last few kinds of calls, so that calls of one shape make theirs once."""
-_lock = threading.Lock()
-_lately: dict[Kind, dict[HeadWindows | None, dict[HeadWindows | None, None]]] = {}
-"""By kind and by windows, the last ones at the end: all windows of whose tables the same runs were asked."""
-_MOST_WINDOWS, _TOGETHER = 256, 1 << 18
-"""How many are kept, and entries of all tables that are made together: more of them take as long alone."""
 _ALIGNED = BYTES // 4
 """Numbers at whose multiples each table begins."""
 
@@ -81,9 +72,6 @@ class Kind(NamedTuple):
 class Sheet:
     """What launches over some runs have to do, and their tables, for heads of any windows.
 
-    A prompt of a length that was not met before needs a table for each layer of a plan: its first layer has them made
-    for all windows that came with its own in an earlier prompt, in one go and one copy to the device.
-
     Attributes:
         kind: Of the tables.
         count: Entries.
@@ -97,8 +85,6 @@ class Sheet:
         self.count, self.ends = len(found.segment) * kind.kv_heads, found.ends
         self.dealt = kind.parts > 0 and uneven(self.count * kind.parts, kind.programs)
         self._made: dict[HeadWindows | None, Tables] = {}
-        self._even: dict[HeadWindows | None, Tables] = {}
-        self._asked: dict[HeadWindows | None, None] = {}
 
     def read(self, windows: HeadWindows | None) -> int:
         """What all entries read, in keys for blocks of queries and in queries for blocks of keys."""
@@ -107,37 +93,14 @@ class Sheet:
     def _rules(self, windows: HeadWindows | None) -> HeadWindows:
         return windows or ((ALL, 0),) * self.kind.kv_heads
 
-    def tables(self, windows: HeadWindows | None, evenly: bool = False) -> Tables:
-        """Those for heads with windows of `head_windows`.
-
-        Args:
-            windows: Of each head.
-            evenly: Whether programs are to end together, where they do not anyway: for launches that come again.
-        """
-        if evenly and self.dealt:
-            if windows not in self._even:
-                (self._even[windows],) = self.make([windows], evenly=True)
-            return self._even[windows]
-        with _lock:
-            lately = _lately.setdefault(self.kind, {})
-            came_with = lately.pop(windows, {})
-            others = [one for one in came_with if one not in self._made and one != windows]
-            self._asked[windows] = None
-            lately[windows] = self._asked
-            if len(lately) > _MOST_WINDOWS:
-                del lately[next(iter(lately))]
+    def tables(self, windows: HeadWindows | None) -> Tables:
+        """Those for heads with windows of `head_windows`, made once."""
         if windows not in self._made:
-            wanted = [windows, *others[: max(_TOGETHER // max(self.count, 1) - 1, 0)]]
-            self._made.update(zip(wanted, self.make(wanted), strict=True))
+            (self._made[windows],) = self.make([windows])
         return self._made[windows]
 
-    def make(self, windows: Sequence[HeadWindows | None], evenly: bool = False) -> list[Tables]:
-        """Tables for heads with each of some windows.
-
-        Args:
-            windows: Of `head_windows`.
-            evenly: Have programs end together; see `balanced`.
-        """
+    def make(self, windows: Sequence[HeadWindows | None]) -> list[Tables]:
+        """Tables for heads with each of some windows of `head_windows`."""
         found, kind = self.found, self.kind
         rules = [self._rules(one) for one in windows]
         limits = np.array(rules)
@@ -150,7 +113,7 @@ class Sheet:
         if self.dealt:
             edges = found.stands >= limits[..., :1]
             tiles = -(-reads // (kind.blocks[1] * kind.pieces)) + beside_tiles(edges)
-            slots = balanced(tiles.reshape(len(rules), -1).repeat(kind.parts, axis=1), kind.programs, evenly)
+            slots = balanced(tiles.reshape(len(rules), -1).repeat(kind.parts, axis=1), kind.programs)
         else:
             numbers = found.longest_first(reads)[..., None] * kind.parts + np.arange(kind.parts)
             none = np.full((len(rules), 1), count)
@@ -183,10 +146,7 @@ def sheet_of(
         def blocks() -> Blocks:
             return Blocks(kind.of == "queries", causal, kv_len, runs, kind.blocks)
 
-        def make() -> Sheet:
-            return Sheet(structure.cached(("blocks", kind.of, kind.blocks, *same), blocks), kind)
-
-        return _made.get((kind, causal, kv_len, runs), make)
+        return Sheet(structure.cached(("blocks", kind.of, kind.blocks, *same), blocks), kind)
 
     return structure.cached(("sheet", kind, *same), find)
 
