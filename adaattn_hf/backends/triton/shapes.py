@@ -230,7 +230,7 @@ def _sheet(
     structure, key = request.structure, request.key
     kind = Kind("queries", blocks, key.shape[1], key.device, *dealt)
     # where some are left to another kernel, that computes those without keys, too
-    silent = () if dealt and runs is not segments else silent_runs(structure, segments)
+    silent = () if dealt and runs is not segments else structure.derived(silent_runs)
     return sheet_of(kind, structure, runs, silent)
 
 

@@ -238,45 +238,39 @@ def _rows(structure: CallStructure, device: torch.device) -> tuple[Tensor | None
     if structure.kind == "irregular":
         raise ValueError("structure: a dense mask, expected runs; use the sdpa backend")
     if structure.one_run_a_row and (structure.window is None or structure.sinks_at_runs):
-        padding = structure.key_padding
-        if padding is None and structure.batch <= GRID:
-            return None, None, True, structure.batch
-        if padding is None:
-            rows = structure.cached(("triton rows", device), lambda: _whole_rows(structure, device))
-            return rows, None, True, structure.batch
-        rows, real = structure.cached(
-            ("triton rows", device), lambda: _rows_of_padding(structure, padding.to(device).contiguous())
-        )
-        return rows, real, True, structure.batch
+        if structure.key_padding is not None:
+            return (*structure.derived(_rows_of_padding, device), True, structure.batch)
+        rows = None if structure.batch <= GRID else structure.derived(_whole_rows, device)
+        return rows, None, True, structure.batch
     segments = structure.segments()
     if segments is None:
         raise ValueError("structure: sinks beside chunks, expected runs; use the sdpa backend")
-    rows = structure.cached(
-        ("triton rows", device),
-        lambda: (
-            torch.tensor(
-                [(s.row, s.k_start, s.k_len, s.offset) for s in segments], dtype=torch.int64, device="cpu"
-            )
-            .view(-1, 4)
-            .to(device, non_blocking=True)
-        ),
-    )
-    return rows, None, len(segments) == structure.batch, len(segments)
+    return structure.derived(_rows_of_runs, device), None, len(segments) == structure.batch, len(segments)
 
 
 def _whole_rows(structure: CallStructure, device: torch.device) -> Tensor:
-    """The same of batch rows without padding."""
+    """Batch row, first key, number of keys and offset of each sequence, which is a whole batch row."""
     row = torch.arange(structure.batch, device=device)
     count = torch.full_like(row, structure.kv_len)
     return torch.stack([row, row * 0, count, row * 0 + structure.q_offset], dim=1)
 
 
-def _rows_of_padding(structure: CallStructure, real: Tensor) -> tuple[Tensor, Tensor]:
-    """First real key, keys up to the last real one, and the offset of each batch row, made where the padding is."""
+def _rows_of_runs(structure: CallStructure, device: torch.device) -> Tensor:
+    """The same where each run is a sequence."""
+    rows = [(run.row, run.k_start, run.k_len, run.offset) for run in structure.segments() or ()]
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4)
+    return table.to(device, non_blocking=True)
+
+
+def _rows_of_padding(structure: CallStructure, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same of padded batch rows, up to their last real key, and the padding; made on the device."""
+    padding = structure.key_padding
+    assert padding is not None
+    real = padding.to(device).contiguous()
     batch, kv_len = real.shape
     start = real.int().argmax(1)
     stop = kv_len - real.flip(1).int().argmax(1)
     seen = real.any(1)
     at = torch.zeros_like(start) + structure.q_offset
     count = torch.where(seen, stop - start, 0)
-    return torch.stack([torch.arange(batch, device=real.device), start, count, at - start], dim=1), real
+    return torch.stack([torch.arange(batch, device=device), start, count, at - start], dim=1), real

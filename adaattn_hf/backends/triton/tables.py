@@ -151,15 +151,11 @@ def sheet_of(
     return structure.cached(("sheet", kind, *same), find)
 
 
-def silent_runs(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
+def silent_runs(structure: CallStructure) -> list[Segment]:
     """The runs of queries between all segments and around them: they see no key, and stand before the first."""
-    return structure.cached(("triton", "silent"), lambda: _silent(structure, segments))
-
-
-def _silent(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
     found, n = [], structure.q_len
     taken: list[list[tuple[int, int]]] = [[] for _ in range(structure.batch)]
-    for s in segments:
+    for s in structure.segments() or ():
         taken[s.row].append((s.q_start, s.q_start + s.q_len))
     for row, runs in enumerate(taken):
         for (_, stop), (start, _) in itertools.pairwise([(0, 0), *sorted(runs), (n, n)]):
