@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -44,6 +45,13 @@ class Tables(NamedTuple):
         """The entries of each launch: of more than one for very many documents alone."""
         entries = self.entries
         return (entries,) if entries.shape[0] <= MOST_ENTRIES else entries.split(MOST_ENTRIES)
+
+
+@functools.cache
+def window_table(windows: HeadWindows, device: torch.device) -> Tensor:
+    """int32 `[kv_heads, 2]`, window and sinks of each head; kept for good, as captured graphs hold its address."""
+    with torch.inference_mode(False):
+        return torch.tensor(windows, dtype=torch.int32, device="cpu").to(device)
 
 
 class Kind(NamedTuple):
