@@ -57,7 +57,7 @@ def prepare(rules: HeadRules | None) -> Launch:
             lambda: _prefill(AttentionRequest(query, key, value, structure, scaling, per_head=rules)),
         )
         if found is not None:
-            return found(query, key, value, scaling)
+            return found(structure, query, key, value, scaling)
         return closely(query, key, value, scaling, structure)
 
     return launch

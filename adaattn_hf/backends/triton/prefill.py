@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, other_devices
-from ...attention.structure import Segment
+from ...attention.structure import CallStructure, Segment
 from ..launcher import BYTES
 from ..relaunch import Relaunch
 from ..windows import HeadWindows
@@ -29,14 +29,16 @@ class Prefill:
     Called by itself where there are neither learned sinks nor a log-sum-exp to write.
     """
 
-    def __init__(self, shape: Shape, windows: HeadWindows | None) -> None:
+    def __init__(self, shape: Shape, structure: CallStructure, windows: HeadWindows | None) -> None:
         """From the shape, and the windows of its heads."""
         self._shape, self._windows = shape, windows
-        self._kernels, self._heavy = shape.kernels(windows)
+        self._kernels, self._heavy = shape.kernels(structure, windows)
         self._forms: dict[Known, list[Relaunch]] = {}
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Returns the output `[batch, q_len, heads, head_dim_v]`.
+    def __call__(
+        self, structure: CallStructure, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Returns the output `[batch, q_len, heads, head_dim_v]`, for the structure that it was made for.
 
         Raises:
             ValueError: The tensors do not lie on one device.
@@ -44,11 +46,12 @@ class Prefill:
         if not query.get_device() == key.get_device() == value.get_device():
             raise other_devices(query, key, value)
         out = query.new_empty(self._shape.out)
-        self.launch(query, key, value, scaling, out)
+        self.launch(structure, query, key, value, scaling, out)
         return out
 
     def launch(
         self,
+        structure: CallStructure,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -57,13 +60,13 @@ class Prefill:
         lse: Tensor | None = None,
         sink: Tensor | None = None,
     ) -> None:
-        """Writes output and log-sum-exp: one launch over all segments and heads, several for very many documents."""
+        """Writes output and log-sum-exp: one launch over all segments and heads, or two."""
         q_at, k_at, v_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
         even = not (q_at | k_at | v_at) % BYTES
         known = query.stride(), key.stride(), value.stride(), scaling, even
         runs = self._forms.get(known)
         if runs is None:
-            runs = self._forms[known] = self._runs(known, query, key, value, out, lse)
+            runs = self._forms[known] = self._runs(structure, known, query, key, value, out, lse)
         tensors = (
             query,
             key,
@@ -80,18 +83,19 @@ class Prefill:
             run(tensors, addresses)
 
     def _runs(
-        self, known: Known, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None
+        self,
+        structure: CallStructure,
+        known: Known,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
     ) -> list[Relaunch]:
         """The launches of a call, shared by calls whose strides, alignment and factor are the same."""
-        runs: list[Relaunch] = []
         variants = self._shape.variants(self._kernels, self._heavy, known, query, key, value, out, lse)
-        for kernel, variant in variants:
-            tables = kernel.sheet.tables(self._windows)
-            runs += [
-                Relaunch(variant, grid, tables._replace(entries=entries), last)
-                for grid, entries, last in kernel.launches(tables)
-            ]
-        return runs
+        launches = [(variant, kernel.launch(structure, self._windows)) for kernel, variant in variants]
+        return [Relaunch(variant, grid, tables) for variant, (grid, tables) in launches if grid[0]]
 
 
 def prefill_of(
@@ -114,7 +118,7 @@ def prefill_of(
 
     def make() -> Prefill:
         shape = structure.cached((known, windowed), lambda: Shape(request, segments, windowed, need_lse))
-        return Prefill(shape, windows)
+        return Prefill(shape, structure, windows)
 
     return structure.cached((known, windows), make)
 
@@ -131,5 +135,7 @@ def attend_forward(
         query = -query  # the kernels take the largest score by the largest product
     out, lse = blank(request, request.need_lse or keep_lse)
     launches = prefill_of(request, segments, windows, lse is not None)
-    launches.launch(query, request.key, request.value, request.scaling, out, lse, request.sink_logits)
+    launches.launch(
+        request.structure, query, request.key, request.value, request.scaling, out, lse, request.sink_logits
+    )
     return AttentionResult(out, lse)

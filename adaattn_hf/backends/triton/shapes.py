@@ -6,19 +6,31 @@ import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...attention.request import AttentionRequest
-from ...attention.structure import Segment
+from ...attention.structure import CallStructure, Segment
 from ..launcher import Launcher
 from ..relaunch import Variant
 from ..windows import HeadWindows
 from . import hopper
 from .bulk import BulkForm, bulk_form
 from .forward import forward
-from .reads import ends_with_tiles
 from .sizes import padded, scale_of, tile_on
-from .tables import Kind, Sheet, Tables, sheet_of, silent_runs
+from .tables import (
+    Cut,
+    Dealing,
+    ends_with_tiles,
+    exact_windows,
+    find_entries,
+    find_items,
+    find_runs,
+    made,
+    pairs_seen,
+    runs_of,
+    window_table,
+)
 
 launch_forward = Launcher(forward)
 
@@ -41,27 +53,39 @@ class Kernel(NamedTuple):
 
     Attributes:
         launcher: Of the kernel.
-        sheet: Tables of its runs.
+        cut: The blocks of queries of its runs.
         constants: Its constants and the compiler's options, without the copy engine.
         box: Keys and channels that the copy engine brings at once; all channels where None.
+        device: Of all tensors.
+        kv_heads: Key/value heads.
         groups: Query heads per key/value head.
-        programs: That compute all items in turn, by warps with tasks of their own, for which the copy engine must bring
-            all tiles; 0 where there is a program for each entry and query head of its group.
+        dealing: What is dealt out to programs that compute all items in turn, by warps with tasks of their own, for
+            which the copy engine must bring all tiles; None where each entry and query head of its group has a program.
     """
 
     launcher: Launcher
-    sheet: Sheet
+    cut: Cut
     constants: dict[str, Any]
     box: tuple[int, int | None]
+    device: torch.device
+    kv_heads: int
     groups: int
-    programs: int = 0
+    dealing: Dealing | None = None
 
-    def launches(self, tables: Tables) -> list[tuple[tuple[int, ...], Tensor, tuple[int, ...]]]:
-        """Grid, entries and last arguments of each launch: of more than one for very many documents alone."""
-        if self.programs:
-            counted = [(items, items.shape[0]) for items in tables.launches()]
-            return [((min(self.programs, count),), items, (count,)) for items, count in counted]
-        return [((self.groups, entries.shape[0]), entries, ()) for entries in tables.launches()]
+    def launch(
+        self, structure: CallStructure, windows: HeadWindows | None
+    ) -> tuple[tuple[int, ...], tuple[Tensor, Tensor, Tensor]]:
+        """Grid and work tables: runs, entries or items, windows."""
+        cut, device = self.cut, self.device
+        runs = made(structure, device, find_runs, cut.least, cut.short)
+        if self.dealing is None:
+            entries = made(structure, device, find_entries, cut, self.kv_heads)
+            grid = (self.groups * len(entries),)
+        else:
+            every = windows or exact_windows(self.kv_heads)
+            entries, programs = made(structure, device, find_items, cut, self.dealing, every)
+            grid = (programs,)
+        return grid, (runs, entries, entries if windows is None else window_table(windows, device))
 
 
 class _Special(NamedTuple):
@@ -71,12 +95,10 @@ class _Special(NamedTuple):
         warps: How it shares its work out.
         kernels: It, and the plain one for what it leaves out, if anything: runs of fewer keys than a tile, which would
             reach into others.
-        plain: The blocks of the plain kernel over its runs, which tell whether it pays.
     """
 
     warps: hopper.Warps
     kernels: tuple[Kernel, ...]
-    plain: Sheet
 
 
 class Shape:
@@ -87,6 +109,7 @@ class Shape:
     Attributes:
         out: `batch, q_len, heads, head_dim_v`.
         plain: The kernel for all devices.
+        closed: Whether the keys of every run end with one of its tiles or with the tensor.
     """
 
     def __init__(
@@ -107,13 +130,20 @@ class Shape:
             "DIM": dim, "DIM_V": value_dim, "PAD": padded(dim), "PAD_V": padded(value_dim),
             "HAS_CAP": self._cap is not None, "BULK": False, "EDGES": False, **tile.constants(),
         }  # fmt: skip
-        self._rows = tile.rows * groups
-        self._products = self._rows * (dim + value_dim)
-        sheet = _sheet(request, segments, segments, (tile.rows, tile.columns))
-        self.plain = Kernel(launch_forward, sheet, constants, (tile.columns, None), groups)
+        self._products = groups * (dim + value_dim)
+        kv_heads, structure = request.key.shape[1], request.structure
+        cut = Cut("queries", tile.rows)
+        self.plain = Kernel(
+            launch_forward, cut, constants, (tile.columns, None), query.device, kv_heads, groups
+        )
+        self.closed = all(ends_with_tiles(run, tile.columns, structure.kv_len) for run in segments)
         self._special: _Special | None = None
         # windows only ever take keys away
-        able = self._is_heavy(sheet.read(None)) and dim == value_dim and self._cap is None
+        able = (
+            dim == value_dim
+            and self._cap is None
+            and self._is_heavy(pairs_seen(structure, exact_windows(kv_heads)))
+        )
         if able and hopper.usable(query.device):
             self._special = self._for_hopper(request, segments, windowed, facts | {"HEAD": dim})
         self._variants: dict[Hashable, list[tuple[Kernel, Variant]]] = {}
@@ -127,44 +157,44 @@ class Shape:
             return None
         pieces = 2 if windowed else 1
         keys, programs = warps.columns // pieces, hopper.multiprocessors(device)
-        short = [
-            s for s in segments if s.k_len < keys and not ends_with_tiles(s.k_start, s.k_len, keys, kv_len)
-        ]
-        if len(short) == len(segments):
+        whole = [run for run in segments if run.k_len >= keys or ends_with_tiles(run, keys, kv_len)]
+        if not whole:
             return None
-        left_out = frozenset(short)
-        runs = [s for s in segments if s not in left_out] if short else segments
-        dealt = groups // warps.together, pieces, programs
-        sheet = _sheet(request, segments, runs, (warps.rows, keys), *dealt)
+        cut = Cut("queries", warps.rows, least=keys)
         constants = facts | {
             "TOGETHER": warps.together, "GROUPS_OF_WARPS": warps.groups, "ALTERNATE": warps.alternate,
-            "AHEAD": warps.ahead, "CLOSE": not sheet.ends, "BLOCK_N": warps.columns, "STAGES": warps.stages,
-            "num_warps": 4,
+            "AHEAD": warps.ahead, "CLOSE": not all(ends_with_tiles(run, keys, kv_len) for run in whole),
+            "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
         }  # fmt: skip
         box = keys, 64 if windowed else None
-        kernels = [Kernel(hopper.launch_specialised(), sheet, constants, box, groups, programs)]
-        plain, blocks = self.plain.sheet, self.plain.sheet.kind.blocks
-        if short:
-            plain = _sheet(request, segments, runs, blocks)
-            kernels.append(self.plain._replace(sheet=_sheet(request, segments, short, blocks)))
-        return _Special(warps, tuple(kernels), plain)
+        dealing = Dealing(groups // warps.together, keys, pieces, programs)
+        special = Kernel(
+            hopper.launch_specialised(), cut, constants, box, device, self.plain.kv_heads, groups, dealing
+        )
+        if len(whole) == len(segments):
+            return _Special(warps, (special,))
+        left_out = self.plain.cut._replace(least=keys, short=True)
+        return _Special(warps, (special, self.plain._replace(cut=left_out)))
 
-    def _is_heavy(self, read: int) -> bool:
-        """Whether blocks of the plain kernel that read so many keys compute so much that the copy engine pays."""
-        return read * self._products >= _LEAST_PRODUCTS
+    def _is_heavy(self, pairs: int) -> bool:
+        """Whether heads that see so many pairs of queries and keys compute so much that the copy engine pays."""
+        return pairs * self._products >= _LEAST_PRODUCTS
 
-    def kernels(self, windows: HeadWindows | None) -> tuple[tuple[Kernel, ...], bool]:
+    def kernels(
+        self, structure: CallStructure, windows: HeadWindows | None
+    ) -> tuple[tuple[Kernel, ...], bool]:
         """Those that compute a call together, and whether it is so much that the copy engine pays.
 
         They are the kernel for Hopper where it pays, and the plain one for what that leaves out; or the plain one.
         """
-        read, special = self.plain.sheet.read(windows), self._special
-        heavy = self._is_heavy(read)
+        special, every = self._special, windows or exact_windows(self.plain.kv_heads)
+        heavy = self._is_heavy(pairs_seen(structure, every))
         if heavy and special is not None:
-            if special.plain is not self.plain.sheet:
-                read = special.plain.read(windows)
-            programs = special.kernels[0].programs
-            if self._is_heavy(read) and special.warps.pays(read, special.plain.count, self._rows, programs):
+            kernel = special.kernels[0]
+            pairs = pairs_seen(structure, every, kernel.cut.least)
+            queries = sum(run.q_len for run in structure.derived(runs_of, kernel.cut.least)) * kernel.kv_heads
+            programs = kernel.dealing.programs if kernel.dealing else 0
+            if self._is_heavy(pairs) and special.warps.pays(pairs, queries, kernel.groups, programs):
                 return special.kernels, heavy
         return (self.plain,), heavy
 
@@ -191,12 +221,12 @@ class Shape:
             out: Its output.
             lse: Its log-sum-exp, if that is written.
         """
-        asked = kernels[0].programs, heavy, known
+        asked = kernels[0].dealing, heavy, known
         if asked in self._variants:
             return self._variants[asked]
         *strides, scaling, even = *known[:3], out.stride(), *known[3:]
         bulk: Bulk | None = None
-        if kernels[0].programs:
+        if kernels[0].dealing:
             in_lines = query.stride(3) == 1 and not any(step % 16 for step in query.stride()[:3])
             if even and in_lines:
                 bulk = _forms_of(key, value, kernels[0].box, hopper.layout())
@@ -213,32 +243,19 @@ class Shape:
         if even and query.is_cuda and not self.plain.constants["HAS_SINK"]:
             kind = query.dtype, *strides, None if lse is None else lse.stride()
         first, *others = kernels
-        found = [(first, _variant(first, bulk, numbers, kind))]
-        found += [(one, _variant(one, None, numbers, kind)) for one in others]
+        found = [(first, _variant(first, bulk, self.closed, numbers, kind))]
+        found += [(one, _variant(one, None, self.closed, numbers, kind)) for one in others]
         self._variants[asked] = found
         return found
 
 
-def _sheet(
-    request: AttentionRequest,
-    segments: Sequence[Segment],
-    runs: Sequence[Segment],
-    blocks: tuple[int, int],
-    *dealt: int,
-) -> Sheet:
-    """The blocks of queries of some of a structure's segments, and of those without keys."""
-    structure, key = request.structure, request.key
-    kind = Kind("queries", blocks, key.shape[1], key.device, *dealt)
-    # where some are left to another kernel, that computes those without keys, too
-    silent = () if dealt and runs is not segments else structure.derived(silent_runs)
-    return sheet_of(kind, structure, runs, silent)
-
-
-def _variant(kernel: Kernel, bulk: Bulk | None, numbers: tuple[Any, ...], kind: Hashable | None) -> Variant:
+def _variant(
+    kernel: Kernel, bulk: Bulk | None, closed: bool, numbers: tuple[Any, ...], kind: Hashable | None
+) -> Variant:
     """The kernel as it is launched; `kind` is None where Triton is to look for the compiled one each time."""
     constants = kernel.constants
-    if bulk is not None and not kernel.programs:
-        constants = {**constants, "BULK": True, "EDGES": kernel.sheet.ends and _BULK_EDGES}
+    if bulk is not None and kernel.dealing is None:
+        constants = {**constants, "BULK": True, "EDGES": closed and _BULK_EDGES}
     forms = {} if bulk is None else {_K_BULK: bulk[0], _V_BULK: bulk[1]}
     return Variant(kernel.launcher, numbers, constants, kind, forms)
 

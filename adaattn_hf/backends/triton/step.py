@@ -17,7 +17,7 @@ from .codes import decode_codes
 from .decode import decode
 from .sizes import padded, rows_of, scale_of, tile_on
 from .split import split
-from .tables import window_table
+from .tables import capturing, window_table
 
 launch_step = Launcher(decode)
 launch_step_over_codes = Launcher(decode_codes)
@@ -83,7 +83,7 @@ def attend_step(
             max(64, pad_v),
         )
     tile = tile_on(kernel, width, device, product_rows)
-    graph = graph or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    graph = graph or capturing(device)
     programs, least = waves * _processors(device), max(tile.columns, _LEAST_KEYS)
     most, span = split(windows, kv_heads, kv_len, sequences, programs, least, until is not None)
     apart = windows is not None and len(set(windows)) > 1
