@@ -39,12 +39,8 @@ BACKEND_ROOMS_OPEN_TO_ALL = tuple(
         "capability",
         "clocks",
         "first_order",
-        "launcher",
         "probes",
-        "relaunch",
-        "remembered",
         "sinks",
-        "straight",
         "table",
         "windows",
     )

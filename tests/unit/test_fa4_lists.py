@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.flash import fa4_launch
 from adaattn_hf.backends.flash.fa4_lists import BLOCK, BlockLists, Lists, runs_of
-from adaattn_hf.backends.remembered import Remembered
 from adaattn_hf.backends.windows import ALL, HeadWindows
 
 from ..support.operators import NamedOperators
@@ -214,12 +213,9 @@ def test_the_host_does_little_for_a_new_shape(monkeypatch: pytest.MonkeyPatch, c
             return lambda *args, **kw: grids.append(grid)
 
     monkeypatch.setattr(fa4_kernels, "listing", Launches())
-    monkeypatch.setattr(
-        fa4_launch, "_lists", Remembered(256, 1 << 26)
-    )  # later calls find no lists that nobody wrote
     structure = CallStructure(3, 300, 300, causal)
     with NamedOperators() as noted:
-        made = fa4_launch._made(structure, ((ALL, 0), (70, 16)), 2, 300, True, CPU)
+        made = fa4_launch._made(structure, ((ALL, 0), (70, 16)), 2, CPU)
     assert grids == [(3, 2, 1)]
     assert len(noted.names) + 1 <= 8, noted.names
     assert all(t.shape[-1] <= 4 for t in made.tables)  # nothing as long as the queries

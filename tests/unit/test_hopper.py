@@ -15,7 +15,7 @@ from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (the modules bel
 from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
-from adaattn_hf.backends.triton import hopper, launch, shapes, tables  # noqa: E402
+from adaattn_hf.backends.triton import hopper, launch, prefill, tables  # noqa: E402
 
 from ..support.on_device import shifted  # noqa: E402
 
@@ -30,7 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, bulk_always: None) -> Launched:
     found: Launched = []
 
     def named(name: str) -> Any:
-        def run(grid: tuple[int, ...], arguments: Any, constants: Any, kind: Any) -> None:
+        def run(grid: tuple[int, ...], arguments: Any, constants: Any, kind: Any = None) -> None:
             found.append((name, grid, dict(constants), tuple(arguments)))
 
         return run
@@ -39,7 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, bulk_always: None) -> Launched:
     monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", 0)
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: PROGRAMS)
     monkeypatch.setattr(hopper, "launch_specialised", lambda: named("specialised"))
-    monkeypatch.setattr(shapes, "launch_forward", named("forward"))
+    monkeypatch.setattr(prefill, "launch_forward", named("forward"))
     return found
 
 
@@ -159,7 +159,7 @@ def test_a_call_of_short_runs_alone_is_one_launch(launched: Launched) -> None:
 
 
 def test_a_call_of_short_documents_is_one_launch(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", 1 << 20)  # the last document alone is less
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", 1 << 20)  # the last document alone is less
     launch.attend(drawn(documents(*[100] * 20, 10)))
     assert [name for name, *_ in launched] == ["forward"]
 
@@ -190,7 +190,7 @@ def test_rows_of_one_narrow_head_must_read_enough_keys(
 
 
 def test_light_calls_go_without(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", 1 << 40)
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", 1 << 40)
     launch.attend(drawn(causal()))
     assert [name for name, *_ in launched] == ["forward"]
 

@@ -12,13 +12,9 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
-from ..remembered import Remembered
 from ..windows import ALL, HeadWindows, head_windows
 from .fa4_lists import BLOCK, BlockLists, runs_of
 from .variants import attend_packed
-
-_lists = Remembered(256, 1 << 26)
-"""Lists of the last few shapes of plain calls, for every set of windows of a model."""
 
 # its compiler says so of every mask that it cannot take as a launch's argument, and compiles it in
 warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
@@ -57,11 +53,8 @@ def attend(request: AttentionRequest) -> AttentionResult:
 def _listed(request: AttentionRequest, windows: HeadWindows) -> AttentionResult:
     """Heads of different windows, or sinks beside a window: blocks by lists, their borders by a mask."""
     structure, groups = request.structure, request.query.shape[1] // request.key.shape[1]
-    plain = structure.plain and (structure.causal or structure.offset() == 0)
-    kv_len = structure.kv_len
-    if plain and structure.causal:
-        kv_len = min(kv_len, structure.offset() + structure.q_len)
-    made = _made(structure, windows, groups, kv_len, plain, request.query.device)
+    plain, kv_len = _is_plain(structure), _seen_keys(structure)
+    made = _made(structure, windows, groups, request.query.device)
     name = "causal" if structure.causal else "both_ways"
     more = {}
     if request.query.requires_grad or request.key.requires_grad or request.value.requires_grad:
@@ -92,43 +85,39 @@ def _over(
     return AttentionResult(out, lse if request.need_lse else None)
 
 
-def _made(
-    structure: CallStructure,
-    windows: HeadWindows,
-    groups: int,
-    kv_len: int,
-    plain: bool,
-    device: torch.device,
-) -> BlockLists:
-    """Returns the lists of a structure and its heads' windows, made once per forward pass and shared by layers.
+def _made(structure: CallStructure, windows: HeadWindows, groups: int, device: torch.device) -> BlockLists:
+    """The lists of a structure and its heads' windows; those of a graph that is being captured belong to the graph."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _make(structure, windows, groups, device)
+    return structure.derived(_make, windows, groups, device)
 
-    Those of a plain call serve later passes of the same shape, too, on the stream that made them. What a graph that is
-    being captured makes belongs to the graph.
-    """
 
-    def make() -> BlockLists:
-        by_head = [[rule[i] for rule in windows for _ in range(groups)] for i in range(2)]
+def _make(structure: CallStructure, windows: HeadWindows, groups: int, device: torch.device) -> BlockLists:
+    causal, q_len = structure.causal, structure.q_len
+    by_head = [[rule[i] for rule in windows for _ in range(groups)] for i in range(2)]
+    with torch.inference_mode(False):  # a later pass may want gradients
         table = torch.tensor(by_head, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
-        if plain:
-            return BlockLists(table, groups, structure.q_len, kv_len, structure.causal)
+        if _is_plain(structure):
+            return BlockLists(table, groups, q_len, _seen_keys(structure), causal)
         segments = structure.segments()
         if segments is None:
             raise ValueError(
                 "structure: a dense mask or padding with holes, expected runs; use the sdpa backend"
             )
         runs = runs_of(structure, segments, device)
-        return BlockLists(table, groups, structure.q_len, kv_len, structure.causal, runs)
+        return BlockLists(table, groups, q_len, structure.kv_len, causal, runs)
 
-    def find() -> BlockLists:
-        on_cuda = device.type == "cuda"
-        if not plain or (on_cuda and torch.cuda.is_current_stream_capturing()):
-            return make()
-        stream = torch.cuda.current_stream(device).stream_id if on_cuda else 0
-        key = (structure.causal, structure.q_len, kv_len, windows, groups, device, stream)
-        with torch.inference_mode(False):  # a later pass may want gradients
-            return _lists.get(key, make, lambda made: made.nbytes)
 
-    return structure.cached(("fa4", windows, groups, device), find)
+def _is_plain(structure: CallStructure) -> bool:
+    """Whether one mask for all rows says what is seen."""
+    return structure.plain and (structure.causal or structure.offset() == 0)
+
+
+def _seen_keys(structure: CallStructure) -> int:
+    """Keys up to the last one that is seen: the kernels align causality to the last key."""
+    if structure.causal and _is_plain(structure):
+        return min(structure.kv_len, structure.offset() + structure.q_len)
+    return structure.kv_len
 
 
 def _arguments(request: AttentionRequest, windows: HeadWindows | None) -> dict[str, Any]:

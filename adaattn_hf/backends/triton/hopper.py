@@ -11,7 +11,7 @@ import triton
 
 from ..base import installed
 from ..capability import capability
-from ..launcher import Launcher
+from .launcher import Launcher
 
 _TRIED = (3, 6)
 """The first version of Triton whose Gluon these kernels were compiled with."""

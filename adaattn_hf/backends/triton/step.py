@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
 from ...attention.structure import CallStructure
-from ..launcher import Launcher, aligned
 from ..windows import ALL, HeadWindows, head_windows
 from .codes import decode_codes
 from .decode import decode
+from .launcher import Launcher, aligned
 from .sizes import padded, rows_of, scale_of, tile_on
 from .split import split
 from .tables import capturing, window_table

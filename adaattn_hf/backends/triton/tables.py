@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...attention.structure import CallStructure, Segment
-from ..launcher import Launcher
 from ..windows import ALL, HeadWindows
 from .dealing import costs, deal
+from .launcher import Launcher
 
 Made = TypeVar("Made")
 
@@ -192,7 +192,6 @@ def find_items(
         (-(-blocks // _LINE), heads),
         (runs, run, first, rules, cost, blocks, dealing.parts),
         {**constants, "LINE": _LINE},
-        None,
     )
     cost, order = cost.flatten().sort(descending=True, stable=True)
     items = torch.empty((turns * programs, 3), dtype=torch.int32, device=device)

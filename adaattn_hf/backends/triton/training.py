@@ -12,10 +12,10 @@ from torch import Tensor
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure, Segment
 from ..first_order import first_order
-from ..launcher import Launcher
 from ..windows import HeadWindows
 from .backward import of_keys, of_queries, prepare
-from .bulk import bulk_of
+from .descriptors import descriptor_of
+from .launcher import Launcher
 from .prefill import attend_forward
 from .sizes import padded, scale_of, tile_on
 from .tables import Cut, find_entries, find_runs, made, window_table
@@ -96,7 +96,7 @@ def _gradients(
     facts: dict[str, Any] = {
         "DIM_V": value_dim, "PAD_V": value_pad, "HAS_GRAD_LSE": grad_lse is not None, "BLOCK": 64, "num_warps": 4,
     }  # fmt: skip
-    launch_prepare((batch, heads, -(-q_len // 64)), asked, facts, None)
+    launch_prepare((batch, heads, -(-q_len // 64)), asked, facts)
     rows = sum(s.q_len for s in segments) == batch * q_len
     columns = sum(s.k_len for s in segments) == batch * kv_len
     dq = (torch.empty if rows else torch.zeros)(
@@ -120,20 +120,20 @@ def _gradients(
         runs_table = made(structure, query.device, find_runs, 0, False)
         limits = runs_table if windows is None else window_table(windows, query.device)
         entries = made(structure, query.device, find_entries, Cut("keys", tile.columns), kv_heads)
-        q_bulk, g_bulk = bulk_of(query, tile.rows), bulk_of(by_head, tile.rows)
+        q_bulk, g_bulk = descriptor_of(query, tile.rows), descriptor_of(by_head, tile.rows)
         bulk = q_bulk is not None and g_bulk is not None
         asked = (
             query, key, value, grad, q_bulk if bulk else query, g_bulk if bulk else grad, shift, sums, dk, dv,
             runs_table, entries, limits, *strides, *dk.stride()[:3], *dv.stride()[:3], *numbers,
         )  # fmt: skip
-        launch_of_keys((len(entries),), asked, {**facts, "BULK": bulk, **tile.constants()}, None)
+        launch_of_keys((len(entries),), asked, {**facts, "BULK": bulk, **tile.constants()})
         tile = tile_on("of_queries", width, query.device)
         entries = made(structure, query.device, find_entries, Cut("queries", tile.rows), kv_heads)
         asked = (
             query, key, value, grad, shift, sums, dq, runs_table, entries, limits, *strides,
             *dq.stride()[:3], *numbers,
         )  # fmt: skip
-        launch_of_queries((heads // kv_heads * len(entries),), asked, {**facts, **tile.constants()}, None)
+        launch_of_queries((heads // kv_heads * len(entries),), asked, {**facts, **tile.constants()})
     d_sink = None
     if sink is not None:
         # d(sink) = sum of p_sink * -rowsum(dO * O), which `sums` holds
