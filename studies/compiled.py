@@ -32,7 +32,16 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability
-from adaattn_hf.backends.triton import TritonBackend, bulk, hopper, launch, shapes, sizes, step, storing
+from adaattn_hf.backends.triton import (
+    TritonBackend,
+    descriptors,
+    hopper,
+    launch,
+    prefill,
+    sizes,
+    step,
+    storing,
+)
 from adaattn_hf.calibration.over_codes import over_codes
 from adaattn_hf.eval.provenance import provenance
 
@@ -75,10 +84,10 @@ def on(sm: int, whole: bool, believed: int | None = None) -> list[Launch]:
     vars(capability).update(_has_devices=lambda: True, _of_device=lambda index: facts)
     torch.cuda.current_device = lambda: 0
     vars(sizes)["shared_memory"] = lambda device: facts.shared_memory  # tensors are a processor's here
-    vars(bulk)["_copies_tiles"] = lambda device: facts.tiles
+    vars(descriptors)["_has_tma"] = lambda device: facts.tiles
     vars(hopper)["usable"] = lambda device: facts.sm == hopper._SM
     # calls are small here, and large ones shall be shown
-    vars(shapes)["_LEAST_PRODUCTS"] = vars(hopper)["_LEAST_OF_WINDOWS"] = vars(hopper)["_LEAST_OF_ROWS"] = 0
+    vars(prefill)["_LEAST_PRODUCTS"] = vars(hopper)["_LEAST_OF_WINDOWS"] = vars(hopper)["_LEAST_OF_ROWS"] = 0
     vars(hopper)["multiprocessors"] = lambda device: 132
     if not whole:
         # apart from kernels that are launched, of which Triton 3.6 cannot tell these

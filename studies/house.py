@@ -204,7 +204,7 @@ def limits(root: Path = ROOT) -> list[Limit]:
     """All numbers with their limits."""
     lines, parsed = line_counts(root), trees(root)
     rows = []
-    most = {"": (11, 6, 25), "backends/": (22, 7, 42), "patches/": (12, 7, 21)}
+    most = {"": (11, 6, 25), "backends/": (16, 5, 29), "patches/": (12, 7, 21)}
     for name, house in HOUSES.items():
         graph = arrows(root, house)
         round_trip = circle(graph)
@@ -225,8 +225,8 @@ def limits(root: Path = ROOT) -> list[Limit]:
         Limit("lines of Python in the wheel", sum(lines.values()), 38_500),
         Limit("lines of studies", lines_under(root, "studies"), 10_000),
         Limit("lines of tests", lines_under(root, "tests"), 43_500),
-        Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 60),
-        Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 50),
+        Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 53),
+        Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 42),
     ]
 
 

@@ -81,9 +81,9 @@ def seeded() -> None:
 
 @pytest.fixture
 def bulk_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Triton kernels have the copy engine bring the tiles of calls of any size."""
+    """The Triton kernels read keys and values by TMA in calls of any size."""
     if importlib.util.find_spec("triton") is not None:
-        monkeypatch.setattr("adaattn_hf.backends.triton.shapes._LEAST_PRODUCTS", 0)
+        monkeypatch.setattr("adaattn_hf.backends.triton.prefill._LEAST_PRODUCTS", 0)
 
 
 @pytest.fixture

@@ -41,11 +41,7 @@ class Capability:
         )
 
 
-GRID = 65535
-"""Most programs along the second or third extent of a CUDA grid (CUDA C++ programming guide, table of technical
-specifications)."""
-
-# The same table: shared memory per thread block, in KiB.
+# Shared memory per thread block, in KiB (CUDA C++ programming guide, table of technical specifications).
 _SHARED_KIB = {
     (7, 0): 96,
     (7, 2): 96,

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ..backends.remembered import Remembered
 from .plan import TENSORS_FILE, Plan, PlanError
 from .reading import read_plan
 from .tensors import MOST_CARRIED, LayerTensors, carried_bytes
 
 CARRIED = "tensors"
 """Key of the bases and means in a configuration's settings."""
-_tensors = Remembered(64)
-"""Bases and means of plans, by their hash."""
+_tensors: dict[str, dict[str, Tensor]] = {}
+"""Bases and means of plans by their hash, those that were used last at the end."""
+_MOST = 64
+"""Plans whose bases and means are kept."""
 
 
 def remember_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -30,8 +31,17 @@ def remember_tensors(tensors: Mapping[str, Tensor]) -> str:
     if not tensors:
         return ""
     name = hashlib.sha256(save(dict(tensors))).hexdigest()
-    _tensors.get(name, lambda: dict(tensors))
+    _kept(name, lambda: dict(tensors))
     return name
+
+
+def _kept(name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of a hash, made now if they are not in memory."""
+    found = _tensors.pop(name, None)
+    found = _tensors[name] = make() if found is None else found
+    while len(_tensors) > _MOST:
+        del _tensors[next(iter(_tensors))]
+    return found
 
 
 def tensor_bytes(plan: Plan) -> bytes | None:
@@ -52,7 +62,7 @@ def read_tensors(plan: Plan, directory: str | Path | None) -> None:
 
 
 def _found(plan: Plan, source: str | None, raw: Any = None) -> dict[str, Tensor]:
-    return _tensors.get(plan.tensors, lambda: _read(plan, source, raw))
+    return _kept(plan.tensors, lambda: _read(plan, source, raw))
 
 
 def _read(plan: Plan, source: str | None, raw: Any) -> dict[str, Tensor]:

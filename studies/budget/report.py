@@ -24,7 +24,6 @@ from adaattn_hf.policy.prices import PriceTable
 
 from ..pages import loss, percent, table
 from .pairs import lines_of
-from .tiles import section as bounds_section
 
 PARTS = ("prices", "speed", "peers")
 KEPT = ("curve", "speed", "peers")
@@ -389,8 +388,6 @@ def markdown(study: dict[str, Any]) -> str:
             if part in study.get("kept", ()):
                 found.insert(1, "\nOf an earlier study: with its plans, its prices and its machine.")
             lines += found
-        if part == "speed":
-            lines += bounds_section(study)
     return "\n".join(lines)
 
 

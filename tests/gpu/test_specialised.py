@@ -20,9 +20,8 @@ from adaattn_hf.backends.select import BACKENDS
 
 pytest.importorskip("triton")
 
-from adaattn_hf.backends.launcher import Launcher
-from adaattn_hf.backends.relaunch import Relaunch
 from adaattn_hf.backends.triton import hopper
+from adaattn_hf.backends.triton.launcher import Launcher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,22 +95,14 @@ def drawn(
 
 
 def served(request: AttentionRequest, kernel: str) -> Any:
-    """The result, which must have come from a kernel: launched for the first time, or once more by addresses."""
-    launched = []
+    """The result, which must have come from a kernel."""
+    launched, call = [], Launcher.__call__
 
-    def note(call: Callable[..., None], launcher_of: Callable[[Any], Launcher]) -> Callable[..., None]:
-        def noted(self: Any, *arguments: Any) -> None:
-            launched.append(launcher_of(self)._kernel.__name__)
-            call(self, *arguments)
+    def noted(self: Any, *arguments: Any) -> None:
+        launched.append(self._kernel.__name__)
+        call(self, *arguments)
 
-        return noted
-
-    with (
-        mock.patch.object(Launcher, "__call__", note(Launcher.__call__, lambda launcher: launcher)),
-        mock.patch.object(
-            Relaunch, "__call__", note(Relaunch.__call__, lambda again: again._variant.launcher)
-        ),
-    ):
+    with mock.patch.object(Launcher, "__call__", noted):
         result = BACKENDS["triton"].attend(request)
     assert kernel in launched
     return result
@@ -225,12 +216,17 @@ def test_long_causal_calls_come_here_before_torchs() -> None:
         assert order[-2:] == ("sdpa", "eager")
 
 
-def test_a_capture_replays_what_the_tensors_hold_then() -> None:
-    request = drawn(STRUCTURES["causal"](1024), 128, 8, torch.bfloat16)
-    BACKENDS["triton"].attend(request)
+@pytest.mark.parametrize("rules", [None, "wide"])
+def test_a_capture_makes_its_own_tables_and_replays_what_the_tensors_hold_then(rules: str | None) -> None:
+    """Of a structure that was never seen before, which is gone when the graph is replayed."""
+    extra = {} if rules is None else {"per_head": HeadRules(*WINDOWS[rules], ("model",) * 2)}
+    request = drawn(STRUCTURES["causal"](1024), 128, 8, torch.bfloat16, **extra)
+    BACKENDS["triton"].attend(replace(request))
     graph = torch.cuda.CUDAGraph()
+    anew = replace(request, structure=STRUCTURES["causal"](1024))
     with torch.cuda.graph(graph):
-        out = BACKENDS["triton"].attend(request).out
+        out = BACKENDS["triton"].attend(anew).out
+    del anew
     request.query.copy_(torch.randn_like(request.query))
     graph.replay()
     torch.cuda.synchronize()

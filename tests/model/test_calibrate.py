@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 import adaattn_hf
 from adaattn_hf.attention.tap import tapping
 from adaattn_hf.backends.eager import attention_weights
-from adaattn_hf.backends.remembered import Remembered
 from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap, programs_of
 from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
@@ -421,16 +420,16 @@ def test_int8_tensors_are_stored_and_needed(
     tokens = torch.randint(0, 128, (1, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted = fresh(tokens).logits
-    monkeypatch.setattr(store, "_tensors", Remembered(1))
+    monkeypatch.setattr(store, "_tensors", {})
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, wanted)
-    monkeypatch.setattr(store, "_tensors", Remembered(1))
+    monkeypatch.setattr(store, "_tensors", {})
     (tmp_path / TENSORS_FILE).unlink()
     carried = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
     with torch.no_grad():
         torch.testing.assert_close(carried(tokens).logits, wanted)
-    monkeypatch.setattr(store, "_tensors", Remembered(1))
+    monkeypatch.setattr(store, "_tensors", {})
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["adaattn"].pop("tensors")
     (tmp_path / "config.json").write_text(json.dumps(config))

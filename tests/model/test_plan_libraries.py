@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import adaattn_hf
-from adaattn_hf.backends.remembered import Remembered
 from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import PlanError
@@ -65,10 +64,10 @@ def test_saving_a_model_takes_the_tensors_of_its_plan_along(
     if configured == "after its first call":
         adaattn_hf.configure(ours, "fast")
     ours.save_pretrained(tmp_path / "copy")
-    monkeypatch.setattr(store, "_tensors", Remembered(1))  # another process
+    monkeypatch.setattr(store, "_tensors", {})  # another process
     again = type(ours).from_pretrained(tmp_path / "copy", attn_implementation="adaattn").eval()
     torch.testing.assert_close(again(input_ids=tokens()).logits, right)
-    monkeypatch.setattr(store, "_tensors", Remembered(1))
+    monkeypatch.setattr(store, "_tensors", {})
     again.config.adaattn["tensors"] = "AAAA" + again.config.adaattn["tensors"][4:]
     third = (
         type(ours)

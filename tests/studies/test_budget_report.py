@@ -6,17 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from adaattn_hf.attention.heads import ALL, HeadWindows
 from adaattn_hf.policy.prices import Price, PriceTable
 from studies.budget import texts
 from studies.budget.pairs import fewer_pairs, lines_of
 from studies.budget.report import _gaps, inside, main, times_exact, write_page
-from studies.budget.tiles import section as tiles_section
-
-from ..support.source_tree import ROOT
 
 TABLE = PriceTable(
     "a machine", {"exact": "one", "bf16": "one"},
@@ -158,41 +153,3 @@ def test_fewer_pairs_are_those_that_rows_see(length: int) -> None:
         assert fewer_pairs(picks, length) == pytest.approx(expected)
     assert fewer_pairs(["exact", "p0.9"], length) is None
     assert lines_of([{"picks": ["p0.9"], "ratio": {str(length): 1.0}}], "1 %") == []
-
-
-@pytest.mark.parametrize("windows", [None, ((ALL, 0), (100, 16)), ((200, 0), (64, 70))])
-def test_tiles_hold_what_rows_see(windows: HeadWindows | None) -> None:
-    """Counted by what each block of 64 rows sees of each half of a tile, of all of it where no head has a window."""
-    pytest.importorskip("triton", minversion="3.6", reason="Gluon came with Triton 3.6")
-    from studies.budget import tiles
-
-    length, batch, part = 500, 3, 128 if windows is None else 64
-    i, j = np.arange(length)[:, None], np.arange(length)
-    expected = 0
-    for window, sinks in windows or ((ALL, 0),) * 2:
-        for first in range(0, length, 64):
-            rows = slice(first, first + 64)
-            left_out = max(first - window + 1, 0) // part * part
-            of_window = ((j <= i) & (i - j < window))[rows].any(0)
-            of_sinks = (j < min(sinks, left_out))[None].any(0)
-            read = {("window", key // part) for key in np.flatnonzero(of_window)}
-            read |= {("sinks", key // part) for key in np.flatnonzero(of_sinks)}
-            expected += -(-len(read) * part // 128)
-    found, fullest = tiles.tiles_of(windows, 2, length, batch)
-    assert found == batch * expected
-    assert found / 132 <= fullest <= found
-
-
-def test_what_bounds_a_plan_is_told_of_windows_on_hopper_alone() -> None:
-    study = json.loads((ROOT / "docs" / "results" / "budget_cuda.json").read_text(encoding="utf-8"))
-    lines = tiles_section(study)
-    rows = [
-        [float(cell or 0) for cell in line.split(" | ")[2:6]] for line in lines if line.startswith("| plan-")
-    ]
-    assert len(rows) == 4
-    assert all(pairs >= tiles >= fullest >= gain > 1 for pairs, tiles, fullest, gain in rows)
-    for record in study["seeds"]:
-        record["picks"][3] = "p0.95"
-    assert tiles_section(study) == []
-    study["speed"]["provenance"]["device"] = "a CPU"
-    assert tiles_section(study) == []

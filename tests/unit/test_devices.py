@@ -17,10 +17,10 @@ from adaattn_hf.attention.stored import StoredKV, quantise  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, select  # noqa: E402
 from adaattn_hf.backends.flash import Flash4Backend, fa4_launch  # noqa: E402
-from adaattn_hf.backends.launcher import Launcher  # noqa: E402
 from adaattn_hf.backends.sdpa import kernels  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
-from adaattn_hf.backends.triton import hopper, shapes, step, training  # noqa: E402
+from adaattn_hf.backends.triton import hopper, prefill, step, tables, training  # noqa: E402
+from adaattn_hf.backends.triton.launcher import Launcher  # noqa: E402
 
 from ..support.on_device import Devices, OnSecond  # noqa: E402
 
@@ -90,7 +90,7 @@ class Noted:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Which device was current at each launch of a Triton kernel over tensors of the second one."""
     found: list[int] = []
-    for module in (shapes, step, training):
+    for module in (prefill, step, tables, training):
         for one in vars(module).values():
             if isinstance(one, Launcher):
                 monkeypatch.setattr(one, "_kernel", Noted(found))

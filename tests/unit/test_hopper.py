@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
 
 triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs came with Triton 3.6")
 
-from adaattn_hf.attention.heads import ALL, HeadRules  # noqa: E402
+from adaattn_hf.attention.heads import HeadRules  # noqa: E402
 from adaattn_hf.attention.request import AttentionRequest, CallSpec  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
-from adaattn_hf.backends.remembered import Remembered  # noqa: E402
-from adaattn_hf.backends.repeats import as_if_repeated  # noqa: E402
-from adaattn_hf.backends.triton import dealing, hopper, launch, prefill, shapes, tables  # noqa: E402
+from adaattn_hf.backends.triton import hopper, launch, prefill, tables  # noqa: E402
 
 from ..support.on_device import shifted  # noqa: E402
 
@@ -38,7 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, bulk_always: None) -> Launched:
     found: Launched = []
 
     def named(name: str) -> Any:
-        def run(grid: tuple[int, ...], arguments: Any, constants: Any, kind: Any) -> None:
+        def run(grid: tuple[int, ...], arguments: Any, constants: Any, kind: Any = None) -> None:
             found.append((name, grid, dict(constants), tuple(arguments)))
 
         return run
@@ -47,7 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, bulk_always: None) -> Launched:
     monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", 0)
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: PROGRAMS)
     monkeypatch.setattr(hopper, "launch_specialised", lambda: named("specialised"))
-    monkeypatch.setattr(shapes, "launch_forward", named("forward"))
+    monkeypatch.setattr(prefill, "launch_forward", named("forward"))
     return found
 
 
@@ -59,6 +51,16 @@ def drawn(structure: CallStructure, dim: int = 128, heads: int = 4, **extra: Any
     return AttentionRequest(
         draw(lengths[0], heads), draw(lengths[1], 2), draw(lengths[1], 2), structure, dim**-0.5, **extra
     )
+
+
+def items_of(table: Tensor) -> list[list[int]]:
+    """The items of all programs, as the kernel reads the table."""
+    turns = table.view(-1, PROGRAMS, 3)
+    return [
+        turns[1 + turn, program].tolist()
+        for program in range(PROGRAMS)
+        for turn in range(int(turns[0, program, 0]))
+    ]
 
 
 def causal(n: int = N) -> CallStructure:
@@ -85,217 +87,23 @@ def test_heavy_calls_are_dealt_out(
     ((name, programs, constants, arguments),) = launched
     assert (name, programs, constants["TOGETHER"]) == ("specialised", (PROGRAMS,), together)
     rows = 64 * constants["GROUPS_OF_WARPS"] // together
-    items = arguments[9].tolist()
-    assert arguments[-1] == len(items)
-    told = sorted(item for item in items if item[2] >= 0)
+    told = sorted(items_of(arguments[9]))
     assert told == [[0, row, part] for row in range(0, N, rows) for part in range(heads // together)]
     # with windows the copy engine brings halves of tiles
     expected = [constants["BLOCK_N"], dim] if rules is None else [constants["BLOCK_N"] // 2, 64]
     assert arguments[3].block_shape == [1, 1, *expected]
 
 
-def drawn_shapes(least: int = 1, most: int = 400) -> Any:
-    return st.tuples(
-        st.integers(least, most), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2**32 - 1)
-    )
-
-
-def _dealt(
-    entries: NDArray[np.int32], costs: NDArray[np.int64], parts: int, programs: int, evenly: bool
-) -> NDArray[np.int32]:
-    """Items of one table, by the numbers that they are dealt out by."""
-    items = entries.repeat(parts, axis=0)
-    items[:, 2] = items[:, 2] * parts + np.tile(np.arange(parts), len(entries))
-    if dealing.uneven(len(items), programs):
-        (slots,) = dealing.balanced(costs.repeat(parts)[None], programs, evenly)
-    else:
-        slots = dealing.turned(len(items), programs)
-    none = np.array([[0, 0, -1]], dtype=np.int32)
-    found: NDArray[np.int32] = np.concatenate([items, none]).take(slots, axis=0)
-    return found
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=300))
-def test_equal_keys_are_ordered_by_their_places(keys: list[int]) -> None:
-    found = dealing.ordered(np.array([keys, keys[::-1]]))
-    assert found.tolist() == [np.argsort(one, kind="stable").tolist() for one in (keys, keys[::-1])]
-
-
-@given(drawn_shapes(), st.integers(1, 4), st.booleans())
-def test_tables_that_are_dealt_out_together_are_those_dealt_out_alone(
-    shape: tuple[int, int, int, int], tables: int, evenly: bool
-) -> None:
-    """But for columns that have nothing more to do."""
-    count, _, programs, seed = shape
-    costs = np.random.default_rng(seed).integers(1, 1000, (tables, count))
-    for slots, cost in zip(dealing.balanced(costs, programs, evenly), costs, strict=True):
-        (alone,) = dealing.balanced(cost[None], programs, evenly)
-        assert slots[: len(alone)].tolist() == alone.tolist()
-        assert (slots[len(alone) :] == count).all()
-
-
-@given(drawn_shapes(), st.booleans())
-def test_every_item_is_in_a_column_once(shape: tuple[int, int, int, int], evenly: bool) -> None:
-    count, parts, programs, seed = shape
-    costs = np.sort(np.random.default_rng(seed).integers(1, 1000, count))[::-1]
-    entries = np.stack([np.arange(count), 64 * np.arange(count), np.arange(count) % 3], axis=1).astype(
-        np.int32
-    )
-    items = _dealt(entries, costs, parts, programs, evenly)
-    assert items.dtype == np.int32
-    expected = {(i, 64 * i, i % 3 * parts + part) for i in range(count) for part in range(parts)}
-    found = [tuple(item) for item in items.tolist() if item[2] >= 0]
-    assert len(found) == len(expected)
-    assert set(found) == expected
-    if len(found) > programs:
-        assert len(items) % programs == 0
-
-
-@given(drawn_shapes(least=100), st.booleans())
-def test_columns_come_to_about_the_same(shape: tuple[int, int, int, int], evenly: bool) -> None:
-    """No column has more than an average one and its longest item; few long items leave short ones to others."""
-    count, parts, _, seed = shape
-    random = np.random.default_rng(seed)
-    costs = np.sort(random.choice([8, 60, 64], count) * random.integers(1, 9, count))[::-1]
-    entries = np.stack([np.arange(count)] * 3, axis=1).astype(np.int32)
-    programs = 24
-    items = _dealt(entries, costs, parts, programs, evenly)
-    of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, programs).sum(0)
-    assert of.max() <= costs.sum() * parts / programs + costs.max()
-
-
-def _fullest(costs: NDArray[np.int64]) -> float:
-    """What the fullest of 132 columns has, in means of all."""
-    entries = np.stack([np.arange(len(costs))] * 3, axis=1).astype(np.int32)
-    items = _dealt(entries, costs, 1, 132, True)
-    of = np.where(items[:, 2] < 0, 0, costs[items[:, 0]]).reshape(-1, 132).sum(0)
-    return float(of.max() * 132 / costs.sum())
-
-
-def test_uneven_heads_are_dealt_out_evenly() -> None:
-    """Three heads of 8,192 queries, of which two have windows: rows turned round alone leave columns a third more."""
-    blocks = np.arange(1, 129)
-    costs = np.sort(np.concatenate([blocks, np.minimum(blocks, 65), np.minimum(blocks, 33)]))[::-1]
-    assert _fullest(costs) <= 1.04
-
-
-def test_few_long_items_change_places_until_columns_are_about_even() -> None:
-    """Three heads of 6,000 queries in blocks of 64, three items to a column: the longest first alone leaves a tenth."""
-    costs = np.repeat(np.arange(94, 0, -1) + 8, 3)
-    assert _fullest(costs) <= 1.05
-
-
-def test_items_of_the_same_cost_leave_exchanges_something_to_gain() -> None:
-    """Three heads of 8,192 queries, counted in whole tiles: 7 % were left where six items of each cost were alike."""
-    costs = np.repeat(np.arange(64, 0, -1) + 1, 6)
-    assert _fullest(costs) <= 1.01
-
-
-def test_items_whose_window_leaves_keys_out_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their sinks and the edge of their window come on top of the keys that they read."""
-    seen: list[NDArray[np.int64]] = []
-
-    def noted(costs: NDArray[np.int64], programs: int, evenly: bool) -> NDArray[np.int64]:
-        seen.append(costs[0])
-        return np.arange(costs.shape[1])[None]
-
-    monkeypatch.setattr(tables, "balanced", noted)
-    monkeypatch.setattr(tables, "_lately", {})
-    structure = causal(1000)
-    segments = structure.segments() or ()
-    found: list[dict[tuple[int, ...], int]] = []
-    for windows, pieces in ((None, 1), (((ALL, 0), (256, 16)), 2)):
-        kind = tables.Kind("queries", (64, 128 // pieces), 2, torch.device("cpu"), 1, pieces, 8)
-        items = tables.sheet_of(kind, structure, segments).tables(windows).entries
-        assert items.dtype == torch.int32
-        found.append(dict(zip(map(tuple, items.tolist()), seen.pop().tolist(), strict=True)))
-    plain, windowed = found
-    for (segment, first, head), cost in windowed.items():
-        left_out = head == 1 and first >= 256
-        start = (first - 255) // 64 * 64
-        keys = min(first + 64, 1000) - start + min(16, start)
-        expected = -(-keys // 128) + 1 + 1 if left_out else plain[segment, first, head]
-        assert cost == expected
-
-
-class Capturing:
-    """In the place of `torch.cuda.is_current_stream_capturing`."""
-
-    now = False
-
-    def __call__(self) -> bool:
-        return self.now
-
-
-def test_items_are_dealt_out_evenly_once_launches_come_again(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not in a graph that is captured, whose launches go on by the table that they know."""
-    capturing = Capturing()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
-    monkeypatch.setattr(prefill, "_COMES_AGAIN", 4)
-    request = drawn(causal(N + 64), 64, 6)
-    for turn in range(8):
-        capturing.now = turn == 3
-        launch.attend(request)
-    tables_of = [arguments[9] for *_, arguments in launched]
-    first, later = tables_of[0], tables_of[-1]
-    assert all(table is first for table in tables_of[:4])
-    assert all(table is later for table in tables_of[4:])
-    assert sorted(first.tolist()) == sorted(later.tolist())
-    fullest = [_loads(table).max() for table in (first, later)]
-    assert fullest[1] < fullest[0]
-    gone = weakref.ref(first)
-    del first, tables_of, launched[:]
-    gc.collect()
-    assert gone() is not None
-
-
-def test_calls_that_stand_for_hundreds_are_dealt_out_evenly_at_once(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Timed ones do; in a graph that is captured the next call has to."""
-    capturing = Capturing()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
-    request = drawn(causal(N + 64), 64, 6)
-    launch.attend(request)
-    with as_if_repeated():
-        capturing.now = True
-        launch.attend(request)
-        capturing.now = False
-        launch.attend(request)
-    launch.attend(request)
-    first, captured, later, last = (_loads(arguments[9]).max() for *_, arguments in launched)
-    assert first == captured > later == last
-
-
-def test_a_call_for_hopper_makes_no_tables_of_the_other_kernel(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tables take longer than a launch: a prompt of a new length under a plan has some for each layer."""
-    made: list[int] = []
-    placed = tables._placed
-
-    def noted(segments: Any, entries: Any, *rest: Any) -> Any:
-        made.append(entries.shape[1])
-        return placed(segments, entries, *rest)
-
-    monkeypatch.setattr(tables, "_placed", noted)
-    monkeypatch.setattr(tables, "_made", Remembered(256))
-    monkeypatch.setattr(tables, "_lately", {})
+def test_a_call_for_hopper_makes_no_tables_of_the_other_kernel(launched: Launched) -> None:
+    """A prompt of a new length under a plan has some for each layer."""
     request = drawn(causal(), 64, 6)
     launch.attend(request)
     launch.attend(request)
     assert [name for name, *_ in launched] == ["specialised"] * 2
-    assert made == [len(launched[0][3][9])]
-    launch.attend(replace(request, key=shifted(request.key)))
-    assert len(made) == 2
-
-
-def _loads(items: Tensor) -> NDArray[np.int64]:
-    """Tiles of each program, of causal calls in blocks of 64 queries."""
-    rows = items.numpy().reshape(-1, PROGRAMS, 3)
-    return np.asarray(np.where(rows[..., 2] < 0, 0, rows[..., 1] // 128 + 2).sum(0))
+    assert launched[0][3][9] is launched[1][3][9]
+    derived = {key[0] for key in request.structure._memo if isinstance(key, tuple)}
+    assert tables.find_items in derived
+    assert tables.find_entries not in derived
 
 
 @pytest.mark.parametrize(
@@ -307,7 +115,7 @@ def test_windows_of_64_channels_must_leave_enough_keys(
 ) -> None:
     """A quarter of them is enough where each program computes many items."""
     monkeypatch.setattr(hopper, "_MANY_TURNS", many)
-    monkeypatch.setattr(hopper, "_LEAST_OF_WINDOWS", 250)  # without windows blocks read 288 on average
+    monkeypatch.setattr(hopper, "_LEAST_OF_WINDOWS", 200)  # without windows queries see 256 on average
     rules = HeadRules(windows, (0, 0), ("model",) * 2)
     launch.attend(drawn(causal(), 64, per_head=rules))
     assert [name for name, *_ in launched] == [kernel]
@@ -335,7 +143,11 @@ def test_documents_shorter_than_a_tile_go_to_the_other_kernel(launched: Launched
     """Moved back, their tile would begin within the document before; the last one ends with the tensor."""
     lengths = (300, 20, 127, 129, 50)
     launch.attend(drawn(documents(*lengths)))
-    computed = [{arguments[8][entry[0], 2].item() for entry in arguments[9]} for *_, arguments in launched]
+    told = [items_of(launched[0][3][9]), launched[1][3][9].tolist()]
+    computed = [
+        {arguments[8][entry[0], 2].item() for entry in entries}
+        for entries, (*_, arguments) in zip(told, launched, strict=True)
+    ]
     assert [name for name, *_ in launched] == ["specialised", "forward"]
     assert computed == [{300, 129, 50}, {20, 127}]
 
@@ -347,7 +159,7 @@ def test_a_call_of_short_runs_alone_is_one_launch(launched: Launched) -> None:
 
 
 def test_a_call_of_short_documents_is_one_launch(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", 1 << 20)  # the last document alone is less
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", 1 << 20)  # the last document alone is less
     launch.attend(drawn(documents(*[100] * 20, 10)))
     assert [name for name, *_ in launched] == ["forward"]
 
@@ -368,17 +180,17 @@ def test_others_go_to_the_kernel_of_one_task(launched: Launched) -> None:
     assert [name for name, *_ in launched] == ["forward"] * len(others)
 
 
-@pytest.mark.parametrize(("least", "kernel"), [(320, "specialised"), (321, "forward")])
+@pytest.mark.parametrize(("least", "kernel"), [(256, "specialised"), (257, "forward")])
 def test_rows_of_one_narrow_head_must_read_enough_keys(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, least: int, kernel: str
 ) -> None:
-    monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", least)  # blocks of 128 queries read 320 on average
+    monkeypatch.setattr(hopper, "_LEAST_OF_ROWS", least)  # queries see 256.5 keys on average
     launch.attend(drawn(causal(), 64))
     assert [name for name, *_ in launched] == [kernel]
 
 
 def test_light_calls_go_without(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", 1 << 40)
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", 1 << 40)
     launch.attend(drawn(causal()))
     assert [name for name, *_ in launched] == ["forward"]
 

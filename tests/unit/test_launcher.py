@@ -9,9 +9,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from adaattn_hf.backends import launcher  # noqa: E402  (imports triton)
+from adaattn_hf.backends.triton import launcher  # noqa: E402  (imports triton)
 
-from ..support.on_device import Devices, Kernel, OnCuda, OnSecond  # noqa: E402
+from ..support.on_device import Devices, Kernel, OnSecond  # noqa: E402
 
 X, Y, Z = torch.zeros(4), torch.ones(4), torch.zeros(4).as_subclass(OnSecond)
 
@@ -77,45 +77,13 @@ def test_no_more_variants_are_kept_than_are_asked_for(kernel: Kernel) -> None:
     launch = launcher.Launcher(kernel)
     for kind in range(3 * launcher._MOST):
         launch((1, 1), (X, 5), {"BLOCK": 64, "CAUSAL": True}, kind)
-    assert len(launch._known) <= launcher._MOST
+    assert len(launch._variants) <= launcher._MOST
 
 
 def test_addresses_that_vectors_cannot_be_read_from_are_seen() -> None:
     numbers = torch.zeros(64, dtype=torch.float16)
     assert launcher.aligned(numbers, None, numbers[8:])
     assert not launcher.aligned(numbers, numbers[1:])
-
-
-def on_device(dtype: torch.dtype = torch.float16, first: int = 0) -> torch.Tensor:
-    return torch.zeros(64, dtype=dtype)[first:].as_subclass(OnCuda)
-
-
-class Described:
-    """As Triton's descriptors of tiles are made."""
-
-    def __init__(self, shape: int, block: int = 64) -> None:
-        self.base, self.shape, self.strides, self.block_shape = on_device(), [shape], [1], [block]
-
-
-def test_a_kind_is_what_variants_are_compiled_for() -> None:
-    """Dtypes, addresses and whole numbers; not the value of a float, nor what a tensor holds."""
-    asked = on_device(), 3, 0.5, Described(128)
-    known = launcher.kind_of(asked)
-    assert known is not None
-    assert launcher.kind_of((on_device() + 1, 3, 0.7, Described(128))) == known
-    others: list[tuple[object, ...]] = [
-        (on_device(torch.float32), *asked[1:]),
-        (on_device(first=1), *asked[1:]),
-        (asked[0], 1, *asked[2:]),
-        (*asked[:2], 1, asked[3]),
-        (*asked[:3], Described(256)),
-        (*asked[:3], Described(128, 32)),
-    ]
-    assert all(launcher.kind_of(other) != known for other in others)
-
-
-def test_without_a_device_there_is_no_kind() -> None:
-    assert launcher.kind_of((torch.zeros(4), 3)) is None
 
 
 def test_a_grid_has_up_to_three_extents(kernel: Kernel) -> None:

@@ -19,7 +19,7 @@ from adaattn_hf.attention.heads import HeadRules  # noqa: E402
 from adaattn_hf.attention.request import AttentionRequest  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
-from adaattn_hf.backends.triton import prefill  # noqa: E402
+from adaattn_hf.backends.triton import launch  # noqa: E402
 from adaattn_hf.patches.call.interface import attention_function  # noqa: E402
 from adaattn_hf.patches.mask import structured_mask  # noqa: E402
 from adaattn_hf.patches.mask.masks import adaattn_mask  # noqa: E402
@@ -92,15 +92,15 @@ def attended(model: Any, mask: Any, *tensors: Tensor) -> list[Tensor]:
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The launches that were called."""
+    """Windows of the launches that were made."""
     called: list[Any] = []
-    real = prefill.Prefill.__call__
+    real = launch.run
 
-    def noted(self: Any, *tensors: Any) -> Tensor:
-        called.append(self)
-        return real(self, *tensors)
+    def noted(*arguments: Any) -> Any:
+        called.append(arguments[5])
+        return real(*arguments)
 
-    monkeypatch.setattr(prefill.Prefill, "__call__", noted)
+    monkeypatch.setattr(launch, "run", noted)
     return called
 
 

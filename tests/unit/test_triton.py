@@ -169,21 +169,19 @@ def test_calls_over_one_structure_may_differ(launch: Any) -> None:
 
 @interpreted
 @pytest.mark.parametrize("least", [0, 10**7])
-def test_small_calls_are_not_described_to_the_copy_engine(
-    launch: Any, monkeypatch: pytest.MonkeyPatch, least: int
-) -> None:
+def test_small_calls_have_no_descriptors(launch: Any, monkeypatch: pytest.MonkeyPatch, least: int) -> None:
     """The host takes longer to describe keys and values than small calls gain."""
-    from adaattn_hf.backends.triton import shapes
+    from adaattn_hf.backends.triton import prefill
 
     seen: list[tuple[bool, bool]] = []
-    real = shapes.launch_forward
+    real = prefill.launch_forward
 
     def noted(grid: tuple[int, int], arguments: tuple[Any, ...], constants: Any, kind: Any) -> None:
         seen.append((constants["BULK"], isinstance(arguments[3], Tensor)))
         real(grid, arguments, constants, kind)
 
-    monkeypatch.setattr(shapes, "launch_forward", noted)
-    monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", least)
+    monkeypatch.setattr(prefill, "launch_forward", noted)
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
     for length in (70, 500):
         call = make(CallStructure(1, length, length, causal=True), 4, 2, 32, 32)
         torch.testing.assert_close(
@@ -194,24 +192,22 @@ def test_small_calls_are_not_described_to_the_copy_engine(
 
 
 @interpreted
-def test_very_many_documents_take_several_launches(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA grid holds no more than 65,535 programs in its second extent."""
-    from adaattn_hf.backends.triton import shapes
+def test_very_many_documents_are_one_launch(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Along the first extent of a CUDA grid, as the others hold no more than 65,535 programs."""
+    from adaattn_hf.backends.triton import prefill
 
     count, grids, tables = 70_000, [], []
 
-    def noted(grid: tuple[int, int], arguments: tuple[Any, ...], *_: Any) -> None:
+    def noted(grid: tuple[int, ...], arguments: tuple[Any, ...], *_: Any) -> None:
         grids.append(grid)
         tables.append(arguments[9])
 
-    monkeypatch.setattr(shapes, "launch_forward", noted)
+    monkeypatch.setattr(prefill, "launch_forward", noted)
     documents = torch.arange(count)[None]
     structure = CallStructure(1, count, count, causal=True, q_segments=documents, k_segments=documents)
-    launch(make(structure, 1, 1, 16, 16))
-    assert len(grids) == 2
-    assert all(entries <= 65_535 for _, entries in grids)
-    assert torch.equal(torch.cat(tables)[:, 0].sort().values, documents[0].int())
-    assert not any(table.data_ptr() % 16 for table in tables)
+    launch(make(structure, 2, 1, 16, 16))
+    assert grids == [(2 * count,)]
+    assert torch.equal(tables[0][:, 0].sort().values, documents[0].int())
 
 
 @interpreted

@@ -108,20 +108,13 @@ def test_windows_end_with_a_position_of_the_sequence(name: str, rules: HeadRules
     assert not torch.allclose(ruled, exact, atol=4e-3)
 
 
-@interpreted
-def test_the_tables_of_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured graph holds the address of a table, whatever else is made behind it."""
-    from adaattn_hf.backends.remembered import Remembered
-    from adaattn_hf.backends.triton import split
+def test_windows_have_one_table_for_good() -> None:
+    """A captured graph holds its address."""
+    from adaattn_hf.backends.triton.tables import window_table
 
-    monkeypatch.setattr(split, "_made", Remembered(1))
-    monkeypatch.setattr(split, "_of_graphs", {})
     device, windows = torch.device("cpu"), ((300, 5), (1 << 30, 0))
-    first = split.shares_of(windows, 2, ROOM, 1, 64, 256, device, graph=True)
-    other = split.shares_of(windows, 2, 2 * ROOM, 1, 64, 256, device)
-    assert split.shares_of(windows, 2, ROOM, 1, 64, 256, device).table is first.table
-    split.shares_of(windows, 2, 3 * ROOM, 1, 64, 256, device)
-    assert split.shares_of(windows, 2, 2 * ROOM, 1, 64, 256, device).table is not other.table
+    assert window_table(windows, device) is window_table(windows, device)
+    assert window_table(windows, device).tolist() == [[300, 5], [1 << 30, 0]]
 
 
 @interpreted

@@ -19,11 +19,9 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.relaunch import Relaunch
 from adaattn_hf.backends.select import BACKENDS
-from adaattn_hf.backends.triton import prefill, shapes
+from adaattn_hf.backends.triton import prefill
 from adaattn_hf.backends.triton.launch import attend
-from adaattn_hf.backends.triton.prefill import Prefill
 
 from ..support.on_device import OnCuda, shifted
 
@@ -69,13 +67,13 @@ def call(fast: Any, request: AttentionRequest) -> Tensor:
 
 
 @interpreted
-@pytest.mark.parametrize("least", [0, 1 << 40], ids=["by the copy engine", "without it"])
+@pytest.mark.parametrize("least", [0, 1 << 40], ids=["by TMA", "by addresses"])
 @pytest.mark.parametrize("rules", [WINDOWS, None], ids=["windows", "exact"])
 @pytest.mark.parametrize("name", ["causal", "both ways", "left padding", "documents"])
 def test_equals_the_definition(
     monkeypatch: pytest.MonkeyPatch, name: str, rules: HeadRules | None, least: int
 ) -> None:
-    monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", least)
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
     fast = prepared(first := make(structure(name), rules))
     assert torch.equal(call(fast, first), attend(first).out)
     for other in (make(first.structure, rules), replace(make(first.structure, rules), scaling=0.1)):
@@ -87,15 +85,15 @@ def test_equals_the_definition(
 @pytest.mark.usefixtures("bulk_always")
 @pytest.mark.parametrize("what", ["query", "key", "value"])
 def test_layers_may_lie_otherwise_in_memory(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Each kind of strides and alignment has a form; the copy engine brings no tensors that begin elsewhere."""
+    """TMA brings no tensors that begin elsewhere."""
     launched: list[bool] = []
-    real = shapes.launch_forward
+    real = prefill.launch_forward
 
     def noted(grid: Any, arguments: Any, constants: Any, kind: Any) -> None:
         launched.append(constants["BULK"])
         real(grid, arguments, constants, kind)
 
-    monkeypatch.setattr(shapes, "launch_forward", noted)
+    monkeypatch.setattr(prefill, "launch_forward", noted)
     request = make(structure("causal"))
     fast, truth = prepared(request), reference.attention(request).out
     tensor = getattr(request, what)
@@ -103,8 +101,6 @@ def test_layers_may_lie_otherwise_in_memory(monkeypatch: pytest.MonkeyPatch, wha
     for one in ways + ways:
         torch.testing.assert_close(call(fast, one).double(), truth, atol=4e-3, rtol=0)
     assert launched == [True, True, False] * 2
-    (made,) = {one for one in request.structure._memo.values() if isinstance(one, Prefill)}
-    assert len(made._forms) == 3
 
 
 class Elsewhere(Tensor):
@@ -125,7 +121,7 @@ def test_tensors_of_other_devices_are_refused(what: int) -> None:
 
 
 def test_keeps_neither_tensors_nor_the_structure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "launch_forward", lambda *_: None)
+    monkeypatch.setattr(prefill, "launch_forward", lambda *_: None)
     request = make(structure("left padding"))
     launch = BACKENDS["triton"].prepare(CallSpec.of(request))
     launch(request.query, request.key, request.value, request.scaling, request.structure)
@@ -139,35 +135,33 @@ def test_keeps_neither_tensors_nor_the_structure(monkeypatch: pytest.MonkeyPatch
 
 
 @interpreted
-@pytest.mark.parametrize("least", [0, 1 << 40], ids=["by the copy engine", "without it"])
-def test_on_a_device_addresses_stand_in_the_place_of_tensors(
+@pytest.mark.parametrize("least", [0, 1 << 40], ids=["by TMA", "by addresses"])
+def test_on_a_device_calls_have_a_kind_by_which_variants_are_kept(
     monkeypatch: pytest.MonkeyPatch, least: int
 ) -> None:
-    """Each argument stands where the kernel looks for it; odd addresses and learned sinks need Triton's look."""
-    launched: list[bool] = []
+    """Odd addresses and learned sinks need Triton's look; strides of another length are of another kind."""
+    kinds: list[tuple[bool, Any]] = []
+    real = prefill.launch_forward
 
-    class Noted(Relaunch):
-        """Launches what it is given with Triton's look, under the interpreter."""
+    def noted(grid: Any, arguments: Any, constants: Any, kind: Any) -> None:
+        kinds.append((constants["BULK"], kind))
+        real(grid, arguments, constants, None)
 
-        def __call__(self, tensors: Any, addresses: Any) -> None:
-            variant = self._variant
-            if variant.kind is not None:
-                assert addresses == tuple(one.data_ptr() for one in tensors)
-                launched.append(variant.constants["BULK"])
-                assert sorted(variant.described) == ([3, 4] if launched[-1] else [])
-                assert all(form.of(tensors[i]).base is tensors[i] for i, form in variant.described.items())
-            variant.kind = None
-            super().__call__(tensors, addresses)
-
-    monkeypatch.setattr(shapes, "_LEAST_PRODUCTS", least)
-    monkeypatch.setattr(prefill, "Relaunch", Noted)
+    monkeypatch.setattr(prefill, "_LEAST_PRODUCTS", least)
+    monkeypatch.setattr(prefill, "launch_forward", noted)
     request = make(structure("left padding"))
     query = request.query.as_subclass(OnCuda)
     fast, truth = prepared(replace(request, query=query)), reference.attention(request).out
-    for key in (request.key, shifted(request.key)):
+    for key in (request.key, request.key, shifted(request.key)):
         out = fast(query, key, request.value, 0.3)
         torch.testing.assert_close(out.as_subclass(Tensor).double(), truth, atol=4e-3, rtol=0)
     with_lse = attend(replace(request, query=query, need_lse=True))
     torch.testing.assert_close(with_lse.out.as_subclass(Tensor).double(), truth, atol=4e-3, rtol=0)
     attend(replace(request, query=query, sink_logits=torch.zeros(4)))
-    assert launched == [not least, not least]
+    shorter = make(CallStructure(2, N - 1, N, causal=True))
+    attend(replace(shorter, query=shorter.query.as_subclass(OnCuda)))
+    by_tma, asked = zip(*kinds, strict=True)
+    assert by_tma == (not least, not least, False, not least, not least, not least)
+    assert [kind is None for kind in asked] == [False, False, True, False, True, False]
+    assert len({asked[0], asked[1]}) == 1
+    assert len({asked[0], asked[3], asked[5]}) == 3

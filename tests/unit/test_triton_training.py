@@ -90,14 +90,6 @@ def test_gradients_under_windows_per_head() -> None:
 
 
 @interpreted
-def test_gradients_of_very_many_documents_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from adaattn_hf.backends.triton import tables
-
-    monkeypatch.setattr(tables, "MOST_ENTRIES", 2)
-    check(make(STRUCTURES["documents"], 4, 2, 16, 16, need_lse=False))
-
-
-@interpreted
 def test_nothing_to_see_has_no_gradient() -> None:
     from adaattn_hf.backends.triton.launch import attend
 

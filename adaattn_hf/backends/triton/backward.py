@@ -172,12 +172,12 @@ def of_queries(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr, PAD_V: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a block of queries; programs are (query head of its group, entry of the forward pass's work table)."""
-    entry = work_ptr + 3 * tl.program_id(1)
+    """Gradient of a block of queries; programs are entries of the work table, each for all query heads of its group."""
+    entry = work_ptr + 3 * (tl.program_id(0) // GROUPS)
     segment = tl.load(entry)
     first = tl.load(entry + 1)
     kv_head = tl.load(entry + 2)
-    head = (kv_head * GROUPS + tl.program_id(0)).to(tl.int64)
+    head = (kv_head * GROUPS + tl.program_id(0) % GROUPS).to(tl.int64)
     row = tl.load(segments_ptr + 6 * segment).to(tl.int64)
     q_start = tl.load(segments_ptr + 6 * segment + 1)
     q_len = tl.load(segments_ptr + 6 * segment + 2)

@@ -106,11 +106,11 @@ def _each(x, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 # lengths grow by one in every step: they must not be compiled in
-@triton.jit(do_not_specialize=["kv_len", "offset", "most", "window", "sinks", "until"])
+@triton.jit(do_not_specialize=["kv_len", "offset", "most", "span", "window", "sinks", "until"])
 def decode_codes(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, rows_ptr, offset_ptr, real_ptr, work_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, rows_ptr, offset_ptr, real_ptr, rules_ptr,
     q_b, q_h, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
-    kv_len, offset, kv_heads, most, window, sinks, until, scale, softcap,
+    kv_len, offset, kv_heads, most, span, window, sinks, until, scale, softcap,
     k_scale_ptr, v_scale_ptr, mean_ptr, first_ptr, ks_b, ks_h, ks_n, vs_b, vs_h, vs_n,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr,
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -133,8 +133,8 @@ def decode_codes(  # type: ignore[no-untyped-def]
     FIELDS: tl.constexpr = 16 // BITS
     WORDS: tl.constexpr = DIM_V // FIELDS
     kv_head, share, shares, row, first, few, low, start, end = reading(
-        work_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, most, window, sinks, until, BLOCK_N, CAUSAL, WINDOW, APART,
-        TABLE, HAS_OFFSET, FIND,
+        rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until, BLOCK_N,
+        CAUSAL, WINDOW, APART, TABLE, HAS_OFFSET, FIND,
     )  # fmt: skip
     g = tl.arange(0, Q_ROWS)
     member = g // 2 % ROWS

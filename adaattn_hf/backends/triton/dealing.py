@@ -1,125 +1,70 @@
-"""Who computes what: items of work, dealt out to programs that stay resident so that all end at about the same time."""
+"""Load balancing of a persistent kernel: longest-processing-time assignment of items to programs, on the device."""
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
-_BESIDE_TILES, _EDGE_TILES = 1, 1
-"""Tiles that could be computed in the time in which an item begins and ends, about, on an H200, and in that which its
-sinks and the edge of its window take longer: what batches of many items take."""
-_FEW_TURNS = 8
-"""Items of a program, on average, up to which it matters who computes which one."""
-_MOST_SWAPS, _TIES, _EVEN = 256, 4, 1.01
-"""Exchanges at most, kinds of items of one cost, and what the fullest column may have, in means of all."""
-_WORTH = 0.004
-"""By how much an exchange must relieve the fullest column, in means: windows of many kinds leave less to gain than the
-host takes to find it, once for each layer of a plan."""
+import triton
+import triton.language as tl
 
 
-def beside_tiles(edges: NDArray[np.bool_] | bool) -> NDArray[np.int64] | int:
-    """What items take beside the keys that they read, in tiles; `edges`: whether a window leaves out some of theirs."""
-    return _BESIDE_TILES + _EDGE_TILES * edges
+# lengths must not be compiled in: each new one would wait for the compiler
+@triton.jit(do_not_specialize=["blocks", "parts"])
+def costs(  # type: ignore[no-untyped-def]
+    runs_ptr, run_ptr, first_ptr, rules_ptr, cost_ptr, blocks, parts, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+    PART: tl.constexpr, PIECES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Tiles that items `[heads, blocks]` take, `parts` of a key/value head; programs are (LINE blocks, heads).
 
-
-def uneven(items: int, programs: int) -> bool:
-    """Whether programs of so many items may end at different times, unless these are dealt out evenly."""
-    return programs < items <= _FEW_TURNS * programs
-
-
-def ordered(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Places along the last axis in the order of keys that are not negative; equal ones keep theirs.
-
-    As numpy's `argsort` finds them, several times as fast: numbers are sorted with their places in the lowest bits.
+    One tile is added for how an item begins and ends, and one for its sinks and the edge of its window: about what both
+    take on an H200.
     """
-    bits = max(keys.shape[-1] - 1, 1).bit_length()
-    order: NDArray[np.int64] = np.sort((keys << bits) | np.arange(keys.shape[-1])) & ((1 << bits) - 1)
-    return order
+    heads = tl.program_id(1)
+    block = tl.program_id(0) * LINE + tl.arange(0, LINE)
+    there = block < blocks
+    run = runs_ptr + 6 * tl.load(run_ptr + block, mask=there, other=0)
+    first = tl.load(first_ptr + block, mask=there, other=0)
+    q_len = tl.load(run + 2, mask=there, other=0)
+    k_len = tl.load(run + 4, mask=there, other=0)
+    offset = tl.load(run + 5, mask=there, other=0)
+    window = tl.load(rules_ptr + 2 * (heads // parts))
+    sinks = tl.load(rules_ptr + 2 * (heads // parts) + 1)
+    start = tl.maximum(first + offset - window + 1, 0) // PART * PART
+    stop = tl.minimum(first + ROWS, q_len) + offset
+    if not CAUSAL:
+        stop += window - 1
+    read = tl.maximum(tl.minimum(stop, k_len) - start, 0) + tl.minimum(sinks, start)
+    cost = tl.cdiv(read, PART * PIECES) + 1 + (first + offset >= window).to(tl.int32)
+    tl.store(cost_ptr + heads * blocks + block, cost.to(tl.int32), mask=there)
 
 
-def taken(among: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What is at places `[tables or 1, n]` of each table `[tables, items]`; faster than `np.take_along_axis`."""
-    tables, width = among.shape
-    found: NDArray[np.int64] = among.ravel().take(places + np.arange(tables)[:, None] * width)
-    return found
+@triton.jit(do_not_specialize=["blocks", "count", "programs"])
+def deal(  # type: ignore[no-untyped-def]
+    run_ptr, first_ptr, order_ptr, cost_ptr, items_ptr, blocks, count, programs, LANES: tl.constexpr
+):
+    """Deals items out, the longest first, half as many at a time as there are programs, to those that have least to do.
 
-
-def turned(count: int, programs: int) -> NDArray[np.int64]:
-    """The numbers of so many items, those of most cost first, in rows of as many as there are programs.
-
-    Each program computes a column. Every other row is turned round, so that columns come to about the same, unless each
-    has few items. Where a column has no further item stands the number of all items; a single row ends with the last.
+    `order` and `cost` hold the items' numbers and costs, sorted. The table `[turns, programs, 3]` begins with a row of
+    how many items each program has; then come run, first row and heads of each; behind the last one the heads are -1.
     """
-    if count <= programs:
-        return np.arange(count)
-    rows = np.arange(count + -count % programs).reshape(-1, programs)
-    rows[1::2] = rows[1::2, ::-1].copy()
-    return np.minimum(rows.ravel(), count)
-
-
-def balanced(cost: NDArray[np.int64], programs: int, evenly: bool) -> NDArray[np.int64]:
-    """The same of each of some tables `[tables, items]` where columns of few items are to come to about the same.
-
-    The longest items come first in each column, but for those that were exchanged.
-
-    Args:
-        cost: Of the items, in tiles, `beside_tiles` counted.
-        programs: Columns.
-        evenly: Exchange items until programs end together, which takes several times as long: as long as some hundred
-            launches gain by it.
-
-    Returns:
-        `[tables, rows * programs]`.
-    """
-    tables, count = cost.shape
-    order = ordered(cost.max() - cost)
-    # items of the same cost, told apart: an exchange has something to gain then, where whole tiles would leave nothing
-    cost = taken(cost, order) * (4 * _TIES) + np.arange(count) % _TIES
-    place, loads = _places(cost, programs)
-    if evenly:
-        for of_table in zip(cost, place, loads, strict=True):
-            _exchange(*of_table)
-    slots = np.full((tables, (int(place.max()) // programs + 1) * programs), count)
-    slots[np.arange(tables)[:, None], place] = order
-    return slots
-
-
-def _places(cost: NDArray[np.int64], programs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """A place for each item `[tables, items]`, those of most cost first, and what all columns come to."""
-    tables = len(cost)
-    loads, place = np.zeros((tables, programs), dtype=np.int64), np.empty_like(cost)
-    free = np.tile(np.arange(programs), (tables, 1))  # of each column, the first
-    numbers = np.arange(tables)[:, None]
-    # half a row at a time, the longest item to the column that has least to do
-    step = max(programs // 2, 1)
-    for begin in range(0, cost.shape[1], step):
-        some = cost[:, begin : begin + step]
-        least = ordered(loads)[:, : some.shape[1]]
-        loads[numbers, least] += some
-        place[:, begin : begin + step] = free[numbers, least]
-        free[numbers, least] += programs
-    return place, loads
-
-
-def _exchange(cost: NDArray[np.int64], place: NDArray[np.int64], loads: NDArray[np.int64]) -> None:
-    """Has an item of the fullest column and a shorter one of another change places while that relieves it by enough.
-
-    Places of items and what columns come to are changed in place, for one table.
-    """
-    mean = cost.sum() / len(loads)
-    column = place % len(loads)
-    for _ in range(_MOST_SWAPS):
-        fullest = int(loads.argmax())
-        if loads[fullest] <= _EVEN * mean:
-            return
-        mine = np.flatnonzero(column == fullest)
-        less = cost[mine, None] - cost
-        larger = np.maximum(loads[fullest] - less, loads[column] + less)
-        larger[:, mine] = loads[fullest]
-        best = int(larger.argmin())
-        if larger.flat[best] > loads[fullest] - _WORTH * mean:
-            return
-        one, other = int(mine[best // len(cost)]), best % len(cost)
-        loads[[fullest, column[other]]] += cost[[other, one]] - cost[[one, other]]
-        for moved in (column, place):
-            moved[[one, other]] = moved[[other, one]]
+    program = tl.arange(0, LANES)
+    there = program < programs
+    load = tl.where(there, 0, 1 << 30)
+    mine = tl.zeros([LANES], tl.int32)
+    step = tl.maximum(programs // 2, 1)
+    for begin in range(0, count, step):
+        less = load[None, :] < load[:, None]
+        less = less | ((load[None, :] == load[:, None]) & (program[None, :] < program[:, None]))
+        rank = tl.sum(less.to(tl.int32), 1)
+        given = there & (rank < step) & (begin + rank < count)
+        number = tl.load(order_ptr + begin + rank, mask=given, other=0)
+        load += tl.load(cost_ptr + begin + rank, mask=given, other=0)
+        block = number % blocks
+        item = items_ptr + 3 * ((mine + 1) * programs + program)
+        tl.store(item, tl.load(run_ptr + block, mask=given, other=0).to(tl.int32), mask=given)
+        tl.store(item + 1, tl.load(first_ptr + block, mask=given, other=0).to(tl.int32), mask=given)
+        tl.store(item + 2, (number // blocks).to(tl.int32), mask=given)
+        mine += given.to(tl.int32)
+    tl.store(items_ptr + 3 * program, mine, mask=there)
+    item = items_ptr + 3 * ((mine + 1) * programs + program)
+    tl.store(item, 0, mask=there)
+    tl.store(item + 1, 0, mask=there)
+    tl.store(item + 2, -1, mask=there)

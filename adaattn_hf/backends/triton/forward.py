@@ -17,17 +17,17 @@ def forward(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
     BULK: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head; programs are (query head of its group, entry of the work table).
+    """One block of queries of one head; programs are entries of the work table, each for all query heads of its group.
 
     An entry is (segment, first query, key/value head); `rules` holds each key/value head's window and sinks. With BULK
     the device's copy engine brings the tiles that all queries of a block see, and with EDGES the others, too, whose keys
     then end with a tile or with the tensor: `k_bulk` and `v_bulk` are descriptors of the keys and values.
     """
-    entry = work_ptr + 3 * tl.program_id(1)
+    entry = work_ptr + 3 * (tl.program_id(0) // GROUPS)
     segment = tl.load(entry)
     first = tl.load(entry + 1)
     kv_head = tl.load(entry + 2)
-    head = (kv_head * GROUPS + tl.program_id(0)).to(tl.int64)
+    head = (kv_head * GROUPS + tl.program_id(0) % GROUPS).to(tl.int64)
     row_ = tl.load(segments_ptr + 6 * segment)
     row = row_.to(tl.int64)
     q_start = tl.load(segments_ptr + 6 * segment + 1)

@@ -11,7 +11,7 @@ import triton
 
 from ..base import installed
 from ..capability import capability
-from ..launcher import Launcher
+from .launcher import Launcher
 
 _TRIED = (3, 6)
 """The first version of Triton whose Gluon these kernels were compiled with."""
@@ -19,11 +19,12 @@ _SM = (9, 0)
 """Devices with both a copy engine and the products of four warps that the kernels are made of."""
 
 
-_LEAST_OF_WINDOWS = 2048
-"""Keys that blocks of queries of 64 channels read on average, from which on windows gain by these kernels. With windows
-of 1,024 everywhere they take 1.1 times as long as the kernel whose tiles have 64 keys where other kernels ran between,
-as that is far less code to fetch anew; of 8 sequences at once 0.9 times as long, windows of 512 0.93 times."""
-_LEAST_OF_ROWS = 700
+_LEAST_OF_WINDOWS = 1950
+"""Keys that queries of 64 channels see on average, some 100 fewer than blocks of them read, from which on windows gain
+by these kernels. With windows of 1,024 everywhere they take 1.1 times as long as the kernel whose tiles have 64 keys
+where other kernels ran between, as that is far less code to fetch anew; of 8 sequences at once 0.9 times as long,
+windows of 512 0.93 times."""
+_LEAST_OF_ROWS = 640
 """The same without windows where all groups of warps have rows of one head, 192 an item: in documents of 1,000 tokens
 smaller blocks, of the other kernel, take 0.9 times as long."""
 _MANY_TURNS = 16
@@ -40,7 +41,7 @@ class Warps(NamedTuple):
         stages: Tiles in a ring.
         alternate: Whether the groups begin their products one after the other.
         ahead: Whether queries come an item ahead.
-        least: Keys that a block of queries must read on average, lest rows or tiles at edges be too many.
+        least: Keys that queries must see on average, lest rows or tiles at edges be too many.
         least_of_many: The same where each of the programs computes many items.
     """
 
@@ -53,10 +54,17 @@ class Warps(NamedTuple):
     least: int = 0
     least_of_many: int = 0
 
-    def pays(self, read: int, entries: int, rows: int, programs: int) -> bool:
-        """Whether so many blocks of queries, `rows` of all heads each, read enough keys, `read` in all."""
-        many = _MANY_TURNS * programs * 64 * self.groups <= entries * rows
-        return read >= (self.least_of_many if many else self.least) * entries
+    def pays(self, pairs: int, queries: int, groups: int, programs: int) -> bool:
+        """Whether queries see enough keys.
+
+        Args:
+            pairs: Of queries and keys that all key/value heads see.
+            queries: Of all key/value heads.
+            groups: Query heads per key/value head.
+            programs: That run at once.
+        """
+        many = _MANY_TURNS * programs * 64 * self.groups <= queries * groups
+        return pairs >= (self.least_of_many if many else self.least) * queries
 
     @property
     def rows(self) -> int:

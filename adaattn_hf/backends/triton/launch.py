@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...attention.heads import head_windows
 from ...attention.request import AttentionRequest, AttentionResult
-from ..base import Launch, by_requests, nothing_seen
-from .prefill import Prefill, attend_forward, prefill_of
+from ..base import Launch, nothing_seen
+from .prefill import attend_forward, run
 from .step import attend_step
 from .training import attend_with_gradients
 
@@ -40,8 +40,7 @@ def attend(request: AttentionRequest) -> AttentionResult:
 
 
 def prepare(rules: HeadRules | None) -> Launch:
-    """Of many queries without gradients: one launch, put together once for a structure."""
-    closely = by_requests(attend, rules)
+    """The launch of many queries without gradients, for calls that ask for nothing but rules per head."""
 
     def launch(
         query: Tensor,
@@ -51,22 +50,9 @@ def prepare(rules: HeadRules | None) -> Launch:
         structure: CallStructure,
         stored: StoredKV | None = None,
     ) -> Tensor:
-        place = _prefill, rules, query.shape, key.shape, value.shape, query.dtype, query.device
-        found = structure.cached(
-            place,
-            lambda: _prefill(AttentionRequest(query, key, value, structure, scaling, per_head=rules)),
-        )
-        if found is not None:
-            return found(query, key, value, scaling)
-        return closely(query, key, value, scaling, structure)
+        if structure.segments() is None or not (query.numel() and key.numel() and value.numel()):
+            return attend(AttentionRequest(query, key, value, structure, scaling, per_head=rules)).out
+        windows = head_windows(structure, rules, key.shape[1])
+        return run(query, key, value, structure, scaling, windows).out
 
     return launch
-
-
-def _prefill(request: AttentionRequest) -> Prefill | None:
-    """What calls like a request launch; None where they ask nothing, or see no runs."""
-    segments = None if request.asks_nothing else request.structure.segments()
-    if segments is None:
-        return None
-    windows = head_windows(request.structure, request.per_head, request.key.shape[1])
-    return prefill_of(request, segments, windows, need_lse=False)

@@ -60,19 +60,11 @@ def _step_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def _shared_out(
-    windows: HeadWindows,
-    heads: int,
-    width: int,
-    kv_len: int,
-    sequences: int,
-    device: torch.device,
-    whole: bool,
-) -> bool:
-    """Makes the table of heads that read unlike many keys while the graph is traced: in its memory it must not lie."""
-    from .step import prepare
+def _made_before(windows: HeadWindows, device: torch.device) -> bool:
+    """Makes the table of windows while the graph is traced: in its memory it must not lie."""
+    from .tables import window_table
 
-    prepare(windows, heads, width, kv_len, sequences, device, whole)
+    window_table(windows, device)
     return True
 
 
@@ -86,10 +78,8 @@ def traced_step(request: AttentionRequest) -> Tensor:
 
         pairs, reach = windows_and_reach(structure, request.per_head)
         if reach < structure.kv_len:
-            width = max(query.shape[3], value.shape[3]) * query.dtype.itemsize
             until = request.per_head.until
-            rows = structure.kv_len, structure.batch
-            _shared_out(pairs, query.shape[1], width, *rows, query.device, until is not None)
+            _made_before(pairs, query.device)
             windows = [number for pair in pairs for number in pair]
     out: Tensor = step_op(
         query,

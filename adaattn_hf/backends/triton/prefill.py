@@ -1,143 +1,255 @@
-"""The launch of many queries per sequence: tables, tile sizes, output."""
+"""Many queries per sequence: which kernels serve a call, with which constants and work tables, and their launch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...attention.heads import HeadWindows
 from ...attention.request import AttentionRequest, AttentionResult, other_devices
-from ...attention.structure import Segment
-from ..launcher import BYTES
-from ..relaunch import Relaunch
-from ..repeats import asked
-from .shapes import Known, Shape
+from ...attention.structure import CallStructure, Segment
+from . import hopper
+from .descriptors import descriptor_of
+from .forward import forward
+from .launcher import Launcher, aligned
+from .sizes import padded, scale_of, tile_on
+from .tables import (
+    Cut,
+    Dealing,
+    ends_with_tiles,
+    exact_windows,
+    find_entries,
+    find_items,
+    find_runs,
+    made,
+    pairs_seen,
+    runs_of,
+    window_table,
+)
 
-_COMES_AGAIN = 256
-"""Launches behind which programs are to end together. To find out who computes what takes the host some 0.2 to 0.7 ms
-for each layer of a plan at 8k, 3 ms for all exact layers, and saves the device some 10 us a launch: prompts of a length
-that is met a few times would wait for it in vain."""
+launch_forward = Launcher(forward)
+
+# Products of numbers from which on keys and values are read by TMA. Smaller calls gain less by it (4 to 6 us on an H200
+# at 5e9) than the host takes to describe keys and values (some 15 us).
+_LEAST_PRODUCTS = 1 << 33
+_WHOLE = Cut("queries", 0)
 
 
-def blank(request: AttentionRequest, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Output and log-sum-exp to write into, every row of them."""
-    query = request.query
-    batch, heads, q_len, _ = query.shape
-    out = query.new_empty((batch, q_len, heads, request.value.shape[3]))
-    return out, query.new_empty((batch, heads, q_len), dtype=torch.float32) if need_lse else None
+class Kind(NamedTuple):
+    """What kernels are compiled for, beside windows and runs.
 
-
-class Prefill:
-    """Calls of a shape whose heads have the same windows: what they launch, wherever their tensors lie.
-
-    Called by itself where there are neither learned sinks nor a log-sum-exp to write.
+    Attributes:
+        heads: Query heads.
+        kv_heads: Key/value heads.
+        dim: Channels of queries and keys.
+        dim_v: Channels of values.
+        dtype: Of all tensors.
+        softcap: Of the scores.
+        has_sink: Whether heads have learned sinks.
+        has_lse: Whether the log-sum-exp is written.
     """
 
-    def __init__(self, shape: Shape, windows: HeadWindows | None) -> None:
-        """From the shape, and the windows of its heads."""
-        self._shape, self._windows, self._evenly = shape, windows, False
-        self._kernels, self._heavy = shape.kernels(windows)
-        self._forms: dict[Known, list[Relaunch]] = {}
-        self._left = _COMES_AGAIN
+    heads: int
+    kv_heads: int
+    dim: int
+    dim_v: int
+    dtype: torch.dtype
+    softcap: float | None = None
+    has_sink: bool = False
+    has_lse: bool = False
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Returns the output `[batch, q_len, heads, head_dim_v]`.
-
-        Raises:
-            ValueError: The tensors do not lie on one device.
-        """
-        if not query.get_device() == key.get_device() == value.get_device():
-            raise other_devices(query, key, value)
-        out = query.new_empty(self._shape.out)
-        self.launch(query, key, value, scaling, out)
-        return out
-
-    def launch(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        out: Tensor,
-        lse: Tensor | None = None,
-        sink: Tensor | None = None,
-    ) -> None:
-        """Writes output and log-sum-exp: one launch over all segments and heads, several for very many documents."""
-        self._left -= 1
-        if not self._left or asked():
-            self._deal_again()
-        q_at, k_at, v_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        even = not (q_at | k_at | v_at) % BYTES
-        known = query.stride(), key.stride(), value.stride(), scaling, even
-        runs = self._forms.get(known)
-        if runs is None:
-            runs = self._forms[known] = self._runs(known, query, key, value, out, lse)
-        tensors = (
-            query,
-            key,
-            value,
-            key,
-            value,
-            out,
-            out if lse is None else lse,
-            out if sink is None else sink,
-        )
-        out_at = out.data_ptr()
-        addresses = q_at, k_at, v_at, k_at, v_at, out_at, out_at if lse is None else lse.data_ptr(), out_at
-        for run in runs:
-            run(tensors, addresses)
-
-    def _deal_again(self) -> None:
-        """Has items dealt out evenly from now on; captured graphs go on by their table, which its sheet keeps."""
-        kernel = self._kernels[0]
-        if self._evenly or not kernel.sheet.dealt:
-            return
-        if torch.cuda.is_current_stream_capturing():  # nothing can be copied to the device now
-            self._left = max(self._left, 1)
-            return
-        self._evenly = True
-        self._forms.clear()
-
-    def _runs(
-        self, known: Known, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None
-    ) -> list[Relaunch]:
-        """The launches of a call, shared by calls whose strides, alignment and factor are the same."""
-        runs: list[Relaunch] = []
-        variants = self._shape.variants(self._kernels, self._heavy, known, query, key, value, out, lse)
-        for kernel, variant in variants:
-            tables = kernel.sheet.tables(self._windows, self._evenly)
-            runs += [
-                Relaunch(variant, grid, tables._replace(entries=entries), last)
-                for grid, entries, last in kernel.launches(tables)
-            ]
-        return runs
+    def facts(self, causal: bool, windowed: bool) -> dict[str, Any]:
+        """The constants that all kernels share."""
+        return {
+            "GROUPS": self.heads // self.kv_heads, "CAUSAL": causal, "WINDOW": windowed, "HAS_SINK": self.has_sink,
+            "HAS_LSE": self.has_lse,
+        }  # fmt: skip
 
 
-def prefill_of(
-    request: AttentionRequest, segments: Sequence[Segment], windows: HeadWindows | None, need_lse: bool
-) -> Prefill:
-    """What calls like a request launch, made once for their structure.
+class Part(NamedTuple):
+    """One launch of a call.
+
+    Attributes:
+        launcher: Of the kernel.
+        grid: Programs.
+        tables: Runs, entries or items, windows.
+        constants: Of the kernel, and the compiler's options, as it reads keys and values by addresses.
+        by_tma: The same as it reads them by TMA; None where that does not pay.
+        box: Keys and channels that TMA brings at once; all channels where None.
+        specialised: Whether it is the warp-specialised kernel for Hopper, which reads by TMA alone.
+    """
+
+    launcher: Launcher
+    grid: tuple[int, ...]
+    tables: tuple[Tensor, Tensor, Tensor]
+    constants: dict[str, Any]
+    by_tma: dict[str, Any] | None
+    box: tuple[int, int | None]
+    specialised: bool = False
+
+
+def find_parts(
+    structure: CallStructure, device: torch.device, kind: Kind, windows: HeadWindows | None, on_hopper: bool
+) -> tuple[Part, ...]:
+    """The launches of all calls of a kind over a structure.
 
     Args:
-        request: One of the calls.
-        segments: The runs of its structure.
+        structure: It has runs.
+        device: Of all tensors.
+        kind: Of the calls.
         windows: Of `head_windows`.
-        need_lse: Whether the log-sum-exp is written, too.
+        on_hopper: Whether the kernel for Hopper may be among them.
     """
-    query, value, structure = request.query, request.value, request.structure
-    known = (
-        "prefill", query.shape, value.shape, query.dtype, query.device, need_lse, request.sink_logits is not None,
-        request.softcap,
+    every = windows or exact_windows(kind.kv_heads)
+    heavy = _is_heavy(kind, pairs_seen(structure, every))
+    if on_hopper and heavy and kind.dim == kind.dim_v and kind.softcap is None and hopper.usable(device):
+        found = _parts_on_hopper(structure, device, kind, windows)
+        if found:
+            return found
+    return _plain_part(structure, device, kind, windows, heavy)
+
+
+def _is_heavy(kind: Kind, pairs: int) -> bool:
+    """Whether heads that see so many pairs of queries and keys compute so much that TMA pays."""
+    return pairs * kind.heads // kind.kv_heads * (kind.dim + kind.dim_v) >= _LEAST_PRODUCTS
+
+
+def _plain_part(
+    structure: CallStructure,
+    device: torch.device,
+    kind: Kind,
+    windows: HeadWindows | None,
+    heavy: bool,
+    cut: Cut = _WHOLE,
+) -> tuple[Part, ...]:
+    """The launch of the kernel for all devices over the runs of a cut; none where there are no queries."""
+    width = max(padded(kind.dim), padded(kind.dim_v)) * kind.dtype.itemsize
+    tile = tile_on("forward" if windows is None else "forward of windows", width, device)
+    constants = kind.facts(structure.causal, windows is not None) | {
+        "DIM": kind.dim, "DIM_V": kind.dim_v, "PAD": padded(kind.dim), "PAD_V": padded(kind.dim_v),
+        "HAS_CAP": kind.softcap is not None, "BULK": False, "EDGES": False, **tile.constants(),
+    }  # fmt: skip
+    closed = all(ends_with_tiles(run, tile.columns, structure.kv_len) for run in structure.segments() or ())
+    entries = made(structure, device, find_entries, cut._replace(block=tile.rows), kind.kv_heads)
+    runs = made(structure, device, find_runs, cut.least, cut.short)
+    if not len(entries):
+        return ()
+    by_tma = {**constants, "BULK": True, "EDGES": closed} if heavy else None
+    tables = runs, entries, entries if windows is None else window_table(windows, device)
+    grid = (kind.heads // kind.kv_heads * len(entries),)
+    return (Part(launch_forward, grid, tables, constants, by_tma, (tile.columns, None)),)
+
+
+def _parts_on_hopper(
+    structure: CallStructure, device: torch.device, kind: Kind, windows: HeadWindows | None
+) -> tuple[Part, ...]:
+    """The launch of the kernel for Hopper, and one for runs of fewer keys than a tile; empty where it does not pay.
+
+    Tiles of such runs would reach into others.
+    """
+    groups, every = kind.heads // kind.kv_heads, windows or exact_windows(kind.kv_heads)
+    warps = hopper.warps_of(kind.dim, groups, windows is not None)
+    if warps is None:
+        return ()
+    pieces = 1 if windows is None else 2
+    keys = warps.columns // pieces
+    cut = Cut("queries", warps.rows, least=keys)
+    runs = structure.derived(runs_of, keys)
+    pairs, queries = pairs_seen(structure, every, keys), sum(run.q_len for run in runs) * kind.kv_heads
+    processors = hopper.multiprocessors(device)
+    if not runs or not _is_heavy(kind, pairs) or not warps.pays(pairs, queries, groups, processors):
+        return ()
+    closed = all(ends_with_tiles(run, keys, structure.kv_len) for run in runs)
+    constants = kind.facts(structure.causal, windows is not None) | {
+        "HEAD": kind.dim, "TOGETHER": warps.together, "GROUPS_OF_WARPS": warps.groups, "ALTERNATE": warps.alternate,
+        "AHEAD": warps.ahead, "CLOSE": not closed, "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
+    }  # fmt: skip
+    dealing = Dealing(groups // warps.together, keys, pieces, processors)
+    items, programs = made(structure, device, find_items, cut, dealing, every)
+    tables = (
+        made(structure, device, find_runs, keys, False),
+        items,
+        items if windows is None else window_table(windows, device),
+    )
+    box = keys, None if windows is None else 64
+    part = Part(hopper.launch_specialised(), (programs,), tables, constants, constants, box, True)
+    if not structure.derived(runs_of, keys, True):
+        return (part,)
+    return (part, *_plain_part(structure, device, kind, windows, False, cut._replace(short=True)))
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    structure: CallStructure,
+    scaling: float,
+    windows: HeadWindows | None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    with_lse: bool = False,
+) -> AttentionResult:
+    """Attention of many queries, in one launch over all runs and heads, or two.
+
+    Args:
+        query: `[batch, heads, q_len, head_dim]`.
+        key: `[batch, num_kv_heads, kv_len, head_dim]`.
+        value: `[batch, num_kv_heads, kv_len, head_dim_v]`.
+        structure: It has runs.
+        scaling: Factor on the scores.
+        windows: Of `head_windows`.
+        softcap: Of the scores.
+        sink: Learned sinks, `[heads]`.
+        with_lse: Whether the log-sum-exp is written.
+
+    Raises:
+        ValueError: The tensors do not lie on one device.
+    """
+    if not query.get_device() == key.get_device() == value.get_device():
+        raise other_devices(query, key, value)
+    if scaling < 0:
+        query, scaling = -query, -scaling  # the kernels take the largest score by the largest product
+    batch, heads, q_len, dim = query.shape
+    device, dtype = query.device, query.dtype
+    out = query.new_empty((batch, q_len, heads, value.shape[3]))
+    lse = query.new_empty((batch, heads, q_len), dtype=torch.float32) if with_lse else None
+    kind = Kind(heads, key.shape[1], dim, value.shape[3], dtype, softcap, sink is not None, with_lse)
+    even = aligned(query, key, value)
+    strides = query.stride(), key.stride(), value.stride()
+    # the kernel for Hopper reads queries in lines of 16 bytes
+    lines = even and strides[0][3] == 1 and not any(step % 16 for step in strides[0][:3])
+    parts = made(structure, device, find_parts, kind, windows, lines)
+    bulk = _descriptors(parts, key, value) if even else None
+    if bulk is None and parts and parts[0].specialised:
+        parts = made(structure, device, find_parts, kind, windows, False)
+        bulk = _descriptors(parts, key, value) if even else None
+    numbers = (
+        *strides[0], *strides[1], *strides[2], *out.stride(), *((0, 0) if lse is None else lse.stride()[:2]),
+        scale_of(scaling, softcap), float(softcap or 0.0),
     )  # fmt: skip
-    windowed = windows is not None
+    # learned sinks come from elsewhere, and begin at any address
+    variant = (dtype, numbers[:-2]) if even and query.is_cuda and sink is None else None
+    last = (out, out if lse is None else lse, out if sink is None else sink)
+    for part in parts:
+        keys, values, constants = key, value, part.constants
+        if bulk is not None and part.by_tma is not None:
+            (keys, values), constants = bulk, part.by_tma
+        part.launcher(
+            part.grid, (query, key, value, keys, values, *last, *part.tables, *numbers), constants, variant
+        )
+    return AttentionResult(out, lse)
 
-    def make() -> Prefill:
-        shape = structure.cached((known, windowed), lambda: Shape(request, segments, windowed, need_lse))
-        return Prefill(shape, windows)
 
-    return structure.cached((known, windows), make)
+def _descriptors(parts: Sequence[Part], key: Tensor, value: Tensor) -> tuple[Any, Any] | None:
+    """TMA descriptors for the first launch; None where it reads by addresses, or TMA cannot take the tensors."""
+    if not parts or parts[0].by_tma is None:
+        return None
+    layout = hopper.layout() if parts[0].specialised else None
+    keys, values = (descriptor_of(tensor, *parts[0].box, layout=layout) for tensor in (key, value))
+    return None if keys is None or values is None else (keys, values)
 
 
 def attend_forward(
@@ -146,11 +258,8 @@ def attend_forward(
     windows: HeadWindows | None,
     keep_lse: bool = False,
 ) -> AttentionResult:
-    """One launch over all segments and heads; `keep_lse` makes the log-sum-exp for the backward pass."""
-    query = request.query
-    if request.scaling < 0:
-        query = -query  # the kernels take the largest score by the largest product
-    out, lse = blank(request, request.need_lse or keep_lse)
-    launches = prefill_of(request, segments, windows, lse is not None)
-    launches.launch(query, request.key, request.value, request.scaling, out, lse, request.sink_logits)
-    return AttentionResult(out, lse)
+    """The same of a request; `keep_lse` makes the log-sum-exp for the backward pass."""
+    return run(
+        request.query, request.key, request.value, request.structure, request.scaling, windows, request.softcap,
+        request.sink_logits, request.need_lse or keep_lse,
+    )  # fmt: skip

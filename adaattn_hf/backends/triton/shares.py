@@ -21,35 +21,32 @@ def _first_real(real_ptr, kv_len, LINE: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit
 def reading(  # type: ignore[no-untyped-def]
-    work_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, most, window, sinks, until, BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    FIND: tl.constexpr,
+    rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until,
+    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, TABLE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, FIND: tl.constexpr,
 ):  # fmt: skip
     """What a program reads: head, share, shares, batch row, first key, sinks, start of the window, start and end.
 
-    Programs are (head and share, sequence): `most` shares of each head, of the same window and sinks, or with APART those of
-    the work table, whose entries are (key/value head, share, shares of that head, its window, its sinks). A sequence is a
-    row of `(batch row, first key, number of keys, offset)` with TABLE, else all keys of the batch row of its number, with
-    FIND from the first one that `real` `[batch, kv_len]` holds to be real. From position `until` on no window holds. HAS_OFFSET reads the offset from the device. Keys are counted through from the sinks to the window as if they
-    adjoined: key `u` of those read is key `u` below the number of sinks, else `u - sinks + low`.
+    Programs are (sequence, share and head), with `most` shares of each head. With APART `rules` `[kv_heads, 2]` says each
+    head's window and sinks, and a head has as many shares as hold `span` keys each, no more than `most`: the programs of
+    the rest have nothing to do. A sequence is a row of `(batch row, first key, number of keys, offset)` with TABLE, else
+    all keys of the batch row of its number, with FIND from the first one that `real` `[batch, kv_len]` holds to be real.
+    From position `until` on no window holds. HAS_OFFSET reads the offset from the device. Keys are counted through from
+    the sinks to the window as if they adjoined: key `u` of those read is key `u` below the number of sinks, else
+    `u - sinks + low`.
     """
-    sequence = tl.program_id(1)
-    kv_head = tl.program_id(0) // most
-    share = tl.program_id(0) % most
-    shares = most
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1) % kv_heads
+    share = tl.program_id(1) // kv_heads
     if APART:
-        entry = work_ptr + 5 * tl.program_id(0)
-        kv_head = tl.load(entry)
-        share = tl.load(entry + 1)
-        shares = tl.load(entry + 2)
-        window = tl.load(entry + 3)
-        sinks = tl.load(entry + 4)
+        window = tl.load(rules_ptr + 2 * kv_head)
+        sinks = tl.load(rules_ptr + 2 * kv_head + 1)
     row = sequence.to(tl.int64)
     k_start, k_len, at = 0, kv_len, offset
     if HAS_OFFSET:
         at = tl.load(offset_ptr).to(tl.int32)
     if TABLE:
-        row = tl.load(rows_ptr + 4 * sequence).to(tl.int64)
+        row = tl.load(rows_ptr + 4 * row).to(tl.int64)
         k_start = tl.load(rows_ptr + 4 * sequence + 1).to(tl.int32)
         k_len = tl.load(rows_ptr + 4 * sequence + 2).to(tl.int32)
         at = tl.load(rows_ptr + 4 * sequence + 3).to(tl.int32)
@@ -69,6 +66,9 @@ def reading(  # type: ignore[no-untyped-def]
         if not CAUSAL:
             stop = tl.minimum(k_len, tl.maximum(at + window, sinks))
     count = few + tl.maximum(stop - low, 0)
+    shares = most
+    if APART:
+        shares = tl.minimum(most, tl.maximum(tl.cdiv(count, span), 1))
     span = tl.cdiv(tl.cdiv(count, shares), BLOCK) * BLOCK
     first = row * 0 + k_start
     return kv_head, share, shares, row, first, few, low, share * span, tl.minimum(count, (share + 1) * span)
@@ -191,10 +191,10 @@ def finish(  # type: ignore[no-untyped-def]
             acc = acc * tl.exp2(m - top)[:, None]
             m = top
         _write(out_ptr, lse_ptr, acc, m, l, kv_head, ROWS, GROUPS, DIM_V, PAD_V, HAS_LSE, TURN_V)
-    else:
+    elif share < shares:
         dv = tl.arange(0, PAD_V)
-        pair = (tl.program_id(1) * kv_heads + kv_head).to(tl.int64)
-        stats_ptr = part_ptr + tl.num_programs(1).to(tl.int64) * kv_heads * GROUPS * most * DIM_V
+        pair = (tl.program_id(0) * kv_heads + kv_head).to(tl.int64)
+        stats_ptr = part_ptr + tl.num_programs(0).to(tl.int64) * kv_heads * GROUPS * most * DIM_V
         mine = (pair * GROUPS + g) * most + share
         tl.store(
             part_ptr + mine[:, None] * DIM_V + dv[None, :], acc, mask=inside[:, None] & (dv < DIM_V)[None, :]

@@ -23,11 +23,16 @@ from .warps import (
 
 @gluon.jit
 def _entry(tables, turn):  # type: ignore[no-untyped-def]
-    """What the work table says of a program's item: segment, first row, heads; heads below 0 where there is none."""
-    _segments_ptr, work_ptr, _rules_ptr, items = tables
-    index = turn * gl.num_programs(0) + gl.program_id(0)
-    entry = work_ptr + 3 * gl.minimum(index, items - 1)
-    return gl.load(entry), gl.load(entry + 1), gl.where(index < items, gl.load(entry + 2), -1)
+    """What the work table says of a program's item: segment, first row, heads; heads are -1 behind the last one."""
+    _segments_ptr, work_ptr, _rules_ptr = tables
+    entry = work_ptr + 3 * ((turn + 1) * gl.num_programs(0) + gl.program_id(0))
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+
+
+@gluon.jit
+def _turns(tables):  # type: ignore[no-untyped-def]
+    """How many items a program has, by the first row of the work table."""
+    return gl.load(tables[1] + 3 * gl.program_id(0))
 
 
 @gluon.jit
@@ -42,7 +47,7 @@ def _item(  # type: ignore[no-untyped-def]
     """
     PIECES: gl.constexpr = 2 if WINDOW else 1
     PART: gl.constexpr = BLOCK_N // PIECES
-    segments_ptr, _work_ptr, rules_ptr, _items = tables
+    segments_ptr, _work_ptr, rules_ptr = tables
     segment, first, heads = entry
     segment = segments_ptr + 6 * segment
     there = heads >= 0
@@ -156,7 +161,7 @@ def _produce(  # type: ignore[no-untyped-def]
     """Fetches the tiles of all items into the rings."""
     count = 0
     following = _entry(tables, 0)
-    for turn in range(0, gl.cdiv(tables[3], gl.num_programs(0))):
+    for turn in range(0, _turns(tables)):
         entry, following = following, _entry(tables, turn + 1)
         place, rules, tiles = _item(tables, entry, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         row, _q_start, _q_len, k_start, kv_head, _head, _first = place
@@ -220,7 +225,7 @@ def _consume(  # type: ignore[no-untyped-def]
     if AHEAD:
         place, _rules, _tiles = _item(tables, following, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         _begin_queries(q_tiles.index(2 * WHICH), q_ptr, strides, place, WHICH, TOGETHER, HEAD, LINES)
-    for turn in range(0, gl.cdiv(tables[3], gl.num_programs(0))):
+    for turn in range(0, _turns(tables)):
         entry, following = following, _entry(tables, turn + 1)
         place, rules, tiles = _item(tables, entry, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         if AHEAD:
@@ -276,10 +281,10 @@ def _consume(  # type: ignore[no-untyped-def]
         write_rows(acc, m, l, out, (i < q_len)[:, None], lse, own < q_len, HAS_LSE, LINES, O_LAYOUT, dtype)
 
 
-@gluon.jit(do_not_specialize=["items"])
+@gluon.jit
 def specialised(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_bulk, v_bulk, out_ptr, lse_ptr, sink_ptr, segments_ptr, work_ptr, rules_ptr,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_n, o_h, o_d, l_b, l_h, scale, softcap, items,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_n, o_h, o_d, l_b, l_h, scale, softcap,
     GROUPS: gl.constexpr, TOGETHER: gl.constexpr, HEAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_LSE: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr,
     AHEAD: gl.constexpr, CLOSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -287,8 +292,7 @@ def specialised(  # type: ignore[no-untyped-def]
     """Items of the work table, dealt out to the programs; arguments as of `forward`.
 
     An item is (segment, first row, number of its TOGETHER heads): 64 queries of these heads, one for each group of warps,
-    or as many times 64 of one head; of a number below 0 it is none. A program computes the items of its column, where
-    rows of the table have as many as there are programs. With ALTERNATE the groups begin their products one after the
+    or as many times 64 of one head. A program computes the items of its column of the table that `dealing.deal` makes. With ALTERNATE the groups begin their products one after the
     other, with AHEAD queries are brought an item ahead. With CLOSE the keys of a segment may end within a tile and before
     the tensor does; then there are as many as a tile's piece at least. Heads have HEAD channels, which lie side by side;
     keys and values are read by their descriptors alone, and scores have no softcap.
@@ -305,7 +309,7 @@ def specialised(  # type: ignore[no-untyped-def]
     turns = gl.allocate_shared_memory(gl.int64, [GROUPS_OF_WARPS, 1], mbarrier.MBarrierLayout())
     for which in gl.static_range(GROUPS_OF_WARPS):
         mbarrier.init(turns.index(which), count=1)
-    tables = segments_ptr, work_ptr, rules_ptr, items
+    tables = segments_ptr, work_ptr, rules_ptr
     strides = q_b, q_h, q_n, o_b, o_n, o_h, l_b, l_h
     rings = k_ring, v_ring, turns
     tensors = q_ptr, out_ptr, lse_ptr, sink_ptr

@@ -12,18 +12,15 @@ from torch import Tensor
 from ...attention.heads import ALL, HeadWindows, head_windows
 from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
 from ...attention.structure import CallStructure
-from ..capability import GRID
-from ..launcher import Launcher, aligned
 from .codes import decode_codes
 from .decode import decode
-from .sizes import Tile, padded, rows_of, scale_of, tile_on
-from .split import Shares, shares_of
+from .launcher import Launcher, aligned
+from .sizes import padded, rows_of, scale_of, tile_on
+from .split import split
+from .tables import capturing, window_table
 
 launch_step = Launcher(decode)
 launch_step_over_codes = Launcher(decode_codes)
-
-# Place of the sequences' rows among the arguments of both kernels.
-_ROWS = 8
 
 # Programs per multiprocessor that a step is shared out among, and the fewest keys that one of them reads. Over values
 # of 4 bits of many heads there are more: those take less of its shared memory. Of few heads the one program that puts
@@ -86,26 +83,28 @@ def attend_step(
             max(64, pad_v),
         )
     tile = tile_on(kernel, width, device, product_rows)
-    graph = graph or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-    table, most, programs, window, sinks = _shared_out(
-        windows, kv_heads, kv_len, sequences, waves, tile, device, graph, until is not None
-    )
+    graph = graph or capturing(device)
+    programs, least = waves * _processors(device), max(tile.columns, _LEAST_KEYS)
+    most, span = split(windows, kv_heads, kv_len, sequences, programs, least, until is not None)
+    apart = windows is not None and len(set(windows)) > 1
+    rules = window_table(windows, device) if apart and windows is not None else None
+    window, sinks = windows[0] if windows else (ALL, 0)
     part, done = _scratch(
         sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads, device, graph
     )
     common: tuple[Any, ...] = (
         query, key, value, out, out if lse is None else lse, out if sink is None else sink, part, done,
         done if rows is None else rows, offset if isinstance(offset, Tensor) else done,
-        done if real is None else real, done if table is None else table,
+        done if real is None else real, done if rules is None else rules,
         query.stride(0), query.stride(1), query.stride(3), *key.stride(), *value.stride(),
-        kv_len, offset if isinstance(offset, int) else 0, kv_heads, most, window, sinks,
+        kv_len, offset if isinstance(offset, int) else 0, kv_heads, most, span, window, sinks,
         ALL if until is None else until,
         scale_of(request.scaling, request.softcap), float(request.softcap or 0.0),
     )  # fmt: skip
     fixed: dict[str, Any] = {
         "GROUPS": groups, "ROWS": product_rows, "DIM": dim, "DIM_V": value_dim,
         "PAD": pad, "PAD_V": pad_v,
-        "CAUSAL": structure.causal, "WINDOW": windows is not None, "APART": table is not None,
+        "CAUSAL": structure.causal, "WINDOW": windows is not None, "APART": apart,
         "HAS_CAP": request.softcap is not None,
         "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "TABLE": rows is not None,
         "HAS_OFFSET": rows is None and isinstance(offset, Tensor), "HAS_REAL": real is not None,
@@ -113,7 +112,7 @@ def attend_step(
         "BLOCK_N": tile.columns, "HEADS": member_heads, "CHUNK": max(1, min(16, 8192 // (member_heads * pad_v))),
         "SINGLE": most == 1, "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
     }  # fmt: skip
-    grid = programs, sequences
+    grid = sequences, kv_heads * most
     beside = sink, real, offset if isinstance(offset, Tensor) else None
     ordinary = query.is_cuda and aligned(*beside)
     kind = (
@@ -122,7 +121,7 @@ def attend_step(
     )  # fmt: skip
     if stored is None:
         kinds: Hashable = kind if ordinary and aligned(query, key, value) else None
-        _launched(launch_step, grid, common, fixed, kinds)
+        launch_step(grid, common, fixed, kinds)
         return AttentionResult(out, lse)
     mean, first, scales = stored.key_mean, stored.first_key, (stored.key_scale, stored.value_scale)
     strides = *scales[0].stride(), *scales[1].stride()
@@ -136,65 +135,8 @@ def attend_step(
     record = *scales, query if mean is None else mean, query if first is None else first
     ordinary = ordinary and aligned(query, key, value, *record)
     kinds = (*kind, *strides, *(tensor.dtype for tensor in record)) if ordinary else None
-    _launched(launch_step_over_codes, grid, (*common, *record, *strides), fixed, kinds)
+    launch_step_over_codes(grid, (*common, *record, *strides), fixed, kinds)
     return AttentionResult(out, lse)
-
-
-def _shared_out(
-    windows: HeadWindows | None,
-    kv_heads: int,
-    kv_len: int,
-    sequences: int,
-    waves: int,
-    tile: Tile,
-    device: torch.device,
-    graph: bool,
-    whole: bool,
-) -> Shares:
-    """The keys of a step among so many programs per multiprocessor."""
-    programs, least = waves * _processors(device), max(tile.columns, _LEAST_KEYS)
-    return shares_of(windows, kv_heads, kv_len, sequences, programs, least, device, graph, whole)
-
-
-def prepare(
-    windows: HeadWindows,
-    heads: int,
-    width: int,
-    kv_len: int,
-    sequences: int,
-    device: torch.device,
-    whole: bool,
-) -> None:
-    """Shares out the keys of heads that read unlike many, for a graph that is yet to run.
-
-    Args:
-        windows: Of its key/value heads.
-        heads: Query heads.
-        width: Bytes of a key or value, the larger of both.
-        kv_len: Keys of a sequence.
-        sequences: As many as there are.
-        device: Where it will run.
-        whole: Whether the windows end with a position.
-    """
-    tile = tile_on("decode", width, device, rows_of(heads // len(windows)))
-    _shared_out(windows, len(windows), kv_len, sequences, _WAVES, tile, device, True, whole)
-
-
-def _launched(
-    launch: Launcher,
-    grid: tuple[int, int],
-    arguments: tuple[Any, ...],
-    fixed: dict[str, Any],
-    kind: Hashable | None,
-) -> None:
-    """One launch, or one for each part of the table of very many sequences."""
-    programs, sequences = grid
-    if sequences <= GRID:
-        launch(grid, arguments, fixed, kind)
-        return
-    before, rows, behind = arguments[:_ROWS], arguments[_ROWS], arguments[_ROWS + 1 :]
-    for part in rows.split(GRID):
-        launch((programs, len(part)), (*before, part, *behind), fixed, kind)
 
 
 def _adjoining(codes: Tensor) -> Tensor:
@@ -238,45 +180,31 @@ def _rows(structure: CallStructure, device: torch.device) -> tuple[Tensor | None
     if structure.kind == "irregular":
         raise ValueError("structure: a dense mask, expected runs; use the sdpa backend")
     if structure.one_run_a_row and (structure.window is None or structure.sinks_at_runs):
-        padding = structure.key_padding
-        if padding is None and structure.batch <= GRID:
-            return None, None, True, structure.batch
-        if padding is None:
-            rows = structure.cached(("triton rows", device), lambda: _whole_rows(structure, device))
-            return rows, None, True, structure.batch
-        rows, real = structure.cached(
-            ("triton rows", device), lambda: _rows_of_padding(structure, padding.to(device).contiguous())
-        )
-        return rows, real, True, structure.batch
+        if structure.key_padding is not None:
+            return (*structure.derived(_rows_of_padding, device), True, structure.batch)
+        return None, None, True, structure.batch
     segments = structure.segments()
     if segments is None:
         raise ValueError("structure: sinks beside chunks, expected runs; use the sdpa backend")
-    rows = structure.cached(
-        ("triton rows", device),
-        lambda: (
-            torch.tensor(
-                [(s.row, s.k_start, s.k_len, s.offset) for s in segments], dtype=torch.int64, device="cpu"
-            )
-            .view(-1, 4)
-            .to(device, non_blocking=True)
-        ),
-    )
-    return rows, None, len(segments) == structure.batch, len(segments)
+    return structure.derived(_rows_of_runs, device), None, len(segments) == structure.batch, len(segments)
 
 
-def _whole_rows(structure: CallStructure, device: torch.device) -> Tensor:
-    """The same of batch rows without padding."""
-    row = torch.arange(structure.batch, device=device)
-    count = torch.full_like(row, structure.kv_len)
-    return torch.stack([row, row * 0, count, row * 0 + structure.q_offset], dim=1)
+def _rows_of_runs(structure: CallStructure, device: torch.device) -> Tensor:
+    """Batch row, first key, number of keys and offset of each run."""
+    rows = [(run.row, run.k_start, run.k_len, run.offset) for run in structure.segments() or ()]
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4)
+    return table.to(device, non_blocking=True)
 
 
-def _rows_of_padding(structure: CallStructure, real: Tensor) -> tuple[Tensor, Tensor]:
-    """First real key, keys up to the last real one, and the offset of each batch row, made where the padding is."""
+def _rows_of_padding(structure: CallStructure, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same of padded batch rows, up to their last real key, and the padding; made on the device."""
+    padding = structure.key_padding
+    assert padding is not None
+    real = padding.to(device).contiguous()
     batch, kv_len = real.shape
     start = real.int().argmax(1)
     stop = kv_len - real.flip(1).int().argmax(1)
     seen = real.any(1)
     at = torch.zeros_like(start) + structure.q_offset
     count = torch.where(seen, stop - start, 0)
-    return torch.stack([torch.arange(batch, device=real.device), start, count, at - start], dim=1), real
+    return torch.stack([torch.arange(batch, device=device), start, count, at - start], dim=1), real

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from ...attention.stored import CHANNELS, hadamard
 from ..capability import capability
+from .launcher import Launcher, aligned
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = 256
 _TOKENS = 16
 """Tokens of a program; the least rows that a product on matrix units may have."""
+_STEP = 16
+"""Rows of the matrix that turns them which are read at once."""
 
 
 @triton.jit
@@ -37,10 +40,10 @@ def _cancelled(codes, steps, along, channel, DIM: tl.constexpr):  # type: ignore
     return codes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["at", "count"])
 def store_tokens(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, scale_ptr, turn_ptr, mean_ptr, along_ptr, x_b, x_h, x_n, x_d, codes_b, codes_h, codes_n,
-    scale_b, scale_h, scale_n, heads, count,
+    scale_b, scale_h, scale_n, heads, at, count,
     DIM: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_ALONG: tl.constexpr,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -65,21 +68,24 @@ def store_tokens(  # type: ignore[no-untyped-def]
     # the smallest scale of eight bits that is not below: `attention.stored.encode_scale`
     code = (peak.to(tl.int32, bitcast=True) - (107 << 23) + (1 << 20) - 1) >> 20
     code = tl.minimum(tl.maximum(code, 0), 255)
-    tl.store(scale_ptr + b * scale_b + h * scale_h + n * scale_n, code.to(tl.uint8), there)
+    tl.store(scale_ptr + b * scale_b + h * scale_h + (at + n) * scale_n, code.to(tl.uint8), there)
     steps = x * (1.0 / ((code << 20) + (107 << 23)).to(tl.float32, bitcast=True))[:, None]
-    at = codes_ptr + b * codes_b + h * codes_h + n[:, None] * codes_n
+    there_ptr = codes_ptr + b * codes_b + h * codes_h + (at + n[:, None]) * codes_n
     if BITS == 8:
         codes = tl.minimum(tl.maximum(_round(steps), -127.0), 127.0)
         if HAS_ALONG:
             along = tl.load(along_ptr + beside, d < DIM, 0.0)[None]
             codes = _cancelled(codes, steps, along, d[None], DIM)
-        tl.store(at + d[None], codes.to(tl.int8), there[:, None] & (d < DIM)[None])
+        tl.store(there_ptr + d[None], codes.to(tl.int8), there[:, None] & (d < DIM)[None])
     else:
         halves = tl.minimum(tl.maximum(_round((steps + 15) * 0.5), 0.0), 15.0).to(tl.int32)
         low, high = tl.split(halves.reshape(TOKENS, PADDED // (2 * GROUP), 2, GROUP).permute(0, 1, 3, 2))
         packed = (low | (high << 4)).reshape(TOKENS, PADDED // 2)
         half = tl.arange(0, PADDED // 2)[None]
-        tl.store(at + half, packed.to(tl.uint8), there[:, None] & (half < DIM // 2))
+        tl.store(there_ptr + half, packed.to(tl.uint8), there[:, None] & (half < DIM // 2))
+
+
+launch_store = Launcher(store_tokens)
 
 
 def serves(x: Tensor, codes: Tensor) -> bool:
@@ -111,13 +117,15 @@ def store(
         at: Place in the room of the first of the tokens.
     """
     batch, heads, count, dim = x.shape
-    codes, scale = codes.narrow(2, at, count), scale.narrow(2, at, count)
     turn = hadamard(dim, x.device)
+    mean, has_mean = (turn, False) if mean is None else (mean, True)
+    along, has_along = (turn, False) if along is None else (along, True)
+    numbers = (*x.stride(), *codes.stride()[:3], *scale.stride(), heads)
+    constants = {
+        "DIM": dim, "PADDED": max(16, triton.next_power_of_2(dim)), "BITS": 4 if codes.dtype is torch.uint8 else 8,
+        "HAS_MEAN": has_mean, "HAS_ALONG": has_along, "TOKENS": _TOKENS, "GROUP": CHANNELS // 2, "STEP": _STEP,
+    }  # fmt: skip
+    tensors = (x, codes, scale, turn, mean, along)
+    kind = (x.dtype, numbers) if x.is_cuda and aligned(*tensors) else None
     grid = triton.cdiv(count, _TOKENS), batch * heads
-    with torch.cuda.device_of(x):
-        store_tokens[grid](
-            x, codes, scale, turn, turn if mean is None else mean, turn if along is None else along, *x.stride(),
-            *codes.stride()[:3], *scale.stride(), heads, count,
-            DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)), BITS=4 if codes.dtype is torch.uint8 else 8,
-            HAS_MEAN=mean is not None, HAS_ALONG=along is not None, TOKENS=_TOKENS, GROUP=CHANNELS // 2, STEP=16, enable_fp_fusion=True,
-        )  # fmt: skip
+    launch_store(grid, (*tensors, *numbers, at, count), constants, kind)

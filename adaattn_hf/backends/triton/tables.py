@@ -1,205 +1,90 @@
-"""Work tables of the launches: segments, windows per head and work items, as small tensors on the device."""
+"""Work tables of the launches, made on the device: runs, blocks in the order of their work, windows per head."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
-import threading
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...attention.heads import ALL, HeadWindows
 from ...attention.structure import CallStructure, Segment
-from ..capability import GRID
-from ..launcher import BYTES
-from ..remembered import Remembered
-from .dealing import balanced, beside_tiles, taken, turned, uneven
-from .reads import Blocks
+from .dealing import costs, deal
+from .launcher import Launcher
 
-_made = Remembered(256)
-"""Tables of the last few kinds of calls, so that calls of one shape make theirs once."""
-_lock = threading.Lock()
-_lately: dict[Kind, dict[HeadWindows | None, dict[HeadWindows | None, None]]] = {}
-"""By kind and by windows, the last ones at the end: all windows of whose tables the same runs were asked."""
-_MOST_WINDOWS, _TOGETHER = 256, 1 << 18
-"""How many are kept, and entries of all tables that are made together: more of them take as long alone."""
-_ALIGNED = BYTES // 4
-"""Numbers at whose multiples each table begins."""
+Made = TypeVar("Made")
 
-MOST_ENTRIES = GRID // 4 * 4
-"""Entries of one launch; those of the next one begin at a multiple of 16 bytes, too."""
+launch_costs, launch_deal = Launcher(costs), Launcher(deal)
+_CLASSES = 16
+"""Classes of work, within which blocks are ordered by head: programs that run at the same time read the same keys."""
+_LINE = 256
+"""Blocks whose costs a program computes."""
 
 
-class Tables(NamedTuple):
-    """What kernels read of a launch.
-
-    Attributes:
-        segments: int32 `[segments, 6]`.
-        entries: int32 `[entries, 3]`: segment, first row, key/value head; those with most to do come first; or
-            items in rows of as many as there are programs, each of which computes a column, -1 for none.
-        rules: int32 `[kv_heads, 2]`, window and sinks; the entries where no head has a window.
-    """
-
-    segments: Tensor
-    entries: Tensor
-    rules: Tensor
-
-    def launches(self) -> tuple[Tensor, ...]:
-        """The entries of each launch: of more than one for very many documents alone."""
-        entries = self.entries
-        return (entries,) if entries.shape[0] <= MOST_ENTRIES else entries.split(MOST_ENTRIES)
-
-
-class Kind(NamedTuple):
-    """What tables depend on beside runs and windows; layers of a plan differ in their windows alone.
+class Cut(NamedTuple):
+    """How runs are cut into blocks.
 
     Attributes:
         of: What the blocks are of.
-        blocks: Queries and keys per tile, or keys per piece of one.
-        kv_heads: Key/value heads.
-        device: Where the tables go.
-        parts: Items that an entry is told as, numbered on from those of the head before, which are dealt out to
-            programs; 0 for entries as they are.
-        pieces: Of a tile.
-        programs: That compute the items in turn.
+        block: Queries, or keys, of a block.
+        least: 0 for blocks of all runs; else of those whose last tile of so many keys reaches no others.
+        short: Of the runs that `least` leaves out, instead.
     """
 
     of: Literal["queries", "keys"]
-    blocks: tuple[int, int]
-    kv_heads: int
-    device: torch.device
-    parts: int = 0
-    pieces: int = 1
-    programs: int = 0
+    block: int
+    least: int = 0
+    short: bool = False
 
 
-class Sheet:
-    """What launches over some runs have to do, and their tables, for heads of any windows.
-
-    A prompt of a length that was not met before needs a table for each layer of a plan: its first layer has them made
-    for all windows that came with its own in an earlier prompt, in one go and one copy to the device.
+class Dealing(NamedTuple):
+    """What is dealt out to the programs of a persistent kernel.
 
     Attributes:
-        kind: Of the tables.
-        count: Entries.
-        ends: Whether every run's keys end with one of their tiles or with the tensor.
-        dealt: Whether it matters which program computes which items.
+        parts: Items of a block and key/value head: groups of its query heads.
+        piece: Keys of a piece of a tile.
+        pieces: Pieces of a tile.
+        programs: As many as run at once.
     """
 
-    def __init__(self, found: Blocks, kind: Kind) -> None:
-        """Of the blocks of some runs."""
-        self.found, self.kind = found, kind
-        self.count, self.ends = len(found.segment) * kind.kv_heads, found.ends
-        self.dealt = kind.parts > 0 and uneven(self.count * kind.parts, kind.programs)
-        self._made: dict[HeadWindows | None, Tables] = {}
-        self._even: dict[HeadWindows | None, Tables] = {}
-        self._asked: dict[HeadWindows | None, None] = {}
-
-    def read(self, windows: HeadWindows | None) -> int:
-        """What all entries read, in keys for blocks of queries and in queries for blocks of keys."""
-        return sum(self.found.read(*rule)[1] for rule in self._rules(windows))
-
-    def _rules(self, windows: HeadWindows | None) -> HeadWindows:
-        return windows or ((ALL, 0),) * self.kind.kv_heads
-
-    def tables(self, windows: HeadWindows | None, evenly: bool = False) -> Tables:
-        """Those for heads with windows of `head_windows`.
-
-        Args:
-            windows: Of each head.
-            evenly: Whether programs are to end together, where they do not anyway: for launches that come again.
-        """
-        if evenly and self.dealt:
-            if windows not in self._even:
-                (self._even[windows],) = self.make([windows], evenly=True)
-            return self._even[windows]
-        with _lock:
-            lately = _lately.setdefault(self.kind, {})
-            came_with = lately.pop(windows, {})
-            others = [one for one in came_with if one not in self._made and one != windows]
-            self._asked[windows] = None
-            lately[windows] = self._asked
-            if len(lately) > _MOST_WINDOWS:
-                del lately[next(iter(lately))]
-        if windows not in self._made:
-            wanted = [windows, *others[: max(_TOGETHER // max(self.count, 1) - 1, 0)]]
-            self._made.update(zip(wanted, self.make(wanted), strict=True))
-        return self._made[windows]
-
-    def make(self, windows: Sequence[HeadWindows | None], evenly: bool = False) -> list[Tables]:
-        """Tables for heads with each of some windows.
-
-        Args:
-            windows: Of `head_windows`.
-            evenly: Have programs end together; see `balanced`.
-        """
-        found, kind = self.found, self.kind
-        rules = [self._rules(one) for one in windows]
-        limits = np.array(rules)
-        reads = np.array([[found.read(*rule)[0] for rule in one] for one in rules], dtype=np.int64)
-        places = found.places(kind.kv_heads)
-        if not kind.parts:
-            items = places.take(found.longest_first(reads), axis=0)
-            return _placed(found.runs, items, limits, windows, kind.device)
-        count = self.count * kind.parts
-        if self.dealt:
-            edges = found.stands >= limits[..., :1]
-            tiles = -(-reads // (kind.blocks[1] * kind.pieces)) + beside_tiles(edges)
-            slots = balanced(tiles.reshape(len(rules), -1).repeat(kind.parts, axis=1), kind.programs, evenly)
-        else:
-            numbers = found.longest_first(reads)[..., None] * kind.parts + np.arange(kind.parts)
-            none = np.full((len(rules), 1), count)
-            numbers = np.concatenate([numbers.reshape(len(rules), -1), none], axis=1)
-            slots = taken(numbers, turned(count, kind.programs)[None])
-        entry, part = np.divmod(slots, kind.parts)
-        items = places.take(entry, axis=0)
-        if kind.parts > 1:
-            items[..., 2] = np.where(slots < count, items[..., 2] * kind.parts + part, -1)
-        return _placed(found.runs, items, limits, windows, kind.device)
+    parts: int
+    piece: int
+    pieces: int
+    programs: int
 
 
-def sheet_of(
-    kind: Kind, structure: CallStructure, segments: Sequence[Segment], silent: Sequence[Segment] = ()
-) -> Sheet:
-    """Blocks of queries, by the number of keys that they read, or of keys, by the number of queries that read them.
-
-    Args:
-        kind: Of the tables.
-        structure: The call's.
-        segments: Its runs, or some of them: of one structure always all, or parts that begin with different ones.
-        silent: Runs of queries without keys, which come last; see `silent_runs`.
-    """
-    same = "triton", len(silent), len(segments), *segments[:1]
-
-    def find() -> Sheet:
-        runs = (*segments, *silent)
-        causal, kv_len = structure.causal, structure.kv_len  # tables are not to keep the structure
-
-        def blocks() -> Blocks:
-            return Blocks(kind.of == "queries", causal, kv_len, runs, kind.blocks)
-
-        def make() -> Sheet:
-            return Sheet(structure.cached(("blocks", kind.of, kind.blocks, *same), blocks), kind)
-
-        return _made.get((kind, causal, kv_len, runs), make)
-
-    return structure.cached(("sheet", kind, *same), find)
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on the device's current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def silent_runs(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
+def made(structure: CallStructure, device: torch.device, make: Callable[..., Made], *arguments: Any) -> Made:
+    """As `structure.derived`, but anew while a graph is captured, which owns what it makes and computes it later."""
+    if capturing(device):
+        return make(structure, device, *arguments)
+    return structure.derived(make, device, *arguments)
+
+
+@functools.cache
+def window_table(windows: HeadWindows, device: torch.device) -> Tensor:
+    """int32 `[kv_heads, 2]`, window and sinks of each head; kept for good, as captured graphs hold its address."""
+    with torch.inference_mode(False):
+        return torch.tensor(windows, dtype=torch.int32, device="cpu").to(device)
+
+
+def ends_with_tiles(run: Segment, columns: int, kv_len: int) -> bool:
+    """Whether no tile of a run's keys reaches those behind them, of which a tensor has `kv_len`."""
+    return run.k_len % columns == 0 or run.k_start + run.k_len == kv_len
+
+
+def silent_runs(structure: CallStructure) -> list[Segment]:
     """The runs of queries between all segments and around them: they see no key, and stand before the first."""
-    return structure.cached(("triton", "silent"), lambda: _silent(structure, segments))
-
-
-def _silent(structure: CallStructure, segments: Sequence[Segment]) -> list[Segment]:
     found, n = [], structure.q_len
     taken: list[list[tuple[int, int]]] = [[] for _ in range(structure.batch)]
-    for s in segments:
+    for s in structure.segments() or ():
         taken[s.row].append((s.q_start, s.q_start + s.q_len))
     for row, runs in enumerate(taken):
         for (_, stop), (start, _) in itertools.pairwise([(0, 0), *sorted(runs), (n, n)]):
@@ -208,28 +93,118 @@ def _silent(structure: CallStructure, segments: Sequence[Segment]) -> list[Segme
     return found
 
 
-def _placed(
-    segments: NDArray[np.int32],
-    entries: NDArray[np.int32],
-    limits: NDArray[np.int64],
-    windows: Sequence[HeadWindows | None],
-    device: torch.device,
-) -> list[Tables]:
-    """The tables in one copy to the device, each of them at an address for which Triton compiles the same variant."""
-    numbers: list[NDArray[Any]] = [segments.reshape(1, segments.size), entries, limits]
-    flat = [one.reshape(len(one), math.prod(one.shape[1:])) for one in numbers]
-    shapes = [(len(one), -(-one.shape[1] // _ALIGNED) * _ALIGNED) for one in flat]
-    sizes = [math.prod(shape) for shape in shapes]
-    whole = np.zeros(sum(sizes), dtype=np.int32)
-    for room, shape, one in zip(np.split(whole, np.cumsum(sizes)[:-1]), shapes, flat, strict=True):
-        room.reshape(shape)[:, : one.shape[1]] = one
-    parts = torch.from_numpy(whole).to(device, non_blocking=True).split(sizes)
-    runs, items, rules = (
-        part.view(shape)[:, : one.shape[1]].unbind(0)
-        for part, shape, one in zip(parts, shapes, flat, strict=True)
+def runs_of(structure: CallStructure, least: int = 0, short: bool = False) -> tuple[Segment, ...]:
+    """The runs that a `Cut` is of; those without keys belong to the short ones where there are any."""
+    segments, silent = structure.segments() or (), structure.derived(silent_runs)
+    if not least:
+        return (*segments, *silent)
+    parts: tuple[list[Segment], list[Segment]] = ([], [])
+    for run in segments:
+        parts[run.k_len < least and not ends_with_tiles(run, least, structure.kv_len)].append(run)
+    parts[bool(parts[1])].extend(silent)
+    return tuple(parts[short])
+
+
+def pairs_seen(structure: CallStructure, windows: HeadWindows, least: int = 0) -> int:
+    """Pairs of queries and keys that key/value heads with these windows see, of the runs that `runs_of` says.
+
+    Of windows that look both ways it counts no end of a run.
+    """
+    total = 0
+    for window, sinks in windows:
+        for run in structure.derived(runs_of, least):
+            if structure.causal:
+                # a query at p sees keys from 0 to p, less those before its window, of which sinks stay
+                behind = (0, run.k_len, window + sinks, window + run.k_len)
+                first, last = run.offset + 1, run.offset + run.q_len
+                seen = [_triangle(last - n) - _triangle(first - 1 - n) for n in behind]
+                total += max(0, seen[0] - seen[1] - seen[2] + seen[3])
+            else:
+                total += run.q_len * min(run.k_len, 2 * window - 1 + sinks)
+    return total
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2 if n > 0 else 0
+
+
+def find_runs(structure: CallStructure, device: torch.device, least: int, short: bool) -> Tensor:
+    """int32 `[runs, 6]`, as kernels take them; those of a structure without tensors are not copied from the host."""
+    runs = structure.derived(runs_of, least, short)
+    if structure.plain and len(runs) == structure.batch:
+        row = torch.arange(structure.batch, dtype=torch.int32, device=device)
+        return torch.stack([row, *(torch.full_like(row, number) for number in runs[0][1:])], dim=1)
+    table = torch.tensor(runs, dtype=torch.int32, device="cpu").view(-1, 6)
+    return table.to(device, non_blocking=True)
+
+
+def find_blocks(structure: CallStructure, device: torch.device, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs, and of each of their blocks int64 `[blocks]` the run and its first row in that."""
+    lengths = 2 if cut.of == "queries" else 4
+    count = sum(-(-run[lengths] // cut.block) for run in structure.derived(runs_of, cut.least, cut.short))
+    runs = made(structure, device, find_runs, cut.least, cut.short)
+    blocks = (runs[:, lengths].long() + (cut.block - 1)) // cut.block
+    run = torch.repeat_interleave(blocks, output_size=count)
+    first = (torch.arange(count, device=device) - (blocks.cumsum(0) - blocks)[run]) * cut.block
+    return runs, run, first
+
+
+def find_entries(structure: CallStructure, device: torch.device, cut: Cut, kv_heads: int) -> Tensor:
+    """int32 `[entries, 3]`: run, first row and key/value head of each block, those with most to do first.
+
+    Windows change no order: of each head those with most to do have most under any window, or as much as all others.
+    """
+    runs, run, first = made(structure, device, find_blocks, cut)
+    if not len(run):
+        return runs.new_empty((0, 3))
+    if cut.of == "queries":
+        run, first = run.flip(0), first.flip(0)
+    q_len, _, k_len, offset = runs[run, 2:].long().unbind(1)
+    if cut.of == "queries":
+        work = torch.minimum(k_len, first + offset + cut.block) if structure.causal else k_len
+    else:
+        work = q_len - (first - offset).clamp(min=0) if structure.causal else q_len
+    work = work.clamp(min=0) * _CLASSES // (work.max().clamp(min=0) + 1)
+    order = work.repeat(kv_heads).argsort(descending=True, stable=True)
+    block = order % len(run)
+    return torch.stack([run[block], first[block], order // len(run)], dim=1).int()
+
+
+def find_items(
+    structure: CallStructure, device: torch.device, cut: Cut, dealing: Dealing, windows: HeadWindows
+) -> tuple[Tensor, int]:
+    """The table of items that `deal` makes, and for how many programs."""
+    runs, run, first = made(structure, device, find_blocks, cut)
+    blocks, heads = len(run), len(windows) * dealing.parts
+    count = blocks * heads
+    programs = min(dealing.programs, count)
+    # in each turn a program is given one item at most, of half a row
+    turns = -(-count // max(programs // 2, 1)) + 2
+    cost = torch.empty((heads, blocks), dtype=torch.int32, device=device)
+    constants = {
+        "CAUSAL": structure.causal,
+        "ROWS": cut.block,
+        "PART": dealing.piece,
+        "PIECES": dealing.pieces,
+    }
+    rules = window_table(windows, device)
+    launch_costs(
+        (-(-blocks // _LINE), heads),
+        (runs, run, first, rules, cost, blocks, dealing.parts),
+        {**constants, "LINE": _LINE},
     )
-    run = runs[0].view(-1, 6)
-    return [
-        Tables(run, item.view(-1, 3), item.view(-1, 3) if of is None else rule.view(-1, 2))
-        for item, rule, of in zip(items, rules, windows, strict=True)
-    ]
+    cost, order = cost.flatten().sort(descending=True, stable=True)
+    items = torch.empty((turns * programs, 3), dtype=torch.int32, device=device)
+    lanes = max(16, 1 << (programs - 1).bit_length())
+    launch_deal(
+        (1,),
+        (run, first, order, cost, items, blocks, count, programs),
+        {"LANES": lanes, "num_warps": 8},
+        None,
+    )
+    return items, programs
+
+
+def exact_windows(kv_heads: int) -> HeadWindows:
+    """Windows that leave nothing out."""
+    return ((ALL, 0),) * kv_heads

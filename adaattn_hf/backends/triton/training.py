@@ -13,12 +13,12 @@ from ...attention.gradients import first_order
 from ...attention.heads import HeadWindows
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure, Segment
-from ..launcher import Launcher
 from .backward import of_keys, of_queries, prepare
-from .bulk import bulk_of
+from .descriptors import descriptor_of
+from .launcher import Launcher
 from .prefill import attend_forward
 from .sizes import padded, scale_of, tile_on
-from .tables import Kind, sheet_of
+from .tables import Cut, find_entries, find_runs, made, window_table
 
 launch_prepare, launch_of_keys, launch_of_queries = Launcher(prepare), Launcher(of_keys), Launcher(of_queries)
 
@@ -96,7 +96,7 @@ def _gradients(
     facts: dict[str, Any] = {
         "DIM_V": value_dim, "PAD_V": value_pad, "HAS_GRAD_LSE": grad_lse is not None, "BLOCK": 64, "num_warps": 4,
     }  # fmt: skip
-    launch_prepare((batch, heads, -(-q_len // 64)), asked, facts, None)
+    launch_prepare((batch, heads, -(-q_len // 64)), asked, facts)
     rows = sum(s.q_len for s in segments) == batch * q_len
     columns = sum(s.k_len for s in segments) == batch * kv_len
     dq = (torch.empty if rows else torch.zeros)(
@@ -117,25 +117,23 @@ def _gradients(
         width = max(pad, value_pad) * query.itemsize
         runs = windows is not None or len(segments) > batch
         tile = tile_on("of_keys of runs" if runs else "of_keys", width, query.device)
-        kind = Kind("keys", (tile.rows, tile.columns), kv_heads, query.device)
-        sheet = sheet_of(kind, structure, segments)
-        q_bulk, g_bulk = bulk_of(query, tile.rows), bulk_of(by_head, tile.rows)
+        runs_table = made(structure, query.device, find_runs, 0, False)
+        limits = runs_table if windows is None else window_table(windows, query.device)
+        entries = made(structure, query.device, find_entries, Cut("keys", tile.columns), kv_heads)
+        q_bulk, g_bulk = descriptor_of(query, tile.rows), descriptor_of(by_head, tile.rows)
         bulk = q_bulk is not None and g_bulk is not None
         asked = (
             query, key, value, grad, q_bulk if bulk else query, g_bulk if bulk else grad, shift, sums, dk, dv,
-            *sheet.tables(windows), *strides, *dk.stride()[:3], *dv.stride()[:3], *numbers,
+            runs_table, entries, limits, *strides, *dk.stride()[:3], *dv.stride()[:3], *numbers,
         )  # fmt: skip
-        launch_of_keys((sheet.count,), asked, {**facts, "BULK": bulk, **tile.constants()}, None)
+        launch_of_keys((len(entries),), asked, {**facts, "BULK": bulk, **tile.constants()})
         tile = tile_on("of_queries", width, query.device)
-        kind = Kind("queries", (tile.rows, tile.columns), kv_heads, query.device)
-        tables = sheet_of(kind, structure, segments).tables(windows)
-        for entries in tables.launches():
-            asked = (
-                query, key, value, grad, shift, sums, dq, tables.segments, entries, tables.rules, *strides,
-                *dq.stride()[:3], *numbers,
-            )  # fmt: skip
-            grid = heads // kv_heads, entries.shape[0]
-            launch_of_queries(grid, asked, {**facts, **tile.constants()}, None)
+        entries = made(structure, query.device, find_entries, Cut("queries", tile.rows), kv_heads)
+        asked = (
+            query, key, value, grad, shift, sums, dq, runs_table, entries, limits, *strides,
+            *dq.stride()[:3], *numbers,
+        )  # fmt: skip
+        launch_of_queries((heads // kv_heads * len(entries),), asked, {**facts, **tile.constants()})
     d_sink = None
     if sink is not None:
         # d(sink) = sum of p_sink * -rowsum(dO * O), which `sums` holds

@@ -1,4 +1,4 @@
-"""Launches a compiled kernel again without Triton's look at every argument, which takes longer than the launch."""
+"""Launches Triton kernels on the device of their tensors, and again without Triton's look at every argument."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTES = 16
 _TRIED = (3, 6)
 """The first version whose compiled kernels were launched by all their arguments here; old ones left constants out."""
 _MOST = 256
-"""Most variants of a kernel that are remembered."""
+"""Most variants of a kernel that are kept."""
 _OPTIONS = {"enable_fp_fusion": True}
 """Of the compiler, for every kernel: a product and a sum in one instruction; from Triton 3.10 on it must be asked."""
 
@@ -28,43 +28,23 @@ def aligned(*tensors: Tensor | None) -> bool:
     return together % BYTES == 0
 
 
-def kind_of(arguments: Sequence[Any]) -> Hashable | None:
-    """What the compiled variant depends on, read off a kernel's arguments; None where it cannot be told, as on a CPU.
-
-    Triton compiles some whole numbers in (1, multiples of 16): here each of them makes a kind of its own.
-    """
-    found: list[Hashable] = []
-    for one in arguments:
-        if isinstance(one, Tensor):
-            if not one.is_cuda:
-                return None
-            found.append((one.dtype, one.data_ptr() % BYTES == 0))
-        elif isinstance(one, int):
-            found.append(one)
-        elif isinstance(one, float):
-            found.append(float)
-        else:  # a descriptor of tiles
-            found.append((one.base.dtype, *one.shape, *one.strides, *one.block_shape))
-    return tuple(found)
-
-
 class Launcher:
-    """A Triton kernel that remembers its compiled variants."""
+    """A Triton kernel and its compiled variants, by what they depend on."""
 
     def __init__(self, kernel: Any) -> None:
         """From what `triton.jit` returned."""
         self._kernel = kernel
-        self._known: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+        self._variants: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
         version = tuple(int(part) for part in triton.__version__.split(".")[:2])
         # on AMD devices variants also depend on how large a tensor is
-        self._remembers = version >= _TRIED and torch.version.hip is None
+        self._keeps = version >= _TRIED and torch.version.hip is None
 
     def __call__(
         self,
         grid: tuple[int, ...],
         arguments: Sequence[Any],
         constants: Mapping[str, Any],
-        kind: Hashable | None,
+        kind: Hashable | None = None,
     ) -> None:
         """Launches the kernel on the current stream of the device that its first tensor lies on.
 
@@ -84,37 +64,17 @@ class Launcher:
             with torch.cuda.device(device):
                 self(grid, arguments, constants, kind)
             return
-        if kind is None or not self._remembers:
+        if kind is None or not self._keeps:
             self._kernel[grid](*arguments, **constants, **_OPTIONS)
             return
-        known = self.variant(constants, kind, device)
+        key = kind, device, *constants.values()
+        known = self._variants.get(key)
         if known is not None:
             compiled, rest = known
-            programs = (*grid, 1, 1)[:3]
-            compiled[programs](*arguments, *rest)
+            compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
             return
         compiled = self._kernel[grid](*arguments, **constants, **_OPTIONS)
-        if len(self._known) >= _MOST:
-            self._known.clear()
+        if len(self._variants) >= _MOST:
+            self._variants.clear()
         names = self._kernel.arg_names[len(arguments) :]
-        key = kind, device, *constants.values()
-        self._known[key] = compiled, tuple(constants[name] for name in names)
-
-    def variant(
-        self, constants: Mapping[str, Any], kind: Hashable, device: int
-    ) -> tuple[Any, tuple[Any, ...]] | None:
-        """The compiled variant that a device was launched with, and its constants in order; None if none.
-
-        Args:
-            constants: As in a launch.
-            kind: As in a launch.
-            device: Index of the device.
-        """
-        return self._known.get((kind, device, *constants.values()))
-
-
-def launch(
-    launcher: Launcher, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any]
-) -> None:
-    """Launches a kernel by the variant that its arguments ask for; as `Launcher`, whose kind is read off them."""
-    launcher(grid, arguments, constants, kind_of(arguments))
+        self._variants[key] = compiled, tuple(constants[name] for name in names)

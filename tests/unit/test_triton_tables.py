@@ -1,0 +1,145 @@
+"""Work tables that are made on the device, beside masks that say key by key what is seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from adaattn_hf.attention.heads import ALL
+from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends.triton import tables
+from adaattn_hf.backends.triton.tables import Cut, Dealing
+
+from .test_triton import STRUCTURES, interpreted
+
+CPU = torch.device("cpu")
+RUNS = [name for name, s in STRUCTURES.items() if s.segments() is not None]
+WINDOWS = st.tuples(st.integers(1, 50), st.integers(0, 9)) | st.just((ALL, 0))
+
+
+@given(st.integers(1, 40), st.integers(0, 20), st.integers(0, 20), WINDOWS)
+def test_pairs_are_counted_as_they_are_seen(n: int, past: int, behind: int, rule: tuple[int, int]) -> None:
+    window, sinks = rule
+    structure = CallStructure(2, n, past + n + behind, causal=True, q_offset=past, window=window, sinks=sinks)
+    seen = structure.with_changes(sinks=min(sinks, past + n)).visible()
+    assert tables.pairs_seen(structure, (rule, (ALL, 0))) == 2 * (
+        int(seen.sum()) + int(structure.with_changes(window=None).visible().sum())
+    )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_hold_every_query_once(name: str) -> None:
+    structure = STRUCTURES[name]
+    runs = tables.find_runs(structure, CPU, 0, False)
+    assert runs.dtype == torch.int32
+    assert runs.tolist() == [list(run) for run in structure.derived(tables.runs_of)]
+    rows = sorted((run[0], run[1] + i) for run in runs.tolist() for i in range(run[2]))
+    assert rows == [(row, i) for row in range(structure.batch) for i in range(structure.q_len)]
+
+
+@pytest.mark.parametrize("of", ["queries", "keys"])
+@pytest.mark.parametrize("name", RUNS)
+def test_every_block_is_an_entry_once_those_with_most_to_do_first(name: str, of: Any) -> None:
+    structure = STRUCTURES[name]
+    entries = tables.find_entries(structure, CPU, Cut(of, 16), 2)
+    runs = structure.derived(tables.runs_of)
+    expected = [
+        [number, first, head]
+        for number, run in enumerate(runs)
+        for first in range(0, run.q_len if of == "queries" else run.k_len, 16)
+        for head in range(2)
+    ]
+    assert entries.dtype == torch.int32
+    assert sorted(entries.tolist()) == expected
+
+    def work(entry: list[int]) -> int:
+        run, first = runs[entry[0]], entry[1]
+        if of == "queries":
+            return max(0, min(run.k_len, first + run.offset + 16) if structure.causal else run.k_len)
+        return run.q_len - max(first - run.offset, 0) if structure.causal else run.q_len
+
+    found = [work(entry) for entry in entries.tolist()]
+    most = max(found, default=0)
+    classes = [one * 16 // (most + 1) for one in found]
+    assert classes == sorted(classes, reverse=True)
+
+
+def test_no_runs_have_no_entries() -> None:
+    structure = CallStructure(1, 4, 4, causal=True, key_padding=torch.zeros(1, 4, dtype=torch.bool))
+    assert tables.find_entries(structure, CPU, Cut("keys", 16), 2).shape == (0, 3)
+
+
+def test_layers_whose_windows_differ_share_their_entries() -> None:
+    structure = CallStructure(1, 100, 100, causal=True)
+    asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
+    assert tables.made(*asked) is tables.made(*asked)
+
+
+def test_a_graph_that_is_captured_owns_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing computes them before it is replayed, and it may be replayed when the structure is gone."""
+    structure = CallStructure(1, 100, 100, causal=True)
+    asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
+    before = tables.made(*asked)
+    monkeypatch.setattr(tables, "capturing", lambda device: True)
+    assert tables.made(*asked) is not before
+    monkeypatch.undo()
+    assert tables.made(*asked) is before
+
+
+def dealt(structure: CallStructure, dealing: Dealing, windows: Any) -> list[list[list[int]]]:
+    """The items of each program."""
+    items, programs = tables.find_items(structure, CPU, Cut("queries", 64), dealing, windows)
+    turns = items.view(-1, programs, 3)
+    found = []
+    for program in range(programs):
+        count = int(turns[0, program, 0])
+        assert turns[count + 1, program, 2] == -1
+        found.append(turns[1 : count + 1, program].tolist())
+    return found
+
+
+def cost(n: int, item: list[int], dealing: Dealing, windows: Any) -> int:
+    """Tiles of an item of a causal call, beginning and edges counted."""
+    window, sinks = windows[item[2] // dealing.parts]
+    start = max(item[1] - window + 1, 0) // dealing.piece * dealing.piece
+    keys = min(item[1] + 64, n) - start + min(sinks, start)
+    return -(-keys // (dealing.piece * dealing.pieces)) + 1 + (item[1] >= window)
+
+
+@interpreted
+@settings(max_examples=15)
+@given(
+    st.integers(1, 3000),
+    st.integers(1, 3),
+    st.sampled_from([1, 5, 24, 132]),
+    st.lists(st.tuples(st.integers(1, 2000), st.integers(0, 99)) | st.just((ALL, 0)), min_size=1, max_size=4),
+)
+def test_every_item_is_dealt_out_once_and_programs_end_together(
+    n: int, parts: int, programs: int, windows: list[tuple[int, int]]
+) -> None:
+    """No program has more than an average one and its longest item; the longest come first."""
+    dealing, rules = Dealing(parts, 64, 2, programs), tuple(windows)
+    structure = CallStructure(1, n, n, causal=True)
+    found = dealt(structure, dealing, rules)
+    items = [item for program in found for item in program]
+    heads = len(rules) * parts
+    assert sorted(items) == [[0, first, head] for first in range(0, n, 64) for head in range(heads)]
+    costs = [[cost(n, item, dealing, rules) for item in program] for program in found]
+    assert all(one == sorted(one, reverse=True) for one in costs)
+    loads = [sum(one) for one in costs]
+    assert max(loads) <= sum(loads) / len(loads) + max(map(max, costs))
+
+
+@interpreted
+def test_uneven_heads_are_dealt_out_evenly() -> None:
+    """Three heads of 8,192 queries, of which two have windows: rows turned round alone leave columns a third more."""
+    rules, dealing = ((ALL, 0), (4096, 0), (2048, 0)), Dealing(1, 64, 1, 132)
+    found = dealt(CallStructure(1, 8192, 8192, causal=True), dealing, rules)
+    loads = [sum(cost(8192, item, dealing, rules) for item in program) for program in found]
+    assert max(loads) * 132 <= 1.06 * sum(loads)
