@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -197,23 +197,25 @@ def test_it_reports_masks_that_a_door_reads_as_numbers_to_add(monkeypatch: pytes
     assert reported(malformed.malformed((HUB,)), malformed.judge, 4000, flat)
 
 
-def test_it_reports_a_remembered_call_that_forgets_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory: dict[Any, Any] = {}
+def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = select.remember
 
-    def by_the_query(kind: tuple[Any, ...]) -> tuple[Any, ...]:
-        beside = [number for number, fact in enumerate(kind) if isinstance(fact, torch.device)][1:]
-        return tuple(fact for number, fact in enumerate(kind) if number not in beside)
+    def keeping(kind: Any, decided: Any) -> Any:
+        keys: list[torch.Tensor] = []
 
-    monkeypatch.setattr(select, "launches", SimpleNamespace(get=lambda kind: memory.get(by_the_query(kind))))
-    monkeypatch.setattr(
-        select, "remember", lambda kind, launch: memory.setdefault(by_the_query(kind), launch)
-    )
+        def launch(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> Any:
+            keys.append(key)
+            return decided(query, keys[0], *rest)
 
-    def elsewhere(call: again.Again) -> bool:
-        return call.first.backend == "sdpa" and "on meta" in " ".join(call.then.changes)
+        return real(kind, launch if callable(decided) else decided)
 
-    found = reported(again.repeated(), again.judge, 4000, elsewhere)
-    assert "numbers came of a tensor without numbers" in found
+    monkeypatch.setattr(select, "launches", {})
+    monkeypatch.setattr(select, "remember", keeping)
+
+    def other_keys(call: again.Again) -> bool:
+        return call.first.backend == "sdpa" and call.then.changes == ["key backwards along 2"]
+
+    assert "off by" in reported(again.repeated(), again.judge, 4000, other_keys)
 
 
 def test_it_reports_rows_of_padding_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,10 +302,9 @@ def test_it_reports_files_without_a_checksum(monkeypatch: pytest.MonkeyPatch) ->
         files.original.cache_clear()
 
 
-def test_it_reports_a_program_that_tracers_do_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_reports_calls_of_which_tracers_see_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "transform_at_work", lambda: None)
-    found = reported(ways.ways(), ways.judge, 4000, lambda call: (call.door, call.way) == ("sdpa", "traced"))
-    assert "off by" in found
+    assert reported(ways.ways(), ways.judge, 4000, lambda call: (call.door, call.way) == ("sdpa", "traced"))
 
 
 def test_the_same_seed_draws_the_same() -> None:

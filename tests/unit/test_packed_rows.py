@@ -1,4 +1,7 @@
-"""Packing runs for a kernel of unequal lengths: torch's own needs CUDA (tests/gpu), here a loop stands for it."""
+"""Calls of torch's operator on CUDA, without one: packing runs for a kernel of unequal lengths, masks, grouped heads.
+
+A loop stands for torch's kernel, which needs CUDA (tests/gpu); calls run by run do what it does on processors.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,20 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.sdpa import packed
-from adaattn_hf.backends.sdpa.dispatch import additive_mask, way_of
+from adaattn_hf.backends.sdpa.dispatch import way_of
+from adaattn_hf.backends.sdpa.kernels import operator
+from adaattn_hf.backends.sdpa.masked import additive_mask
 from adaattn_hf.backends.sdpa.packed import layout_for, packed_attention
 
+from ..support.operators import NamedOperators
+
+CPU = torch.device("cpu")
 N = 24
 RIGHT = torch.arange(N)[None] < torch.tensor([[N], [7], [13]])
 DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([4, 15, 5]))[None]
@@ -25,6 +34,11 @@ GATHERED = {
     "right padding, causal": CallStructure(3, N, N, causal=True, key_padding=RIGHT),
     "left padding, causal": CallStructure(3, N, N, causal=True, key_padding=RIGHT.flip(1)),
     "keys alone are padded": CallStructure(3, 5, N, key_padding=RIGHT),
+    "padding of two rows": CallStructure(2, N, N, key_padding=RIGHT[:2]),
+    "holes": CallStructure(2, N, N, key_padding=(torch.arange(N) % 3 > 0)[None] & RIGHT[:2]),
+    "holes, and a row without keys": CallStructure(
+        3, 5, N, key_padding=(torch.arange(N) % 3 > 0) & EMPTY_ROW
+    ),
     "padding behind a past": CallStructure(3, 5, N, causal=True, q_offset=N - 5, key_padding=RIGHT.flip(1)),
 }
 WHOLE = {
@@ -35,31 +49,20 @@ WHOLE = {
 }
 REFUSED = {
     "window": CallStructure(3, N, N, causal=True, window=5, key_padding=RIGHT),
-    "holes": CallStructure(1, N, N, key_padding=(torch.arange(N) % 3 > 0)[None]),
-    "two rules": CallStructure(3, 5, N, causal=True, q_offset=9, key_padding=RIGHT.flip(1)),
-    "two runs": CallStructure(2, N, N, key_padding=RIGHT[:2]),
+    "holes, causal": CallStructure(1, N, N, causal=True, key_padding=(torch.arange(N) % 3 > 0)[None]),
+    "two rules": CallStructure(3, 5, N, causal=True, q_offset=9, key_padding=RIGHT),
     "nothing to see": CallStructure(1, N, N, key_padding=torch.zeros(1, N, dtype=torch.bool)),
 }
 
 
-def loop(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: packed.Layout,
-    places: packed.Places,
-    scaling: float,
-    gradient: bool,
-) -> Tensor:
+def loop(query: Tensor, key: Tensor, value: Tensor, layout: packed.Layout, scaling: float) -> Tensor:
     """What the kernel is documented to do."""
     assert query.ndim == key.ndim == value.ndim == 3
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     out = []
-    q_cuts, k_cuts = places.q_borders.tolist(), places.k_borders.tolist()
+    q_cuts, k_cuts = layout.borders.tolist()
     for (a, b), (c, d) in zip(itertools.pairwise(q_cuts), itertools.pairwise(k_cuts), strict=True):
-        assert b - a <= layout.q_longest
-        assert d - c <= layout.k_longest
         scores = torch.einsum("qhd,khd->hqk", query[a:b], key[c:d]) * scaling
         i, j = torch.arange(b - a)[:, None], torch.arange(d - c)[None]
         hidden = {0: i < 0, 1: j > i, 2: j - (d - c) > i - (b - a)}[layout.rule]
@@ -74,17 +77,30 @@ def draw(structure: CallStructure, heads: int = 4, kv_heads: int = 2) -> tuple[T
     return tuple(t.transpose(1, 2).requires_grad_() for t in made)
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("name", GATHERED | WHOLE)
-def test_equals_reference(monkeypatch: pytest.MonkeyPatch, name: str, gradient: bool) -> None:
+@pytest.fixture
+def walking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors here are served as if on CUDA."""
+    monkeypatch.setattr(packed, "walks_runs", lambda *_: True)
     monkeypatch.setattr(packed, "_efficient", loop)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("name", GATHERED | WHOLE)
+def test_equals_reference(
+    request: pytest.FixtureRequest, name: str, one_by_one: bool, gradient: bool
+) -> None:
     structure = (GATHERED | WHOLE)[name]
-    q, k, v = draw(structure)
-    layout = layout_for(structure)
+    layout = layout_for(structure, CPU)
     assert layout is not None
+    if not one_by_one:
+        request.getfixturevalue("walking")
+    elif layout.rule > packed.FROM_FIRST:
+        pytest.skip("served in bands")
+    q, k, v = draw(structure)
     truth = reference.attention(AttentionRequest(q, k, v, structure, scaling=0.3)).out
     with torch.set_grad_enabled(gradient):
-        out = packed_attention(q, k, v, layout, 0.3, gradient=gradient)
+        out = packed_attention(q, k, v, layout, 0.3)
     torch.testing.assert_close(out, truth)
     if gradient:
         probe = torch.randn_like(out)
@@ -98,21 +114,24 @@ def test_equals_reference(monkeypatch: pytest.MonkeyPatch, name: str, gradient: 
 
 def test_what_covers_the_batch_is_not_gathered() -> None:
     for name, structure in (GATHERED | WHOLE).items():
-        layout = layout_for(structure)
+        layout = layout_for(structure, CPU)
         assert layout is not None
-        assert layout.gathers == (name in GATHERED)
-        assert layout_for(structure) is layout
+        assert (layout.queries is not None or layout.keys is not None) == (name in GATHERED)
+        assert layout_for(structure, CPU) is layout
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_kernel_has_no_rule_for(name: str) -> None:
-    assert layout_for(REFUSED[name]) is None
+    assert layout_for(REFUSED[name], CPU) is None
 
 
-def test_other_vendors_keep_the_calls_they_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_other_vendors_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packed.walks_runs("cuda", torch.half, 64, 64)
+    assert not packed.walks_runs("cpu", torch.half, 64, 64)
+    assert not packed.walks_runs("cuda", torch.float64, 64, 64)
+    assert not packed.walks_runs("cuda", torch.half, 64, 12)
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    documents = WHOLE["documents"].with_changes()
-    assert layout_for(documents) is None
+    assert not packed.walks_runs("cuda", torch.half, 64, 64)
 
 
 def spec_of(structure: CallStructure, **changes: object) -> CallSpec:
@@ -121,20 +140,16 @@ def spec_of(structure: CallStructure, **changes: object) -> CallSpec:
     return CallSpec.of(request)._replace(**{"device": "cuda", "holes": False, **changes})  # type: ignore[arg-type]
 
 
-def test_the_shortest_way_is_taken_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_efficient", loop)
-    structure = GATHERED["left padding, causal"]
+@pytest.mark.usefixtures("walking")
+def test_runs_that_end_with_their_keys_are_walked_where_a_kernel_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    structure = GATHERED["padding behind a past"]
     q, k, v = (t.detach() for t in draw(structure))
-    way = way_of(spec_of(structure))
-    assert way is not None
     truth = reference.attention(AttentionRequest(q, k, v, structure, scaling=0.3)).out
-    torch.testing.assert_close(way(q, k, v, 0.3, structure), truth)
-    assert way_of(spec_of(structure, device="cpu")) is None
-    assert way_of(spec_of(structure, dtype=torch.float64)) is None
-    assert way_of(spec_of(structure, head_dim=6)) is None
+    torch.testing.assert_close(way_of(spec_of(structure))(q, k, v, 0.3, structure), truth)
+    for other in ({"device": "cpu"}, {"dtype": torch.float64}, {"head_dim": 6}):
+        assert way_of(spec_of(structure, **other))(q, k, v, 0.3, structure) is None
     windowed = REFUSED["window"]
-    way = way_of(spec_of(windowed))
-    assert way is None or way(*(t.detach() for t in draw(windowed)), 0.3, windowed) is None
+    assert way_of(spec_of(windowed))(*(t.detach() for t in draw(windowed)), 0.3, windowed) is None
 
 
 @pytest.mark.parametrize(("dtype", "grouped"), [(torch.float32, False), (torch.bfloat16, True)])
@@ -142,26 +157,32 @@ def test_grouped_heads_are_repeated_where_the_fused_kernel_takes_none(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, grouped: bool
 ) -> None:
     asked: list[tuple[int, bool]] = []
-    operator = torch.nn.functional.scaled_dot_product_attention
 
-    def watched(query: Tensor, key: Tensor, *rest: object, **more: object) -> Tensor:
-        asked.append((key.shape[1], bool(more.get("enable_gqa"))))
-        return operator(query, key, *rest, **more)  # type: ignore[arg-type]
+    def watched(
+        query: Tensor, key: Tensor, value: Tensor, *rest: object, enable_gqa: bool, **more: object
+    ) -> Tensor:
+        asked.append((key.shape[1], enable_gqa))
+        return value
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    structure = CallStructure(2, 9, 9, causal=True)
-    q, k, v = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
-    request = AttentionRequest(q, k, v, structure, scaling=0.3)
-    way = way_of(CallSpec.of(request)._replace(device="cuda", dtype=dtype))
-    assert way is not None
-    torch.testing.assert_close(way(q, k, v, 0.3, structure), reference.attention(request).out.float())
-    assert asked == [(2, True) if grouped else (6, False)]
+    sizes = {"q": (6, 9, 8), "k": (2, 9, 8), "v": (2, 9, 4), "step": (6, 1, 8)}
+    with FakeTensorMode():
+        made = {name: torch.empty(2, *size, dtype=dtype, device="cuda") for name, size in sizes.items()}
+        operator(made["q"], made["k"], made["k"], 0.3, causal=True)
+        operator(made["q"], made["k"], made["v"], 0.3)
+        operator(made["step"], made["k"], made["k"], 0.3)
+    assert asked == [(2, True) if grouped else (6, False), (6, False), (2, True)]
 
 
-def test_small_masks_are_for_inference() -> None:
-    structure = GATHERED["right padding"]
-    assert way_of(spec_of(structure, holes=None)) is not None
-    assert way_of(spec_of(structure, holes=None, needs_grad=True)) is None
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_mask_on_cuda_goes_to_the_kernel_that_plans_nothing(dtype: torch.dtype, dropout: float) -> None:
+    with FakeTensorMode(), NamedOperators() as noted:
+        q, k = (torch.empty(2, heads, 16, 8, dtype=dtype, device="cuda") for heads in (6, 2))
+        mask = torch.zeros(2, 1, 16, 16, dtype=dtype, device="cuda")
+        assert operator(q, k, k, 0.3, mask, dropout=dropout).shape == (2, 6, 16, 8)
+    named = "aten::_scaled_dot_product_efficient_attention" in noted.names
+    assert named == (dtype != torch.float64 and not dropout)
 
 
 def test_a_small_mask_is_made_once_per_pass() -> None:
@@ -176,8 +197,8 @@ def test_a_small_mask_is_made_once_per_pass() -> None:
 
 def test_flash_serves_half_precision_aligned_to_the_last_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_has_flash", lambda device: True)
-    square, behind = layout_for(WHOLE["documents"]), layout_for(WHOLE["chunked prefill"])
-    longer = layout_for(CallStructure(3, N, N, causal=True, key_padding=RIGHT))
+    square, behind = layout_for(WHOLE["documents"], CPU), layout_for(WHOLE["chunked prefill"], CPU)
+    longer = layout_for(CallStructure(3, N, N, causal=True, key_padding=RIGHT), CPU)
     assert square is not None and behind is not None and longer is not None  # noqa: PT018
     half, single = torch.zeros(4, 2, 64, dtype=torch.half), torch.zeros(4, 2, 64)
     assert packed._suits_flash(half, half, square)

@@ -35,7 +35,6 @@ def _step(kv_len: int = 40, seen: int = 40, dim: int = 64, dtype: torch.dtype = 
     structure = CallStructure(3, 1, kv_len, causal=True, q_offset=seen - 1)
     spec = spec_of(AttentionRequest(query, key, key, structure, dim**-0.5))._replace(device="cuda")
     way = dispatch.way_of(spec)
-    assert way is not None
     with NamedOperators() as noted:
         out = way(query, key, key, 0.125, structure)
     assert out is not None

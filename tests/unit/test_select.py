@@ -123,15 +123,10 @@ def test_eager_refuses_nothing() -> None:
     assert select.choose(hardest).name == "eager"
 
 
-@pytest.mark.parametrize("where", ["dropout", "compiling"])
-def test_sdpa_returns_the_log_sum_exp_where_it_can_and_says_where_not(where: str) -> None:
-    (reason,) = select.refusals_of("sdpa", spec(need_lse=True, **{where: True}))
-    assert "log-sum-exp is not returned" in reason
-    assert (
-        select.refusals_of("sdpa", spec(need_lse=True))
-        == select.refusals_of("sdpa", spec(**{where: True}))
-        == ()
-    )
+def test_the_log_sum_exp_of_other_devices_is_left_to_plain_attention() -> None:
+    (reason,) = select.refusals_of("sdpa", spec(device="mps", need_lse=True))
+    assert reason == "torch's kernels have no log-sum-exp"
+    assert select.choose(spec(device="mps", need_lse=True)).name == "eager"
 
 
 def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:

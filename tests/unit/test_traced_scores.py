@@ -8,7 +8,7 @@ import torch
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends.sdpa import traced
+from adaattn_hf.backends.sdpa import masked
 
 from ..support.on_device import OnCuda
 
@@ -42,7 +42,7 @@ def test_err_no_more_than_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     products.clear()
     errors = {}
     for where, there in (("device", query.as_subclass(OnCuda)), ("processor", query)):
-        out = traced.masked_call(request, there, key, value, structure.visible())
+        out = masked.masked_call(request, there, key, value, structure.visible())
         errors[where] = (out.double() - truth).abs().max()
     assert products == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
     assert errors["processor"] <= errors["device"] <= 2 * (stock(request).double() - truth).abs().max()

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, Launch, head_refusals
+from ..base import Backend, Launch, unnamed
 
 if TYPE_CHECKING:
     from ...attention.heads import HeadRules
     from ...attention.stored import StoredKV
     from ...attention.structure import CallStructure
+
+_SERVES = ("dropout", "softcap", "sink_logits", "bias", "needs_grad", "compiling", "opaque")
 
 
 class SdpaBackend(Backend):
@@ -27,17 +29,13 @@ class SdpaBackend(Backend):
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What it cannot compute."""
-        reasons = head_refusals(spec, "torch's kernels")
-        if spec.need_lse and (spec.compiling or spec.dropout):
-            reasons.append("the log-sum-exp is not returned from traced graphs or under dropout")
-        if spec.stored is not None:
-            reasons.append(f"torch's kernels cannot read keys and values stored as {spec.stored}")
+        reasons = unnamed(spec, "torch's kernels", _SERVES)
         if spec.device == "meta" and spec.kind == "ragged" and not spec.compiling:
-            reasons.append("meta tensors have no padding to read, by which calls of torch's kernels are made")
-        return tuple(reasons)
+            reasons += ("meta tensors have no padding to read, by which calls of torch's kernels are made",)
+        return reasons
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
-        """Attention in one operator call where the structure has one, else by a program of calls."""
+        """Attention in as few calls of the operator as the structure allows."""
         from .dispatch import attend
 
         scaling = request.scaling
@@ -48,12 +46,13 @@ class SdpaBackend(Backend):
         return attend(request)
 
     def prepare(self, spec: CallSpec, rules: HeadRules | None = None) -> Launch:
-        """The operator itself, one masked call, or one call over packed runs; `attend` where a call needs more."""
+        """One call, masked or not, or calls over packed runs; `attend` where a structure needs more."""
         from .dispatch import way_of
 
-        way, program = None if spec.opaque else way_of(spec), super().prepare(spec, rules)
-        if way is None:
-            return program
+        other = super().prepare(spec, rules)
+        if spec.opaque:
+            return other
+        way = way_of(spec)
 
         def launch(
             query: Tensor,
@@ -64,6 +63,6 @@ class SdpaBackend(Backend):
             stored: StoredKV | None = None,
         ) -> Tensor:
             out = way(query, key, value, scaling, structure)
-            return program(query, key, value, scaling, structure) if out is None else out
+            return other(query, key, value, scaling, structure) if out is None else out
 
         return launch

@@ -1,0 +1,238 @@
+"""Calls with a mask, of any structure: whole, or in bands of queries, each against the keys that it may see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...attention.request import AttentionRequest
+from ...attention.structure import CallStructure
+from ...attention.tap import autocast_device
+from ..base import nothing_seen
+from . import limits
+from .kernels import additive, operator
+
+
+def additive_mask(structure: CallStructure, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The additive mask, `[batch or 1, heads or 1, q_len, kv_len]`."""
+    return additive(structure.visible(device=device), dtype)
+
+
+def masked_call(
+    request: AttentionRequest,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    call: Callable[..., Tensor] = operator,
+) -> Tensor:
+    """One call, `[batch, heads, q_len, head_dim_v]`; a single query takes its group's heads as rows on processors.
+
+    Args:
+        request: Softcap, learned sinks, dropout and the factor on the scores are its.
+        query, key, value: Some of its tokens.
+        mask: Additive or boolean, broadcastable to `[batch, heads, q_len, kv_len]`.
+        call: Calls torch's operator.
+    """
+    batch, heads, q_len, _ = query.shape
+    groups = heads // key.shape[1]
+    if request.softcap is not None or request.sink_logits is not None:
+        return _written_out(request, query, key, value, mask)
+    # a CUDA device shares work out by heads: folded into rows, they would leave most of it idle
+    folded = groups > 1 and q_len == 1 and (mask is None or mask.shape[1] == 1) and not query.is_cuda
+    if folded:
+        query = query.reshape(batch, heads // groups, groups, -1)
+    out = call(query, key, value, request.scaling, mask, dropout=request.dropout)
+    return out.reshape(batch, heads, 1, value.shape[3]) if folded else out
+
+
+def _written_out(
+    request: AttentionRequest, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Softcapped scores and learned sinks, as separate operations."""
+    batch, heads, q_len, dim = query.shape
+    kv_heads = key.shape[1]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    # A product in float16 overflows at logits that the softmax of it would bear; one in bfloat16 does not, and is what
+    # the matrix units of a device compute many times as fast.
+    own = query.is_cuda and query.dtype == torch.bfloat16 and torch.compiler.is_compiling()
+    work = query.dtype if own else wide
+    with torch.autocast(autocast_device(query), enabled=False):
+        grouped = query.to(work).reshape(batch, kv_heads, heads // kv_heads * q_len, dim)
+        scores = torch.matmul(grouped, key.to(work).transpose(2, 3)).view(batch, heads, q_len, key.shape[2])
+        scores = scores.to(wide) * request.scaling
+        if request.softcap is not None:
+            scores = request.softcap * torch.tanh(scores / request.softcap)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        top = scores.detach().amax(dim=3, keepdim=True)
+        sink = None
+        if request.sink_logits is not None:
+            sink = request.sink_logits.to(wide).reshape(1, -1, 1, 1)
+            top = torch.maximum(top, sink.detach())
+        top = top.masked_fill(torch.isinf(top), 0.0)
+        weights = torch.exp(scores - top)
+        total = weights.sum(dim=3, keepdim=True)
+        if sink is not None:
+            total = total + torch.exp(sink - top)
+        weights = (weights / total.masked_fill(total == 0, 1.0)).to(value.dtype)
+        weights = F.dropout(weights, request.dropout) if request.dropout else weights
+        rows = weights.reshape(batch, kv_heads, heads // kv_heads * q_len, key.shape[2])
+        return torch.matmul(rows, value).view(batch, heads, q_len, value.shape[3])
+
+
+class Band(NamedTuple):
+    """Neighbouring queries and the keys that they are computed against.
+
+    Attributes:
+        start, rows: The queries.
+        low, keys: The keys.
+        sinks: So many first keys of the call stand in front of the band's own.
+        mask: Additive, broadcastable to `[batch, heads, rows, sinks + keys]`; None where all of them are seen.
+        count: The band is repeated so many times, each `rows` further in queries and keys.
+    """
+
+    start: int
+    rows: int
+    low: int
+    keys: int
+    sinks: int
+    mask: Tensor | None
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody needs
+
+
+def in_bands(request: AttentionRequest, structure: CallStructure) -> Tensor:
+    """Attention under any settled structure, `[batch, q_len, heads, head_dim_v]`, without a tensor of all scores."""
+    query = request.query
+    heads = 1 if structure.mask is None else structure.mask.shape[1]
+    seen = structure.kv_len if structure.window is None else min(structure.kv_len, structure.window)
+    # masks are made once for all layers, unless that would take too much memory
+    kept = structure.batch * heads * structure.q_len * seen * query.dtype.itemsize <= limits.KEPT_BYTES
+    asked = query.dtype, query.device
+    bands = structure.derived(_all_bands, *asked) if kept else _bands(structure, *asked)
+    pieces = [piece for band in bands for piece in _pieces(band, request)]
+    if all(piece is None for _, piece in pieces):
+        return nothing_seen(request).out
+    size = request.value.shape[3]
+    whole = [query.new_zeros(*query.shape[:2], n, size) if piece is None else piece for n, piece in pieces]
+    return torch.cat(whole, dim=2).transpose(1, 2)
+
+
+def _all_bands(structure: CallStructure, dtype: torch.dtype, device: torch.device) -> tuple[Band, ...]:
+    return tuple(_bands(structure, dtype, device))
+
+
+def _bands(structure: CallStructure, dtype: torch.dtype, device: torch.device) -> Iterator[Band]:
+    """The bands of a structure; equal neighbours, as those of a window, are one with a count."""
+    step = max(limits.LEAST_ROWS, limits.BAND_ROWS // (1 if structure.plain else structure.batch))
+    if structure.window is not None:
+        step = min(step, limits.WINDOW_ROWS)
+    before: Band | None = None
+    place: tuple[int, ...] | None = None
+    for start in range(0, structure.q_len, step):
+        rows = min(step, structure.q_len - start)
+        low, high, sinks = _reach(structure, start, rows)
+        last, place = place, (rows, high - low, structure.offset() + start - low, sinks)
+        if not structure.plain:
+            mask = additive(structure.visible(start, start + rows, device=device)[..., low:high], dtype)
+        elif before is None or place != last:
+            mask = _mask_of_place(structure, *place, dtype, device)
+        elif not sinks:
+            before = before._replace(count=before.count + 1)
+            continue
+        if before is not None:
+            yield before
+        before = Band(start, rows, low, high - low, sinks, mask)
+    if before is not None:
+        yield before
+
+
+def _reach(structure: CallStructure, start: int, rows: int) -> tuple[int, int, int]:
+    """First key that one of some rows may see, the one behind the last, and the number of sinks in front of these."""
+    low, high = 0, structure.kv_len
+    if structure.spans is not None:  # these see one another whatever the other rules say
+        return low, high, 0
+    first, window = structure.offset() + start, structure.window
+    if structure.causal:
+        high = min(high, first + rows)
+    if window is None or (structure.sinks and not structure.plain):
+        return low, max(high, 0), 0
+    sinks = min(structure.sinks, structure.kv_len)
+    if not structure.causal:
+        high = min(high, max(first + rows - 1 + window, sinks))
+    low = first - window + 1
+    if low <= sinks:
+        return 0, max(high, 0), 0
+    return min(low, high), high, sinks
+
+
+def _mask_of_place(
+    structure: CallStructure,
+    rows: int,
+    keys: int,
+    offset: int,
+    sinks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor | None:
+    """The mask of a band whose first query stands at one of its keys; None where all keys are seen."""
+    own = structure.with_changes(
+        batch=1, q_len=rows, kv_len=keys, q_offset=offset, sinks=0 if sinks else structure.sinks
+    )
+    visible = own.visible()
+    if bool(visible.all()):
+        return None
+    visible = F.pad(visible, (sinks, 0), value=True)
+    return additive(visible.to(device, non_blocking=True), dtype)
+
+
+def _pieces(band: Band, request: AttentionRequest) -> Iterator[tuple[int, Tensor | None]]:
+    """The outputs of a band, `[batch, heads, rows, head_dim_v]`, with their rows; None for zeros."""
+    if not band.sinks + band.keys:
+        yield band.rows * band.count, None
+    elif band.count == 1:
+        yield band.rows, _one_band(band, request)
+    elif request.bias is None:
+        yield band.rows * band.count, _repeated_band(band, request)
+    else:
+        for away in range(0, band.count * band.rows, band.rows):
+            yield band.rows, _one_band(band._replace(start=band.start + away, low=band.low + away), request)
+
+
+def _one_band(band: Band, request: AttentionRequest) -> Tensor:
+    def among_keys(t: Tensor, dim: int) -> Tensor:
+        own = t.narrow(dim, band.low, band.keys)
+        return torch.cat([t.narrow(dim, 0, band.sinks), own], dim) if band.sinks else own
+
+    query = request.query.narrow(2, band.start, band.rows)
+    mask, bias = band.mask, request.bias
+    if bias is not None:
+        bias = bias if bias.shape[2] == 1 else bias.narrow(2, band.start, band.rows)
+        bias = (bias if bias.shape[3] == 1 else among_keys(bias, 3)).to(query.dtype)
+        bias = bias.expand(-1, -1, band.rows, band.sinks + band.keys)
+        mask = bias if mask is None else bias + mask
+    return masked_call(request, query, among_keys(request.key, 2), among_keys(request.value, 2), mask)
+
+
+def _repeated_band(band: Band, request: AttentionRequest) -> Tensor:
+    """One call per batch row, in which the repetitions are the batch: overlapping views of the row's keys."""
+
+    def views(t: Tensor, start: int, length: int) -> Tensor:
+        own = t.narrow(1, start, length + (band.count - 1) * band.rows)
+        return own.unfold(1, length, band.rows).permute(1, 0, 3, 2)
+
+    rows = []
+    for query, key, value in zip(request.query, request.key, request.value, strict=True):
+        out = masked_call(
+            request,
+            views(query, band.start, band.rows),
+            views(key, band.low, band.keys),
+            views(value, band.low, band.keys),
+            band.mask,
+        )
+        rows.append(out.transpose(0, 1).flatten(1, 2))
+    return torch.stack(rows)
