@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, Launch, head_refusals
+from ..base import Backend, Launch, unnamed
 
 if TYPE_CHECKING:
     from ...attention.heads import HeadRules
     from ...attention.stored import StoredKV
     from ...attention.structure import CallStructure
+
+_SERVES = ("dropout", "softcap", "sink_logits", "bias", "need_lse", "needs_grad", "compiling", "opaque")
 
 
 class SdpaBackend(Backend):
@@ -27,11 +29,9 @@ class SdpaBackend(Backend):
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """What it cannot compute."""
-        reasons = head_refusals(spec, "torch's kernels")
+        reasons = list(unnamed(spec, "torch's kernels", _SERVES))
         if spec.need_lse and (spec.compiling or spec.dropout):
             reasons.append("the log-sum-exp is not returned from traced graphs or under dropout")
-        if spec.stored is not None:
-            reasons.append(f"torch's kernels cannot read keys and values stored as {spec.stored}")
         if spec.device == "meta" and spec.kind == "ragged" and not spec.compiling:
             reasons.append("meta tensors have no padding to read, by which calls of torch's kernels are made")
         return tuple(reasons)
