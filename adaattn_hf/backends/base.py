@@ -206,7 +206,7 @@ def unnamed(spec: CallSpec, kernels: str, serves: Collection[str] = ()) -> tuple
     Args:
         spec: Facts of the call.
         kernels: What the backend runs, as the subject of a sentence in the plural.
-        serves: Of `OPTIONS` those that it serves.
+        serves: Of `OPTIONS` those that it serves, or refuses in words of its own.
     """
     asked = {fact: getattr(spec, fact) for fact in OPTIONS if fact not in serves}
     return tuple(
@@ -216,22 +216,12 @@ def unnamed(spec: CallSpec, kernels: str, serves: Collection[str] = ()) -> tuple
     )
 
 
-def head_refusals(spec: CallSpec, kernels: str) -> list[str]:
-    """The refusals of a backend that computes the same for every head; what else it refuses it adds.
-
-    Args:
-        spec: Facts of the call.
-        kernels: As in `unnamed`.
-    """
-    return list(unnamed(spec, kernels, [fact for fact in OPTIONS if not fact.startswith("head_")]))
-
-
 def run_refusals(spec: CallSpec, kernels: str) -> list[str]:
     """The refusals of packed kernels, which count windows from the last key of a run.
 
     Args:
         spec: Facts of the call.
-        kernels: As in `head_refusals`.
+        kernels: As in `unnamed`.
     """
     if spec.kind != "ragged" or spec.compiling:
         return []

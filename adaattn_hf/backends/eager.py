@@ -8,7 +8,11 @@ from torch import Tensor
 
 from ..attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..attention.tap import autocast_device
-from .base import Backend, head_refusals, nothing_seen
+from .base import Backend, nothing_seen, unnamed
+
+_SERVES = (
+    "dropout", "softcap", "sink_logits", "bias", "need_lse", "needs_grad", "compiling", "opaque", "stored",
+)  # fmt: skip
 
 
 def _weights_and_lse(request: AttentionRequest) -> tuple[Tensor, Tensor]:
@@ -58,7 +62,7 @@ class EagerBackend(Backend):
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """Refuses what heads are asked apart alone."""
-        return tuple(head_refusals(spec, "three plain operations"))
+        return unnamed(spec, "three plain operations", _SERVES)
 
     def attend(self, request: AttentionRequest) -> AttentionResult:
         """Attention with the score matrix in memory; dropout falls on the normalised weights."""

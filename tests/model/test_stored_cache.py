@@ -524,7 +524,7 @@ def test_backends_that_cannot_read_codes_say_so(name: str) -> None:
     with recording(seen):
         in_pieces(model, tokens, AdaAttnCache(model), 10, 10)
     spec: CallSpec = seen.calls[-1][1]
-    assert any("cannot read keys and values stored as int8" in reason for reason in refusals_of(name, spec))
+    assert any("have no keys and values stored as codes" in reason for reason in refusals_of(name, spec))
     assert "keys and values stored as int8" in spec.words()
 
 

@@ -224,7 +224,7 @@ REFUSALS = {
     "up to 128": {"head_dim": 192, "head_dim_v": 192, "head_windows": True},
     "multiples of 8": {"head_dim": 20, "head_dim_v": 20},
     "the keys of one query": {"decode": True, "head_windows": True},
-    "stored as int8": {"stored": "int8"},
+    "stored as codes": {"stored": "int8"},
     "additive bias": {"bias": True},
     "dense mask": {"kind": "irregular"},
     "no dropout": {"dropout": True},

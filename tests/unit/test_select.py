@@ -10,7 +10,7 @@ import torch
 
 from adaattn_hf.attention.request import AttentionRequest, AttentionResult, CallSpec
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.backends import select
+from adaattn_hf.backends import base, select
 from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.eager import EagerBackend
 
@@ -217,3 +217,12 @@ def test_what_all_refuse_is_remembered_and_does_not_pile_up(
     asked = three["willing"].asked
     assert select.serving(spec(head_dim=8)) is None
     assert three["willing"].asked == asked
+
+
+@pytest.mark.parametrize("name", select.BACKENDS)
+def test_what_a_backend_does_not_name_it_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option that is added to requests is served by nobody who has not heard of it."""
+    monkeypatch.setitem(base.OPTIONS, "decode", "planted option")
+    backend = select.BACKENDS[name]
+    assert any(said.endswith("have no planted option") for said in backend.refusals(spec(decode=True)))
+    assert not any("planted" in said for said in backend.refusals(spec(decode=False)))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, head_refusals, installed, nothing_seen, run_refusals
+from ..base import Backend, installed, nothing_seen, run_refusals, unnamed
 
 _MODULES = ("flash_attn", "flash_attn.cute", "cutlass", "quack")
 """Modules to look for: its own, parents first, and its compiler's, which an interrupted installation may lack."""
 _COMPILER = "cutlass"
 """Of several wheels: the directory alone may be there of one that holds libraries."""
+
+_SERVES = ("softcap", "sink_logits", "need_lse", "needs_grad", "compiling", "opaque", "head_windows")
 
 
 class Flash4Backend(Backend):
@@ -31,8 +33,8 @@ class Flash4Backend(Backend):
         from ..capability import capability  # of CUDA alone: registering names does not ask for devices
 
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
-        served = spec._replace(head_windows=False, head_precision="model" if same else spec.head_precision)
-        reasons = head_refusals(served, "flash-attn 4's kernels")
+        served = spec._replace(head_precision="model" if same else spec.head_precision)
+        reasons = list(unnamed(served, "flash-attn 4's kernels", _SERVES))
         device = capability(spec.device_index) if spec.device == "cuda" else None
         if spec.device != "cuda":
             reasons.append(f"flash-attn 4 runs on CUDA, got {spec.device} tensors")
@@ -53,14 +55,8 @@ class Flash4Backend(Backend):
             reasons.append("lists of blocks are made by Triton kernels, and triton is not installed")
         if lists_needed and spec.decode:
             reasons.append("flash-attn 4 does not share out the keys of one query")
-        if spec.stored is not None:
-            reasons.append(f"flash-attn 4 cannot read keys and values stored as {spec.stored}")
-        if spec.bias:
-            reasons.append("flash-attn 4 takes no additive bias")
         if spec.kind == "irregular":
             reasons.append("flash-attn 4 takes no dense mask")
-        if spec.dropout:
-            reasons.append("flash-attn 4 has no dropout")
         if spec.softcap and spec.needs_grad:
             reasons.append("flash-attn 4 has no gradient through a softcap")
         if spec.need_lse and (spec.kind == "ragged" or spec.needs_grad):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ...attention.structure import CallStructure, Segment
-from ..base import Backend, head_refusals, installed, nothing_seen, run_refusals
+from ..base import Backend, installed, nothing_seen, run_refusals, unnamed
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ class FlashBackend(Backend):
     def __init__(self, variant: FlashVariant) -> None:
         """`variant` is the build to call."""
         self.variant = variant
+        self._serves = ("softcap", "need_lse", "needs_grad", "compiling", "opaque")
+        if variant.version == 2:
+            self._serves += ("dropout",)
         self.name, self.package = variant.name, variant.module.partition(".")[0]
 
     def missing(self) -> tuple[str, ...]:
@@ -88,7 +91,7 @@ class FlashBackend(Backend):
         """What flash-attn's kernels cannot compute."""
         from ..capability import capability  # of CUDA alone: registering names does not ask for devices
 
-        reasons = head_refusals(spec, "flash-attn's kernels")
+        reasons = list(unnamed(spec, "flash-attn's kernels", self._serves))
         if spec.device != "cuda":
             reasons.append(f"flash-attn runs on CUDA, got {spec.device} tensors")
         elif (
@@ -109,18 +112,10 @@ class FlashBackend(Backend):
             reasons.append(
                 f"flash-attn wants equal head sizes of keys and values, got {spec.head_dim}, {spec.head_dim_v}"
             )
-        if spec.stored is not None:
-            reasons.append(f"flash-attn cannot read keys and values stored as {spec.stored}")
-        if spec.bias:
-            reasons.append("flash-attn takes no additive bias")
-        if spec.sink_logits:
-            reasons.append("flash-attn takes no learned sinks")
         if spec.window_sinks and spec.kind != "full":
             reasons.append("flash-attn has no sink tokens beside a window")
         if spec.kind == "irregular":
             reasons.append("flash-attn takes no dense mask")
-        if spec.dropout and self.variant.version == 3:
-            reasons.append("flash-attn 3 has no dropout")
         if spec.needs_grad and self._left_out("BACKWARD"):
             reasons.append(f"{self.variant.package} was built without the backward pass")
         if spec.windowed and self._left_out("LOCAL"):

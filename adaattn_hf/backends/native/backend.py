@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, Launch, nothing_seen
+from ..base import Backend, Launch, nothing_seen, unnamed
 from .ops import traced
 
 if TYPE_CHECKING:
     from ...attention.heads import HeadRules
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SERVES = (
+    "softcap", "sink_logits", "bias", "need_lse", "needs_grad", "compiling", "opaque", "stored", "head_windows",
+    "head_precision", "head_until",
+)  # fmt: skip
 
 
 class NativeBackend(Backend):
@@ -29,7 +33,7 @@ class NativeBackend(Backend):
 
     def refusals(self, spec: CallSpec) -> tuple[str, ...]:
         """Other devices and dtypes, dropout, and rules per head where gradients or a graph are wanted of them."""
-        reasons = []
+        reasons = list(unnamed(spec, "the native kernels", _SERVES))
         if spec.device != "cpu":
             reasons.append(f"the native kernels run on CPUs, the tensors are on {spec.device}")
         if spec.dtype not in _DTYPES:
@@ -40,8 +44,6 @@ class NativeBackend(Backend):
             reasons.append(
                 "the native kernels read memory, which tensors that trace, wrap or shard do not have"
             )
-        if spec.dropout:
-            reasons.append("the native kernels have no dropout")
         if spec.compiling and torch.onnx.is_in_onnx_export():
             reasons.append("ONNX has no operator for the native kernels")
         if spec.stored is not None and (spec.needs_grad or spec.compiling):

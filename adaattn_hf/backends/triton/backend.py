@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
-from ..base import Backend, Launch, head_refusals, installed
+from ..base import Backend, Launch, installed, unnamed
 from .ops import traced_step
 
 if TYPE_CHECKING:
     from ...attention.heads import HeadRules
 
 _DTYPES = (torch.float16, torch.bfloat16)
+_SERVES = (
+    "softcap", "sink_logits", "need_lse", "needs_grad", "compiling", "opaque", "stored", "head_windows",
+)  # fmt: skip
 
 
 class TritonBackend(Backend):
@@ -43,11 +46,10 @@ class TritonBackend(Backend):
 
         same = spec.head_precision == "bf16" and spec.dtype == torch.bfloat16
         served = spec._replace(
-            head_windows=False,
             head_precision="model" if same else spec.head_precision,
             head_until=spec.head_until and not spec.compiling,
         )
-        reasons = head_refusals(served, "the Triton kernels")
+        reasons = list(unnamed(served, "the Triton kernels", _SERVES))
         facts = capability(spec.device_index) if spec.device == "cuda" else None
         if spec.device != "cuda":
             reasons.append(f"the Triton kernels run on CUDA devices, got {spec.device} tensors")
@@ -66,8 +68,6 @@ class TritonBackend(Backend):
             reasons.append(
                 f"the Triton kernels serve head sizes up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
             )
-        if spec.dropout:
-            reasons.append("the Triton kernels have no dropout")
         if spec.stored is not None and (not spec.decode or spec.needs_grad):
             reasons.append(
                 f"the Triton kernels read keys and values stored as {spec.stored} for one query "
@@ -78,8 +78,6 @@ class TritonBackend(Backend):
                 "the Triton kernels read stored values two channels at a time, got a value head size of "
                 f"{spec.head_dim_v}"
             )
-        if spec.bias:
-            reasons.append("the Triton kernels take no additive bias")
         if spec.kind == "irregular":
             reasons.append("the Triton kernels take no dense mask")
         if spec.kind == "ragged" and spec.needs_grad and spec.decode and spec.holes is None:
