@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -56,6 +56,11 @@ class KeptTokens(ABC):
             store(one)
         self.look()
 
+    def take_off(self, count: int) -> None:
+        """Forget the last `count` tokens."""
+        if count:
+            self.change(lambda one: one.crop(count), lambda plain: plain[:, :, :-count])
+
     def offload(self) -> None:
         """Move the tokens to the CPU."""
         self._move("cpu")
@@ -82,22 +87,89 @@ class KeptTokens(ABC):
         self.change(lambda one: one.repeat(repeats), lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
 
-def holds_tokens(cache: Cache) -> bool:
-    """Some layer of full or sliding attention has been updated."""
-    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
-    return any(layer.is_initialized for layer in cache.layers if isinstance(layer, kinds))
+class Whole(KeptTokens):
+    """What layers of full attention share: they keep everything, up to `max_cache_len` tokens."""
+
+    reserve: int
+    growth: float
+    limit: int | None
+
+    def set_room(self, reserve: int, growth: float, max_cache_len: int | None) -> None:
+        """`reserve` tokens of room at once, then `growth` times the length, `max_cache_len` at once and no more."""
+        self.growth, self.limit = growth, max_cache_len
+        self.reserve = reserve if max_cache_len is None else max_cache_len
+
+    def get_max_length(self) -> int:
+        """`max_cache_len`, -1 where the layer grows."""
+        return -1 if self.limit is None else self.limit
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; the count is negative, as in Transformers."""
+        negative(tokens_to_remove)
+        self.take_off(-tokens_to_remove)
 
 
-def refuse_used(cache: Cache) -> None:
-    """Refuse a cache that holds tokens, whose layers are to be changed.
+class Windowed(KeptTokens):
+    """What layers of sliding or chunked attention share: they keep the window."""
+
+    cumulative_length: int
+
+    @abstractmethod
+    def keep_window(self) -> None:
+        """Forget what lies before the window."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, and those before the window.
+
+        Raises:
+            RuntimeError: The window has been passed and the past was not recorded.
+        """
+        passed = _passed_window(cast(Any, self), tokens_to_remove)
+        if not self.is_initialized:
+            return
+        self.take_off(-tokens_to_remove)
+        if passed:
+            self.keep_window()
+            self.cumulative_length += tokens_to_remove
+        elif tokens_to_remove:
+            self.cumulative_length = self.keys.shape[2]
+
+
+def replaced(
+    layer: Any, whole: Callable[[], Any], sliding: Callable[[int], Any], other: Callable[[Any], Any]
+) -> Any:
+    """What does an empty stock layer's work: made by `whole` or by `sliding`; `other` is asked of any other kind."""
+    if type(layer) is DynamicLayer:
+        return whole()
+    if type(layer) is DynamicSlidingWindowLayer:
+        made = sliding(layer.sliding_window)
+        made.record_past = layer.record_past
+        return made
+    return other(layer)
+
+
+def replace_layers(
+    cache: Cache, whole: Callable[[], Any], sliding: Callable[[int], Any], other: Callable[[Any], Any]
+) -> Cache:
+    """Give a `DynamicCache` that is still empty other layers, as `replaced` makes them; returns the cache.
 
     Raises:
-        ValueError: It holds some.
+        ValueError: The cache holds tokens already.
     """
     if holds_tokens(cache):
         raise ValueError(
             f"cache: this {type(cache).__name__} holds tokens already; change its layers before the first update"
         )
+    cache.layers = [replaced(layer, whole, sliding, other) for layer in cache.layers]
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = cast(Any, whole)
+    return cache
+
+
+def holds_tokens(cache: Cache) -> bool:
+    """Some layer of full or sliding attention has been updated."""
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    return any(layer.is_initialized for layer in cache.layers if isinstance(layer, kinds))
 
 
 def negative(tokens_to_remove: int) -> None:
@@ -109,7 +181,7 @@ def negative(tokens_to_remove: int) -> None:
         )
 
 
-def passed_window(layer: DynamicSlidingWindowLayer, tokens_to_remove: int) -> bool:
+def _passed_window(layer: DynamicSlidingWindowLayer, tokens_to_remove: int) -> bool:
     """Returns whether a sliding layer that is to take tokens off its end has dropped any at its front.
 
     Raises:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .growing import GROWTH, GrowingTensor, check_room
-from .kept import KeptTokens, negative, passed_window, refuse_used, room_for, same_rows
+from .kept import KeptTokens, Whole, Windowed, replace_layers, room_for, same_rows
 
 
 class _InPlace(KeptTokens):
@@ -89,10 +89,6 @@ class _InPlace(KeptTokens):
         if not self.kept() and self.keys is not None and self.keys.numel() > 0:
             self.keys, self.values = tensor(self.keys), tensor(self.values)
 
-    def _take_off(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            self.change(lambda one: one.crop(-tokens_to_remove), lambda plain: plain[:, :, :tokens_to_remove])
-
     def reset(self) -> None:
         """Forget all tokens. (Stock layers up to Transformers 5.17 keep their length and set the tokens to zero.)"""
         self._stores = ()
@@ -101,14 +97,13 @@ class _InPlace(KeptTokens):
         super().reset()  # type: ignore[misc]
 
 
-class GrowingLayer(_InPlace, DynamicLayer):
+class GrowingLayer(_InPlace, Whole, DynamicLayer):
     """A layer of full attention: keeps everything, in place."""
 
     def __init__(self, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None) -> None:
-        """`reserve` tokens of room at once, then `growth` times the length, `max_cache_len` at once and no more."""
+        """See `Whole.set_room`."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.growth, self.limit = growth, max_cache_len
-        self.reserve = reserve if max_cache_len is None else max_cache_len
+        self.set_room(reserve, growth, max_cache_len)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -120,17 +115,8 @@ class GrowingLayer(_InPlace, DynamicLayer):
         self._append(key_states, value_states)
         return self.keys, self.values
 
-    def get_max_length(self) -> int:
-        """`max_cache_len`, -1 where the layer grows."""
-        return -1 if self.limit is None else self.limit
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens; the count is negative, as in Transformers."""
-        negative(tokens_to_remove)
-        self._take_off(tokens_to_remove)
-
-
-class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
+class GrowingSlidingLayer(_InPlace, Windowed, DynamicSlidingWindowLayer):
     """A layer of sliding or chunked attention: keeps the window, in place."""
 
     def __init__(self, sliding_window: int, growth: float = GROWTH) -> None:
@@ -159,10 +145,11 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
         if self.record_past:
             visible = self.sliding_window - 1 + count
             return keys[:, :, -visible:], values[:, :, -visible:]
-        self._keep_window()
+        self.keep_window()
         return keys, values
 
-    def _keep_window(self) -> None:
+    def keep_window(self) -> None:
+        """Forget what lies before the window."""
         stores = self.kept()
         for store in stores:
             store.drop_front(self.sliding_window - 1)
@@ -170,33 +157,6 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
             self.keys = self.keys[:, :, -self.sliding_window + 1 :]
             self.values = self.values[:, :, -self.sliding_window + 1 :]
         self.look()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, and those before the window.
-
-        Raises:
-            RuntimeError: The window has been passed and the past was not recorded.
-        """
-        passed = passed_window(self, tokens_to_remove)
-        if not self.is_initialized:
-            return
-        self._take_off(tokens_to_remove)
-        if passed:
-            self._keep_window()
-            self.cumulative_length += tokens_to_remove
-        elif tokens_to_remove:
-            self.cumulative_length = self.keys.shape[2]
-
-
-def _growing(layer: Any, reserve: int, growth: float, max_cache_len: int | None) -> Any:
-    """The growing layer that does an empty stock layer's work; any other kind of layer stays what it is."""
-    if type(layer) is DynamicLayer:
-        return GrowingLayer(reserve, growth, max_cache_len)
-    if type(layer) is DynamicSlidingWindowLayer:
-        grown = GrowingSlidingLayer(layer.sliding_window, growth)
-        grown.record_past = layer.record_past
-        return grown
-    return layer
 
 
 class GrowingCache(DynamicCache):
@@ -254,9 +214,9 @@ def grow_in_place(
         ValueError: The cache holds tokens already, or `growth`, `reserve` or `max_cache_len` makes no room.
     """
     check_room(reserve, growth, max_cache_len)
-    refuse_used(cache)
-    cache.layers = [_growing(layer, reserve, growth, max_cache_len) for layer in cache.layers]
-    if cache.layer_class_to_replicate is DynamicLayer:
-        made = functools.partial(GrowingLayer, reserve, growth, max_cache_len)
-        cache.layer_class_to_replicate = cast(Any, made)
-    return cache
+    return replace_layers(
+        cache,
+        functools.partial(GrowingLayer, reserve, growth, max_cache_len),
+        lambda window: GrowingSlidingLayer(window, growth),
+        lambda layer: layer,
+    )

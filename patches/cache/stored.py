@@ -10,7 +10,8 @@ the codes.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from ..models.families import family_of
 from ..plans.attach import plan_of
 from .carrier import StoredTensor
 from .growing import GROWTH, check_room
-from .kept import KeptTokens, negative, passed_window, refuse_assigned, refuse_used, room_for, same_rows
+from .kept import KeptTokens, Whole, Windowed, refuse_assigned, replace_layers, replaced, room_for, same_rows
 from .layers import grow_in_place
 from .tokens import PROMPT, StoredTokens
 
@@ -94,7 +95,7 @@ class _Stored(KeptTokens):
         super().reset()  # type: ignore[misc]
 
 
-class StoredLayer(_Stored, DynamicLayer):
+class StoredLayer(_Stored, Whole, DynamicLayer):
     """A layer of full attention: keeps everything."""
 
     def __init__(
@@ -102,9 +103,8 @@ class StoredLayer(_Stored, DynamicLayer):
     ) -> None:
         """`stored` is one of the quantised formats; the rest as in `AdaAttnCache`."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.stored, self.growth, self.limit = stored, growth, max_cache_len
-        self.reserve = reserve if max_cache_len is None else max_cache_len
-        self.tokens = None
+        self.stored, self.tokens = stored, None
+        self.set_room(reserve, growth, max_cache_len)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append `[batch, heads, n, head_dim]`; returns all keys and values, the first ones unrounded."""
@@ -116,20 +116,8 @@ class StoredLayer(_Stored, DynamicLayer):
         """Tokens held."""
         return 0 if self.tokens is None else len(self.tokens)
 
-    def get_max_length(self) -> int:
-        """`max_cache_len`, -1 where the layer grows."""
-        return -1 if self.limit is None else self.limit
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens; the count is negative, as in Transformers."""
-        negative(tokens_to_remove)
-        if self.tokens is not None:
-            self.let_go()
-            self.tokens.crop(-tokens_to_remove)
-            self.look()
-
-
-class StoredSlidingLayer(_Stored, DynamicSlidingWindowLayer):
+class StoredSlidingLayer(_Stored, Windowed, DynamicSlidingWindowLayer):
     """A layer of sliding or chunked attention: keeps the window."""
 
     def __init__(self, stored: str, sliding_window: int, growth: float = GROWTH) -> None:
@@ -145,29 +133,16 @@ class StoredSlidingLayer(_Stored, DynamicSlidingWindowLayer):
         assert self.tokens is not None
         keys, values = self.keys, self.values
         if not self.record_past:
-            self.tokens.drop_front(self.sliding_window - 1)
-            self.look()
+            self.keep_window()
         if first:
             return self._prompt(key_states, value_states)
         visible = self.sliding_window - 1 + key_states.shape[2]
         return (keys, values) if keys.shape[2] <= visible else self.tokens.carriers(last=visible)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, and those before the window.
-
-        Raises:
-            RuntimeError: The window has been passed and the past was not recorded.
-        """
-        passed = passed_window(self, tokens_to_remove)
-        if self.tokens is None:
-            return
-        self.let_go()
-        self.tokens.crop(-tokens_to_remove)
-        if passed:
-            self.tokens.drop_front(self.sliding_window - 1)
-            self.cumulative_length += tokens_to_remove
-        elif tokens_to_remove:
-            self.cumulative_length = len(self.tokens)
+    def keep_window(self) -> None:
+        """Forget what lies before the window."""
+        assert self.tokens is not None
+        self.tokens.drop_front(self.sliding_window - 1)
         self.look()
 
 
@@ -203,7 +178,7 @@ def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -
         return
     config = model.config.get_text_config(decoder=True)
     for layer in DynamicCache(config=config).layers:
-        _storing(layer, stored, 0, GROWTH, None)
+        replaced(layer, *_makers(stored))
     if computes_with_cache(model):
         raise ValueError(
             f"cache: got {stored!r} for {type(model).__name__}, which computes with its cached keys itself before "
@@ -255,27 +230,24 @@ def store_in_place(
             room as asked.
     """
     check_room(reserve, growth, max_cache_len)
-    refuse_used(cache)
-    cache.layers = [_storing(layer, stored, reserve, growth, max_cache_len) for layer in cache.layers]
-    if cache.layer_class_to_replicate is DynamicLayer:
-        made = functools.partial(StoredLayer, stored, reserve, growth, max_cache_len)
-        cache.layer_class_to_replicate = cast(Any, made)
-    return cache
+    return replace_layers(cache, *_makers(stored, reserve, growth, max_cache_len))
 
 
-def _storing(layer: Any, stored: str, reserve: int, growth: float, max_cache_len: int | None) -> Any:
-    if type(layer) is DynamicLayer:
-        return StoredLayer(stored, reserve, growth, max_cache_len)
-    if type(layer) is DynamicSlidingWindowLayer:
-        made = StoredSlidingLayer(stored, layer.sliding_window, growth)
-        made.record_past = layer.record_past
-        return made
-    if getattr(layer, "spans", None) is not None:
-        return layer
-    raise ValueError(
-        f"cache: got {stored!r} for a model with a {type(layer).__name__}, expected layers of full or sliding "
-        'attention; use cache="model"'
-    )
+def _makers(
+    stored: str, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None
+) -> tuple[Callable[[], Any], Callable[[int], Any], Callable[[Any], Any]]:
+    """What `kept.replaced` needs."""
+
+    def other(layer: Any) -> Any:
+        if getattr(layer, "spans", None) is not None:
+            return layer
+        raise ValueError(
+            f"cache: got {stored!r} for a model with a {type(layer).__name__}, expected layers of full or sliding "
+            'attention; use cache="model"'
+        )
+
+    whole = functools.partial(StoredLayer, stored, reserve, growth, max_cache_len)
+    return whole, lambda window: StoredSlidingLayer(stored, window, growth), other
 
 
 class AdaAttnCache(DynamicCache):

@@ -15,7 +15,7 @@ from adaattn_hf.plans.plan import LayerPlan, Plan
 from ..plans.attach import plan_of
 from .carrier import StoredTensor
 from .growing import GROWTH
-from .kept import KeptTokens, negative, refuse_assigned, room_for, same_rows
+from .kept import Whole, negative, refuse_assigned, room_for, same_rows
 from .ring import Read, Ring, some_heads
 from .tokens import SMOOTHED, StoredTokens, Tokens
 
@@ -68,7 +68,7 @@ class StreamedTensor(StoredTensor):
         self.streams = layer
 
 
-class StreamingLayer(KeptTokens, DynamicLayer):
+class StreamingLayer(Whole, DynamicLayer):
     """A layer of full attention; heads that keep the same window and first tokens share storage."""
 
     def __init__(
@@ -81,8 +81,8 @@ class StreamingLayer(KeptTokens, DynamicLayer):
     ) -> None:
         """`stored` is one of `CACHES`; `spans` says what each key/value head keeps; the rest as in `AdaAttnCache`."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.stored, self.spans, self.growth, self.limit = stored, spans, growth, max_cache_len
-        self.reserve = reserve if max_cache_len is None else max_cache_len
+        self.stored, self.spans = stored, spans
+        self.set_room(reserve, growth, max_cache_len)
         self.record_past = False
         self.reset()
 
@@ -219,10 +219,6 @@ class StreamingLayer(KeptTokens, DynamicLayer):
     def get_seq_length(self) -> int:
         """Tokens seen, those that no head keeps any more counted."""
         return self.count
-
-    def get_max_length(self) -> int:
-        """`max_cache_len`, -1 where the layer grows."""
-        return -1 if self.limit is None else self.limit
 
     @property
     def nbytes(self) -> int:

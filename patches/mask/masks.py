@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +68,7 @@ def adaattn_mask(
     if loses_borders(config) and not tracing():
         from .told import told_to_model  # imported here: few families keep what they are told to themselves
 
-        told = told_to_model(sys._getframe(1))
+        told = told_to_model()
         by_positions = told.by_positions
         if by_positions:
             attention_mask = None  # at most one of ones, which the model made itself

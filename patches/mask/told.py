@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -31,16 +32,15 @@ class Told(NamedTuple):
         return structure if cu_q is None else with_documents(structure, cu_q, cu_k)
 
 
-def told_to_model(maker: FrameType) -> Told:
-    """Looks up what the model that makes a mask was called with.
+def told_to_model() -> Told:
+    """Looks up what the model that makes a mask was called with; asked by the mask function alone.
 
     A mask function does not hear of it: a model may make a mask of ones itself, and an empty cache leaves no trace in
     lengths. So the call stack is asked, as far as it leads from the mask function to the model. What it does not show
     is not told.
-
-    Args:
-        maker: The function that calls the mask function; in Transformers it has the cache among its arguments.
     """
+    # what calls the mask function: in Transformers it has the cache among its arguments
+    maker: FrameType = sys._getframe(2)
     caches = [maker.f_locals[name] for name in CACHE_KEYWORDS if name in maker.f_locals]
     frame: FrameType | None = maker
     model: Any = None

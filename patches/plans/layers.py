@@ -67,8 +67,8 @@ def model_of(module: nn.Module) -> nn.Module | None:
     Raises:
         PlanError: Objects are frozen (`gc.freeze`), so that models may live that cannot be asked.
     """
-    alive = (thing for thing in gc.get_objects() if hasattr(type(thing), "base_model_prefix"))
-    found = [model for model in alive if isinstance(model, nn.Module) and holds(model, module)]
+    alive = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
+    found = [one for one in alive if hasattr(type(one), "base_model_prefix") and holds(one, module)]
     if not found and gc.get_freeze_count():
         raise PlanError(
             f"the model of this {type(module).__name__} cannot be found behind gc.freeze(), expected it for a check of "

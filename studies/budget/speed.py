@@ -119,11 +119,9 @@ def plan_of_record(
     if unknown:
         raise UsageError(f"record: takes {unknown}, expected choices without bases: {sorted(known)}")
     per = len(labels) // len(modules)
-    hashes = {index: hashes.weight_hash(module) for index, module in modules.items()}
+    own = {index: hashes.weight_hash(module) for index, module in modules.items()}
     layers = [
-        LayerPlan(
-            index, hashes[index], tuple(known[label] for label in labels[place * per : (place + 1) * per])
-        )
+        LayerPlan(index, own[index], tuple(known[label] for label in labels[place * per : (place + 1) * per]))
         for place, index in enumerate(sorted(modules))
     ]
     verdicts = record.get("report", {}).get("verdicts", ())

@@ -16,7 +16,6 @@ OF_THE_STACK = frozenset({"_getframe", "currentframe", "f_back", "f_locals"})
 """How callers are looked at from within."""
 LOOKS_AT_CALLERS = {
     # a mask function is not handed what its model was called with, and no other way of Transformers leads to it
-    "patches/mask/masks.py",
     "patches/mask/told.py",
 }
 """Files that do."""

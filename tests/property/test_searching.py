@@ -117,7 +117,7 @@ def borderless(case: whole.Whole) -> bool:
 
 
 def test_it_reports_positions_that_overrule_a_mask_or_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(told, "told_to_model", lambda maker: told.Told(True))
+    monkeypatch.setattr(told, "told_to_model", lambda: told.Told(True))
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 

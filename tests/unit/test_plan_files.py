@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
-from adaattn_hf.plans import store
+from adaattn_hf.plans import reading
 from adaattn_hf.plans.plan import LayerPlan
 from adaattn_hf.plans.reading import MOST_BYTES
 
@@ -78,7 +78,7 @@ def test_a_place_that_may_not_be_looked_at_is_a_sentence(
     def forbidden(path: Path) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(store, "read_plan", forbidden)
+    monkeypatch.setattr(reading, "read_plan", forbidden)
     result = CliRunner().invoke(app, ["plan", *words])
     assert (result.exit_code, result.stderr) == (2, "error: p: Permission denied\n")
 
