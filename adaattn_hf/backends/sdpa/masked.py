@@ -139,7 +139,8 @@ def _all_bands(
 def _bands(structure: CallStructure, step: int, dtype: torch.dtype, device: torch.device) -> Iterator[Band]:
     """The bands of a structure; equal neighbours, as those of a window, are one with a count."""
     before: Band | None = None
-    place: tuple[int, ...] | None = None
+    place: tuple[int, int, int, int] | None = None
+    mask: Tensor | None
     for start in range(0, structure.q_len, step):
         rows = min(step, structure.q_len - start)
         low, high, sinks = _reach(structure, start, rows)
