@@ -54,9 +54,9 @@ from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pag
 from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS, candidates
-from adaattn_hf.policy.explore import SolverTable
 from adaattn_hf.policy.knapsack import evaluate
 from adaattn_hf.policy.prices import Price, PriceTable
+from adaattn_hf.policy.table import SolverTable
 from studies.budget.held_out import ratio
 
 from ..support.choices import make_choice
