@@ -18,12 +18,12 @@ from torch import Tensor
 
 from .._files import write_atomically
 from ..plans import store
-from ..plans.headline import MODEL, SOURCES
+from ..plans.evidence import MODEL, SOURCES
 from ..plans.plan import OWN_NUMBERS, PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord, Verified
 from ..plans.tensors import LayerTensors
 from ..policy.acceptance import Gates
-from ..policy.explore import SolverTable
 from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_length
+from ..policy.table import SolverTable
 from .measure import Measurement
 from .settings import Calibration
 from .state import CalibrationState

@@ -24,8 +24,6 @@ from ..calibration.benefit import Benefit
 from ..calibration.settings import CalibrationSettings
 from ..calibration.state import FILE, CalibrationState
 from ..calibration.team import Team
-from ..plans.headline import PLAN_HASH, REPORT_FILE, Bought, digest
-from ..plans.page import plan_page
 from ..plans.plan import PlanError
 from ..plans.reading import read_plan
 from ..policy.prices import PriceTable
@@ -33,6 +31,8 @@ from .fit import fit_to_text
 from .loading import Loaded, Opened
 from .memory import room_or_sentence
 from .options import nats
+from .pictures.headline import PLAN_HASH, REPORT_FILE, Bought, digest
+from .pictures.page import plan_page
 from .printed import print_plan
 from .progress import display
 from .shown import Shown, tell

@@ -53,11 +53,11 @@ def show(
 
     Files are written before anything is printed. Exit codes: 0 done; 2 wrong arguments, or no plan.
     """
-    from ..plans.headline import bought
-    from ..plans.page import plan_page
     from ..plans.plan import PlanError
     from ..plans.reading import read_plan
-    from ..plans.render import save_png
+    from .pictures.grid import save_png
+    from .pictures.headline import bought
+    from .pictures.page import plan_page
     from .printed import print_plan
 
     place = path or plan or Path(PLAN_DIRECTORY)
@@ -91,11 +91,11 @@ def diff(
 
     Exit codes: 0 done; 2 wrong arguments, or no plan.
     """
-    from ..plans.page import compared
     from ..plans.plan import PlanError
     from ..plans.reading import read_plan
-    from ..plans.render import differences
     from ..plans.wording import legend
+    from .pictures.grid import differences
+    from .pictures.page import compared
 
     try:
         plans = [read_plan(path), read_plan(other)]
@@ -144,12 +144,13 @@ def explore(
 
     Exit codes: 0 done; 2 wrong arguments, no plan, or no report beside it.
     """
-    from ..plans.headline import REPORT_FILE, bought
-    from ..plans.page import page
     from ..plans.plan import PlanError
     from ..plans.reading import read_plan
     from ..plans.wording import at_most, rise, share, times
-    from ..policy.explore import SolverTable, explorer
+    from ..policy.table import SolverTable
+    from .pictures.explorer import explorer
+    from .pictures.headline import REPORT_FILE, bought
+    from .pictures.page import page
 
     place = path or plan or Path(PLAN_DIRECTORY)
     try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from ..plans.headline import Bought, headline
 from ..plans.plan import Plan
-from ..plans.render import below, details, heading, heat_map
+from .pictures.grid import below, details, heading, heat_map
+from .pictures.headline import Bought, headline
 from .shown import tell
 
 

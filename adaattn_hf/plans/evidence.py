@@ -6,6 +6,10 @@ from dataclasses import dataclass, fields
 
 from .record import PlanError, real, share, text, whole
 
+MODEL = "model"
+"""Key in a plan's protocol: the name of the model that it was made for."""
+SOURCES = "held_out_sources"
+"""Key in a plan's protocol: how many sources of held-out text each keep the budget."""
 MOST_LAYERS, MOST_HEADS = 1 << 12, 1 << 12
 """More layers and key/value heads than any model has."""
 SHORTEST = 1e-30

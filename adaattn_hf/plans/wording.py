@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from .choices import Choice, Precision, Rank, Window
+from .choices import Choice
 
 _NUMBERS = [
     "no",
@@ -97,12 +97,6 @@ def legend(choices: Iterable[Choice]) -> str:
         # w128+16 says how to read w256+16
         kinds.setdefault(re.sub(r"[0-9.]+", "", part.label), f"{part.label}: {part.meaning}")
     return "; ".join(kinds.values())
-
-
-def legend_of_labels() -> str:
-    """Returns what labels mean where any of them may be shown."""
-    parts = (Window(256, 16), Rank(16), *map(Precision, Precision.families))
-    return legend(Choice.of(part) for part in parts)
 
 
 def _relative(nats: float | None) -> float:

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from adaattn_hf.cli import bench_job as bench_command
 from adaattn_hf.cli.interrupt import leave
+from adaattn_hf.cli.pictures import grid, headline, page
 from adaattn_hf.cli.printed import print_plan
 from adaattn_hf.cli.shown import tell
 from adaattn_hf.errors import EvalError
 from adaattn_hf.eval import atlas, progress
 from adaattn_hf.eval.bench import report as bench
-from adaattn_hf.plans import headline, page, render
 
 from ..unit.test_plan import make_plan
 
@@ -121,8 +121,8 @@ MARKDOWN: dict[str, Callable[[], str]] = {
     "benchmark": lambda: bench.markdown(benched(), NASTY),
 }
 TERMINAL: dict[str, Callable[[], str]] = {
-    "facts of a plan": lambda: "\n".join(render.facts(planned())),
-    "details of a plan": lambda: "\n".join(render.details(planned())),
+    "facts of a plan": lambda: "\n".join(grid.facts(planned())),
+    "details of a plan": lambda: "\n".join(grid.details(planned())),
     "headline of a plan": lambda: headline.name_of(planned()),
     "a plan": lambda: printed(
         lambda console: print_plan(console, planned(), headline.Bought(), verbose=True)
@@ -151,8 +151,8 @@ HERE = {
     "adaattn_hf/cli/interrupt.py",
     "adaattn_hf/cli/printed.py",
     "adaattn_hf/cli/shown.py",
-    "adaattn_hf/plans/page.py",
-    "adaattn_hf/plans/render.py",
+    "adaattn_hf/cli/pictures/page.py",
+    "adaattn_hf/cli/pictures/grid.py",
     "eval/atlas.py",
     "eval/bench/report.py",
     "eval/progress.py",

@@ -22,16 +22,17 @@ from adaattn_hf.calibration.proof import prove
 from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.search import solve
 from adaattn_hf.calibration.storage import choose_storage
+from adaattn_hf.cli.pictures.explorer import explorer
+from adaattn_hf.cli.pictures.grid import notes
 from adaattn_hf.patches.cache.stored import AdaAttnCache
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.render import notes
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.acceptance import Gates
-from adaattn_hf.policy.explore import SolverTable, explorer
 from adaattn_hf.policy.prices import Price, PriceTable
+from adaattn_hf.policy.table import SolverTable
 
 from ..support.calibration import calibrate, open_inputs, save_plan
 from ..support.choices import make_choice

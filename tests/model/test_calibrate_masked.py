@@ -49,9 +49,9 @@ from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.positions import learned_positions
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS, candidates
-from adaattn_hf.policy.explore import SolverTable
 from adaattn_hf.policy.knapsack import evaluate
 from adaattn_hf.policy.prices import Price, PriceTable
+from adaattn_hf.policy.table import SolverTable
 from studies.budget.held_out import ratio
 
 from ..support.calibration import calibrate, open_inputs, save_plan

@@ -14,11 +14,11 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.capability import cpu_name
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.calibration import pricing
+from adaattn_hf.cli.pictures.grid import notes
 from adaattn_hf.patches.observe.explain import explain
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.plan import EXACT, Plan, PlanError
-from adaattn_hf.plans.render import notes
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.prices import Price, PriceTable
 

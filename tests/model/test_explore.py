@@ -18,7 +18,8 @@ from adaattn_hf.calibration.search import picks_of, programs, solve
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.calibration.storage import storages
 from adaattn_hf.cli.main import app
-from adaattn_hf.policy.explore import SolverTable, explorer
+from adaattn_hf.cli.pictures.explorer import explorer
+from adaattn_hf.policy.table import SolverTable
 from adaattn_hf.presets import load_preset
 
 from ..support.browser import CONTRASTS, drawn, needs_browser

@@ -16,11 +16,11 @@ import adaattn_hf
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
+from adaattn_hf.cli.pictures.grid import differences, heat_map
+from adaattn_hf.cli.pictures.page import plan_page
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans.choices import EXACT, KINDS, Choice, Colour, Keys, Precision, Setting, register
-from adaattn_hf.plans.page import plan_page
 from adaattn_hf.plans.plan import LayerPlan, PlanError
-from adaattn_hf.plans.render import differences, heat_map
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.candidates import candidates, refuse_unknown
 from adaattn_hf.policy.prices import Price, PriceTable

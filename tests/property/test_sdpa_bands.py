@@ -19,7 +19,7 @@ from adaattn_hf.backends.sdpa.masked import Band
 from ..support.requests import HALF, bound, generator, leaves, requests
 
 BACKEND = SdpaBackend()
-LOW = {"WINDOW_ROWS": 4, "BAND_ROWS": 5, "LEAST_ROWS": 2, "SHORT_KEYS": 0, "FEW_KEYS_HALF": 0}
+LOW = {"WINDOW_ROWS": 4, "BAND_ROWS": 5, "LEAST_ROWS": 2, "SCORES": 300, "SHORT_KEYS": 0, "FEW_KEYS_HALF": 0}
 
 
 @pytest.fixture(params=["kept", "kept in no memory"], autouse=True, scope="module")

@@ -84,7 +84,7 @@ def test_standard_output_is_json_alone(
 def test_what_a_library_prints_past_python_goes_to_stderr(calibrated: tuple[Path, Result]) -> None:
     """As HiGHS does: this solver writes to file 1 itself."""
     code = (
-        "import os, adaattn_hf.policy.explore as explore; solve = explore.explorer\n"
+        "import os, adaattn_hf.cli.pictures.explorer as explore; solve = explore.explorer\n"
         "explore.explorer = lambda *given: (os.write(1, b'from a library\\n'), solve(*given))[1]\n"
         "from adaattn_hf.cli.main import main; main()"
     )

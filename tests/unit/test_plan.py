@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaattn_hf.cli.pictures.grid import details, differences, grid, heat_map, save_png
 from adaattn_hf.plans.choices.window import Window
 from adaattn_hf.plans.plan import (
     EXACT,
@@ -23,7 +24,6 @@ from adaattn_hf.plans.plan import (
     UnitRecord,
     Verified,
 )
-from adaattn_hf.plans.render import details, differences, grid, heat_map, save_png
 
 from ..support.choices import make_choice
 

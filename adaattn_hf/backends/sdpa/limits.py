@@ -8,6 +8,9 @@ WINDOW_ROWS = 128
 BAND_ROWS, LEAST_ROWS = 256, 32
 """Rows of any other band, those of all batch rows together, and the fewest that fill a tile of a kernel."""
 
+SCORES = 1 << 24
+"""Scores of all heads that a band holds where torch writes them out: softcaps, learned sinks, gradients of a bias."""
+
 SHORT_KEYS = 128
 """Keys up to which one query is served by the plain operator, which is quicker than anything around it."""
 

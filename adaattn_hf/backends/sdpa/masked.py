@@ -107,12 +107,20 @@ class Band(NamedTuple):
 
 def in_bands(request: AttentionRequest, structure: CallStructure) -> Tensor:
     """Attention under any settled structure, `[batch, q_len, heads, head_dim_v]`, without a tensor of all scores."""
-    query = request.query
-    heads = 1 if structure.mask is None else structure.mask.shape[1]
+    query, bias = request.query, request.bias
     seen = structure.kv_len if structure.window is None else min(structure.kv_len, structure.window)
+    rows = limits.BAND_ROWS // (1 if structure.plain else structure.batch)
+    if (
+        request.softcap is not None
+        or request.sink_logits is not None
+        or (bias is not None and bias.requires_grad)
+    ):
+        rows = min(rows, limits.SCORES // (query.shape[0] * query.shape[1] * seen))  # no kernel spares them
+    rows = max(limits.LEAST_ROWS, rows)
     # masks are made once for all layers, unless that would take too much memory
+    heads = 1 if structure.mask is None else structure.mask.shape[1]
     kept = structure.batch * heads * structure.q_len * seen * query.dtype.itemsize <= limits.KEPT_BYTES
-    asked = query.dtype, query.device
+    asked = rows if structure.window is None else min(rows, limits.WINDOW_ROWS), query.dtype, query.device
     bands = structure.derived(_all_bands, *asked) if kept else _bands(structure, *asked)
     pieces = [piece for band in bands for piece in _pieces(band, request)]
     if all(piece is None for _, piece in pieces):
@@ -122,17 +130,17 @@ def in_bands(request: AttentionRequest, structure: CallStructure) -> Tensor:
     return torch.cat(whole, dim=2).transpose(1, 2)
 
 
-def _all_bands(structure: CallStructure, dtype: torch.dtype, device: torch.device) -> tuple[Band, ...]:
-    return tuple(_bands(structure, dtype, device))
+def _all_bands(
+    structure: CallStructure, step: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Band, ...]:
+    return tuple(_bands(structure, step, dtype, device))
 
 
-def _bands(structure: CallStructure, dtype: torch.dtype, device: torch.device) -> Iterator[Band]:
+def _bands(structure: CallStructure, step: int, dtype: torch.dtype, device: torch.device) -> Iterator[Band]:
     """The bands of a structure; equal neighbours, as those of a window, are one with a count."""
-    step = max(limits.LEAST_ROWS, limits.BAND_ROWS // (1 if structure.plain else structure.batch))
-    if structure.window is not None:
-        step = min(step, limits.WINDOW_ROWS)
     before: Band | None = None
-    place: tuple[int, ...] | None = None
+    place: tuple[int, int, int, int] | None = None
+    mask: Tensor | None
     for start in range(0, structure.q_len, step):
         rows = min(step, structure.q_len - start)
         low, high, sinks = _reach(structure, start, rows)

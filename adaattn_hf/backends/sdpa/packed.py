@@ -136,12 +136,12 @@ def _packed(t: Tensor, places: Tensor | None) -> Tensor:
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float) -> Tensor:
     """`[queries, heads, head_dim_v]` of packed tokens, a call for each run."""
+    found = []
     parts = query.split(layout.q_lengths), key.split(layout.k_lengths), value.split(layout.k_lengths)
-    runs = (
-        operator(*(t.transpose(0, 1)[None] for t in one), scaling, causal=layout.rule != FULL)
-        for one in zip(*parts, strict=True)
-    )
-    return torch.cat([out[0].transpose(0, 1) for out in runs])
+    for run in zip(*parts, strict=True):
+        q, k, v = (t.transpose(0, 1)[None] for t in run)
+        found.append(operator(q, k, v, scaling, causal=layout.rule != FULL)[0].transpose(0, 1))
+    return torch.cat(found)
 
 
 def _suits_flash(query: Tensor, value: Tensor, layout: Layout) -> bool:

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from .choices import EXACT, Choice
-from .headline import Bought, headline, name_of
-from .plan import Plan
-from .render import details, grid, layers_of, notes
-from .wording import legend, printable, quotient
+from ...plans.choices import EXACT, Choice
+from ...plans.plan import Plan
+from ...plans.wording import legend, printable, quotient
+from .grid import details, grid, layers_of, notes
+from .headline import Bought, cost, headline, name_of, speed_of
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -58,7 +58,7 @@ def proof(plan: Plan) -> dict[str, Any] | None:
     return {
         "mean": _finite(plan.verified.delta_nll),
         "upper": _finite(plan.verified.upper),
-        "sentence": headline(plan).partition(" · ")[0],
+        "sentence": cost(plan),
     }
 
 
@@ -114,7 +114,6 @@ def _stop(
     known = {(unit.layer, unit.head): unit for unit in plan.units}
     units = [(layer, head) for layer in rows for head in range(width)]
     of_unit = [known.get(unit) for unit in units]
-    speed = quotient([u.exact_price for u in plan.units], [u.price for u in plan.units])
     return {
         "name": name,
         "picks": [choices[row[head]] if head < len(row) else 0 for row in shown for head in range(width)],
@@ -123,6 +122,6 @@ def _stop(
             1.0 if unit is None else rounded(quotient([unit.price], [unit.exact_price])) for unit in of_unit
         ],
         "loss": rounded(plan.predicted_loss),
-        "speed": rounded(speed) if plan.units else 1.0,
+        "speed": rounded(speed_of(plan)) if plan.units else 1.0,
         "proof": proof(plan),
     }

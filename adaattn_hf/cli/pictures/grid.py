@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from .._files import write_atomically
-from .choices import EXACT, Choice
-from .headline import level_of, name_of
-from .plan import Plan
-from .wording import allowed, counted, in_nats, legend, printable, quotient, rise, share, times
+from ..._files import write_atomically
+from ...plans.choices import EXACT, Choice
+from ...plans.plan import Plan
+from ...plans.wording import allowed, counted, in_nats, legend, printable, rise, share, times
+from .headline import level_of, name_of, speed_of
 
 MOST_ROWS, MOST_COLUMNS = 256, 128
 """Most layers and key/value heads that a picture shows."""
@@ -75,7 +75,7 @@ def notes(plan: Plan) -> list[str]:
 def details(plan: Plan) -> list[str]:
     """Returns lines on how a plan was made and proved, in nats and levels: what a headline leaves out."""
     lines = [*facts(plan), f"budget {allowed(plan.budget)}, {in_nats(plan.budget)} nats/token"]
-    speed = quotient([unit.exact_price for unit in plan.units], [unit.price for unit in plan.units])
+    speed = speed_of(plan)
     if speed is not None:
         lines.append(
             f"predicted increase {rise(plan.predicted_loss)}, {in_nats(plan.predicted_loss)} nats/token; attention of "

@@ -14,15 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .plan import Plan, PlanError
-from .reading import PLAN_FILE, text_file
-from .wording import allowed, at_most, counted, printable, quotient, rise, share, times
+from ...plans.evidence import MODEL, SOURCES
+from ...plans.plan import Plan, PlanError
+from ...plans.reading import PLAN_FILE, text_file
+from ...plans.wording import allowed, at_most, counted, printable, quotient, rise, share, times
 
 REPORT_FILE = "adaattn_report.json"
-MODEL = "model"
-"""Key in a plan's protocol: the name of the model that it was made for."""
-SOURCES = "held_out_sources"
-"""Key in a plan's protocol: how many sources of held-out text each keep the budget."""
 PLAN_HASH = "plan_sha256"
 """Key in a report: the hash of the plan's file that it speaks of."""
 
@@ -91,11 +88,10 @@ def name_of(plan: Plan) -> str:
 def headline(plan: Plan, buys: Bought | None = None) -> str:
     """Returns what a plan was proved to cost, and what it buys: `perplexity +0.51 %, at most +0.90 %, …`."""
     buys = buys or Bought()
-    words = [_cost(plan)]
+    words = [cost(plan)]
     attention, planned = buys.attention, "attention"
     if attention is None and plan.units:
-        attention = quotient([u.exact_price for u in plan.units], [u.price for u in plan.units])
-        planned = "attention of the planned layers"
+        attention, planned = speed_of(plan), "attention of the planned layers"
     if not plan.is_exact and buys.whole is not None:
         low, high = (times(one) for one in buys.whole)
         whole = low if low == high else f"{low} to {high}"
@@ -109,7 +105,13 @@ def headline(plan: Plan, buys: Bought | None = None) -> str:
     return " · ".join(words)
 
 
-def _cost(plan: Plan) -> str:
+def speed_of(plan: Plan) -> float | None:
+    """Returns how many times as fast the attention of the planned layers is, by prices; None if not known."""
+    return quotient([unit.exact_price for unit in plan.units], [unit.price for unit in plan.units])
+
+
+def cost(plan: Plan) -> str:
+    """Returns what a plan was proved to cost: `perplexity +0.51 %, at most +0.90 %, …`."""
     proof = plan.verified
     if proof is None:
         return "exact: the perplexity of the model" if plan.is_exact else "not verified on held-out text"

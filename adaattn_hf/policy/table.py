@@ -1,0 +1,112 @@
+"""The table of prices and risks that is kept with a plan, from which a calibration can be solved again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .knapsack import Allocation, Array, Launches, allocate, of_cache
+
+
+@dataclass(frozen=True, eq=False)
+class SolverTable:
+    """Prices and risks of all choices, from which the solver chooses.
+
+    Attributes:
+        units: Layer and key/value head of each unit, layer by layer.
+        choices: Labels of the choices, exact first.
+        prices: `[units, choices]`, seconds; infinite where a choice is not offered.
+        risks: `[lengths, units, choices]`, nats/token, rescaled to the measured loss of whole plans.
+        launches: Fixed costs of launches.
+        kept: `[units, choices]`, tokens that a streaming cache keeps of a sequence of the longest length; None where
+            that was not recorded, or the model has no cache.
+    """
+
+    units: Sequence[tuple[int, int]]
+    choices: Sequence[str]
+    prices: Array
+    risks: Array
+    launches: Launches
+    kept: NDArray[np.int64] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table as JSON values; infinite numbers become null."""
+        constant, kind = np.unique(self.launches.constant, axis=1, return_inverse=True)
+        return {
+            "units": [list(unit) for unit in self.units],
+            "choices": list(self.choices),
+            "prices": _finite(self.prices),
+            "risks": _finite(self.risks),
+            "launch": self.launches.launch.tolist(),
+            "kind": kind.ravel().tolist(),
+            "constant": constant.tolist(),
+            "kept": None if self.kept is None else self.kept.tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SolverTable:
+        """Reads a table written by `to_dict`.
+
+        Raises:
+            ValueError: It is not such a table, or its shapes disagree.
+        """
+        try:
+            units = [(int(layer), int(head)) for layer, head in data["units"]]
+            choices = [str(name) for name in data["choices"]]
+            prices, risks = _infinite(data["prices"]), _infinite(data["risks"])
+            launch = np.array(data["launch"], dtype=np.int64)
+            constant = np.array(data["constant"], dtype=float)
+            if constant.ndim == 1:
+                # older reports hold one number a choice or a launch, for all layers and calls
+                each = constant if len(constant) == len(launch) else constant[launch]
+                constant, kind = each[None, None], np.zeros(len(units), dtype=np.int64)
+            else:
+                kind = np.array(data["kind"], dtype=np.int64)
+            constant = constant[:, kind]
+            kept = None if data.get("kept") is None else np.array(data["kept"], dtype=np.int64)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ValueError(
+                f"table: not one that `adaattn calibrate` wrote ({error!r}); calibrate again"
+            ) from error
+        shape = (len(units), len(choices))
+        if (
+            prices.shape != shape
+            or risks.shape[1:] != shape
+            or launch.shape != shape[1:]
+            or constant.shape[1:] != shape
+            or not (np.isfinite(constant) & (constant >= 0.0)).all()
+            or not (kept is None or (kept.shape == shape and kept[:, 0].all()))
+        ):
+            raise ValueError(
+                f"table: {shape[0]} units and {shape[1]} choices, but prices {prices.shape}, risks {risks.shape}, "
+                f"constants {constant.shape}, kept tokens {None if kept is None else kept.shape}; calibrate again"
+            )
+        layers = np.array([layer for layer, _ in units], dtype=np.int64)
+        return cls(units, choices, prices, risks, Launches(layers, launch, constant), kept)
+
+    def solve(self, budget: float, smallest: bool = False) -> Allocation:
+        """Returns the allocation that a search takes whose predicted loss is within a budget at every length.
+
+        Args:
+            budget: Allowed loss, nats/token.
+            smallest: Whether it looks for the smallest cache and not for the least time.
+        """
+        limit = np.full(len(self.risks), budget)
+        if smallest and self.kept is not None:
+            return allocate(of_cache(self.kept), self.risks, limit)
+        return allocate(self.prices, self.risks, limit, self.launches)
+
+
+def _finite(values: Array) -> Any:
+    """JSON values, null for infinite numbers."""
+    nested = values.astype(object)
+    nested[~np.isfinite(values)] = None
+    return nested.tolist()
+
+
+def _infinite(values: Any) -> Array:
+    return np.asarray(np.nan_to_num(np.array(values, dtype=float), nan=np.inf, posinf=np.inf))
