@@ -10,9 +10,7 @@ The result is a frozen `Measurement`, which choosing and verifying only read.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +22,6 @@ from ..policy.prices import PriceTable
 from . import fisher, pricing
 from .inputs import Inputs
 from .layers import Layers, observe_layers
-from .scoring import Reading
 from .state import CalibrationState
 
 
@@ -130,61 +127,31 @@ def measure_risks(inputs: Inputs, layers: Layers, directory: Path | None, resume
                 state.risks[length].add(sums, rows)
                 state.dropped[length] += dropped
             state.done[length] = stop
-            _save(inputs, state, directory)
+            if directory is not None and team.leads:
+                state.save(directory)
     inputs.progress("risk", total, total)
     return state
 
 
-def _save(inputs: Inputs, state: CalibrationState, directory: Path | None) -> None:
-    if directory is not None and inputs.team.leads:
-        state.save(directory)
-
-
 def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[Array, int, Array]:
     """Returns the sums of risks, the rows and the dropped mass of one sequence."""
-    sums = np.zeros((len(layers.units), len(layers.candidates.choices)))
-    rows = 0
-
-    def add(reading: Reading, products: dict[int, Tensor]) -> None:
-        nonlocal rows
-        part, count = fisher.unit_risks(products, layers.kv_heads, layers.candidates.combine)
-        sums.__iadd__(part * reading.rows_per_prediction)
-        rows += count
-
-    recorders = measured_readings(inputs, layers, length, number, add)
-    dropped = [_dropped_mass(layers, recorder) for recorder in recorders]
-    return sums, rows, np.asarray(sum(dropped) / len(dropped))
-
-
-def measured_readings(
-    inputs: Inputs,
-    layers: Layers,
-    length: int,
-    number: int,
-    on_products: Callable[[Reading, dict[int, Tensor]], None],
-) -> Iterator[fisher.FisherRecorder]:
-    """Yields the recorder of each reading of a sequence for risks; rows and labels are drawn by the settings' seed.
-
-    Args:
-        inputs: The model and its text.
-        layers: Its layers and choices.
-        length: Length bin.
-        number: The sequence among those for measuring risks.
-        on_products: Called with a reading and its products g . do after each backward pass; see `fisher.measure`.
-    """
-    s = inputs.settings
+    s, candidates = inputs.settings, layers.candidates
+    sums, rows = np.zeros((len(layers.units), len(candidates.choices))), 0
+    dropped = []
+    # rows and labels depend on the settings' seed and the sequence alone, whichever process measures it
     generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
     for reading in inputs.readings(inputs.samples[length].risk[number]):
-        yield fisher.measure(
-            inputs.arms,
-            reading,
-            layers.candidates.parts,
-            dict(layers.tensors),
-            rows=s.rows,
-            labels=s.labels,
-            generator=generator,
-            on_products=partial(on_products, reading),
-        )
+        products: list[dict[int, Tensor]] = []
+        recorder = fisher.measure(
+            inputs.arms, reading, candidates.parts, dict(layers.tensors),
+            rows=s.rows, labels=s.labels, generator=generator, on_products=products.append,
+        )  # fmt: skip
+        for one in products:
+            part, count = fisher.unit_risks(one, layers.kv_heads, candidates.combine)
+            sums += part * reading.rows_per_prediction
+            rows += count
+        dropped.append(_dropped_mass(layers, recorder))
+    return sums, rows, np.asarray(sum(dropped) / len(dropped))
 
 
 def _dropped_mass(layers: Layers, recorder: fisher.FisherRecorder) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,47 +48,28 @@ def reading_of(given: Input) -> Reading:
     return given if isinstance(given, Reading) else Reading(given, given[0, 1:])
 
 
-class Scoring(Protocol):
-    """How one kind of model is scored.
+@dataclass(frozen=True)
+class NextToken:
+    """Causal models: every next token, in one reading.
 
     Attributes:
         causal: Whether attention of such models is causal.
         generates: Whether they generate text, so that needles are tested and decode steps have a price.
     """
 
-    causal: ClassVar[bool]
-    generates: ClassVar[bool]
-
-    def content(self, length: int) -> int:
-        """Returns how many tokens of text a sequence of `length` tokens holds."""
-
-    def windows(self, asked: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the windows to consider: those of the settings, unless these are the default for the other kind."""
-
-    def readings(self, tokens: Sequence[int], seed: int, device: torch.device) -> list[Reading]:
-        """Returns the readings of a sequence, which depend on the seed and the tokens only."""
-
-    def words(self) -> dict[str, Any]:
-        """Returns the protocol as a plan keeps it."""
-
-
-@dataclass(frozen=True)
-class NextToken:
-    """Causal models: every next token, in one reading."""
-
     causal: ClassVar[bool] = True
     generates: ClassVar[bool] = True
 
     def content(self, length: int) -> int:
-        """Returns `length`: sequences are text alone."""
+        """Returns how many tokens of text a sequence of `length` tokens holds: all, it is text alone."""
         return length
 
     def windows(self, asked: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the windows as asked for."""
+        """Returns the windows to consider: those asked for."""
         return asked
 
     def readings(self, tokens: Sequence[int], seed: int, device: torch.device) -> list[Reading]:
-        """Returns the one reading of a sequence."""
+        """Returns the one reading of a sequence, whatever the seed."""
         return [reading_of(torch.tensor([tokens], dtype=torch.int64, device=device))]
 
     def words(self) -> dict[str, Any]:
@@ -187,3 +168,7 @@ class MaskedTokens:
             "retrieval": "does not apply: nothing is generated",
             "decode": "does not apply: nothing is generated",
         }
+
+
+Scoring = NextToken | MaskedTokens
+"""How one kind of model is scored."""

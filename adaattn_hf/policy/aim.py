@@ -104,32 +104,21 @@ class LossLaw:
             self.rounding,
         )
 
-    def bound(self, kl: float, sequences: int, level: float) -> float:
-        """Returns the predicted upper bound of the loss difference, nats/token.
-
-        Args:
-            kl: Mean KL beyond that of rounding, nats/token.
-            sequences: Held-out sequences.
-            level: Error rate of the bound.
-        """
-        linear, root = self._terms(sequences, level)
-        return linear * kl + root * math.sqrt(kl + self.rounding)
-
     def affordable(self, bound: float, sequences: int, level: float) -> float:
         """Returns the largest KL whose predicted bound is `bound`; infinite if the loss does not grow with the KL.
 
         It is 0 where the spread of rounding alone takes all of the bound.
         """
-        linear, root = self._terms(sequences, level)
+        quantile = student_quantile(1.0 - level, max(sequences - 1, 1))
+        linear, root = (
+            self.per_kl + CAUTION * self.per_kl_error,
+            quantile * self.spread / math.sqrt(sequences),
+        )
         if linear <= 0.0:
             return math.inf if root <= 0.0 else max((bound / root) ** 2 - self.rounding, 0.0)
         whole = bound + linear * self.rounding
         root_kl = (math.sqrt(root**2 + 4.0 * linear * whole) - root) / (2.0 * linear)
         return max(root_kl**2 - self.rounding, 0.0)
-
-    def _terms(self, sequences: int, level: float) -> tuple[float, float]:
-        quantile = student_quantile(1.0 - level, max(sequences - 1, 1))
-        return self.per_kl + CAUTION * self.per_kl_error, quantile * self.spread / math.sqrt(sequences)
 
     def shard(self, bound: float, first: int, most: int, level: float) -> int:
         """Returns how many held-out sequences to use: more would hardly raise the KL that the budget affords."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adaattn_hf.plans.choices import Choice
+from adaattn_hf.plans.choices import Choice, Precision
 
 
 def make_choice(
@@ -21,3 +21,8 @@ def make_choice(
         "precision": precision,
     }
     return Choice.from_dict(fields)
+
+
+def precision_of(choice: Choice) -> str:
+    """The precision of a choice, `model` where it computes in the dtype at hand."""
+    return next((part.precision for part in choice.operands if isinstance(part, Precision)), "model")

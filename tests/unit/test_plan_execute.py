@@ -11,12 +11,12 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.plans import execute
-from adaattn_hf.plans.choices import PRECISE_ROWS, Window, precision_of
+from adaattn_hf.plans.choices import PRECISE_ROWS, Window
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
-from ..support.choices import make_choice
+from ..support.choices import make_choice, precision_of
 from ..support.processor import ROUNDS_BF16
 
 KV, GROUP, D, N = 2, 2, 16, 300

@@ -2,7 +2,7 @@
 
 from .base import EXACT, Choice
 from .part import KINDS, PRECISE_ROWS, Colour, Keys, Operands, Part, Setting, all_keys, all_operands, register
-from .precision import Precision, precision_of
+from .precision import Precision
 from .rank import Rank, rank_of
 from .window import Window
 
@@ -21,7 +21,6 @@ __all__ = [
     "Window",
     "all_keys",
     "all_operands",
-    "precision_of",
     "rank_of",
     "register",
 ]

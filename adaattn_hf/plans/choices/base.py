@@ -163,8 +163,9 @@ class Choice:
     ) -> AttentionResult:
         """What the choice computes for these key/value heads, in the query's dtype, by a request of its own."""
         changed = self.running(request, heads, layer)
-        keys = self.keys
-        result = select.attend(changed, backend) if keys is None else keys.attend(changed, request, backend)
+        if self.keys is not None:  # selected by the request as it came, not by projected or rounded operands
+            changed = replace(changed, structure=self.keys.structure(request))
+        result = select.attend(changed, backend)
         return AttentionResult(result.out.to(request.query.dtype), result.lse)
 
     # ------------------------------------------------------------------ as data

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.request import AttentionRequest
 from ...attention.structure import CallStructure
-from ...backends import select
 from ..tensors import LayerTensors
 
 Colour = tuple[int, int, int]
@@ -139,18 +138,6 @@ class Keys(Part):
     def idle_beside(self, window: int) -> bool:
         """Whether the part changes nothing in layers that have such a window of their own."""
         return False
-
-    def attend(
-        self, operands: AttentionRequest, original: AttentionRequest, backend: str | None
-    ) -> AttentionResult:
-        """Attention over the keys that are left.
-
-        Args:
-            operands: The request with projected or rounded operands, which are what is computed with.
-            original: The request as it came, which is what keys are selected by.
-            backend: Name of the backend, or None to choose one.
-        """
-        return select.attend(replace(operands, structure=self.structure(original)), backend)
 
 
 class Operands(Part):

@@ -14,7 +14,6 @@ from ...attention.rounding import through_dtype, through_int8
 from ...errors import unknown
 from ..record import PlanError
 from ..tensors import LayerTensors
-from .base import Choice
 from .part import PRECISE_ROWS, Colour, Operands, Setting, register
 
 _NAMES = ("bf16", "int8")
@@ -123,8 +122,3 @@ class Precision(Operands):
         """Bfloat16 for float32 models alone, int8 for all."""
         useful = ("bf16", "int8") if setting.dtype == "float32" else ("int8",)
         return [cls(name) for name in useful if name in setting.families]
-
-
-def precision_of(choice: Choice) -> str:
-    """Returns the precision of a choice, `model` where it computes in the dtype at hand."""
-    return next((part.precision for part in choice.operands if isinstance(part, Precision)), "model")
