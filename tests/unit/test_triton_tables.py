@@ -78,18 +78,18 @@ def test_no_runs_have_no_entries() -> None:
 def test_layers_whose_windows_differ_share_their_entries() -> None:
     structure = CallStructure(1, 100, 100, causal=True)
     asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
-    assert tables.made(*asked) is tables.made(*asked)
+    assert tables.derived_on(*asked) is tables.derived_on(*asked)
 
 
 def test_a_graph_that_is_captured_owns_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing computes them before it is replayed, and it may be replayed when the structure is gone."""
     structure = CallStructure(1, 100, 100, causal=True)
     asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
-    before = tables.made(*asked)
+    before = tables.derived_on(*asked)
     monkeypatch.setattr(tables, "capturing", lambda device: True)
-    assert tables.made(*asked) is not before
+    assert tables.derived_on(*asked) is not before
     monkeypatch.undo()
-    assert tables.made(*asked) is before
+    assert tables.derived_on(*asked) is before
 
 
 def dealt(structure: CallStructure, dealing: Dealing, windows: Any) -> list[list[list[int]]]:

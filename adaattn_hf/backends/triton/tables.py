@@ -61,7 +61,9 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def made(structure: CallStructure, device: torch.device, make: Callable[..., Made], *arguments: Any) -> Made:
+def derived_on(
+    structure: CallStructure, device: torch.device, make: Callable[..., Made], *arguments: Any
+) -> Made:
     """As `structure.derived`, but anew while a graph is captured, which owns what it makes and computes it later."""
     if capturing(device):
         return make(structure, device, *arguments)
@@ -142,7 +144,7 @@ def find_blocks(structure: CallStructure, device: torch.device, cut: Cut) -> tup
     """Runs, and of each of their blocks int64 `[blocks]` the run and its first row in that."""
     lengths = 2 if cut.of == "queries" else 4
     count = sum(-(-run[lengths] // cut.block) for run in structure.derived(runs_of, cut.least, cut.short))
-    runs = made(structure, device, find_runs, cut.least, cut.short)
+    runs = derived_on(structure, device, find_runs, cut.least, cut.short)
     blocks = (runs[:, lengths].long() + (cut.block - 1)) // cut.block
     run = torch.repeat_interleave(blocks, output_size=count)
     first = (torch.arange(count, device=device) - (blocks.cumsum(0) - blocks)[run]) * cut.block
@@ -154,7 +156,7 @@ def find_entries(structure: CallStructure, device: torch.device, cut: Cut, kv_he
 
     Windows change no order: of each head those with most to do have most under any window, or as much as all others.
     """
-    runs, run, first = made(structure, device, find_blocks, cut)
+    runs, run, first = derived_on(structure, device, find_blocks, cut)
     if not len(run):
         return runs.new_empty((0, 3))
     if cut.of == "queries":
@@ -174,7 +176,7 @@ def find_items(
     structure: CallStructure, device: torch.device, cut: Cut, dealing: Dealing, windows: HeadWindows
 ) -> tuple[Tensor, int]:
     """The table of items that `deal` makes, and for how many programs."""
-    runs, run, first = made(structure, device, find_blocks, cut)
+    runs, run, first = derived_on(structure, device, find_blocks, cut)
     blocks, heads = len(run), len(windows) * dealing.parts
     count = blocks * heads
     programs = min(dealing.programs, count)
