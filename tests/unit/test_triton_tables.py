@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.triton import tables
 from adaattn_hf.backends.triton.tables import Cut, Dealing
-from adaattn_hf.backends.windows import ALL
+from adaattn_hf.backends.windows import ALL, HeadWindows
 
 from .test_triton import STRUCTURES, interpreted
 
@@ -45,7 +45,9 @@ def test_runs_hold_every_query_once(name: str) -> None:
 
 @pytest.mark.parametrize("of", ["queries", "keys"])
 @pytest.mark.parametrize("name", RUNS)
-def test_every_block_is_an_entry_once_those_with_most_to_do_first(name: str, of: Any) -> None:
+def test_every_block_is_an_entry_once_those_with_most_to_do_first(
+    name: str, of: Literal["queries", "keys"]
+) -> None:
     structure = STRUCTURES[name]
     entries = tables.find_entries(structure, CPU, Cut(of, 16), 2)
     runs = structure.derived(tables.runs_of)
@@ -92,7 +94,7 @@ def test_a_graph_that_is_captured_owns_its_tables(monkeypatch: pytest.MonkeyPatc
     assert tables.derived_on(*asked) is before
 
 
-def dealt(structure: CallStructure, dealing: Dealing, windows: Any) -> list[list[list[int]]]:
+def dealt(structure: CallStructure, dealing: Dealing, windows: HeadWindows) -> list[list[list[int]]]:
     """The items of each program."""
     items, programs = tables.find_items(structure, CPU, Cut("queries", 64), dealing, windows)
     turns = items.view(-1, programs, 3)
@@ -104,7 +106,7 @@ def dealt(structure: CallStructure, dealing: Dealing, windows: Any) -> list[list
     return found
 
 
-def cost(n: int, item: list[int], dealing: Dealing, windows: Any) -> int:
+def cost(n: int, item: list[int], dealing: Dealing, windows: HeadWindows) -> int:
     """Tiles of an item of a causal call, beginning and edges counted."""
     window, sinks = windows[item[2] // dealing.parts]
     start = max(item[1] - window + 1, 0) // dealing.piece * dealing.piece

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...attention.request import AttentionRequest, AttentionResult, other_devices
-from ...attention.structure import CallStructure, Segment
+from ...attention.structure import CallStructure
 from ..windows import HeadWindows
 from . import hopper
 from .descriptors import descriptor_of
@@ -253,10 +253,7 @@ def _descriptors(parts: Sequence[Part], key: Tensor, value: Tensor) -> tuple[Any
 
 
 def attend_forward(
-    request: AttentionRequest,
-    segments: Sequence[Segment],
-    windows: HeadWindows | None,
-    keep_lse: bool = False,
+    request: AttentionRequest, windows: HeadWindows | None, keep_lse: bool = False
 ) -> AttentionResult:
     """The same of a request; `keep_lse` makes the log-sum-exp for the backward pass."""
     return run(

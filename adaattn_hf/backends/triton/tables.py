@@ -74,7 +74,7 @@ def derived_on(
 def window_table(windows: HeadWindows, device: torch.device) -> Tensor:
     """int32 `[kv_heads, 2]`, window and sinks of each head; kept for good, as captured graphs hold its address."""
     with torch.inference_mode(False):
-        return torch.tensor(windows, dtype=torch.int32, device="cpu").to(device)
+        return torch.tensor(windows, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 
 
 def ends_with_tiles(run: Segment, columns: int, kv_len: int) -> bool:
@@ -190,10 +190,13 @@ def find_items(
         "PIECES": dealing.pieces,
     }
     rules = window_table(windows, device)
+    # lengths are not compiled in, and tensors are made here: there is one variant for each set of constants
+    variant = () if device.type == "cuda" else None
     launch_costs(
         (-(-blocks // _LINE), heads),
         (runs, run, first, rules, cost, blocks, dealing.parts),
         {**constants, "LINE": _LINE},
+        variant,
     )
     cost, order = cost.flatten().sort(descending=True, stable=True)
     items = torch.empty((turns * programs, 3), dtype=torch.int32, device=device)
@@ -202,7 +205,7 @@ def find_items(
         (1,),
         (run, first, order, cost, items, blocks, count, programs),
         {"LANES": lanes, "num_warps": 8},
-        None,
+        variant,
     )
     return items, programs
 

@@ -51,7 +51,7 @@ class _Attention(torch.autograd.Function):
         segments: Sequence[Segment],
         windows: HeadWindows | None,
     ) -> tuple[Tensor, Tensor | None]:
-        out, lse = attend_forward(request, segments, windows, keep_lse=True)
+        out, lse = attend_forward(request, windows, keep_lse=True)
         ctx.save_for_backward(query, key, value, sink, out, lse)
         ctx.structure, ctx.scaling, ctx.softcap = request.structure, request.scaling, request.softcap
         ctx.segments, ctx.windows = segments, windows
