@@ -20,7 +20,7 @@ class Capability:
         bf16: Multiplies bfloat16 without widening it first.
         fp8: Multiplies fp8.
         int8: Multiplies bytes into 32 bits (VNNI on a processor).
-        tiles: Loads tiles whole: by the copy engine of a CUDA device, into the AMX registers of a processor.
+        tiles: Loads tiles whole: by TMA on a CUDA device, into the AMX registers of a processor.
         shared_memory: Bytes of it that one program of a CUDA device may have.
     """
 

@@ -1,4 +1,4 @@
-"""The kernels for Hopper, whose warps have tasks of their own, against the definition."""
+"""The warp-specialised kernel for Hopper, against the definition."""
 
 from __future__ import annotations
 

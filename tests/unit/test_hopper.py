@@ -89,7 +89,7 @@ def test_heavy_calls_are_dealt_out(
     rows = 64 * constants["GROUPS_OF_WARPS"] // together
     told = sorted(items_of(arguments[9]))
     assert told == [[0, row, part] for row in range(0, N, rows) for part in range(heads // together)]
-    # with windows the copy engine brings halves of tiles
+    # with windows TMA brings halves of tiles
     expected = [constants["BLOCK_N"], dim] if rules is None else [constants["BLOCK_N"] // 2, 64]
     assert arguments[3].block_shape == [1, 1, *expected]
 
@@ -133,7 +133,7 @@ def documents(*lengths: int) -> CallStructure:
 def test_tiles_move_back_where_documents_end_within_them(
     launched: Launched, lengths: tuple[int, ...], close: bool
 ) -> None:
-    """But not at the end of the tensor, behind which the copy engine brings zeros."""
+    """But not at the end of the tensor, behind which TMA brings zeros."""
     launch.attend(drawn(documents(*lengths)))
     ((name, _, constants, _),) = launched
     assert (name, constants["CLOSE"]) == ("specialised", close)

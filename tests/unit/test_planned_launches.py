@@ -19,7 +19,7 @@ from adaattn_hf.attention.heads import HeadRules  # noqa: E402
 from adaattn_hf.attention.request import AttentionRequest  # noqa: E402
 from adaattn_hf.attention.structure import CallStructure  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
-from adaattn_hf.backends.triton import launch  # noqa: E402
+from adaattn_hf.backends.triton import launch, prefill  # noqa: E402
 from adaattn_hf.patches.call.interface import attention_function  # noqa: E402
 from adaattn_hf.patches.mask import structured_mask  # noqa: E402
 from adaattn_hf.patches.mask.masks import adaattn_mask  # noqa: E402
@@ -94,7 +94,7 @@ def attended(model: Any, mask: Any, *tensors: Tensor) -> list[Tensor]:
 def used(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Windows of the launches that were made."""
     called: list[Any] = []
-    real = launch.run
+    real = prefill.run
 
     def noted(*arguments: Any) -> Any:
         called.append(arguments[5])

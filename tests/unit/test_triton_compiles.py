@@ -39,7 +39,7 @@ OTHERS = (
     "step over int8, heads of 128, 8 sharing keys, bfloat16",
 )
 KERNELS = {"decode", "decode_codes", "forward", "prepare", "of_keys", "of_queries", "store_tokens"}
-HOPPER = {"specialised"}
+HOPPER = {"specialised", "costs", "deal"}
 """Those that one compute capability has to itself."""
 
 

@@ -70,7 +70,7 @@ def test_windows_and_sinks_may_be_longer_than_a_table_can_say() -> None:
 
 @interpreted
 @pytest.mark.parametrize("width", [32, 64, 128])
-def test_tiles_by_the_copy_engine(width: int) -> None:
+def test_tiles_by_tma(width: int) -> None:
     """Head sizes that are powers of two are read by descriptors; keys and values in caches of any order."""
     request = make(
         CallStructure(2, 300, 300, causal=True), 2, 2, width, width, per_head=rules((0, 150), (0, 4))

@@ -121,8 +121,8 @@ def test_windows_have_one_table_for_good() -> None:
 def test_a_step_of_a_graph_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from adaattn_hf.backends.triton import step
 
-    monkeypatch.setattr(step, "_kept", {})
+    monkeypatch.setattr(step, "_buffers", {})
     step.attend_step(asked(STRUCTURES["plain"]), graph=True)
-    assert not step._kept
+    assert not step._buffers
     step.attend_step(asked(STRUCTURES["plain"]))
-    assert step._kept
+    assert step._buffers

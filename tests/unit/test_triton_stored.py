@@ -223,7 +223,7 @@ def test_counters_are_left_as_they_were_found(bits: int) -> None:
     asked = stored(make(CallStructure(1, 1, 1500, causal=True, q_offset=1499), 2, 1, 32, 32), bits)
     first, again = attend(asked).out, attend(asked).out
     assert torch.equal(first, again)
-    (_, counters) = step._kept[torch.device("cpu"), 0]
+    (_, counters) = step._buffers[torch.device("cpu"), 0]
     assert not counters.any()
 
 

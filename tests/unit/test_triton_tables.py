@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from adaattn_hf.attention.heads import ALL
+from adaattn_hf.attention.heads import ALL, HeadWindows
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.triton import tables
 from adaattn_hf.backends.triton.tables import Cut, Dealing
@@ -45,7 +45,9 @@ def test_runs_hold_every_query_once(name: str) -> None:
 
 @pytest.mark.parametrize("of", ["queries", "keys"])
 @pytest.mark.parametrize("name", RUNS)
-def test_every_block_is_an_entry_once_those_with_most_to_do_first(name: str, of: Any) -> None:
+def test_every_block_is_an_entry_once_those_with_most_to_do_first(
+    name: str, of: Literal["queries", "keys"]
+) -> None:
     structure = STRUCTURES[name]
     entries = tables.find_entries(structure, CPU, Cut(of, 16), 2)
     runs = structure.derived(tables.runs_of)
@@ -78,21 +80,21 @@ def test_no_runs_have_no_entries() -> None:
 def test_layers_whose_windows_differ_share_their_entries() -> None:
     structure = CallStructure(1, 100, 100, causal=True)
     asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
-    assert tables.made(*asked) is tables.made(*asked)
+    assert tables.derived_on(*asked) is tables.derived_on(*asked)
 
 
 def test_a_graph_that_is_captured_owns_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing computes them before it is replayed, and it may be replayed when the structure is gone."""
     structure = CallStructure(1, 100, 100, causal=True)
     asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
-    before = tables.made(*asked)
+    before = tables.derived_on(*asked)
     monkeypatch.setattr(tables, "capturing", lambda device: True)
-    assert tables.made(*asked) is not before
+    assert tables.derived_on(*asked) is not before
     monkeypatch.undo()
-    assert tables.made(*asked) is before
+    assert tables.derived_on(*asked) is before
 
 
-def dealt(structure: CallStructure, dealing: Dealing, windows: Any) -> list[list[list[int]]]:
+def dealt(structure: CallStructure, dealing: Dealing, windows: HeadWindows) -> list[list[list[int]]]:
     """The items of each program."""
     items, programs = tables.find_items(structure, CPU, Cut("queries", 64), dealing, windows)
     turns = items.view(-1, programs, 3)
@@ -104,7 +106,7 @@ def dealt(structure: CallStructure, dealing: Dealing, windows: Any) -> list[list
     return found
 
 
-def cost(n: int, item: list[int], dealing: Dealing, windows: Any) -> int:
+def cost(n: int, item: list[int], dealing: Dealing, windows: HeadWindows) -> int:
     """Tiles of an item of a causal call, beginning and edges counted."""
     window, sinks = windows[item[2] // dealing.parts]
     start = max(item[1] - window + 1, 0) // dealing.piece * dealing.piece

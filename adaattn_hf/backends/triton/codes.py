@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .shares import finish, reading, turned
+from .shares import finish, reading, rotated
 from .steps import capped
 
 
@@ -113,16 +113,16 @@ def decode_codes(  # type: ignore[no-untyped-def]
     kv_len, offset, kv_heads, most, span, window, sinks, until, scale, softcap,
     k_scale_ptr, v_scale_ptr, mean_ptr, first_ptr, ks_b, ks_h, ks_n, vs_b, vs_h, vs_n,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr,
-    PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, HAS_CAP: tl.constexpr,
+    PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr,
     FIND: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FIRST: tl.constexpr,
-    TURN: tl.constexpr, TURN_V: tl.constexpr, HALVES: tl.constexpr, CLOSE: tl.constexpr, WARPS: tl.constexpr,
+    ROTATION: tl.constexpr, ROTATION_V: tl.constexpr, HALVES: tl.constexpr, CLOSE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """`decode.decode` over codes: int8 keys, values of BITS.
 
-    Scales are read beside the codes, `mean` is that of a head's keys, `first` the first key of the batch row. TURN and
-    TURN_V are the blocks of channels by which keys and values were turned (`attention.stored.hadamard`), 0 where they were
-    not; HALVES turns queries by halves of their channels. Channels of a row adjoin, and rows of values begin at even
+    Scales are read beside the codes, `mean` is that of a head's keys, `first` the first key of the batch row. ROTATION and
+    ROTATION_V are the blocks of channels by which keys and values were rotated (`attention.stored.hadamard`), 0 where they were
+    not; HALVES rotates queries by halves of their channels. Channels of a row adjoin, and rows of values begin at even
     addresses; CLOSE: rows adjoin, too, and are powers of two, all are read, and there are BLOCK_N at least. A tile is BLOCK_N
     keys, shared out to WARPS.
     """
@@ -134,7 +134,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr = DIM_V // FIELDS
     kv_head, share, shares, row, first, few, low, start, end = reading(
         rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until, BLOCK_N,
-        CAUSAL, WINDOW, APART, TABLE, HAS_OFFSET, FIND,
+        CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND,
     )  # fmt: skip
     g = tl.arange(0, Q_ROWS)
     member = g // 2 % ROWS
@@ -150,17 +150,17 @@ def decode_codes(  # type: ignore[no-untyped-def]
         first_key = tl.load(first_ptr + (row * kv_heads + kv_head) * DIM + d, mask=d < DIM, other=0.0)
         of_first = tl.sum(q.to(tl.float32) * first_key[None, :], 1)
     x = q.to(tl.float32)
-    if TURN:  # products of turned queries and turned keys are those of both as they were
+    if ROTATION:  # products of rotated queries and rotated keys are those of both as they were
         if HALVES:  # the whole matrix would fill the shared memory
             x, y = tl.split(tl.permute(q.reshape(Q_ROWS, 2, PAD // 2), (0, 2, 1)))
-            BLOCK: tl.constexpr = TURN // 2 if TURN == PAD else TURN
-            x = turned(x, 0, PAD // 2, PAD // 2, BLOCK, "ieee")
-            y = turned(y, 0, PAD // 2, PAD // 2, BLOCK, "ieee")
-            if TURN == PAD:
+            BLOCK: tl.constexpr = ROTATION // 2 if ROTATION == PAD else ROTATION
+            x = rotated(x, 0, PAD // 2, PAD // 2, BLOCK, "ieee")
+            y = rotated(y, 0, PAD // 2, PAD // 2, BLOCK, "ieee")
+            if ROTATION == PAD:
                 x, y = (x + y) * 0.5**0.5, (x - y) * 0.5**0.5
             x = tl.permute(tl.join(x, y), (0, 2, 1)).reshape(Q_ROWS, PAD)
         else:
-            x = turned(q, 0, PAD, PAD, TURN, "ieee")
+            x = rotated(q, 0, PAD, PAD, ROTATION, "ieee")
     if HAS_MEAN:
         mean = tl.load(mean_ptr + (row * kv_heads + kv_head) * DIM + d, mask=d < DIM, other=0.0)
         of_mean = tl.sum(x * mean[None, :], 1)
@@ -289,5 +289,5 @@ def decode_codes(  # type: ignore[no-untyped-def]
         acc = tl.permute(acc.reshape(ROWS, PAD_V // 32, 8, 2, 2), (0, 1, 4, 2, 3))
     finish(
         acc.reshape(ROWS, PAD_V), top, l, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share,
-        shares, most, ROWS, GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, TURN_V, SINGLE,
+        shares, most, ROWS, GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, ROTATION_V, SINGLE,
     )  # fmt: skip

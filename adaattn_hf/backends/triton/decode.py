@@ -21,7 +21,7 @@ def decode(  # type: ignore[no-untyped-def]
     q_b, q_h, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     kv_len, offset, kv_heads, most, span, window, sinks, until, scale, softcap,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr,
-    PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, HAS_CAP: tl.constexpr,
+    PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, TABLE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REAL: tl.constexpr,
     FIND: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +32,7 @@ def decode(  # type: ignore[no-untyped-def]
     """
     kv_head, share, shares, row, first, few, low, start, end = reading(
         rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until, BLOCK_N,
-        CAUSAL, WINDOW, APART, TABLE, HAS_OFFSET, FIND,
+        CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND,
     )  # fmt: skip
     g = tl.arange(0, ROWS)
     d = tl.arange(0, PAD)

@@ -20,8 +20,8 @@ def forward(  # type: ignore[no-untyped-def]
     """One block of queries of one head; programs are entries of the work table, each for all query heads of its group.
 
     An entry is (segment, first query, key/value head); `rules` holds each key/value head's window and sinks. With BULK
-    the device's copy engine brings the tiles that all queries of a block see, and with EDGES the others, too, whose keys
-    then end with a tile or with the tensor: `k_bulk` and `v_bulk` are descriptors of the keys and values.
+    TMA brings the tiles that all queries of a block see, and with EDGES the others, too, whose keys then end with a tile
+    or with the tensor: `k_bulk` and `v_bulk` are descriptors of the keys and values.
     """
     entry = work_ptr + 3 * (tl.program_id(0) // GROUPS)
     segment = tl.load(entry)

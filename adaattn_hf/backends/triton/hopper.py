@@ -16,7 +16,7 @@ from .launcher import Launcher
 _TRIED = (3, 6)
 """The first version of Triton whose Gluon these kernels were compiled with."""
 _SM = (9, 0)
-"""Devices with both a copy engine and the products of four warps that the kernels are made of."""
+"""Devices with both TMA and the products of four warps that the kernels are made of."""
 
 
 _LEAST_OF_WINDOWS = 1950
@@ -92,7 +92,7 @@ def warps_of(dim: int, groups: int, windows: bool) -> Warps | None:
 
 @functools.cache
 def layout() -> Any:
-    """How the copy engine lays a tile `[1, 1, keys, channels]` of 16 bits down in shared memory."""
+    """How TMA lays a tile `[1, 1, keys, channels]` of 16 bits down in shared memory."""
     from triton.experimental.gluon import language as gl
 
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)

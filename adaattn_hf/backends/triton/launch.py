@@ -36,7 +36,9 @@ def attend(request: AttentionRequest) -> AttentionResult:
     if segments is None:
         raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
     windows = head_windows(request.structure, request.per_head, request.key.shape[1])
-    return (attend_with_gradients if grad else attend_forward)(request, segments, windows)
+    if grad:
+        return attend_with_gradients(request, segments, windows)
+    return attend_forward(request, windows)
 
 
 def prepare(rules: HeadRules | None) -> Launch:

@@ -16,7 +16,7 @@ _TRIED = (3, 6)
 _MOST = 256
 """Most variants of a kernel that are kept."""
 _OPTIONS = {"enable_fp_fusion": True}
-"""Of the compiler, for every kernel: a product and a sum in one instruction; from Triton 3.10 on it must be asked."""
+"""Of the compiler, for every kernel: a product and a sum in one instruction; from Triton 3.10 on it is an option."""
 
 
 def aligned(*tensors: Tensor | None) -> bool:

@@ -60,7 +60,7 @@ def _step_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def _made_before(windows: HeadWindows, device: torch.device) -> bool:
+def _make_window_table(windows: HeadWindows, device: torch.device) -> bool:
     """Makes the table of windows while the graph is traced: in its memory it must not lie."""
     from .tables import window_table
 
@@ -79,7 +79,7 @@ def traced_step(request: AttentionRequest) -> Tensor:
         pairs, reach = windows_and_reach(structure, request.per_head)
         if reach < structure.kv_len:
             until = request.per_head.until
-            _made_before(pairs, query.device)
+            _make_window_table(pairs, query.device)
             windows = [number for pair in pairs for number in pair]
     out: Tensor = step_op(
         query,

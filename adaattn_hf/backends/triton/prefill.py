@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...attention.heads import HeadWindows
 from ...attention.request import AttentionRequest, AttentionResult, other_devices
-from ...attention.structure import CallStructure, Segment
+from ...attention.structure import CallStructure
 from . import hopper
 from .descriptors import descriptor_of
 from .forward import forward
@@ -19,12 +19,12 @@ from .sizes import padded, scale_of, tile_on
 from .tables import (
     Cut,
     Dealing,
+    derived_on,
     ends_with_tiles,
     exact_windows,
     find_entries,
     find_items,
     find_runs,
-    made,
     pairs_seen,
     runs_of,
     window_table,
@@ -133,8 +133,8 @@ def _plain_part(
         "HAS_CAP": kind.softcap is not None, "BULK": False, "EDGES": False, **tile.constants(),
     }  # fmt: skip
     closed = all(ends_with_tiles(run, tile.columns, structure.kv_len) for run in structure.segments() or ())
-    entries = made(structure, device, find_entries, cut._replace(block=tile.rows), kind.kv_heads)
-    runs = made(structure, device, find_runs, cut.least, cut.short)
+    entries = derived_on(structure, device, find_entries, cut._replace(block=tile.rows), kind.kv_heads)
+    runs = derived_on(structure, device, find_runs, cut.least, cut.short)
     if not len(entries):
         return ()
     by_tma = {**constants, "BULK": True, "EDGES": closed} if heavy else None
@@ -168,9 +168,9 @@ def _parts_on_hopper(
         "AHEAD": warps.ahead, "CLOSE": not closed, "BLOCK_N": warps.columns, "STAGES": warps.stages, "num_warps": 4,
     }  # fmt: skip
     dealing = Dealing(groups // warps.together, keys, pieces, processors)
-    items, programs = made(structure, device, find_items, cut, dealing, every)
+    items, programs = derived_on(structure, device, find_items, cut, dealing, every)
     tables = (
-        made(structure, device, find_runs, keys, False),
+        derived_on(structure, device, find_runs, keys, False),
         items,
         items if windows is None else window_table(windows, device),
     )
@@ -221,10 +221,10 @@ def run(
     strides = query.stride(), key.stride(), value.stride()
     # the kernel for Hopper reads queries in lines of 16 bytes
     lines = even and strides[0][3] == 1 and not any(step % 16 for step in strides[0][:3])
-    parts = made(structure, device, find_parts, kind, windows, lines)
+    parts = derived_on(structure, device, find_parts, kind, windows, lines)
     bulk = _descriptors(parts, key, value) if even else None
     if bulk is None and parts and parts[0].specialised:
-        parts = made(structure, device, find_parts, kind, windows, False)
+        parts = derived_on(structure, device, find_parts, kind, windows, False)
         bulk = _descriptors(parts, key, value) if even else None
     numbers = (
         *strides[0], *strides[1], *strides[2], *out.stride(), *((0, 0) if lse is None else lse.stride()[:2]),
@@ -253,10 +253,7 @@ def _descriptors(parts: Sequence[Part], key: Tensor, value: Tensor) -> tuple[Any
 
 
 def attend_forward(
-    request: AttentionRequest,
-    segments: Sequence[Segment],
-    windows: HeadWindows | None,
-    keep_lse: bool = False,
+    request: AttentionRequest, windows: HeadWindows | None, keep_lse: bool = False
 ) -> AttentionResult:
     """The same of a request; `keep_lse` makes the log-sum-exp for the backward pass."""
     return run(

@@ -22,12 +22,12 @@ def _first_real(real_ptr, kv_len, LINE: tl.constexpr):  # type: ignore[no-untype
 @triton.jit
 def reading(  # type: ignore[no-untyped-def]
     rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until,
-    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, TABLE: tl.constexpr,
+    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, TABLE: tl.constexpr,
     HAS_OFFSET: tl.constexpr, FIND: tl.constexpr,
 ):  # fmt: skip
     """What a program reads: head, share, shares, batch row, first key, sinks, start of the window, start and end.
 
-    Programs are (sequence, share and head), with `most` shares of each head. With APART `rules` `[kv_heads, 2]` says each
+    Programs are (sequence, share and head), with `most` shares of each head. With PER_HEAD `rules` `[kv_heads, 2]` says each
     head's window and sinks, and a head has as many shares as hold `span` keys each, no more than `most`: the programs of
     the rest have nothing to do. A sequence is a row of `(batch row, first key, number of keys, offset)` with TABLE, else
     all keys of the batch row of its number, with FIND from the first one that `real` `[batch, kv_len]` holds to be real.
@@ -38,7 +38,7 @@ def reading(  # type: ignore[no-untyped-def]
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1) % kv_heads
     share = tl.program_id(1) // kv_heads
-    if APART:
+    if PER_HEAD:
         window = tl.load(rules_ptr + 2 * kv_head)
         sinks = tl.load(rules_ptr + 2 * kv_head + 1)
     row = sequence.to(tl.int64)
@@ -67,7 +67,7 @@ def reading(  # type: ignore[no-untyped-def]
             stop = tl.minimum(k_len, tl.maximum(at + window, sinks))
     count = few + tl.maximum(stop - low, 0)
     shares = most
-    if APART:
+    if PER_HEAD:
         shares = tl.minimum(most, tl.maximum(tl.cdiv(count, span), 1))
     span = tl.cdiv(tl.cdiv(count, shares), BLOCK) * BLOCK
     first = row * 0 + k_start
@@ -85,40 +85,45 @@ def signs(d, e, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def turned(  # type: ignore[no-untyped-def]
-    x, first, PAD: tl.constexpr, COLUMNS: tl.constexpr, TURN: tl.constexpr, PRECISION: tl.constexpr
+def rotated(  # type: ignore[no-untyped-def]
+    x, first, PAD: tl.constexpr, COLUMNS: tl.constexpr, ROTATION: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """COLUMNS columns, from `first` on, of rows `[16 or more, PAD]` rotated by Hadamard blocks of TURN channels, in fp32.
+    """COLUMNS columns, from `first` on, of rows `[16 or more, PAD]` rotated by Hadamard blocks of ROTATION channels, in fp32.
 
     The matrix is the Kronecker product of two small ones, so that few signs have to be computed.
     """
     c, rows, columns = tl.arange(0, 16), tl.arange(0, PAD // 16), tl.arange(0, COLUMNS // 16)
-    inner = signs(c, c, TURN if TURN < 16 else 16).to(x.dtype)
-    outer = signs(rows, first // 16 + columns, TURN // 16 if TURN > 16 else 1).to(x.dtype)
+    inner = signs(c, c, ROTATION if ROTATION < 16 else 16).to(x.dtype)
+    outer = signs(rows, first // 16 + columns, ROTATION // 16 if ROTATION > 16 else 1).to(x.dtype)
     matrix = (outer[:, None, :, None] * inner[None, :, None, :]).reshape(PAD, COLUMNS)
-    return tl.dot(x, matrix, input_precision=PRECISION) * TURN**-0.5
+    return tl.dot(x, matrix, input_precision=PRECISION) * ROTATION**-0.5
 
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, acc, m, l, kv_head, ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr,
-    PAD_V: tl.constexpr, HAS_LSE: tl.constexpr, TURN_V: tl.constexpr,
+    PAD_V: tl.constexpr, HAS_LSE: tl.constexpr, ROTATION_V: tl.constexpr,
 ):  # fmt: skip
-    """Writes the outputs of a sequence's heads, rotated back by Hadamard blocks of TURN_V channels unless that is 0."""
+    """Writes the outputs of a sequence's heads, rotated back by Hadamard blocks of ROTATION_V channels unless that is 0."""
     g = tl.arange(0, ROWS)
     acc = acc / tl.where(l == 0, 1.0, l)[:, None]
     if HAS_LSE:
         lse = (m + tl.log2(tl.where(l == 0, 1.0, l))) * 0.6931471805599453
         tl.store(lse_ptr + kv_head * GROUPS + g, lse, mask=g < GROUPS)
-    if TURN_V:
+    if ROTATION_V:
         MOST: tl.constexpr = ROWS if ROWS > 16 else 16
         g = tl.arange(0, MOST)
         x = tl.broadcast_to(acc[None], (MOST // ROWS, ROWS, PAD_V)).reshape(MOST, PAD_V)
         rows = out_ptr + (kv_head * GROUPS + g)[:, None] * DIM_V
         for first in range(0, DIM_V, 32):
             d = first + tl.arange(0, 32)
-            part = turned(
-                x, first, PAD_V, 32, TURN_V, "ieee" if out_ptr.dtype.element_ty == tl.float32 else "tf32x3"
+            part = rotated(
+                x,
+                first,
+                PAD_V,
+                32,
+                ROTATION_V,
+                "ieee" if out_ptr.dtype.element_ty == tl.float32 else "tf32x3",
             )
             inside = (g < GROUPS)[:, None] & (d < DIM_V)[None, :]
             tl.store(rows + d[None, :], part.to(out_ptr.dtype.element_ty), mask=inside)
@@ -133,7 +138,7 @@ def _write(  # type: ignore[no-untyped-def]
 def _together(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, most,
     GROUPS: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
-    HEADS: tl.constexpr, CHUNK: tl.constexpr, TURN_V: tl.constexpr,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, ROTATION_V: tl.constexpr,
 ):  # fmt: skip
     """Merges all partial results of a key/value head by log-sum-exp, CHUNK at a time; HEADS query heads, a power of two."""
     g = tl.arange(0, HEADS)
@@ -164,14 +169,14 @@ def _together(  # type: ignore[no-untyped-def]
         l = l * decay + tl.sum(its_l * w, 1)
         acc = acc * decay[:, None] + tl.sum(its * w[:, :, None], 1)
         m = top
-    _write(out_ptr, lse_ptr, acc, m, l, kv_head, HEADS, GROUPS, DIM_V, PAD_V, HAS_LSE, TURN_V)
+    _write(out_ptr, lse_ptr, acc, m, l, kv_head, HEADS, GROUPS, DIM_V, PAD_V, HAS_LSE, ROTATION_V)
 
 
 @triton.jit
 def finish(  # type: ignore[no-untyped-def]
     acc, m, l, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share, shares, most,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr,
-    HAS_LSE: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, TURN_V: tl.constexpr, SINGLE: tl.constexpr,
+    HAS_LSE: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, ROTATION_V: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Writes the output if one program reads a whole head (SINGLE), else a partial result; the last program merges them.
 
@@ -190,7 +195,7 @@ def finish(  # type: ignore[no-untyped-def]
             l = l * tl.exp2(m - top) + tl.exp2(sink - top)
             acc = acc * tl.exp2(m - top)[:, None]
             m = top
-        _write(out_ptr, lse_ptr, acc, m, l, kv_head, ROWS, GROUPS, DIM_V, PAD_V, HAS_LSE, TURN_V)
+        _write(out_ptr, lse_ptr, acc, m, l, kv_head, ROWS, GROUPS, DIM_V, PAD_V, HAS_LSE, ROTATION_V)
     elif share < shares:
         dv = tl.arange(0, PAD_V)
         pair = (tl.program_id(0) * kv_heads + kv_head).to(tl.int64)
@@ -206,5 +211,5 @@ def finish(  # type: ignore[no-untyped-def]
             tl.store(done_ptr + pair, 0)
             _together(
                 out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, most,
-                GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, TURN_V,
+                GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, ROTATION_V,
             )  # fmt: skip

@@ -14,7 +14,7 @@ from ..capability import shared_memory
 class Tile(NamedTuple):
     """How a kernel cuts its work: query rows, key columns, warps, stages of its pipeline, most registers a thread.
 
-    `halves`: whether queries are turned by halves of their channels.
+    `halves`: whether queries are rotated by halves of their channels.
     """
 
     rows: int

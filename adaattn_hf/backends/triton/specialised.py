@@ -1,4 +1,4 @@
-"""Attention of a block of queries on Hopper, by warps with tasks of their own; rules, tables and results of `forward`."""
+"""Warp-specialised (producer/consumer) attention of a block of queries on Hopper; rules and results of `forward`."""
 
 from __future__ import annotations
 

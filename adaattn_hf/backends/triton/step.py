@@ -1,4 +1,4 @@
-"""The launch of one query per sequence: how its keys are shared out, and where padding and offsets are read."""
+"""The launch of one query per sequence (decode): split-K over its keys, padding and offsets read on the device."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def attend_step(
     graph = graph or capturing(device)
     programs, least = waves * _processors(device), max(tile.columns, _LEAST_KEYS)
     most, span = split(windows, kv_heads, kv_len, sequences, programs, least, until is not None)
-    apart = windows is not None and len(set(windows)) > 1
-    rules = window_table(windows, device) if apart and windows is not None else None
+    per_head = windows is not None and len(set(windows)) > 1
+    rules = window_table(windows, device) if per_head and windows is not None else None
     window, sinks = windows[0] if windows else (ALL, 0)
     part, done = _scratch(
         sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads, device, graph
     )
-    common: tuple[Any, ...] = (
+    arguments: tuple[Any, ...] = (
         query, key, value, out, out if lse is None else lse, out if sink is None else sink, part, done,
         done if rows is None else rows, offset if isinstance(offset, Tensor) else done,
         done if real is None else real, done if rules is None else rules,
@@ -101,10 +101,10 @@ def attend_step(
         ALL if until is None else until,
         scale_of(request.scaling, request.softcap), float(request.softcap or 0.0),
     )  # fmt: skip
-    fixed: dict[str, Any] = {
+    constants: dict[str, Any] = {
         "GROUPS": groups, "ROWS": product_rows, "DIM": dim, "DIM_V": value_dim,
         "PAD": pad, "PAD_V": pad_v,
-        "CAUSAL": structure.causal, "WINDOW": windows is not None, "APART": apart,
+        "CAUSAL": structure.causal, "WINDOW": windows is not None, "PER_HEAD": per_head,
         "HAS_CAP": request.softcap is not None,
         "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "TABLE": rows is not None,
         "HAS_OFFSET": rows is None and isinstance(offset, Tensor), "HAS_REAL": real is not None,
@@ -113,29 +113,29 @@ def attend_step(
         "SINGLE": most == 1, "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
     }  # fmt: skip
     grid = sequences, kv_heads * most
-    beside = sink, real, offset if isinstance(offset, Tensor) else None
-    ordinary = query.is_cuda and aligned(*beside)
+    optional = sink, real, offset if isinstance(offset, Tensor) else None
+    plain = query.is_cuda and aligned(*optional)
     kind = (
         query.dtype, key.dtype, value.dtype, query.stride(), key.stride(), value.stride(), kv_heads,
-        *(None if one is None else one.dtype for one in beside),
+        *(None if one is None else one.dtype for one in optional),
     )  # fmt: skip
     if stored is None:
-        kinds: Hashable = kind if ordinary and aligned(query, key, value) else None
-        launch_step(grid, common, fixed, kinds)
+        variant: Hashable = kind if plain and aligned(query, key, value) else None
+        launch_step(grid, arguments, constants, variant)
         return AttentionResult(out, lse)
     mean, first, scales = stored.key_mean, stored.first_key, (stored.key_scale, stored.value_scale)
     strides = *scales[0].stride(), *scales[1].stride()
-    fixed |= {
+    constants |= {
         "BITS": bits, "HAS_MEAN": mean is not None, "HAS_FIRST": first is not None,
-        "TURN": dim & -dim if stored.rotated else 0, "TURN_V": value_dim & -value_dim if stored.rotated else 0,
+        "ROTATION": dim & -dim if stored.rotated else 0, "ROTATION_V": value_dim & -value_dim if stored.rotated else 0,
         "CLOSE": windows is None and rows is None and kv_len >= tile.columns and (pad, pad_v) == (dim, value_dim)
         and (key.stride(2), value.stride(2)) == (key.shape[3], value.shape[3]),
         "HALVES": tile.halves, "WARPS": tile.warps,
     }  # fmt: skip
     record = *scales, query if mean is None else mean, query if first is None else first
-    ordinary = ordinary and aligned(query, key, value, *record)
-    kinds = (*kind, *strides, *(tensor.dtype for tensor in record)) if ordinary else None
-    launch_step_over_codes(grid, (*common, *record, *strides), fixed, kinds)
+    plain = plain and aligned(query, key, value, *record)
+    variant = (*kind, *strides, *(tensor.dtype for tensor in record)) if plain else None
+    launch_step_over_codes(grid, (*arguments, *record, *strides), constants, variant)
     return AttentionResult(out, lse)
 
 
@@ -152,7 +152,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-_kept: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+_buffers: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
 def _scratch(floats: int, counters: int, device: torch.device, own: bool) -> tuple[Tensor, Tensor]:
@@ -166,12 +166,12 @@ def _scratch(floats: int, counters: int, device: torch.device, own: bool) -> tup
             torch.zeros(counters, dtype=torch.int32, device=device),
         )
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    part, done = _kept.get((device, stream), (None, None))
+    part, done = _buffers.get((device, stream), (None, None))
     if part is None or part.numel() < floats:
         part = torch.empty(max(floats, 1), dtype=torch.float32, device=device)
     if done is None or done.numel() < counters:
         done = torch.zeros(counters, dtype=torch.int32, device=device)
-    _kept[device, stream] = part, done
+    _buffers[device, stream] = part, done
     return part, done
 
 

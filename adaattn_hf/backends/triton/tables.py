@@ -61,7 +61,9 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def made(structure: CallStructure, device: torch.device, make: Callable[..., Made], *arguments: Any) -> Made:
+def derived_on(
+    structure: CallStructure, device: torch.device, make: Callable[..., Made], *arguments: Any
+) -> Made:
     """As `structure.derived`, but anew while a graph is captured, which owns what it makes and computes it later."""
     if capturing(device):
         return make(structure, device, *arguments)
@@ -72,7 +74,7 @@ def made(structure: CallStructure, device: torch.device, make: Callable[..., Mad
 def window_table(windows: HeadWindows, device: torch.device) -> Tensor:
     """int32 `[kv_heads, 2]`, window and sinks of each head; kept for good, as captured graphs hold its address."""
     with torch.inference_mode(False):
-        return torch.tensor(windows, dtype=torch.int32, device="cpu").to(device)
+        return torch.tensor(windows, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 
 
 def ends_with_tiles(run: Segment, columns: int, kv_len: int) -> bool:
@@ -142,7 +144,7 @@ def find_blocks(structure: CallStructure, device: torch.device, cut: Cut) -> tup
     """Runs, and of each of their blocks int64 `[blocks]` the run and its first row in that."""
     lengths = 2 if cut.of == "queries" else 4
     count = sum(-(-run[lengths] // cut.block) for run in structure.derived(runs_of, cut.least, cut.short))
-    runs = made(structure, device, find_runs, cut.least, cut.short)
+    runs = derived_on(structure, device, find_runs, cut.least, cut.short)
     blocks = (runs[:, lengths].long() + (cut.block - 1)) // cut.block
     run = torch.repeat_interleave(blocks, output_size=count)
     first = (torch.arange(count, device=device) - (blocks.cumsum(0) - blocks)[run]) * cut.block
@@ -154,7 +156,7 @@ def find_entries(structure: CallStructure, device: torch.device, cut: Cut, kv_he
 
     Windows change no order: of each head those with most to do have most under any window, or as much as all others.
     """
-    runs, run, first = made(structure, device, find_blocks, cut)
+    runs, run, first = derived_on(structure, device, find_blocks, cut)
     if not len(run):
         return runs.new_empty((0, 3))
     if cut.of == "queries":
@@ -174,7 +176,7 @@ def find_items(
     structure: CallStructure, device: torch.device, cut: Cut, dealing: Dealing, windows: HeadWindows
 ) -> tuple[Tensor, int]:
     """The table of items that `deal` makes, and for how many programs."""
-    runs, run, first = made(structure, device, find_blocks, cut)
+    runs, run, first = derived_on(structure, device, find_blocks, cut)
     blocks, heads = len(run), len(windows) * dealing.parts
     count = blocks * heads
     programs = min(dealing.programs, count)
@@ -188,10 +190,13 @@ def find_items(
         "PIECES": dealing.pieces,
     }
     rules = window_table(windows, device)
+    # lengths are not compiled in, and tensors are made here: there is one variant for each set of constants
+    variant = () if device.type == "cuda" else None
     launch_costs(
         (-(-blocks // _LINE), heads),
         (runs, run, first, rules, cost, blocks, dealing.parts),
         {**constants, "LINE": _LINE},
+        variant,
     )
     cost, order = cost.flatten().sort(descending=True, stable=True)
     items = torch.empty((turns * programs, 3), dtype=torch.int32, device=device)
@@ -200,7 +205,7 @@ def find_items(
         (1,),
         (run, first, order, cost, items, blocks, count, programs),
         {"LANES": lanes, "num_warps": 8},
-        None,
+        variant,
     )
     return items, programs
 

@@ -18,7 +18,7 @@ from .descriptors import descriptor_of
 from .launcher import Launcher
 from .prefill import attend_forward
 from .sizes import padded, scale_of, tile_on
-from .tables import Cut, find_entries, find_runs, made, window_table
+from .tables import Cut, derived_on, find_entries, find_runs, window_table
 
 launch_prepare, launch_of_keys, launch_of_queries = Launcher(prepare), Launcher(of_keys), Launcher(of_queries)
 
@@ -51,7 +51,7 @@ class _Attention(torch.autograd.Function):
         segments: Sequence[Segment],
         windows: HeadWindows | None,
     ) -> tuple[Tensor, Tensor | None]:
-        out, lse = attend_forward(request, segments, windows, keep_lse=True)
+        out, lse = attend_forward(request, windows, keep_lse=True)
         ctx.save_for_backward(query, key, value, sink, out, lse)
         ctx.structure, ctx.scaling, ctx.softcap = request.structure, request.scaling, request.softcap
         ctx.segments, ctx.windows = segments, windows
@@ -89,17 +89,16 @@ def _gradients(
     pad, value_pad = padded(dim), padded(value_dim)
     capped = softcap is not None
     shift, sums = torch.empty((2, batch, heads, q_len), dtype=torch.float32, device=query.device)
-    asked: tuple[Any, ...] = (
+    arguments: tuple[Any, ...] = (
         out, grad, lse, grad_lse.contiguous() if grad_lse is not None else lse, shift, sums,
         *out.stride(), *grad.stride(), q_len, 1.4426950408889634 if capped else 1.0 / scaling,
     )  # fmt: skip
     facts: dict[str, Any] = {
         "DIM_V": value_dim, "PAD_V": value_pad, "HAS_GRAD_LSE": grad_lse is not None, "BLOCK": 64, "num_warps": 4,
     }  # fmt: skip
-    launch_prepare((batch, heads, -(-q_len // 64)), asked, facts)
-    rows = sum(s.q_len for s in segments) == batch * q_len
+    launch_prepare((batch, heads, -(-q_len // 64)), arguments, facts)
     columns = sum(s.k_len for s in segments) == batch * kv_len
-    dq = (torch.empty if rows else torch.zeros)(
+    dq = (torch.empty if segments else torch.zeros)(
         (batch, q_len, heads, dim), dtype=query.dtype, device=query.device
     )
     make = torch.empty if columns else torch.zeros
@@ -117,23 +116,23 @@ def _gradients(
         width = max(pad, value_pad) * query.itemsize
         runs = windows is not None or len(segments) > batch
         tile = tile_on("of_keys of runs" if runs else "of_keys", width, query.device)
-        runs_table = made(structure, query.device, find_runs, 0, False)
+        runs_table = derived_on(structure, query.device, find_runs, 0, False)
         limits = runs_table if windows is None else window_table(windows, query.device)
-        entries = made(structure, query.device, find_entries, Cut("keys", tile.columns), kv_heads)
+        entries = derived_on(structure, query.device, find_entries, Cut("keys", tile.columns), kv_heads)
         q_bulk, g_bulk = descriptor_of(query, tile.rows), descriptor_of(by_head, tile.rows)
         bulk = q_bulk is not None and g_bulk is not None
-        asked = (
+        arguments = (
             query, key, value, grad, q_bulk if bulk else query, g_bulk if bulk else grad, shift, sums, dk, dv,
             runs_table, entries, limits, *strides, *dk.stride()[:3], *dv.stride()[:3], *numbers,
         )  # fmt: skip
-        launch_of_keys((len(entries),), asked, {**facts, "BULK": bulk, **tile.constants()})
+        launch_of_keys((len(entries),), arguments, {**facts, "BULK": bulk, **tile.constants()})
         tile = tile_on("of_queries", width, query.device)
-        entries = made(structure, query.device, find_entries, Cut("queries", tile.rows), kv_heads)
-        asked = (
+        entries = derived_on(structure, query.device, find_entries, Cut("queries", tile.rows), kv_heads)
+        arguments = (
             query, key, value, grad, shift, sums, dq, runs_table, entries, limits, *strides,
             *dq.stride()[:3], *numbers,
         )  # fmt: skip
-        launch_of_queries((heads // kv_heads * len(entries),), asked, {**facts, **tile.constants()})
+        launch_of_queries((heads // kv_heads * len(entries),), arguments, {**facts, **tile.constants()})
     d_sink = None
     if sink is not None:
         # d(sink) = sum of p_sink * -rowsum(dO * O), which `sums` holds

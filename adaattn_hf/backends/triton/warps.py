@@ -1,6 +1,6 @@
-"""Parts of kernels for Hopper whose warps have tasks of their own: rings of tiles, and one tile of online softmax.
+"""Parts of the warp-specialised kernel for Hopper: rings of tiles in shared memory, and one tile of online softmax.
 
-One warp brings tiles of keys and values by the copy engine into rings in shared memory. Groups of four warps, 64 queries
+The producer, one warp, brings tiles of keys and values by TMA into rings. The consumers, groups of four warps, 64 queries
 each, multiply: the scores of a tile are begun before the values of the one before are added, so that the matrix unit works
 while exponentials are taken (FlashAttention-3's forward; Shah et al. 2024, sections 3.1 and 3.2).
 """
