@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._files import printable
 from .plan import Plan, PlanError
 from .reading import PLAN_FILE, text_file
-from .wording import allowed, at_most, counted, printable, quotient, rise, share, times
+from .wording import allowed, at_most, counted, quotient, rise, share, times
 
 REPORT_FILE = "adaattn_report.json"
 MODEL = "model"

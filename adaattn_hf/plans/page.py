@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from .._files import printable
 from .choices import EXACT, Choice
 from .headline import Bought, headline, name_of
 from .plan import Plan
 from .render import details, grid, layers_of, notes
-from .wording import legend, printable, quotient
+from .wording import legend, quotient
 
 
 def page(data: Mapping[str, Any]) -> str:

@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from .._files import write_atomically
+from .._files import printable, write_atomically
 from .choices import EXACT, Choice
 from .headline import level_of, name_of
 from .plan import Plan
-from .wording import allowed, counted, in_nats, legend, printable, quotient, rise, share, times
+from .wording import allowed, counted, in_nats, legend, quotient, rise, share, times
 
 MOST_ROWS, MOST_COLUMNS = 256, 128
 """Most layers and key/value heads that a picture shows."""
