@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and JSON that every reader can read."""
+"""Files that are whole or absent, JSON that every reader can read, and names that no terminal obeys."""
 
 from __future__ import annotations
 
@@ -62,3 +62,10 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def printable(text: str) -> str:
+    """Returns a text on one line, with control and formatting characters escaped so that no terminal obeys them."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in text
+    )

@@ -105,7 +105,7 @@ def parameter_row(parameter: Any) -> str:
     default = parameter.default
     shown = (
         ""
-        if default in (None, (), False) or not isinstance(default, (str, int, float, Path))
+        if default in (None, (), False, "") or not isinstance(default, (str, int, float, Path))
         else f"`{default}`"
     )
     if parameter.required:

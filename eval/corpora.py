@@ -36,7 +36,6 @@ ROW_SUFFIXES = (".jsonl", *TABLE_SUFFIXES)
 class Document:
     """One text. `source` is what words and bytes are counted in, `text` what the model reads."""
 
-    name: str
     text: str
     source: str
 
@@ -60,7 +59,7 @@ class Corpus:
         kind: `pages` (perplexity of whole documents) or `lastword` (LAMBADA's task).
         documents: the texts, in order.
         origin: a repository or the names of files, for the record.
-        sha256: of all names, sources and texts, so that two runs can be told to have read the same.
+        sha256: of all sources and texts, so that two runs can be told to have read the same.
     """
 
     name: str
@@ -90,7 +89,7 @@ class Corpus:
 
 def wikitext_corpus(pages: Iterable[str], origin: str, name: str = "wikitext") -> Corpus:
     """A corpus of pages that are counted and detokenised by WikiText's rules."""
-    documents = tuple(Document(f"page {i}", wikitext.detokenize(page), page) for i, page in enumerate(pages))
+    documents = tuple(Document(wikitext.detokenize(page), page) for page in pages)
     return Corpus(name, "pages", documents, origin)
 
 
@@ -103,13 +102,13 @@ def lastword_corpus(passages: Iterable[str], origin: str, name: str = "lambada")
                 f"data: got passage {i} of {origin}, {passage!r}, expected at least two words: "
                 "the last one is predicted from the others"
             )
-        documents.append(Document(f"passage {i}", passage, passage))
+        documents.append(Document(passage, passage))
     return Corpus(name, "lastword", tuple(documents), origin)
 
 
-def text_corpus(texts: Iterable[tuple[str, str]], origin: str, name: str) -> Corpus:
-    """A corpus of plain (name, text) pairs, read as they are."""
-    return Corpus(name, "pages", tuple(Document(n, t, t) for n, t in texts if t.strip()), origin)
+def text_corpus(texts: Iterable[str], origin: str, name: str) -> Corpus:
+    """A corpus of plain texts, read as they are."""
+    return Corpus(name, "pages", tuple(Document(text, text) for text in texts if text.strip()), origin)
 
 
 def load(spec: str, *, split: str = "test", separator: str | None = None) -> Corpus:
@@ -157,7 +156,7 @@ def _from_path(known: str, path: Path, split: str) -> Corpus:
             f"path, or pass --data {known} to have it through the package datasets"
         )
     if known == "lambada":
-        return lastword_corpus((t for _, t in _texts(path, None, split, lines=True)), _origin(path))
+        return lastword_corpus(_texts(path, None, split, lines=True), _origin(path))
     files = _files(path)
     if all(f.suffix.lower() in TEXT_SUFFIXES for f in files):
         return wikitext_corpus((p for f in files for p in wikitext.split_pages(_read(f))), _origin(path))
@@ -226,23 +225,20 @@ def _read(path: Path) -> str:
         raise DataUnavailable(str(error)) from error
 
 
-def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -> Iterator[tuple[str, str]]:
-    """(name, text) of each document; with `lines`, each line of a plain text file is one."""
+def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -> Iterator[str]:
+    """The text of each document; with `lines`, each line of a plain text file is one."""
     if (path.is_dir() and (path / "dataset_info.json").exists()) or (path / "dataset_dict.json").exists():
-        yield from ((f"row {i}", _field(row, path, i)) for i, row in enumerate(_rows(path, split)))
+        yield from (_field(row, path, i) for i, row in enumerate(_rows(path, split)))
         return
     for file in _files(path):
         if file.suffix.lower() in ROW_SUFFIXES:
-            yield from (
-                (f"{file.name} {i}", _field(row, file, i)) for i, row in enumerate(_rows(file, split))
-            )
+            yield from (_field(row, file, i) for i, row in enumerate(_rows(file, split)))
         elif lines:
-            yield from ((f"{file.name} {i}", t) for i, t in enumerate(_read(file).split("\n")) if t.strip())
+            yield from (line for line in _read(file).split("\n") if line.strip())
         elif separator is not None:
-            parts = (part.strip() for part in _read(file).split(separator))
-            yield from ((f"{file.name} {i}", part) for i, part in enumerate(p for p in parts if p))
+            yield from filter(None, (part.strip() for part in _read(file).split(separator)))
         else:
-            yield file.name, _read(file)
+            yield _read(file)
 
 
 def _field(row: Any, where: Path | str, number: int, fields: tuple[str, ...] = ("text", "page")) -> str:

@@ -42,9 +42,7 @@ def compute(
         See the metric's own description.
     """
     loaded = checkpoint.load(model_id, dtype=dtype, device=device, tokenizer=tokenizer)
-    corpus = corpora.text_corpus(
-        [(f"text {i}", t) for i, t in enumerate(predictions)], "predictions", "predictions"
-    )
+    corpus = corpora.text_corpus(predictions, "predictions", "predictions")
     result = runner.measure(loaded, corpus, Settings(**settings))
     nll = result.tokens.scores.nll[1]
     documents = result.tokens.document

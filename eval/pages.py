@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from adaattn_hf.plans.wording import printable
+from adaattn_hf._files import printable
 
 _MARKUP = {ord(character): f"&#{ord(character)};" for character in "|<["}
 

@@ -1,4 +1,4 @@
-"""What a user sees while an evaluation runs."""
+"""What a user sees while a command runs: lines, bars, and how far the work is."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from adaattn_hf.plans.wording import printable
+from adaattn_hf._files import printable
 
 if TYPE_CHECKING:
-    from .runner import Progress as Tell
+    from .runner import Progress as Told
 
 EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
+
+
+def tell(console: Console, line: str) -> None:
+    """Prints a line as it is: names in it bring no markup, no colour and no control sequence."""
+    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -43,8 +48,7 @@ def beating(sentence: Callable[[float], str], console: Console, *, quiet: bool =
 
     def beat() -> None:
         while not over.wait(EVERY):
-            line = printable(sentence(time.monotonic() - start))
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            tell(console, sentence(time.monotonic() - start))
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
@@ -56,17 +60,17 @@ def beating(sentence: Callable[[float], str], console: Console, *, quiet: bool =
 
 
 @contextmanager
-def shown_progress(label: str, quiet: bool) -> Iterator[Tell]:
+def shown_progress(label: str, quiet: bool) -> Iterator[Told]:
     """On standard error, a bar over scored tokens; where that is no terminal, a line every ten seconds and at the end.
 
     Args:
         label: What is measured; names in it bring no markup and no control sequence.
         quiet: Show nothing.
     """
-    console, label = Console(stderr=True), printable(label)
+    console = Console(stderr=True)
     if not quiet and not console.is_terminal:
-        with _lines(label, console) as tell:
-            yield tell
+        with _lines(label, console) as told:
+            yield told
         return
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -77,22 +81,21 @@ def shown_progress(label: str, quiet: bool) -> Iterator[Tell]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=quiet) as bar:
-        task = bar.add_task(label, total=None)
+        task = bar.add_task(printable(label), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager
-def _lines(label: str, console: Console) -> Iterator[Tell]:
+def _lines(label: str, console: Console) -> Iterator[Told]:
     at, start = [0, 0], time.monotonic()
 
     def words(seconds: float) -> str:
         return f"{label}: {at[0]:,} of {at[1]:,} tokens after {seconds:.0f} s"
 
-    def tell(done: int, total: int) -> None:
+    def told(done: int, total: int) -> None:
         at[:] = done, total
         if done >= total:
-            line = words(time.monotonic() - start)
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            tell(console, words(time.monotonic() - start))
 
     with beating(words, console):
-        yield tell
+        yield told

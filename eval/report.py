@@ -8,7 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from adaattn_hf.plans.wording import in_nats, printable, signed_nats
+from adaattn_hf._files import printable
+from adaattn_hf.plans.wording import in_nats, signed_nats
 
 from .provenance import processor
 

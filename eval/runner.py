@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,6 +71,47 @@ class Measured:
     fingerprint: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What every batch is put through.
+
+    Attributes:
+        models: of the arms.
+        calls: their forward passes.
+        planned: whether each arm carries a plan that may approximate.
+        task: what is scored.
+        batches: windows of each batch.
+        collate: windows to inputs.
+        device: where all lies.
+    """
+
+    models: Sequence[Any]
+    calls: Sequence[Forward]
+    planned: tuple[bool, ...]
+    task: tasks.Task
+    batches: Sequence[Sequence[int]]
+    collate: Collate
+    device: torch.device
+
+
+class Run(NamedTuple):
+    """One evaluation of several that a command makes.
+
+    Attributes:
+        label: What is measured, for the eye.
+        checkpoint: Model and tokenizer.
+        corpus: The text.
+        settings: The rest.
+        name: Of its directory below the output.
+    """
+
+    label: str
+    checkpoint: Checkpoint
+    corpus: Corpus
+    settings: Settings
+    name: str
+
+
 def measure(
     checkpoint: Checkpoint,
     corpus: Corpus,
@@ -125,10 +166,11 @@ def measure(
     collate = partial(
         scoring.collate, device=checkpoint.device, padding=settings.padding, pad_token=checkpoint.pad_token()
     )
+    work = _Work(models, calls, planned, task, batches, collate, checkpoint.device)
     with journal as records:
-        memory = _memory(calls, task, batches, collate, checkpoint.device)
+        memory = _memory(work)
         records.records = crew.tell(records.records)
-        _run(models, calls, planned, task, batches, collate, records, checkpoint.device, progress, crew)
+        _run(work, records, progress, crew)
         kept = tuple(records.records[i] for i in range(len(batches)))
     tokens = summary.gather(task, batches, kept)
     quality = summary.quality(task, tokens, roles, corpus.kind)
@@ -205,71 +247,56 @@ def _per_arm(roles: Sequence[tuple[str, str]], entries: Sequence[dict[str, Any]]
     ]
 
 
-def _run(
-    models: Sequence[Any],
-    calls: Sequence[Forward],
-    planned: Sequence[bool],
-    task: tasks.Task,
-    batches: Sequence[Sequence[int]],
-    collate: Collate,
-    records: Journal | Memory,
-    device: torch.device,
-    progress: Progress,
-    crew: team.Team,
-) -> None:
+def _run(work: _Work, records: Journal | Memory, progress: Progress, crew: team.Team) -> None:
     """Run every batch that is not yet recorded through all arms, and record it.
 
     Of several processes each runs every n-th of these batches, and all know every record.
     """
-    sizes = [sum(len(task.windows[w].targets) for w in batch) for batch in batches]
+    count = len(work.batches)
+    sizes = [sum(len(work.task.windows[w].targets) for w in batch) for batch in work.batches]
     done, total = sum(sizes[i] for i in records.records), sum(sizes)
     progress(done, total)
-
-    def measured(index: int) -> BatchRecord:
-        windows = [task.windows[w] for w in batches[index]]
-        inputs = collate(windows)
-        logits: list[Any] = [None] * len(models)
-        elapsed: list[Any] = [None] * len(models)
-        for arm in timing.turn(len(models), index):
-            logits[arm], elapsed[arm] = timing.timed(partial(calls[arm], inputs), device)
-        watched = [plan and activation.is_watched(index, len(batches)) for plan in planned]
-        counts = tuple(
-            activation.watch(model, partial(call, inputs, streaming=False)) if watch else None
-            for model, call, watch in zip(models, calls, watched, strict=True)
-        )
-        return BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed), counts)
-
-    missing = [index for index in range(len(batches)) if index not in records.records]
+    missing = [index for index in range(count) if index not in records.records]
     for start in range(0, len(missing), crew.size):
         stop = min(start + crew.size, len(missing))
-        share = [measured(missing[place]) for place in crew.mine(stop, start)]
+        share = [_measured(work, missing[place]) for place in crew.mine(stop, start)]
         for index, record in zip(missing[start:stop], crew.gather(share, stop, start), strict=True):
             records.append(index, record)
             done += sizes[index]
         progress(done, total)
 
 
-def _memory(
-    calls: Sequence[Forward],
-    task: tasks.Task,
-    batches: Sequence[Sequence[int]],
-    collate: Collate,
-    device: torch.device,
-) -> list[dict[str, Any]]:
+def _measured(work: _Work, index: int) -> BatchRecord:
+    """One batch through all arms, each first in its turn."""
+    windows = [work.task.windows[w] for w in work.batches[index]]
+    inputs = work.collate(windows)
+    logits: list[Any] = [None] * len(work.calls)
+    elapsed: list[Any] = [None] * len(work.calls)
+    for arm in timing.turn(len(work.calls), index):
+        logits[arm], elapsed[arm] = timing.timed(partial(work.calls[arm], inputs), work.device)
+    watched = activation.is_watched(index, len(work.batches))
+    counts = tuple(
+        activation.watch(model, partial(call, inputs, streaming=False)) if plan and watched else None
+        for model, call, plan in zip(work.models, work.calls, work.planned, strict=True)
+    )
+    return BatchRecord(scoring.score(logits, windows, inputs.offsets), tuple(elapsed), counts)
+
+
+def _memory(work: _Work) -> list[dict[str, Any]]:
     """Peak bytes of each arm on the largest batch; these runs are also the arms' warm-up.
 
     Raises:
         ModelUnavailable: an arm refuses the call.
     """
-    largest = max(batches, key=lambda b: len(b) * max(len(task.windows[w].input_ids) for w in b))
-    inputs = collate([task.windows[w] for w in largest])
-    entries = []
-    for forward in calls:
+    windows = work.task.windows
+    largest = max(work.batches, key=lambda b: len(b) * max(len(windows[w].input_ids) for w in b))
+    inputs = work.collate([windows[w] for w in largest])
+    shape, entries = list(inputs.keywords["input_ids"].shape), []
+    for forward in work.calls:
         try:
-            peak, how = timing.peak_bytes(partial(forward, inputs), device)
+            peak, how = timing.peak_bytes(partial(forward, inputs), work.device)
         except (BackendRefusal, PlanError) as error:
             raise ModelUnavailable(f"attention implementation: {error}") from error
-        shape = list(inputs.keywords["input_ids"].shape)
         entries.append({"peak_bytes": peak, "counted": how, "batch_shape": shape})
     return entries
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from adaattn_hf.attention.stored import FORMATS
 from adaattn_hf.stats.paired import TokenScores, joined, score_tokens
 
 from .windows import Window
@@ -18,10 +17,6 @@ from .windows import Window
 _ROWS = 64
 """Rows of logits that are taken to float64 at a time: 64 x 50k x 8 bytes = 26 MB per arm."""
 _CHUNK_BATCHES = 16
-
-PADDINGS = ("none", "right", "left")
-CACHES = ("model", *FORMATS)
-"""What the cache of a tested arm may store."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +41,6 @@ def plan_batches(windows: Sequence[Window], batch_size: int, padding: str = "non
     windows, as they come. The plan depends on the windows and these settings alone, never on where a run was
     interrupted.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
     if padding != "none":
         return [list(range(i, min(i + batch_size, len(windows)))) for i in range(0, len(windows), batch_size)]
     chunk = batch_size * _CHUNK_BATCHES

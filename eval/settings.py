@@ -1,15 +1,17 @@
-"""Settings of an evaluation: what is compared, how the text is cut, which checkpoint, where reports go."""
+"""Settings of an evaluation, and the options of `adaattn eval`: what is compared, how, which checkpoint, where to."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from adaattn_hf.errors import UsageError, unknown
 
-from .scoring import CACHES, PADDINGS
-from .windows import RECIPES
+RECIPES = ("rolling", "strided")
+PADDINGS = ("none", "right", "left")
 
 
 @dataclass(frozen=True)
@@ -17,34 +19,36 @@ class Settings:
     """Settings of one evaluation.
 
     Attributes:
-        impl: attention implementation under test.
-        against: the stock implementation that it replaces.
-        anchor: a second stock implementation, whose distance from `against` is the resolution of the dtype.
-        windows: `rolling` or `strided` (see `adaattn_hf.eval.windows`); masked LMs have a recipe of their
+        impl: Attention implementation under test.
+        against: Stock implementation that it replaces. Default: sdpa, with --against-plan that of --impl.
+        plan: File or directory of the plan that --impl runs; none: without the plan that MODEL carries.
+        against_plan: Compare with this plan (or none: with exact attention of ours), paired.
+        cache: Read windows in pieces over a cache, as decoding does, that stores model (numbers), or `FORMATS`; the
+            others read over Transformers' own.
+        cache_piece: Tokens of such a piece.
+        streaming: Heads with a window in the plan keep it alone in that cache.
+        anchor: Second stock implementation (eager, say): its distance is the resolution of the dtype.
+        windows: rolling (that of lm-eval) or strided (Transformers' documentation). Masked LMs have a recipe of their
             own.
-        context: tokens of a window; None is the model's own maximum.
-        stride: tokens between windows; None is the context (disjoint windows).
-        batch_size: windows per forward pass.
-        padding: `none` (batches of equal lengths), or `right` or `left`: the windows as they come, padded and
-            masked.
-        limit_docs: only so many documents.
-        limit_tokens: only so many tokens of text, counted before windows are cut; the last document may be
-            cut short.
-        mask_fraction: for masked LMs, the share of tokens that is scored.
-        seed: seed of that sample.
-        prefix_token: token before each document with `rolling`; None is the tokenizer's BOS, else EOS.
-        add_bos: whether the tokenizer puts its special tokens around texts; None leaves it to the tokenizer.
-        plan: file or directory of the plan that `impl` runs; `none` runs it without the plan that the model
-            carries; None leaves the model as it is.
-        against_plan: the same for `against`, which is then an implementation of ours: two plans are compared.
-        cache: what the cache of `impl` stores (see `AdaAttnCache`): every arm then reads its windows in pieces over
-            a cache, as decoding does, the others over `DynamicCache`; None reads windows whole, without one.
-        cache_piece: tokens of such a piece.
-        streaming: heads to which the plan of `impl` gives a window keep it alone in that cache.
+        context: Tokens of a window. Default: the model's maximum.
+        stride: Tokens between windows. Default: the context.
+        batch_size: Windows per forward pass; does not change perplexity.
+        padding: none: batches of equal lengths. right, left: windows as they come, padded and masked.
+        limit_docs: Only the first so many documents.
+        limit_tokens: Only the first so many tokens of the text.
+        mask_fraction: Masked LMs: share of the tokens that is scored.
+        seed: Seed of that sample.
+        prefix_token: Token before each document. Default: BOS, else EOS.
+        add_bos: Whether the tokenizer adds its special tokens. Default: its own setting.
     """
 
     impl: str = "adaattn"
-    against: str = "sdpa"
+    against: str = ""
+    plan: str | None = None
+    against_plan: str | None = None
+    cache: str | None = field(default=None, metadata={"names": ("attention/stored.py", "FORMATS")})
+    cache_piece: int = 64
+    streaming: bool = False
     anchor: str | None = None
     windows: str = "rolling"
     context: int | None = None
@@ -57,13 +61,12 @@ class Settings:
     seed: int = 0
     prefix_token: int | None = None
     add_bos: bool | None = None
-    plan: str | None = None
-    against_plan: str | None = None
-    cache: str | None = None
-    cache_piece: int = 64
-    streaming: bool = False
 
     def __post_init__(self) -> None:
+        from adaattn_hf.attention.stored import FORMATS  # brings torch, which help does not wait for
+
+        if not self.against:
+            object.__setattr__(self, "against", "sdpa" if self.against_plan is None else self.impl)
         if self.windows not in RECIPES:
             raise UsageError(unknown("windows", self.windows, RECIPES))
         if self.padding not in PADDINGS:
@@ -76,9 +79,8 @@ class Settings:
             raise UsageError(f"seed: got {self.seed}, expected at least 0")
         if not 0 < self.mask_fraction <= 1:
             raise UsageError(f"mask_fraction: got {self.mask_fraction}, expected more than 0 and at most 1")
-
-        if self.cache is not None and self.cache not in CACHES:
-            raise UsageError(unknown("cache", self.cache, CACHES))
+        if self.cache is not None and self.cache not in ("model", *FORMATS):
+            raise UsageError(unknown("cache", self.cache, ("model", *FORMATS)))
         if self.cache is not None and self.padding != "none":
             raise UsageError(
                 f"cache: got {self.cache!r} with padding {self.padding!r}, expected --padding none"
@@ -115,21 +117,39 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Loading:
-    """Where a checkpoint comes from, and how it is loaded; the fields are `patches.checkpoint.load`'s arguments."""
+class Source:
+    """Which checkpoint is read.
+
+    Attributes:
+        revision: Revision of a hub model.
+        gguf_file: GGUF file within MODEL.
+        trust_remote_code: Let the model bring code.
+    """
+
+    revision: str | None = None
+    gguf_file: str | None = None
+    trust_remote_code: bool = False
+
+    def source(self) -> dict[str, Any]:
+        """Those of them that are given, as Transformers takes them."""
+        return {one.name: value for one in fields(Source) if (value := getattr(self, one.name))}
+
+
+@dataclass(frozen=True)
+class Loading(Source):
+    """Which checkpoint is read, and how it is loaded: the fields are `patches.checkpoint.load`'s arguments.
+
+    Attributes:
+        dtype: float32, bfloat16, float16 or auto (the checkpoint's). Default: float32.
+        device: cpu, cuda, cuda:1. Default: cuda where there is one.
+        tokenizer: Tokenizer, where it is not the model's own.
+        objective: auto, causal or masked.
+    """
 
     dtype: str | None = None
     device: str | None = None
     tokenizer: str | None = None
-    revision: str | None = None
-    gguf_file: str | None = None
     objective: str = "auto"
-    trust_remote_code: bool = False
-
-    def source(self) -> dict[str, Any]:
-        """Those of the arguments that say which checkpoint is read, where they are given."""
-        names = ("revision", "gguf_file", "trust_remote_code")
-        return {name: value for name in names if (value := getattr(self, name))}
 
     def keywords(self) -> dict[str, Any]:
         """The arguments; weights are float32 where no dtype is named."""
@@ -141,19 +161,25 @@ class Text:
     """The corpora of an evaluation.
 
     Attributes:
-        specs: what `corpora.load` understands, one a corpus.
-        split: split of a dataset.
-        separator: text between the documents of a plain file.
+        data: wikitext, lambada (through datasets), wikitext:PATH, lambada:PATH, or a text or jsonl file or a directory
+            of them. May be given several times. Default: wikitext.
+        split: Split of a dataset.
+        document_separator: Text between the documents of a plain file (<|endoftext|>, say).
     """
 
-    specs: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
     split: str = "test"
-    separator: str | None = None
+    document_separator: str | None = None
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds that a report is held against; None asks nothing."""
+    """Bounds that a report is held against.
+
+    Attributes:
+        max_delta_nll: Fail (exit 1) where the one-sided 95 % bound of Δnll, nats/token, is above.
+        max_ppl_ratio: Fail (exit 1) where that bound's perplexity ratio is above (1.001, say).
+    """
 
     max_delta_nll: float | None = None
     max_ppl_ratio: float | None = None
@@ -164,13 +190,25 @@ class Output:
     """Where journals and reports go, and what happens to those that are there.
 
     Attributes:
-        directory: a directory per corpus is made in it.
-        resume: go on with the journals that are there.
-        overwrite: begin again where a journal is there.
-        quiet: no progress bar and no table.
+        output: Directory for journals and reports. Default: a new one under results/eval.
+        resume: Go on with the interrupted run in --output.
+        overwrite: Begin again where --output has a run.
+        quiet: No progress bar and no table.
     """
 
-    directory: Path
+    output: Path | None = None
     resume: bool = False
     overwrite: bool = False
     quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if self.resume and self.overwrite:
+            raise UsageError("resume: got both --resume and --overwrite, expected one of them")
+        if self.resume and self.output is None:
+            raise UsageError("resume: got no --output, expected the directory of the interrupted run")
+
+    @cached_property
+    def directory(self) -> Path:
+        """A directory per corpus is made in it."""
+        new = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+        return self.output or Path("results") / "eval" / new

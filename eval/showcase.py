@@ -8,23 +8,20 @@ difference from stock may be (the farther end of its 95 % interval).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
 from adaattn_hf.patches.checkpoint import load
 
-from . import corpora, report, runner
-from .progress import shown_progress
-from .settings import Limits, Loading, Output, Settings, Text
+from . import corpora, runner
+from .demo import demo_model_path, heldout_pages, lastword_items
+from .settings import Limits, Loading, Settings, Text
 
 MODELS = ("gpt2", "llama", "bert")
 DTYPES = ("float32", "bfloat16")
@@ -37,35 +34,22 @@ BATCH_SIZE = 4
 
 def _only_with_a_model(text: Text, settings: Settings, loading: Loading, limits: Limits) -> dict[str, Any]:
     """Options that only make sense with a model of the user's own, by name, and what was given."""
-    return {
-        "data": list(text.specs),
-        "document_separator": text.separator,
-        "split": text.split if text.split != Text.split else None,
-        "objective": loading.objective if loading.objective != Loading.objective else None,
-        "trust_remote_code": loading.trust_remote_code,
-        "tokenizer": loading.tokenizer,
-        "revision": loading.revision,
-        "gguf_file": loading.gguf_file,
-        "max_delta_nll": limits.max_delta_nll,
-        "max_ppl_ratio": limits.max_ppl_ratio,
-        "plan": settings.plan,
-        "against_plan": settings.against_plan,
-    }
+    own = {"plan": settings.plan, "against_plan": settings.against_plan}
+    for group in (text, loading, limits):
+        own |= {one.name: getattr(group, one.name) for one in fields(group)}
+        own |= {one.name: None for one in fields(group) if own[one.name] == one.default}
+    return {name: value for name, value in own.items() if name not in ("dtype", "device")}
 
 
-def run(
-    text: Text, settings: Settings, loading: Loading, limits: Limits, output: Output, console: Console
-) -> tuple[list[Path], list[str]]:
-    """Measure the models in the package; the files are the reports, the sentences the bars that were missed.
+def runs(text: Text, settings: Settings, loading: Loading, limits: Limits) -> Iterator[runner.Run]:
+    """Yields each model in the package in each dtype over each text.
 
     Raises:
         UsageError: an argument that only makes sense with a model of the user's own.
     """
-    from .demo import demo_model_path, heldout_pages, lastword_items
-
     logging.disable_progress_bar()  # six small models load in no time
     for name, value in _only_with_a_model(text, settings, loading, limits).items():
-        if value:
+        if value is not None:
             raise UsageError(
                 f"{name}: got {value!r} without MODEL; the models in the package have their own text and bars. Name a "
                 "model first: adaattn eval MODEL --data …"
@@ -76,7 +60,6 @@ def run(
             [item["text"] for item in lastword_items()], "last-word passages in the package", "last-word"
         ),
     )
-    reports, files = [], []
     for name in MODELS:
         for dtype in DTYPES if loading.dtype is None else (loading.dtype,):
             loaded = load(demo_model_path(name), dtype=dtype, device=loading.device)
@@ -89,25 +72,14 @@ def run(
                 fitting = (
                     chosen if corpus.kind == "pages" else replace(chosen, limit_tokens=None, stride=None)
                 )
-                label = f"{name} {dtype} {corpus.name}"
-                directory = output.directory / f"{name}-{dtype}-{corpus.name}"
-                with shown_progress(label, output.quiet) as tell:
-                    result = runner.evaluate(
-                        checkpoint,
-                        corpus,
-                        fitting,
-                        output=directory,
-                        resume=output.resume,
-                        overwrite=output.overwrite,
-                        progress=tell,
-                    )
-                reports.append(result)
-                files.append(directory / runner.REPORT)
-    if not output.quiet:
-        console.print(table(reports))
-    write_atomically(output.directory / "report.md", report.markdown(reports))
-    console.print(f"reports: {output.directory}", markup=False, highlight=False, soft_wrap=True)
-    return files, [sentence for r in reports for sentence in [verdict(r)[1]] if not verdict(r)[0]]
+                label, directory = f"{name} {dtype} {corpus.name}", f"{name}-{dtype}-{corpus.name}"
+                yield runner.Run(label, checkpoint, corpus, fitting, directory)
+
+
+def missed(result: Mapping[str, Any]) -> list[str]:
+    """The sentence of the bar that a report missed, if it did."""
+    kept, sentence = verdict(result)
+    return [] if kept else [sentence]
 
 
 def verdict(result: Mapping[str, Any]) -> tuple[bool, str]:

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from adaattn_hf.errors import UsageError, unknown
+from adaattn_hf.errors import UsageError
 
 Tokens = npt.NDArray[np.int64]
-
-RECIPES = ("rolling", "strided")
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,8 @@ def _tail(document: int, input_ids: Sequence[int], targets: Sequence[int]) -> Wi
     return Window(document, np.asarray(input_ids, np.int64), positions, np.asarray(targets, np.int64))
 
 
-def check(recipe: str, context: int, stride: int) -> None:
-    """Raise `UsageError` where recipe, context and stride do not fit together."""
-    if recipe not in RECIPES:
-        raise UsageError(unknown("windows", recipe, RECIPES))
+def check(context: int, stride: int) -> None:
+    """Raise `UsageError` where context and stride do not fit together."""
     if context < 2:
         raise UsageError(f"context: got {context}, expected at least 2 tokens; pass --context 1024, say")
     if not 1 <= stride <= context:
@@ -77,7 +73,7 @@ def rolling(
     (`get_rolling_token_windows(context_len=1)`); a smaller stride is its `context_len = context - stride +
     1`.
     """
-    check("rolling", context, stride)
+    check(context, stride)
     first = tokens[:context]
     if not first:
         return
@@ -91,7 +87,7 @@ def rolling(
 
 def strided(tokens: Sequence[int], context: int, stride: int, document: int = 0) -> Iterator[Window]:
     """Windows of `strided`: no prefix, and tokens with nothing before them in their window are not scored."""
-    check("strided", context, stride)
+    check(context, stride)
     done = 0
     for begin in range(0, len(tokens), stride):
         end = min(begin + context, len(tokens))
@@ -126,8 +122,6 @@ def masked(
         raise UsageError(
             f"context: got {context}, expected more than the {context - room} special tokens of a window"
         )
-    if not 0 < fraction <= 1:
-        raise UsageError(f"mask_fraction: got {fraction}, expected more than 0 and at most 1")
     for piece, begin in enumerate(range(0, len(tokens), room)):
         body = list(tokens[begin : begin + room])
         whole = np.asarray([*first, *body, *last], np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,22 +110,30 @@ def resolve_dtype(name: str) -> torch.dtype | str:
 
 
 def resolve_device(name: str | None, *, here: bool = True) -> torch.device:
-    """Returns the device of a name, by default CUDA if available, else the CPU; `here`: refuse one that is missing."""
+    """Returns the device of a name, by default CUDA if available, else the CPU.
+
+    Args:
+        name: `cpu`, `cuda`, `cuda:1`, or another accelerator that torch sees here.
+        here: Refuse a CUDA device that is missing.
+
+    Raises:
+        UsageError: There is no such device.
+    """
+    default = "cuda" if torch.cuda.is_available() else "cpu"
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"device: got {name!r}, expected cpu, cuda, cuda:1, …: {error}") from error
-    if (
-        here
-        and device.type == "cuda"
-        and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count())
-    ):
-        raise UsageError(
-            f"device: got {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; pass --device cpu"
-        )
-    return device
+        return torch.device(default)
+    count = torch.cuda.device_count() if default == "cuda" else 0
+    known = ["cpu", *["cuda"][:count], *(f"cuda:{index}" for index in range(count))]
+    other = torch.accelerator.current_accelerator()
+    known += [other.type] if other is not None and other.type != "cuda" else []
+    if name in known or (not here and re.fullmatch(r"cuda(:\d{1,2})?", name)):
+        return torch.device(name)
+    if here:
+        seen = f"{count or 'no'} CUDA device{'s' * (count != 1)} here"
+        wanted = f"{' or '.join(known)}, since torch sees {seen}"
+    else:
+        wanted = "cpu, cuda or cuda:1, say"
+    raise UsageError(f"device: got {name!r}, expected {wanted}; give --device {default}")
 
 
 def _objective(config: Any, asked: str, name: str) -> Objective:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS
+from .settings import Masking
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +98,8 @@ class MaskedTokens:
     mask_token: int
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    share: float = 0.15
-    count: int = 4
+    share: float = Masking.mask_share
+    count: int = Masking.maskings
 
     causal: ClassVar[bool] = False
     generates: ClassVar[bool] = False
@@ -110,7 +111,9 @@ class MaskedTokens:
             raise ValueError(f"maskings is {self.count}, expected at least 1 reading of each sequence")
 
     @classmethod
-    def of(cls, tokenizer: Any, share: float = 0.15, count: int = 4) -> MaskedTokens:
+    def of(
+        cls, tokenizer: Any, share: float = Masking.mask_share, count: int = Masking.maskings
+    ) -> MaskedTokens:
         """Returns the scoring with a tokenizer's mask token and the special tokens that it puts around a text.
 
         Raises:

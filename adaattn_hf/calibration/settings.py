@@ -1,15 +1,15 @@
-"""The settings of a calibration, and its result."""
+"""The settings of a calibration, which are options of `adaattn calibrate`, and its result."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:  # help of the command reads the settings, and does not wait for torch
+    from torch import Tensor
 
-from ..plans.plan import Plan
-from ..policy.candidates import FAMILIES, WINDOWS
+    from ..plans.plan import Plan
 
 _OF_THE_PROOF = (
     "budget", "held_out", "most_held_out", "tries", "bolder", "haystacks", "needles", "top1", "kl_p999",
@@ -19,6 +19,65 @@ _OF_THE_PROOF = (
 
 
 OPTIMIZED = ("time", "memory")
+NO_OPTION = {"option": None}
+"""Of settings that are for programs alone, or that the command works out itself."""
+
+
+def share(text: str, argument: str) -> float:
+    """Returns a share as people write it: `40%`, `0.4` or `0.4x`.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    number = text.strip()
+    try:
+        return (
+            float(number.removesuffix("%")) / 100.0
+            if number.endswith("%")
+            else float(number.removesuffix("x"))
+        )
+    except ValueError as error:
+        raise ValueError(f"{argument} is {text!r}, expected a share such as 99%, 0.99 or 0.99x") from error
+
+
+def kinds(text: str, argument: str) -> tuple[str, ...]:
+    """Returns kinds of choices by commas: `window,bf16`.
+
+    Raises:
+        ValueError: If one is unknown, or there is none.
+    """
+    from ..policy.candidates import known_families, refuse_unknown
+
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not found:
+        raise ValueError(f"{argument} is {text!r}, expected some of {','.join(known_families())}")
+    refuse_unknown(found)
+    return found
+
+
+def _families() -> tuple[str, ...]:
+    from ..policy.candidates import FAMILIES
+
+    return FAMILIES
+
+
+def _windows() -> tuple[int, ...]:
+    from ..policy.candidates import WINDOWS
+
+    return WINDOWS
+
+
+@dataclass(frozen=True)
+class Masking:
+    """How a masked-language model is read.
+
+    Attributes:
+        mask_share: Share of the tokens that a masked LM is asked for at a time.
+        maskings: Times that each sequence is masked anew, for a masked LM.
+    """
+
+    mask_share: float = 0.15
+    maskings: int = 4
 
 
 @dataclass(frozen=True)
@@ -28,35 +87,36 @@ class CalibrationSettings:
     Attributes:
         budget: Allowed loss, nats/token; ln(1 + b) for a relative rise b of the perplexity.
         lengths: Length bins in tokens, rising; tokens that see more keys than the last one are exact.
-        seed: Seed of the text sample, the labels, the rows and the needles.
-        sequences: Sequences per length for measuring risks.
+        seed: Seed of every random choice: the text sample, the labels, the rows and the needles.
+        sequences: Sequences per length that risks are measured on.
         rows: Query rows sampled per sequence.
-        labels: Label draws, one backward pass each.
-        joint: Sequences per length for measuring whole plans, which re-scales the risks.
+        labels: Label draws per sequence, one backward pass each.
+        joint: Sequences per length that re-scale the risks, by measuring whole plans.
         held_out: Held-out sequences per length at the first look at a plan.
-        most_held_out: Held-out sequences per length at the last look, if earlier looks do not decide.
-        tries: Plans that may fail before the result is the exact plan; they share `alpha`.
+        most_held_out: Held-out sequences per length at the last look, where the first do not decide; never fewer than
+            at the first.
+        tries: Plans that may fail before the answer is exact.
         bolder: Bolder plans that may follow one that passed with room.
         haystacks: Held-out sequences per length that also carry needles.
         needles: Needles per haystack, fewer where a length holds fewer.
-        top1: Smallest share of tokens with the same likeliest token; 0 for a limit derived from the budget.
-        kl_p999: Largest 99.9th percentile of the KL of a token, nats; `None` for no limit.
-        needles_lost: Share of the needles that may be lost; `None` for 2 %, or more if that may be chance.
-        families: Kinds of choices to consider; see `policy.candidates.FAMILIES`.
+        top1: Least agreement on the likeliest token (99%). Default: as the budget.
+        kl_p999: Largest 99.9th percentile of the KL of a token, nats. Default: no such gate.
+        needles_lost: Share of the needles that may be lost (2%). Default: 2% beyond chance.
+        families: Kinds of choices by commas, some of `families`. Default: all that need not be named.
         windows: Windows to consider.
-        decode_tokens: Decode steps per prefill, the weight of decode in the price.
-        batch: Sequences that prices and whole passes are timed with at once.
-        captured: Whether decode steps will run in captured CUDA graphs, as compiled generation does: the device's time
-            alone is their price then, with nothing of the host's.
+        decode_tokens: Decode steps per prefill, for the prices.
+        batch: Sequences at once, for the prices and for whole passes.
+        captured: Price decode steps as in captured CUDA graphs, which generation with a static cache makes: by the
+            device's time alone, with nothing of the host's.
         alpha: Significance level of the tests of all plans together.
-        minutes: Minutes after which no further plan is tried; `None` for no limit.
+        minutes: Begin no further plan when so many minutes are over.
         rounds: Rounds in which whole forward passes are timed after a plan has passed; 0 for none.
-        optimize: `time`; or `memory`, which looks for the smallest cache, by windows alone, see `storage`.
-        kv_bytes: Largest size of the cache, as a share of a cache of all tokens in the model's dtype.
+        optimize: time; or memory: the smallest cache inside the budget, windows alone.
+        kv_bytes: Bytes of the cache at the longest length, as a share of the model's (0.4x).
     """
 
-    budget: float = 9.995003330835334e-04
-    lengths: tuple[int, ...] = (4096,)
+    budget: float = field(default=9.995003330835334e-04, metadata=NO_OPTION)
+    lengths: tuple[int, ...] = field(default=(4096,), metadata=NO_OPTION)
     seed: int = 0
     sequences: int = 4
     rows: int = 256
@@ -66,21 +126,23 @@ class CalibrationSettings:
     most_held_out: int = 36
     tries: int = 3
     bolder: int = 2
-    haystacks: int = 4
-    needles: int = 16
-    top1: float = 0.0
+    haystacks: int = field(default=4, metadata=NO_OPTION)
+    needles: int = field(default=16, metadata=NO_OPTION)
+    top1: float = field(default=0.0, metadata={"read": share})
     kl_p999: float | None = None
-    needles_lost: float | None = None
-    families: tuple[str, ...] = FAMILIES
-    windows: tuple[int, ...] = WINDOWS
+    needles_lost: float | None = field(default=None, metadata={"option": "--needles", "read": share})
+    families: tuple[str, ...] = field(
+        default_factory=_families, metadata={"read": kinds, "names": ("plans/choices/*.py", "families")}
+    )
+    windows: tuple[int, ...] = field(default_factory=_windows, metadata=NO_OPTION)
     decode_tokens: int = 64
     batch: int = 1
     captured: bool = False
-    alpha: float = 0.05
+    alpha: float = field(default=0.05, metadata=NO_OPTION)
     minutes: float | None = None
-    rounds: int = 4
+    rounds: int = field(default=4, metadata=NO_OPTION)
     optimize: str = "time"
-    kv_bytes: float | None = None
+    kv_bytes: float | None = field(default=None, metadata={"read": share})
 
     def __post_init__(self) -> None:
         if not 0.0 < self.budget < math.inf:
@@ -113,10 +175,7 @@ class CalibrationSettings:
             raise ValueError(f"minutes is {self.minutes}, expected a time above 0, or None for no end")
         if self.bolder < 0:
             raise ValueError(f"bolder is {self.bolder}, expected a number of plans, 0 for none")
-        if self.most_held_out < self.held_out:
-            raise ValueError(
-                f"most_held_out is {self.most_held_out}, expected at least the {self.held_out} sequences of held_out"
-            )
+        object.__setattr__(self, "most_held_out", max(self.most_held_out, self.held_out))
         if not 0.0 <= self.top1 < 1.0:
             raise ValueError(f"top1 is {self.top1}, expected a share of the tokens below 1, such as 0.99")
         if self.kl_p999 is not None and not self.kl_p999 > 0.0:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import gc
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.eval.bench.grid import Cell, Grid
 from adaattn_hf.eval.bench.measure import measure
 from adaattn_hf.eval.bench.peers import PEERS, absent_peers, refusal
 from adaattn_hf.eval.bench.report import markdown, verdict
 from adaattn_hf.eval.bench.ways import KERNELS, error_of, is_stock, shape_of, trace, ways
 from adaattn_hf.eval.bench.work import Work, missing
+from adaattn_hf.eval.progress import tell
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import peak_bytes, spread
 from adaattn_hf.patches.checkpoint import known_implementations
@@ -24,6 +27,7 @@ from adaattn_hf.patches.registry import register
 
 from .._files import json_text, write_atomically
 from ..errors import UsageError, unknown
+from .asked import Bench
 
 OURS = "adaattn"
 # What an implementation raises that cannot do a cell; anything else is a fault of ours and stops the run.
@@ -60,79 +64,56 @@ def choose_cells(data: Grid, only: str) -> list[Cell]:
     return found
 
 
-def page_of(output: Path, table: Path | None) -> Path:
-    """Where the Markdown goes.
+def run(cells: list[Cell], data: Grid, where: torch.device, asked: Bench, output: Path | None) -> list[str]:
+    """Measures, prints and writes; returns a line for each cell that is below its floor.
 
-    Raises:
-        UsageError: To the same file as the JSON.
+    Args:
+        cells: What is measured.
+        data: The grid that they are of.
+        where: The device.
+        asked: The options.
+        output: Where the JSON goes, a Markdown page beside it.
     """
-    page = table or output.with_suffix(".md")
-    if page == output:
-        raise UsageError(
-            f"output: got {output}, where the Markdown goes; expected a name such as {output.with_suffix('.json')}"
-        )
-    return page
-
-
-def run(
-    cells: list[Cell],
-    data: Grid,
-    rounds: int,
-    threads: int,
-    where: torch.device,
-    implementations: str,
-    ours: str,
-    output: Path | None,
-    overwrite: bool,
-    table: Path | None,
-    gate: bool,
-    memory: bool,
-    profile: Path | None,
-) -> list[str]:
-    """Measures, prints and writes; returns a line for each cell that is below its floor."""
-    if threads:
-        torch.set_num_threads(threads)
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
     console = Console()
     peers = absent_peers(data.peers)
-    names = [name for name in implementations.split(",") if name]
-    names = names or [*data.stock, *(peer for peer in data.peers if peer not in peers)]
+    names = asked.named or [*data.stock, *(peer for peer in data.peers if peer not in peers)]
     absent = {name: why for name in names if (why := missing(name, where)) is not None}
     present = [name for name in names if name not in absent]
     report: dict[str, Any] = {
         "provenance": provenance(where),
-        "rounds": rounds,
-        "ours": ours,
+        "rounds": asked.rounds,
+        "ours": asked.ours,
         "absent": absent,
         "peers": peers,
         "slower": data.slower,
         "cells": [],
     }
     # a run of some cells keeps the others' figures, each with the commit that it was measured at
-    earlier = _earlier(output, report, overwrite)
+    earlier = _earlier(output, report, asked.overwrite)
     failed = []
     for cell in cells:
-        found = run_cell(cell, [ours, *present], data, rounds, where, memory, profile)
-        if gate and _below(found):
+        found = run_cell(cell, [asked.ours, *present], data, where, asked)
+        if asked.gate and _below(found):
             # a neighbour on the machine may have disturbed it; a real loss shows twice
-            found = run_cell(cell, [ours, *present], data, rounds, where, memory)
+            found = run_cell(cell, [asked.ours, *present], data, where, replace(asked, profile=None))
         if _below(found):
             failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
         found["commit"] = report["provenance"]["commit"]
         earlier[cell.title] = found
         report["cells"] = [
-            {"error": {}, **earlier[known.title], **_fixed(known, data)}
-            for known in data.cells
-            if known.title in earlier
+            {**earlier[known.title], **_fixed(known, data)} for known in data.cells if known.title in earlier
         ]
-        _tell(found, console)
+        tell(console, _line(found))
         gc.collect()
         if output is not None:
             # after every cell: an interrupted run keeps what it measured
             write_atomically(output, json_text(report, indent=1) + "\n")
-            write_atomically(page_of(output, table), markdown(report, output.name).encode())
-    if gate:
+            write_atomically(asked.page(output), markdown(report, output.name))
+    if asked.gate:
         for line in failed:
-            console.print(f"below its floor: {line}", markup=False)
+            tell(console, f"below its floor: {line}")
     return failed
 
 
@@ -172,15 +153,7 @@ def _below(found: dict[str, Any]) -> bool:
     return found["ratio_best"] is not None and found["ratio_best"]["wall"]["median"] < found["floor"]
 
 
-def run_cell(
-    cell: Cell,
-    names: list[str],
-    grid: Grid,
-    rounds: int,
-    device: torch.device,
-    memory: bool,
-    profile: Path | None = None,
-) -> dict[str, Any]:
+def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, asked: Bench) -> dict[str, Any]:
     """All figures of one cell; the first name is ours, the others are compared with it."""
     # a function that torch has compiled for eight kinds of calls is run uncompiled from then on: stock flex_attention
     torch.compiler.reset()
@@ -195,6 +168,10 @@ def run_cell(
             work = make(name)
             result = work()
         except _REFUSALS as unable:
+            if isinstance(unable, BackendRefusal) and name == names[0]:
+                raise UsageError(
+                    f"ours: got {name!r}, expected what serves {cell.title}: {unable}"
+                ) from unable
             if name == names[0]:
                 raise
             refused[name] = str(unable).splitlines()[0][:200] if str(unable) else type(unable).__name__
@@ -207,9 +184,9 @@ def run_cell(
         if error is not None:
             errors[own] = error(result)
         works[own] = work
-    if profile is not None:
-        trace(works, profile, cell.title, device)
-    times = measure(works, rounds, device)
+    if asked.profile is not None:
+        trace(works, asked.profile, cell.title, device)
+    times = measure(works, asked.rounds, device)
     ratios = {
         name: {
             clock: spread([a / b for a, b in zip(times[name][clock], times[OURS][clock], strict=True)])
@@ -235,7 +212,9 @@ def run_cell(
         "ratio_best": None if best is None else ratios[best],
         "difference": differences,
         "error": errors,
-        "peak_bytes": {name: peak_bytes(work, device)[0] for name, work in works.items()} if memory else {},
+        "peak_bytes": {name: peak_bytes(work, device)[0] for name, work in works.items()}
+        if asked.memory
+        else {},
         "refused": refused,
     }
 
@@ -249,11 +228,6 @@ def _difference(cell: Cell, mine: torch.Tensor, theirs: torch.Tensor) -> float:
             keep[row, cell.q_len - length if cell.padding == "left" else 0 :][:length] = True
         mine, theirs = mine[keep], theirs[keep]
     return float((mine - theirs).abs().max() / theirs.abs().max())
-
-
-def _tell(found: dict[str, Any], console: Console) -> None:
-    """Prints a cell as it is named: brackets in a title are no markup."""
-    console.print(_line(found), markup=False)
 
 
 def _line(found: dict[str, Any]) -> str:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 
 from adaattn_hf.eval.demo import demo_model_path, pages_path
+from adaattn_hf.eval.progress import tell
 from adaattn_hf.patches.checkpoint import resolve_device
 from adaattn_hf.patches.plans.subject import Subject
 
@@ -27,74 +27,15 @@ from ..calibration.team import Team
 from ..plans.plan import PlanError
 from ..plans.reading import read_plan
 from ..policy.prices import PriceTable
+from .asked import Asked
 from .fit import fit_to_text
 from .loading import Loaded, Opened
 from .memory import room_or_sentence
-from .options import nats
+from .options import known_prices, nats
 from .pictures.headline import PLAN_HASH, REPORT_FILE, Bought, digest
 from .pictures.page import plan_page
 from .printed import print_plan
 from .progress import display
-from .shown import Shown, tell
-
-
-@dataclass(frozen=True)
-class Material:
-    """A model, its text and the budget, named or packaged.
-
-    Attributes:
-        model: Hub id or directory.
-        data: Calibration text.
-        verify_data: Held-out text of another source.
-        budget: Allowed loss, nats/token.
-    """
-
-    model: str
-    data: tuple[Path, ...]
-    verify_data: tuple[Path, ...] | None
-    budget: float
-
-
-def named_or_packaged(
-    model: str | None,
-    data: Sequence[Path] | None,
-    verify_data: Sequence[Path] | None,
-    budget: str | None,
-    preset: str | None,
-) -> Material:
-    """Returns what was named; without a model the packaged one, and its pages where no text was named.
-
-    Raises:
-        ValueError: If text is missing, a preset has no budget, or both a preset and a budget are given.
-    """
-    if preset is not None and budget is not None:
-        raise ValueError(f"preset is {preset!r} and budget {budget!r}, expected one of them")
-    if preset is not None:
-        relative = load_preset(preset).budget
-        if not relative:
-            raise ValueError(f"preset {preset!r} has no budget: it is exact as it is, and needs no plan")
-        allowed = math.log1p(relative)
-    else:
-        allowed = nats(("1%" if model is None else "0.1%") if budget is None else budget)
-    held = tuple(verify_data) if verify_data else None
-    if data:
-        return Material(model or str(demo_model_path("llama")), tuple(data), held, allowed)
-    if model is not None:
-        raise ValueError(
-            "data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them"
-        )
-    return Material(
-        str(demo_model_path("llama")), (pages_path("calibration"),), held or (pages_path("heldout"),), allowed
-    )
-
-
-def fitted(job: Job, known: Opened, console: Console | None) -> Job:
-    """Returns the job with a length and folds that the model and the text can fill, told before the model loads."""
-    settings, sentence = fit_to_text(job.settings, known.encode, job.data, job.verify_data, known.positions)
-    if console is not None:
-        tell(console, sentence)
-    return replace(job, settings=settings)
-
 
 BUDGET_NOT_MET = 4
 """Exit code when the budget cannot be met and the plan is exact."""
@@ -106,27 +47,61 @@ class Job:
 
     Attributes:
         model: Hub id or directory.
-        gguf_file: GGUF file within it.
-        target: Directory of the plan.
         data: Calibration text.
         verify_data: Held-out text of another source.
+        target: Directory of the plan.
         settings: How the plan is made.
         prices: Prices measured before.
-        device: Device by name, `None` for the default.
-        resume: Go on with an interrupted run.
-        shown: How much is printed.
+        asked: What was asked for.
     """
 
     model: str
-    gguf_file: str | None
-    target: Path
     data: tuple[Path, ...]
     verify_data: tuple[Path, ...] | None
+    target: Path
     settings: CalibrationSettings
     prices: PriceTable | None
-    device: str | None
-    resume: bool
-    shown: Shown
+    asked: Asked
+
+
+def job_of(model: str | None, asked: Asked, settings: CalibrationSettings, target: Path) -> Job:
+    """Returns what was asked for; without a model the packaged one, and its pages where no text was named.
+
+    Raises:
+        ValueError: If text or prices are missing, a preset has no budget, or both a preset and a budget are given.
+    """
+    preset, budget = asked.preset, asked.budget
+    if preset is not None and budget is not None:
+        raise ValueError(f"preset is {preset!r} and budget {budget!r}, expected one of them")
+    if preset is not None:
+        relative = load_preset(preset).budget
+        if not relative:
+            raise ValueError(f"preset {preset!r} has no budget: it is exact as it is, and needs no plan")
+        allowed = math.log1p(relative)
+    else:
+        allowed = nats(("1%" if model is None else "0.1%") if budget is None else budget)
+    if model is not None and not asked.data:
+        raise ValueError(
+            "data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them"
+        )
+    packaged = not asked.data
+    return Job(
+        model or str(demo_model_path("llama")),
+        asked.data or (pages_path("calibration"),),
+        asked.verify_data or ((pages_path("heldout"),) if packaged else None),
+        target,
+        replace(settings, budget=allowed, lengths=asked.lengths or settings.lengths),
+        known_prices(asked.prices),
+        asked,
+    )
+
+
+def fitted(job: Job, known: Opened, console: Console | None) -> Job:
+    """Returns the job with a length and folds that the model and the text can fill, told before the model loads."""
+    settings, sentence = fit_to_text(job.settings, known.encode, job.data, job.verify_data, known.positions)
+    if console is not None:
+        tell(console, sentence)
+    return replace(job, settings=settings)
 
 
 class Outcome(NamedTuple):
@@ -148,16 +123,16 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
         team: The processes that share the work.
         rank: This process's place on its machine, which names its device.
     """
-    device = resolve_device(job.device)
+    device = resolve_device(job.asked.device)
     if device.type == "cuda" and device.index is None and team.size > 1:
-        device = torch.device("cuda", rank)
+        device = resolve_device(f"cuda:{rank}")
     settings = job.settings
 
     def say(sentence: str) -> None:
-        if team.leads and not job.shown.quiet:
+        if team.leads and not job.asked.quiet:
             tell(console, sentence)
 
-    with display(settings, console, job.shown.quiet or not team.leads) as progress:
+    with display(settings, console, job.asked.quiet or not team.leads) as progress:
 
         def no_room(said: str) -> str:
             return out_of_memory(job, device, progress.stage, said)
@@ -173,7 +148,7 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
                 scoring=loaded.scoring,
                 prices=job.prices,
                 directory=job.target,
-                resume=job.resume,
+                resume=job.asked.resume,
                 progress=progress,
                 say=say,
             )
@@ -201,10 +176,10 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
     picture = job.target / "adaattn_plan.html"
     write_atomically(picture, plan_page(result.plan, buys))
     calibration.save_plan(subject, result, job.target)  # last: it ends what --resume goes on with
-    print_plan(console, result.plan, buys, job.shown.verbose, None if result.met else result.sentence)
+    print_plan(console, result.plan, buys, job.asked.verbose, None if result.met else result.sentence)
     for line in [
         *([result.report["cache"]] if result.met and "cache" in result.report else []),
-        *_of_passes(result.report.get("whole_forward", []), job.shown.verbose),
+        *_of_passes(result.report.get("whole_forward", []), job.asked.verbose),
         f"plan: {job.target}",
         f"use: adaattn_hf.load_plan(model, {str(job.target)!r})",
         f"compare with stock attention: {evaluation(job, result.plan.dtype)}",
@@ -264,12 +239,9 @@ def evaluation(job: Job, dtype: str) -> str:
     """The command that runs the plan of a calibration on the text that it was proved on, as one types it."""
     words = ["adaattn", "eval", job.model, "--plan", str(job.target)]
     words += ["--dtype", dtype] if dtype != "float32" else []
-    words += ["--gguf-file", job.gguf_file, "--windows", "strided"] if job.gguf_file else []
+    for name, value in job.asked.source().items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    words += ["--windows", "strided"] if job.asked.gguf_file else []
     for text in job.verify_data or job.data:
         words += ["--data", str(text)]
     return shlex.join(words)
-
-
-def print_calibration(found: dict[str, Any]) -> None:
-    """Prints a plan and what its making found as JSON."""
-    print(json.dumps(found, indent=1))

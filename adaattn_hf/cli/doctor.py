@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from adaattn_hf.errors import UsageError
+
+from .json_output import AsJson, print_json
 
 PACKAGES = {
     "datasets": "hub datasets in `adaattn eval`",
@@ -49,16 +50,14 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Show versions, compiler, CPU, GPU, backends and packages; what is missing, and how to get it.
 
     Exit codes: 0 AdaAttn can run here; 1 something that it cannot do without is missing.
     """
     findings = [*versions(), *processor(), *devices(), *backends(), *packages()]
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print_json([asdict(finding) for finding in findings])
     else:
         show(findings, Console())
     raise typer.Exit(int(any(finding.about == "versions" and finding.remedy for finding in findings)))

@@ -2,62 +2,60 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import EvalError, ModelUnavailable, UsageError, unknown
-from .interrupt import leave
+from adaattn_hf.eval.settings import Source
+
+from ..errors import ModelUnavailable, UsageError, unknown
+from .fields import with_options
+from .interrupt import ending
+from .json_output import AsJson, print_json
 
 if TYPE_CHECKING:
     from adaattn_hf import Explanation
 
 
+@dataclass(frozen=True)
+class Explained(Source):
+    """What is explained: which calls, and where.
+
+    Attributes:
+        impl: Attention implementation.
+        dtype: Explain for float32, bfloat16, float16 or auto (the config's).
+        device: Explain for cpu or cuda, which need not be here. Default: cuda where there is one.
+        cache: Explain for a cache that stores model (numbers), or `FORMATS`.
+        streaming: Count the bytes of a cache whose heads keep the plan's windows alone.
+        plan: File or directory of a plan. Default: the one that MODEL carries.
+    """
+
+    impl: str = "adaattn"
+    dtype: str = "auto"
+    device: str | None = None
+    cache: str = field(default="model", metadata={"names": ("attention/stored.py", "FORMATS")})
+    streaming: bool = False
+    plan: str | None = None
+
+
+@with_options(asked=Explained)
 def explain(
     model: Annotated[str, typer.Argument(help="Hub id or directory; only its configuration is read.")],
-    impl: Annotated[str, typer.Option(help="Attention implementation.")] = "adaattn",
-    dtype: Annotated[
-        str, typer.Option(help="Explain for float32, bfloat16, float16 or auto (the config's).")
-    ] = "auto",
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Explain for cpu or cuda, which need not be here. Default: cuda where there is one."
-        ),
-    ] = None,
-    cache: Annotated[
-        str, typer.Option(help="Explain for a cache that stores model (numbers), int8 or k8v4.")
-    ] = "model",
-    streaming: Annotated[
-        bool,
-        typer.Option(
-            "--streaming", help="Count the bytes of a cache whose heads keep the plan's windows alone."
-        ),
-    ] = False,
-    plan: Annotated[
-        str | None, typer.Option(help="File or directory of a plan. Default: the one that MODEL carries.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
-    gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let the model bring code.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, a record per layer and phase.")
-    ] = False,
+    *,
+    asked: Explained,
+    as_json: AsJson = False,
 ) -> None:
     """Print, per layer, which attention backend runs and every refusal of the others.
 
     Exit codes: 0 done; 2 usage; 4 model unavailable, or the named backend refuses it.
     """
-    try:
-        explanation = _explanation(
-            model, impl, dtype, device, cache, streaming, plan, revision, gguf_file, trust_remote_code
-        )
-    except EvalError as error:
-        leave(error)
-    typer.echo(json.dumps(_record(explanation), indent=2) if as_json else str(explanation))
+    with ending():
+        explanation = _explanation(model, asked)
+    if as_json:
+        print_json(_record(explanation))
+    else:
+        typer.echo(str(explanation))
 
 
 def _record(explanation: Explanation) -> dict[str, Any]:
@@ -86,18 +84,7 @@ def _record(explanation: Explanation) -> dict[str, Any]:
     return record
 
 
-def _explanation(
-    model: str,
-    impl: str,
-    dtype: str,
-    device: str | None,
-    cache: str,
-    streaming: bool,
-    plan: str | None,
-    revision: str | None,
-    gguf_file: str | None,
-    trust_remote_code: bool,
-) -> Explanation:
+def _explanation(model: str, asked: Explained) -> Explanation:
     import torch
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -121,18 +108,17 @@ def _explanation(
 
     adaattn_hf.register(impossible=True)  # the device need not be here
     ours = [name for name in known_implementations() if name.startswith("adaattn")]
-    if impl not in ours:
-        raise UsageError(unknown("impl", impl, ours))
-    if cache not in CACHES:
-        raise UsageError(unknown("cache", cache, CACHES))
-    where, wanted = resolve_device(device, here=False), resolve_dtype(dtype)
-    keywords = {"revision": revision, "gguf_file": gguf_file, "trust_remote_code": trust_remote_code or None}
+    if asked.impl not in ours:
+        raise UsageError(unknown("impl", asked.impl, ours))
+    if asked.cache not in CACHES:
+        raise UsageError(unknown("cache", asked.cache, CACHES))
+    where, wanted = resolve_device(asked.device, here=False), resolve_dtype(asked.dtype)
     try:
-        given = None if plan is None else read_plan(plan)
+        given = None if asked.plan is None else read_plan(asked.plan)
     except (PlanError, OSError) as error:
-        raise UsageError(f"plan: {plan!r}: {error}") from error
+        raise UsageError(f"plan: {asked.plan!r}: {error}") from error
     try:
-        config = AutoConfig.from_pretrained(model, **{k: v for k, v in keywords.items() if v})
+        config = AutoConfig.from_pretrained(model, **asked.source())
         names = " ".join(config.architectures or [])
         auto: Any = AutoModelForMaskedLM if "ForMaskedLM" in names else AutoModelForCausalLM
         # a GGUF file names no class
@@ -140,12 +126,12 @@ def _explanation(
         if not unnamed and not any(t in names for t in ("ForMaskedLM", "ForCausalLM", "LMHeadModel")):
             auto = AutoModel
         with torch.device("meta"):
-            ghost = auto.from_config(config, attn_implementation=impl)
+            ghost = auto.from_config(config, attn_implementation=asked.impl)
         kind: Any = (config.dtype or torch.float32) if wanted == "auto" else wanted
         return adaattn_hf.explain(
-            ghost, device=where.type, dtype=kind, cache=cache, streaming=streaming, plan=given
+            ghost, device=where.type, dtype=kind, cache=asked.cache, streaming=asked.streaming, plan=given
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelUnavailable(
-            f"model: cannot explain {model!r} with {impl!r}: {why_not(model, error)}"
+            f"model: cannot explain {model!r} with {asked.impl!r}: {why_not(model, error)}"
         ) from error

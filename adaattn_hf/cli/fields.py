@@ -2,41 +2,56 @@
 
     @dataclass(frozen=True)
     class Shown:
-        quiet: bool = field(default=False, metadata=says("No progress."))
+        '''How much is printed.
+
+        Attributes:
+            quiet: No progress.
+        '''
+
+        quiet: bool = False
 
     @with_options(shown=Shown)
     def command(model: ..., shown: Shown) -> None: ...
 
-typer sees `--quiet` in the place of `shown`, and the function is given a `Shown`.
+typer sees `--quiet` with that help in the place of `shown`, and the function is given a `Shown`. A field of a tuple is
+an option that may be given several times. What a type does not say, the metadata of a field may: `option`, its name,
+or None where it is no option; `least`, the least number; `read`, which makes a value of text and the option's name; and
+`names`, the files and the variable in them whose names help shows in the variable's place.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar, get_type_hints
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+
+from ..errors import UsageError
+from .interrupt import leave
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def says(text: str) -> dict[str, str]:
-    """Returns the metadata of a field that is an option: `--its-name`, a flag where its type is bool."""
-    return {"help": text}
-
-
 def with_options(**groups: type[Any]) -> Callable[[Command], Command]:
-    """Returns a decorator: the fields of a dataclass become options in the place of the parameter of that name."""
+    """Returns a decorator: the fields of a dataclass become options in the place of the parameter of that name.
+
+    A mistake in the options of a group ends the command with its sentence and exit code 2.
+    """
 
     def changed(function: Command) -> Command:
         @functools.wraps(function)
         def command(**values: Any) -> Any:
             for name, group in groups.items():
-                mine = {field.name: values.pop(field.name) for field in dataclasses.fields(group)}
-                values[name] = group(**mine)
+                try:
+                    values[name] = _made(group, values)
+                except ValueError as error:
+                    leave(UsageError(str(error)))
             return function(**values)
 
         parameters: list[inspect.Parameter] = []
@@ -50,17 +65,86 @@ def with_options(**groups: type[Any]) -> Callable[[Command], Command]:
     return changed
 
 
+def _options(group: type[Any]) -> Iterator[dataclasses.Field[Any]]:
+    return (field for field in dataclasses.fields(group) if field.metadata.get("option", "") is not None)
+
+
+def _made(group: type[Any], values: dict[str, Any]) -> Any:
+    """The group of what was given; its options are taken out of the values."""
+    types, given = get_type_hints(group), {}
+    for field in _options(group):
+        value = values.pop(field.name)
+        read = field.metadata.get("read")
+        if value in (None, []) and field.default is not None:
+            continue  # the default is the dataclass's own
+        if read is not None and value is not None:
+            value = read(value, _name(field).strip("-").replace("-", "_"))
+        elif get_origin(types[field.name]) is tuple:
+            value = tuple(value)
+        given[field.name] = value
+    return group(**given)
+
+
+def _name(field: dataclasses.Field[Any]) -> str:
+    return str(field.metadata.get("option") or f"--{field.name.replace('_', '-')}")
+
+
 def _parameters(group: type[Any]) -> list[inspect.Parameter]:
     """The fields of a dataclass as parameters that typer reads."""
-    types = get_type_hints(group)
-    found = []
-    for field in dataclasses.fields(group):
+    types, helps, found = get_type_hints(group), described(group), []
+    for field in _options(group):
+        kind, default, says = (
+            types[field.name],
+            field.default,
+            helps.get(field.name, ""),
+        )  # -OO has no docstrings
+        known = field.metadata
         # a flag is not said in two ways: what is off by default is turned on
-        names = [f"--{field.name.replace('_', '-')}"] if types[field.name] is bool else []
-        kind: Any = Annotated[types[field.name], typer.Option(*names, help=field.metadata["help"])]  # type: ignore[valid-type, name-defined]
+        names = [_name(field)] if "option" in known or (kind is bool and default is False) else []
+        if "read" in known:
+            kind, default = str | None, None
+        elif get_origin(kind) is tuple:
+            kind, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]
+        if "names" in known:
+            says = says.replace(f"`{known['names'][1]}`", ", ".join(declared(*known["names"])))
+        option = typer.Option(*names, help=says, min=known.get("least"))
         found.append(
             inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kind
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[kind, option],
             )
         )
     return found
+
+
+def described(group: type[Any]) -> dict[str, str]:
+    """What a dataclass and its bases say of each field, in the section Attributes of their docstrings."""
+    found: dict[str, str] = {}
+    for one in reversed(group.__mro__):
+        text = inspect.cleandoc(one.__dict__.get("__doc__") or "").partition("\nAttributes:\n")[2]
+        for entry in re.split(r"(?:^|\n)    (?=\w+: )", text.partition("\n\n")[0])[1:]:
+            name, _, says = entry.partition(": ")
+            found[name] = " ".join(says.split())
+    return found
+
+
+def declared(files: str, name: str) -> tuple[str, ...]:
+    """Names that files of the package assign to a variable, `plans/choices/*.py` say.
+
+    They are read from the source, since help does not wait for what would import torch.
+    """
+    found: list[str] = []
+    for path in sorted(Path(__file__).parents[1].glob(files)):
+        known: dict[str, ast.expr] = {}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                value = node.value
+                # a class may name a tuple of its module
+                known[node.targets[0].id] = (
+                    known.get(value.id, value) if isinstance(value, ast.Name) else value
+                )
+        if name in known:
+            found += ast.literal_eval(known[name])
+    return tuple(found)

@@ -62,12 +62,7 @@ def fit_to_text(
         for length in lengths:
             room = tokens // length - own if not verify_data else held // length
             if room >= plans * first and tokens // length >= own:
-                fitted = replace(
-                    settings,
-                    lengths=(length,),
-                    held_out=first,
-                    most_held_out=max(first, settings.most_held_out),
-                )
+                fitted = replace(settings, lengths=(length,), held_out=first)
                 words = f"{tokens:,}{'+' if tokens >= enough else ''} tokens of text" + (
                     f", {held:,}{'+' if held >= enough else ''} held out" if verify_data else ""
                 )

@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from ..errors import EvalError
+import typer
+from rich.console import Console
+
+from adaattn_hf.eval.progress import tell
+
+from ..errors import DataUnavailable, EvalError, UsageError
+
+
+@contextmanager
+def ending(
+    *,
+    argument: str = "file",
+    default: object = None,
+    stays: str = "",
+    kept: Callable[[], str] | None = None,
+    wrong: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
+    """While it lasts, errors end the command with a sentence and their exit code.
+
+    Args:
+        argument: What is named before a file that cannot be read or written.
+        default: The file that is meant where an error names none.
+        stays: What is said behind it: what is kept.
+        kept: What an interrupted command keeps; None for one that is not told to go on.
+        wrong: Errors that mean a mistake in the arguments.
+    """
+    try:
+        with contextlib.nullcontext() if kept is None else terminate_like_interrupt():
+            yield
+    except EvalError as error:
+        leave(error)
+    except wrong as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            leave(UsageError(of_file(error, default)))
+        leave(UsageError(str(error)))
+    except OSError as error:
+        leave(DataUnavailable(f"{argument}: {of_file(error, default)}{stays and f'; {stays}'}"))
+    except KeyboardInterrupt:
+        if kept is None:
+            raise
+        interrupted(kept())
 
 
 @contextmanager
@@ -26,10 +67,7 @@ def terminate_like_interrupt() -> Iterator[None]:
 
 def interrupted(kept: str) -> NoReturn:
     """Says on stderr what an interrupted command keeps, and ends it with exit code 130."""
-    import typer
-    from rich.console import Console
-
-    Console(stderr=True).print(f"interrupted: {kept}", markup=False, highlight=False, soft_wrap=True)
+    tell(Console(stderr=True), f"interrupted: {kept}")
     raise typer.Exit(130) from None
 
 
@@ -40,11 +78,6 @@ def of_file(error: OSError, default: object) -> str:
 
 def leave(error: EvalError) -> NoReturn:
     """Says what is wrong on stderr and ends a command with the error's exit code."""
-    import typer
-    from rich.console import Console
-
-    from ..plans.wording import printable
-
-    said = "\n".join(map(printable, str(error).splitlines()))
-    Console(stderr=True).print(f"error: {said}", style="red", markup=False, highlight=False, soft_wrap=True)
+    for line in f"error: {error}".splitlines():
+        tell(Console(stderr=True, style="red"), line)
     raise typer.Exit(error.exit_code) from error

@@ -9,11 +9,13 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON; tables go to stderr.")]
+from .._files import json_text
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; all else goes to stderr.")]
 
 
 def libraries_aside() -> None:
@@ -39,7 +41,12 @@ def tables_aside(asked: bool) -> Iterator[None]:
         yield
 
 
+def print_json(value: Any) -> None:
+    """Prints a value as JSON, null for what is no finite number."""
+    typer.echo(json_text(value, indent=1))
+
+
 def print_reports(paths: list[Path]) -> None:
-    """Print the reports of files: one as it is, several as a list."""
+    """Prints the reports of files: one as it is, several as a list."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    typer.echo(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1))
+    print_json(reports[0] if len(reports) == 1 else reports)

@@ -14,6 +14,7 @@ from adaattn_hf.patches import checkpoint
 from adaattn_hf.patches.plans.positions import stated_positions
 
 from ..calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
+from ..calibration.settings import Masking
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,19 @@ class Opened:
     positions: int | None
 
 
-def opened(name: str, gguf_file: str | None = None) -> Opened:
+def opened(name: str, **source: Any) -> Opened:
     """Returns a checkpoint's tokenizer and positions; its weights stay where they are.
+
+    Args:
+        name: Hub id or directory.
+        **source: `revision`, `gguf_file` and `trust_remote_code`, those that are given.
 
     Raises:
         ValueError: If it cannot be read.
     """
-    extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
-        config = checkpoint.read_config(name, **extra)
-        tokenizer = AutoTokenizer.from_pretrained(name, **extra)
+        config = checkpoint.read_config(name, **source)
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
     except EvalError as error:
         raise ValueError(str(error)) from error
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -71,32 +75,25 @@ def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
     return encode
 
 
-def load(
-    name: str,
-    *,
-    dtype: str = "auto",
-    gguf_file: str | None = None,
-    mask_share: float = 0.15,
-    maskings: int = 4,
-) -> Loaded:
+def load(name: str, *, dtype: str, masking: Masking | None = None, **source: Any) -> Loaded:
     """Returns a checkpoint with the language-model head that it was saved with, on the CPU.
 
     Args:
         name: Hub id or directory.
         dtype: `float32`, `bfloat16`, `float16` or `auto`, the checkpoint's own.
-        gguf_file: GGUF file within `name`.
-        mask_share: Share of the tokens that a reading of a masked-language model masks.
-        maskings: Readings of each sequence.
+        masking: How a masked-language model is read.
+        **source: As for `opened`.
 
     Raises:
         ValueError: If it cannot be loaded, or lacks the weights of its head.
     """
     try:
-        found = checkpoint.load(
-            name, dtype=dtype, device="cpu", gguf_file=gguf_file, implementation="adaattn"
-        )
+        found = checkpoint.load(name, dtype=dtype, device="cpu", implementation="adaattn", **source)
     except EvalError as error:
         raise ValueError(str(error)) from error
     tokenizer = found.tokenizer
-    scoring = MaskedTokens.of(tokenizer, mask_share, maskings) if found.objective == "masked" else NEXT_TOKEN
+    if found.objective != "masked":
+        return Loaded(found.model, _encoder(tokenizer), NEXT_TOKEN)
+    read = masking or Masking()
+    scoring = MaskedTokens.of(tokenizer, read.mask_share, read.maskings)
     return Loaded(found.model, _encoder(tokenizer), scoring)

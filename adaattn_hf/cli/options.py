@@ -1,15 +1,21 @@
-"""Reads the options of the commands that make plans; mistakes are reported before a model is loaded."""
+"""Options that several commands share, and how their text is read; mistakes are reported before a model is loaded."""
 
 from __future__ import annotations
 
 import math
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import torch
+import typer
 
-from ..policy.candidates import known_families, refuse_unknown
-from ..policy.prices import PriceTable
+from ..errors import UsageError
+
+if TYPE_CHECKING:  # what loads torch is imported when a command runs, not when its help is asked for
+    from ..policy.prices import PriceTable
+
+Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Print nats, levels and versions, too.")]
 
 
 def nats(budget: str) -> float:
@@ -30,80 +36,34 @@ def nats(budget: str) -> float:
     return value
 
 
-def share(text: str | None, argument: str) -> float | None:
-    """Returns a share: `99%` is 0.99, and so is `0.99`; `None` where nothing is asked for.
-
-    Raises:
-        ValueError: If it is no share below 1.
-    """
-    if text is None:
-        return None
-    try:
-        value = float(text.strip().removesuffix("%")) / (100.0 if text.strip().endswith("%") else 1.0)
-    except ValueError as error:
-        raise ValueError(f"{argument} is {text!r}, expected a share such as 99% or 0.99") from error
-    if not 0.0 <= value < 1.0:
-        raise ValueError(
-            f"{argument} is {text!r}, expected a share of at least 0 and below 1, such as 99% or 0.99"
-        )
-    return value
-
-
-def tokens(lengths: str) -> tuple[int, ...]:
+def tokens(text: str, argument: str = "lengths") -> tuple[int, ...]:
     """Returns length bins: `4096,8192`, or `4k,8k` for the same.
 
     Raises:
         ValueError: If a part is no number of tokens.
     """
     found = []
-    for part in lengths.split(","):
-        text = part.strip().lower()
-        number = text.removesuffix("k")
-        if not number.isdecimal():
+    for part in text.split(","):
+        number = part.strip().lower()
+        digits = number.removesuffix("k")
+        if not digits.isdecimal():
             raise ValueError(
-                f"lengths is {lengths!r}, expected numbers of tokens by commas, such as 4096,8192 or 4k,8k"
+                f"{argument} is {text!r}, expected numbers of tokens by commas, such as 4096,8192 or 4k,8k"
             )
-        found.append(int(number) * (1024 if text != number else 1))
+        found.append(int(digits) * (1024 if digits != number else 1))
     return tuple(found)
-
-
-def times(text: str | None, argument: str) -> float | None:
-    """Returns a share of something: `0.4x`.
-
-    Raises:
-        ValueError: If it is no number.
-    """
-    if text is None:
-        return None
-    try:
-        return float(text.strip().removesuffix("x"))
-    except ValueError:
-        raise ValueError(f"{argument} is {text!r}, expected a share such as 0.4x") from None
-
-
-def kinds(families: str) -> tuple[str, ...]:
-    """Returns kinds of choices: `window,bf16`.
-
-    Raises:
-        ValueError: If one is unknown, or there is none.
-    """
-    found = tuple(part.strip() for part in families.split(",") if part.strip())
-    if not found:
-        raise ValueError(f"families is {families!r}, expected some of {','.join(known_families())}")
-    refuse_unknown(found)
-    return found
 
 
 def writable(directory: Path, argument: str) -> None:
     """Makes a directory, unless it is there, and refuses one that nothing can be written to.
 
     Raises:
-        ValueError: If it cannot be made or written.
+        UsageError: If it cannot be made or written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
+        raise UsageError(
             f"{argument}: {directory} cannot be made ({error.strerror}); give a directory that can be written"
         ) from error
     try:
@@ -111,7 +71,7 @@ def writable(directory: Path, argument: str) -> None:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        raise ValueError(
+        raise UsageError(
             f"{argument}: {directory} cannot be written to ({error.strerror}); give a directory that can"
         ) from error
 
@@ -122,6 +82,8 @@ def known_prices(path: Path | None) -> PriceTable | None:
     Raises:
         ValueError: If there is no such file, or it is no price table.
     """
+    from ..policy.prices import PriceTable
+
     if path is None:
         return None
     if not path.is_file():
@@ -135,10 +97,12 @@ def use_threads(threads: int | None) -> None:
     """Gives torch so many threads; `None` leaves it as it is.
 
     Raises:
-        ValueError: If it is less than 1.
+        UsageError: If it is less than 1.
     """
+    import torch
+
     if threads is None:
         return
     if threads < 1:
-        raise ValueError(f"threads is {threads}, expected at least 1")
+        raise UsageError(f"threads is {threads}, expected at least 1")
     torch.set_num_threads(threads)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from .fields import says
 
 PLAN_DIRECTORY = "adaattn-plan"
 """Where a plan goes, and where commands look for one, if nothing is said."""
@@ -21,20 +20,12 @@ class Place:
     """Where the plan goes.
 
     Attributes:
-        out: A directory for the plan alone.
-        in_place: Whether it goes into the model's own directory.
+        out: Directory for the plan. Default: adaattn-plan. MODEL is not changed.
+        in_place: Write the plan into MODEL, a directory: its config.json carries it then, and whoever loads it runs it.
     """
 
-    out: Path | None = field(
-        default=None,
-        metadata=says(f"Directory for the plan. Default: {PLAN_DIRECTORY}. MODEL is not changed."),
-    )
-    in_place: bool = field(
-        default=False,
-        metadata=says(
-            "Write the plan into MODEL, a directory: its config.json carries it then, and whoever loads it runs it."
-        ),
-    )
+    out: Path | None = None
+    in_place: bool = False
 
     def directory(self, model: str | None) -> Path:
         """Returns the directory that is written to.

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from adaattn_hf.eval.progress import tell
+
 from .._files import write_atomically
 from ..errors import UsageError
-from .interrupt import leave, of_file
+from .interrupt import ending
+from .json_output import AsJson, print_json
+from .options import Verbose
 from .place import PLAN_DIRECTORY
-from .shown import tell
 
 if TYPE_CHECKING:  # what loads torch is imported when a command runs, not when its help is asked for
     from ..plans.plan import Plan
@@ -32,7 +35,6 @@ OwnPath = Annotated[
     ),
 ]
 AsPlan = Annotated[Path | None, typer.Option("--plan", help="The same, as other commands name it.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a picture.")]
 
 
 @app.callback()
@@ -46,7 +48,7 @@ def show(
     plan: AsPlan = None,
     png: Annotated[Path | None, typer.Option(help="Also write the picture to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also draw it on this page.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print nats, levels and versions, too.")] = False,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a plan as a picture of layers by heads, with what it costs and buys.
@@ -61,7 +63,7 @@ def show(
     from .printed import print_plan
 
     place = path or plan or Path(PLAN_DIRECTORY)
-    try:
+    with ending(default=place, wrong=(PlanError, OSError)):
         _refuse_both(path, plan)
         if png is not None and importlib.util.find_spec("matplotlib") is None:
             raise UsageError("--png needs matplotlib; pip install matplotlib")
@@ -70,10 +72,6 @@ def show(
             _draw("--png", png, lambda path: save_png(shown, path))
         if html is not None:
             _draw("--html", html, _page(plan_page(shown, buys)))
-    except (PlanError, UsageError) as error:
-        leave(UsageError(str(error)))
-    except OSError as error:
-        leave(UsageError(of_file(error, place)))
     if as_json:
         typer.echo(shown.to_json())
         return
@@ -97,24 +95,21 @@ def diff(
     from .pictures.grid import differences
     from .pictures.page import compared
 
-    try:
+    with ending(default=path, wrong=(PlanError, OSError)):
         plans = [read_plan(path), read_plan(other)]
         changed = differences(*plans)
-        numbers = [_numbers(one) for one in plans]
+        figures = [_figures(one) for one in plans]
         if html is not None:
             names = [f"first: {path.name}", f"second: {other.name}"]
             line = f"{path} and {other}: {len(changed)} heads differ"
             _draw("--html", html, _page(compared([*zip(names, plans, strict=True)], line)))
-    except (PlanError, UsageError) as error:
-        leave(UsageError(str(error)))
-    except OSError as error:
-        leave(UsageError(of_file(error, path)))
     if as_json:
         units = [
             {"layer": layer, "head": head, "first": left.to_dict(), "second": right.to_dict()}
             for layer, head, left, right in changed
         ]
-        typer.echo(json.dumps({"plans": numbers, "units": units}, indent=2))
+        numbers = [{name: number for name, (number, _) in one.items()} for one in figures]
+        print_json({"plans": numbers, "units": units})
         return
     console = Console()
     for layer, head, left, right in changed:
@@ -122,8 +117,8 @@ def diff(
     means = legend(choice for _, _, *both in changed for choice in both)
     for line in (*([means] if means else []), f"{len(changed)} heads differ"):
         tell(console, line)
-    for name, first, second in zip(numbers[0], *(_words(one).values() for one in numbers), strict=True):
-        tell(console, f"{name}: {first} -> {second}")
+    for name, (_, words) in figures[0].items():
+        tell(console, f"{name}: {words} -> {figures[1][name][1]}")
 
 
 @app.command()
@@ -135,7 +130,7 @@ def explore(
     name: Annotated[
         str | None, typer.Option(help="Name of the model in the heading. Default: the plan's.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what the page shows as JSON, too.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw what every budget would buy: a page with a slider from exact to the cheapest plan.
 
@@ -153,7 +148,7 @@ def explore(
     from .pictures.page import page
 
     place = path or plan or Path(PLAN_DIRECTORY)
-    try:
+    with ending(default=place, wrong=(PlanError, OSError)):
         _refuse_both(path, plan)
         shown = read_plan(place)
         report = (place if place.is_dir() else place.parent) / REPORT_FILE
@@ -161,19 +156,18 @@ def explore(
             raise PlanError(
                 f"{report} does not exist; expected what `adaattn calibrate` leaves beside a plan"
             )
-        found = json.loads(report.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or "table" not in found:
-            raise PlanError(f"{report} holds no table of risks and prices; calibrate again with this version")
-        data = explorer(SolverTable.from_dict(found["table"]), shown, bought(place), name)
+        try:
+            found = json.loads(report.read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or "table" not in found:
+                raise ValueError("it holds no table of risks and prices; calibrate again with this version")
+            data = explorer(SolverTable.from_dict(found["table"]), shown, bought(place), name)
+        except PlanError:
+            raise
+        except ValueError as error:
+            raise UsageError(f"{report}: {error}") from error
         _draw("--html", html, _page(page(data)))
-    except (PlanError, UsageError) as error:
-        leave(UsageError(str(error)))
-    except OSError as error:
-        leave(UsageError(of_file(error, place)))
-    except ValueError as error:
-        leave(UsageError(f"{report}: {error}"))
     if as_json:
-        typer.echo(json.dumps(data))
+        print_json(data)
         return
     console = Console()
     for stop in data["stops"]:
@@ -189,36 +183,24 @@ def _refuse_both(path: Path | None, plan: Path | None) -> None:
         raise UsageError(f"plan: got {path} and --plan {plan}, expected one of them; leave one out")
 
 
-def _numbers(plan: Plan) -> dict[str, float | None]:
-    """What a plan costs and buys."""
-    from ..plans.wording import quotient
+def _figures(plan: Plan) -> dict[str, tuple[float | None, str]]:
+    """What a plan costs and buys: numbers, and the same as people read them."""
+    from ..plans.wording import allowed, at_most, in_nats, quotient, rise, times
 
+    def nats(value: float | None, percent: Callable[[float], str]) -> tuple[float | None, str]:
+        return value, "none" if value is None else f"{percent(value)} ({in_nats(value)})"
+
+    speed = (
+        quotient([u.exact_price for u in plan.units], [u.price for u in plan.units]) if plan.units else 1.0
+    )
+    changed = sum(not c.is_exact for layer in plan.layers for c in layer.choices)
     return {
-        "budget, nats/token": plan.budget,
-        "predicted increase, nats/token": plan.predicted_loss,
-        "proved increase, at most, nats/token": plan.verified.upper if plan.verified else None,
-        "attention of planned layers, times as fast": quotient(
-            [u.exact_price for u in plan.units], [u.price for u in plan.units]
-        )
-        if plan.units
-        else 1.0,
-        "heads that are not exact": sum(not c.is_exact for layer in plan.layers for c in layer.choices),
+        "budget, nats/token": nats(plan.budget, allowed),
+        "predicted increase, nats/token": nats(plan.predicted_loss, rise),
+        "proved increase, at most, nats/token": nats(plan.verified.upper if plan.verified else None, at_most),
+        "attention of planned layers, times as fast": (speed, "none" if speed is None else times(speed)),
+        "heads that are not exact": (changed, f"{changed:g}"),
     }
-
-
-def _words(numbers: Mapping[str, float | None]) -> dict[str, str]:
-    """The same as people read it."""
-    from ..plans.wording import allowed, at_most, in_nats, rise, times
-
-    def word(name: str, value: float | None) -> str:
-        if value is None:
-            return "none"
-        if name.endswith("nats/token"):
-            percent = allowed if name.startswith("budget") else at_most if "at most" in name else rise
-            return f"{percent(value)} ({in_nats(value)})"
-        return times(value) if "times" in name else f"{value:g}"
-
-    return {name: word(name, value) for name, value in numbers.items()}
 
 
 def _draw(name: str, target: Path, draw: Callable[[Path], None]) -> None:

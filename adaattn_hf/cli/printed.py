@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from adaattn_hf.eval.progress import tell
+
 from ..plans.plan import Plan
 from .pictures.grid import below, details, heading, heat_map
 from .pictures.headline import Bought, headline
-from .shown import tell
 
 
 def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instead: str | None = None) -> None:

@@ -3,62 +3,91 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from .._files import json_text, write_atomically
-from ..errors import DataUnavailable, EvalError, UsageError
-from .interrupt import leave, of_file
-from .json_output import AsJson
+from adaattn_hf.eval.progress import tell
+from adaattn_hf.eval.settings import Loading
+
+from .._files import write_atomically
+from ..errors import DataUnavailable, UsageError
+from .fields import with_options
+from .interrupt import ending
+from .json_output import AsJson, print_json
+from .options import Threads, use_threads, writable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Profile:
+    """What is read, and what is drawn.
+
+    Attributes:
+        data: What `adaattn eval` reads. Default: wikitext, or the package's text for its model.
+        length: Tokens of a sequence. Default: 2048, or the model's maximum.
+        sequences: Sequences that are read.
+        decode: Tokens generated behind the first sequence.
+        padded: Read a batch of two lengths, too.
+        rows: Query rows sampled per call.
+        seed: Seed of that sample.
+        maps: layer.head whose attention map is drawn. Several times.
+        plan: File or directory of a plan to run; none: without one.
+        against: Plan whose errors are drawn beside each --map: exact weights minus its own.
+        out: Directory for profile.json and atlas.html. Default: only the table.
+        figure: Picture to draw (.png, .svg, .pdf); needs matplotlib.
+    """
+
+    data: tuple[str, ...] = ()
+    length: int | None = field(default=None, metadata={"least": 2})
+    sequences: int = field(default=2, metadata={"least": 1})
+    decode: int = field(default=8, metadata={"least": 0})
+    padded: bool = False
+    rows: int = field(default=64, metadata={"least": 1})
+    seed: int = 0
+    maps: tuple[str, ...] = field(default=(), metadata={"option": "--map"})
+    plan: str | None = None
+    against: str | None = None
+    out: Path | None = None
+    figure: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.against is not None and not self.maps:
+            raise UsageError(
+                "against: got a plan and no map, expected --map layer.head of the head to look at"
+            )
+        self.heads()
+
+    def heads(self) -> tuple[tuple[int, int], ...]:
+        """Layer and head of each map.
+
+        Raises:
+            UsageError: One is not of the form `3.7`.
+        """
+        found = []
+        for text in self.maps:
+            layer, _, head = text.partition(".")
+            if not (layer.isdecimal() and head.isdecimal()):
+                raise UsageError(f"map: got {text!r}, expected layer.head such as 3.7")
+            found.append((int(layer), int(head)))
+        return tuple(found)
+
+
+@with_options(asked=Profile, loading=Loading)
 def profile(
     model: Annotated[
         str | None,
         typer.Argument(help="Hub id or directory. Default: the small LLaMA-class model of the package."),
     ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What `adaattn eval` reads. Default: wikitext, or the package's text for its model."
-        ),
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a sequence. Default: 2048, or the model's maximum.")
-    ] = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences that are read.")] = 2,
-    decode: Annotated[int, typer.Option(min=0, help="Tokens generated behind the first sequence.")] = 8,
-    padded: Annotated[bool, typer.Option("--padded", help="Read a batch of two lengths, too.")] = False,
-    rows: Annotated[int, typer.Option(min=1, help="Query rows sampled per call.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of that sample.")] = 0,
-    maps: Annotated[
-        list[str] | None,
-        typer.Option("--map", help="layer.head whose attention map is drawn. Several times."),
-    ] = None,
-    plan: Annotated[
-        str | None, typer.Option(help="File or directory of a plan to run; none: without one.")
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(help="Plan whose errors are drawn beside each --map: exact weights minus its own."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory for profile.json and atlas.html. Default: only the table.")
-    ] = None,
-    figure: Annotated[
-        Path | None, typer.Option(help="Picture to draw (.png, .svg, .pdf); needs matplotlib.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, where it is not the model's own.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
-    gguf_file: Annotated[str | None, typer.Option(help="GGUF file within MODEL.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+    *,
+    asked: Profile,
+    loading: Loading,
+    threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure entropy, attention sinks, distances, block density, score ranks and rounding per layer and head.
@@ -68,58 +97,14 @@ def profile(
 
     Exit codes: 0 done; 2 usage; 3 data unavailable; 4 model unavailable.
     """
-    from adaattn_hf.eval.settings import Loading
-
-    from .options import use_threads, writable
-
-    loading = Loading(dtype, device, tokenizer, revision, gguf_file)
-    try:
+    with ending(default=asked.out, wrong=(ValueError,)):
         use_threads(threads)
-        for directory, name in ((out, "out"), (figure and figure.parent, "figure")):
-            if directory is not None:
-                writable(directory, name)
-        if figure is not None:
-            _refuse_unwritable(figure)
-        if against is not None and not maps:
-            raise UsageError(
-                "against: got a plan and no map, expected --map layer.head of the head to look at"
-            )
-        wanted = tuple(_layer_and_head(text) for text in maps or ())
-        _run(
-            model,
-            data or (),
-            loading,
-            length,
-            sequences,
-            decode,
-            padded,
-            rows,
-            seed,
-            wanted,
-            plan,
-            against,
-            out,
-            figure,
-            as_json,
-        )
-    except EvalError as error:
-        leave(error)
-    except ValueError as error:
-        leave(UsageError(str(error)))
-    except OSError as error:
-        leave(DataUnavailable(f"file: {of_file(error, out)}"))
-
-
-def _layer_and_head(text: str) -> tuple[int, int]:
-    """Layer and head of `3.7`.
-
-    Raises:
-        UsageError: It is not that.
-    """
-    layer, _, head = text.partition(".")
-    if not (layer.isdecimal() and head.isdecimal()):
-        raise UsageError(f"map: got {text!r}, expected layer.head such as 3.7")
-    return int(layer), int(head)
+        if asked.out is not None:
+            writable(asked.out, "out")
+        if asked.figure is not None:
+            writable(asked.figure.parent, "figure")
+            _refuse_unwritable(asked.figure)
+        _run(model, loading, asked, as_json)
 
 
 def _refuse_unwritable(figure: Path) -> None:
@@ -135,25 +120,8 @@ def _refuse_unwritable(figure: Path) -> None:
         raise UsageError(f"figure: got {figure}, expected a file that ends with one of {', '.join(kinds)}")
 
 
-def _run(
-    model: str | None,
-    data: Any,
-    loading: Any,
-    length: int | None,
-    sequences: int,
-    decode: int,
-    padded: bool,
-    rows: int,
-    seed: int,
-    maps: tuple[tuple[int, int], ...],
-    plan: str | None,
-    against: str | None,
-    out: Path | None,
-    figure: Path | None,
-    as_json: bool,
-) -> None:
+def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> None:
     import torch
-    from rich.console import Console
 
     from adaattn_hf.eval import atlas, runner
     from adaattn_hf.eval.demo import demo_model_path
@@ -162,23 +130,24 @@ def _run(
     from adaattn_hf.patches.observe.record import record
 
     checkpoint = load(model or demo_model_path("llama"), implementation="adaattn", **loading.keywords())
-    give_plan(checkpoint.model, plan)
+    give_plan(checkpoint.model, asked.plan)
     longest = checkpoint.max_length or 2048
-    size = min(2048, longest) if length is None else length
+    size = min(2048, longest) if asked.length is None else asked.length
     if size > longest:
         raise UsageError(
             f"length: got {size}, expected at most the {longest} tokens that the model has positions for"
         )
-    name, ids = _tokens(checkpoint, data, size * sequences, model is None)
+    name, ids = _tokens(checkpoint, asked.data, size * asked.sequences, model is None)
     ids = ids[: len(ids) // size * size].view(-1, size) if len(ids) >= size else ids[None]
     network, generates = checkpoint.model, checkpoint.model.can_generate()
     keywords = {"use_cache": False} if generates else {}
-    with record(network, rows=rows, seed=seed, maps=maps, against=against) as seen, torch.inference_mode():
+    recording = record(network, rows=asked.rows, seed=asked.seed, maps=asked.heads(), against=asked.against)
+    with recording as seen, torch.inference_mode():
         for row in ids:
             network(input_ids=row[None].to(checkpoint.device), **keywords)
-        if decode and generates:
-            _generate(network, ids[:1].to(checkpoint.device), decode, longest)
-        if padded:
+        if asked.decode and generates:
+            _generate(network, ids[:1].to(checkpoint.device), asked.decode, longest)
+        if asked.padded:
             _padded(network, ids, checkpoint.pad_token(), keywords)
     console = Console(stderr=as_json)
     console.print(str(seen), markup=False, highlight=False, soft_wrap=True)
@@ -191,24 +160,24 @@ def _run(
         "model": checkpoint.name,
         "text": name,
         "tokens": ids.numel(),
-        "plan": plan,
+        "plan": asked.plan,
         "provenance": provenance(checkpoint.device),
         **seen.to_dict(),
     }
     for image in recorded["maps"]:
         image["labels"] = _labels(checkpoint.tokenizer, ids[0].tolist(), len(image["weights"]))
-    if out is not None:
-        runner.write_json(out / "profile.json", recorded)
-        about = (
-            f"{len(ids)} x {ids.shape[1]} tokens of {name}, {rows} rows sampled per call, {checkpoint.dtype}"
+    if asked.out is not None:
+        runner.write_json(asked.out / "profile.json", recorded)
+        about = f"{len(ids)} x {ids.shape[1]} tokens of {name}, {asked.rows} rows sampled per call, {checkpoint.dtype}"
+        write_atomically(
+            asked.out / "atlas.html", atlas.page(recorded, f"Attention of {checkpoint.name}", about)
         )
-        write_atomically(out / "atlas.html", atlas.page(recorded, f"Attention of {checkpoint.name}", about))
-        console.print(f"profile: {out / 'profile.json'}, {out / 'atlas.html'}", markup=False, soft_wrap=True)
-    if figure is not None:
-        seen.figure().savefig(figure)
-        console.print(f"figure: {figure}", markup=False, soft_wrap=True)
+        tell(console, f"profile: {asked.out / 'profile.json'}, {asked.out / 'atlas.html'}")
+    if asked.figure is not None:
+        seen.figure().savefig(asked.figure)
+        tell(console, f"figure: {asked.figure}")
     if as_json:
-        print(json_text(recorded, indent=1))
+        print_json(recorded)
 
 
 def _labels(tokenizer: Any, ids: list[int], bins: int) -> list[str]:

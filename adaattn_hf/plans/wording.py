@@ -27,13 +27,6 @@ ENDLESS = 700.0
 """More nats than this are a perplexity beyond the largest float."""
 
 
-def printable(text: str) -> str:
-    """Returns a text on one line, with control and formatting characters escaped so that no terminal obeys them."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in text
-    )
-
-
 def rise(nats: float | None) -> str:
     """Returns what a difference of nats/token does to the perplexity, to two digits: `+0.51 %`."""
     return _percent(_relative(nats))

@@ -23,12 +23,6 @@ the JSON names those of each. A cell speaks for the commit at which it was measu
 """
 
 
-# Cells without the error against double precision are of such a version.
-_EARLIER = """Peak memory of `adaattn` is too small in some of these cells: an earlier version measured it,
-which did not count the native kernels' own buffers. `adaattn bench` counts them now, some megabytes in prefill.
-"""
-
-
 def verdict(cell: Mapping[str, Any]) -> str:
     """`reached`, `missed` or nothing, from the cell's target."""
     if cell["target"] is None or cell.get("ratio_best") is None:
@@ -52,12 +46,6 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
         f"Python {made['python']}; {versions}. Commits {commits}. Rounds: {report['rounds']}."
     )
     lines = [_HEAD.format(source=harmless(source), machine=machine)]
-    if (
-        made["device"] == "cpu"
-        and report["ours"] == "adaattn"
-        and any("error" not in c for c in report["cells"])
-    ):
-        lines += [_EARLIER]
     for level, title in (("attention", "Attention"), ("model", "Whole models")):
         cells = [cell for cell in report["cells"] if cell["level"] == level]
         if cells:

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from adaattn_hf.cli import bench_job as bench_command
 from adaattn_hf.cli.interrupt import leave
 from adaattn_hf.cli.pictures import grid, headline, page
 from adaattn_hf.cli.printed import print_plan
-from adaattn_hf.cli.shown import tell
 from adaattn_hf.errors import EvalError
 from adaattn_hf.eval import atlas, progress
 from adaattn_hf.eval.bench import report as bench
@@ -127,7 +125,7 @@ TERMINAL: dict[str, Callable[[], str]] = {
     "a plan": lambda: printed(
         lambda console: print_plan(console, planned(), headline.Bought(), verbose=True)
     ),
-    "a line of a command": lambda: printed(lambda console: tell(console, NASTY)),
+    "a line of a command": lambda: printed(lambda console: progress.tell(console, NASTY)),
     "progress of an evaluation": lambda: progressed(None),
     "its bar": lambda: progressed(True),
 }
@@ -147,10 +145,7 @@ ELSEWHERE = {
 }
 """Modules that write to a terminal or a page and are not among the cases here: what they write, or who tests it."""
 HERE = {
-    "adaattn_hf/cli/bench_job.py",
-    "adaattn_hf/cli/interrupt.py",
     "adaattn_hf/cli/printed.py",
-    "adaattn_hf/cli/shown.py",
     "adaattn_hf/cli/pictures/page.py",
     "adaattn_hf/cli/pictures/grid.py",
     "eval/atlas.py",
@@ -189,11 +184,6 @@ def test_an_error_spells_control_sequences_out(capsys: pytest.CaptureFixture[str
     assert "owned" in said
     assert "[red](x)\nexpected" in said
     assert not any(mark in said for mark in ("\x1b]", "\x07", "\x9b"))
-
-
-def test_a_cell_of_the_benchmark_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_command._tell({**benched()["cells"][0], "title": "[red]x", "ratios": {}}, Console())
-    assert "[red]x" in capsys.readouterr().out
 
 
 def writes(source: str) -> bool:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 from adaattn_hf._files import write_atomically
 from adaattn_hf.cli import bench_job as bench_module
+from adaattn_hf.cli.asked import Bench
 from adaattn_hf.cli.main import app
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.bench.grid import read_grid
@@ -238,7 +239,7 @@ def test_what_a_cell_compiles_takes_nothing_from_the_next(monkeypatch: pytest.Mo
         work = partial(compiled, torch.ones(size))
         monkeypatch.setattr(bench_module, "ways", lambda cell, grid, device, work=work: lambda name: work)
         with torch._dynamo.config.patch(recompile_limit=1):
-            found = bench_module.run_cell(cell, ["adaattn", "sdpa"], grid, 1, CPU, memory=False)
+            found = bench_module.run_cell(cell, ["adaattn", "sdpa"], grid, CPU, Bench(rounds=1, memory=False))
         assert found["difference"] == {"sdpa": 0.0}
 
 
@@ -490,7 +491,6 @@ def test_unknown_cells_and_keys_are_named(tmp_path: Path) -> None:
     assert "causal (float32)" in result.output
     assert bench("--grid", grid, "--only", "(").exit_code == UsageError.exit_code
     for wrong, words in (
-        (("--device", "gpu"), "device: got 'gpu'"),
         (("--grid", tmp_path / "none.yaml"), "none.yaml is no file"),
         (("--ours", "adatn"), "Did you mean 'adaattn'?"),
         (("--implementations", "eager,sdpaa"), "Did you mean 'sdpa'?"),
@@ -516,11 +516,22 @@ def test_a_stock_implementation_that_refuses_is_reported(
     monkeypatch.setattr(bench_module, "ways", works)
     monkeypatch.setattr(bench_module, "error_of", lambda cell, device: None)
     grid = read_grid(write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8}))
-    found = bench_module.run_cell(grid.cells[0], ["adaattn", "eager", "sdpa"], grid, 2, CPU, False)
+    found = bench_module.run_cell(
+        grid.cells[0], ["adaattn", "eager", "sdpa"], grid, CPU, Bench(rounds=2, memory=False)
+    )
     assert found["refused"] == {"eager": "not this shape"}
     assert found["best"] == "sdpa"
     with pytest.raises(NotImplementedError):  # ours may not refuse
-        bench_module.run_cell(grid.cells[0], ["eager", "sdpa"], grid, 2, CPU, False)
+        bench_module.run_cell(grid.cells[0], ["eager", "sdpa"], grid, CPU, Bench(rounds=2, memory=False))
+
+
+def test_our_backend_that_cannot_serve_a_cell_is_a_sentence(tmp_path: Path) -> None:
+    grid = write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8})
+    result = bench("--grid", grid, "--ours", "adaattn_triton")
+    assert result.exit_code == 2, result.output
+    assert (
+        "ours: got 'adaattn_triton', expected what serves causal (float32): backend 'triton'" in result.stderr
+    )
 
 
 def test_the_grid_of_the_package_covers_what_it_promises() -> None:
@@ -557,16 +568,6 @@ def test_slower_cells_are_listed_with_the_reason(tmp_path: Path) -> None:
         page = markdown(report, "out.json")
         assert ("causal (float32) 0.90." in page) == listed
         assert ("Because of it." in page) == listed
-
-
-def test_memory_of_an_earlier_version_is_said_to_be_too_small(tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    grid = write_grid(tmp_path / "grid.yaml", {"name": "causal", "q_len": 8})
-    bench("--grid", grid, "--rounds", 2, "--output", output)
-    report = json.loads(output.read_text(encoding="utf-8"))
-    assert "is too small" not in markdown(report, "out.json")
-    del report["cells"][0]["error"]
-    assert "is too small" in markdown(report, "out.json")
 
 
 def test_targets_are_judged_by_wall_time(tmp_path: Path) -> None:

@@ -133,8 +133,6 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(
     [
         (("--data", "{pages}", "--impl", "adaatn"), 4, "Did you mean 'adaattn'"),
         (("--data", "{pages}", "--dtype", "fp8"), 2, "dtype: got 'fp8'"),
-        (("--data", "{pages}", "--device", "nowhere"), 2, "device: got 'nowhere'"),
-        (("--data", "{pages}", "--device", "cuda:99"), 2, "CUDA devices"),
         (("--data", "{pages}", "--windows", "stridden"), 2, "Did you mean 'strided'"),
         (("--data", "{pages}", "--padding", "top"), 2, "padding: got 'top'"),
         (("--data", "{pages}", "--context", "900"), 2, "at most the 64 tokens"),

@@ -234,7 +234,7 @@ def test_the_metric_loads_from_the_package_and_computes(llama: Path, tmp_path: P
     texts = list(PASSAGES[:3])
     found = metric.compute(predictions=texts, model_id=str(llama), impl="adaattn", device="cpu")
     loaded = checkpoint.load(llama, device="cpu")
-    corpus = corpora.text_corpus([(t, t) for t in texts], "texts", "texts")
+    corpus = corpora.text_corpus(texts, "texts", "texts")
     expected = runner.evaluate(loaded, corpus, Settings())["quality"]["arms"][1]
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-9)
     assert found["tokens"] == expected["tokens"]

@@ -26,11 +26,11 @@ from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration import fisher, pricing
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import FILE, CalibrationState
+from adaattn_hf.cli.asked import Asked
 from adaattn_hf.cli.calibration_job import BUDGET_NOT_MET, Job, evaluation
 from adaattn_hf.cli.main import app
 from adaattn_hf.cli.options import tokens
 from adaattn_hf.cli.progress import Display, display
-from adaattn_hf.cli.shown import Shown
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.policy.prices import Price, PriceTable
@@ -164,18 +164,15 @@ def test_the_command_that_compares_a_plan_with_stock_attention_runs_as_it_is_pri
 def test_that_command_names_the_dtype_and_the_gguf_file() -> None:
     job = Job(
         model="m",
-        gguf_file="a b.gguf",
-        target=Path("p"),
         data=(Path("t.txt"),),
         verify_data=None,
+        target=Path("p"),
         settings=CalibrationSettings(),
         prices=None,
-        device=None,
-        resume=False,
-        shown=Shown(),
+        asked=Asked(gguf_file="a b.gguf", trust_remote_code=True),
     )
-    known = "adaattn eval m --plan p --dtype bfloat16 --gguf-file 'a b.gguf' --windows strided --data t.txt"
-    assert evaluation(job, "bfloat16") == known
+    known = "adaattn eval m --plan p --dtype bfloat16 --gguf-file 'a b.gguf' --trust-remote-code"
+    assert evaluation(job, "bfloat16") == f"{known} --windows strided --data t.txt"
 
 
 def test_json_is_all_that_standard_output_holds(model: Path, material: tuple[str, str]) -> None:
@@ -208,14 +205,6 @@ def test_text_that_is_named_twice_proves_nothing(model: Path, material: tuple[st
     done = run(model, material, "--verify-data", material[0])
     assert (done.exit_code, "expected each text once" in done.stderr) == (2, True), done.output
     assert not (model / "adaattn_plan.json").exists()
-
-
-def test_a_device_that_is_not_here_is_told_before_the_model_is_read(
-    model: Path, material: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(AutoModelForCausalLM, "from_pretrained")
-    done = run(model, material, "--device", "cuda:99")
-    assert (done.exit_code, "device: got 'cuda:99'" in done.stderr) == (2, True), done.output
 
 
 def test_a_budget_that_cannot_be_met_has_a_code_and_a_sentence(
@@ -537,7 +526,6 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
         (("--dtype", "float33"), "dtype: got 'float33'"),
         (("--families", "windows"), "Did you mean 'window'"),
         (("--families", ","), "expected some of window,"),
-        (("--device", "gpu"), "device: got 'gpu'"),
         (("--threads", "0"), "threads is 0, expected at least 1"),
         (("--decode-tokens", "-1"), "decode_tokens is -1, expected at least 0"),
         (("--prices", "nowhere.json"), "nowhere.json is no file"),

@@ -20,7 +20,9 @@ from typer.testing import CliRunner
 import adaattn_command
 import adaattn_hf
 from adaattn_hf.cli import doctor, main
+from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.demo import demo_model_path
+from adaattn_hf.patches.checkpoint import resolve_device
 
 QUICK = "import adaattn_command, sys; sys.argv = ['adaattn', *{words!r}]; adaattn_command.main()"
 LOADED = """
@@ -346,6 +348,56 @@ def test_doctor_draws_tables_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 0
     assert max(map(len, result.output.splitlines())) <= 80
     assert "backends" in result.output
+
+
+# --- devices
+
+WITH_DEVICE = [
+    name for name in main.COMMANDS if any(p.name == "device" for p in main.load_command(name).params)
+]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cuda:x", "meta"])
+@pytest.mark.parametrize("name", WITH_DEVICE)
+def test_a_device_that_is_not_here_is_one_sentence_at_every_command(
+    name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is read or made; a command that explains may speak of a GPU that is elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if (name, device) == ("explain", "cuda:99"):
+        device = "cuda:999"
+    required = [p for p in main.load_command(name).params if p.required]
+    words = [name, *[str(demo_model_path("llama"))] * len(required), "--device", device]
+    done = CliRunner().invoke(main.app, words)
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith(f"error: device: got {device!r}, expected cpu"), done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("count", "says"),
+    [
+        (0, "device: got 'cuda:2', expected cpu, since torch sees no CUDA devices here; give --device cpu"),
+        (1, "expected cpu or cuda or cuda:0, since torch sees 1 CUDA device here; give --device cuda"),
+        (
+            2,
+            "expected cpu or cuda or cuda:0 or cuda:1, since torch sees 2 CUDA devices here; give --device cuda",
+        ),
+    ],
+)
+def test_the_sentence_names_the_devices_that_are_here(
+    count: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(UsageError) as refused:
+        resolve_device("cuda:2")
+    assert str(refused.value).endswith(says)
+    assert resolve_device(None).type == ("cuda" if count else "cpu")
+    if count:
+        assert resolve_device(f"cuda:{count - 1}") == torch.device("cuda", count - 1)
 
 
 # --- JSON

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from adaattn_hf import load_preset, preset_names
-from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.cli.calibration_job import named_or_packaged
+from adaattn_hf.calibration.settings import CalibrationSettings, share
+from adaattn_hf.cli.asked import Asked
+from adaattn_hf.cli.calibration_job import Job, job_of
 from adaattn_hf.cli.fit import FEWEST, LENGTHS, count_tokens, fit_to_text
 
 SETTINGS = CalibrationSettings(sequences=4, joint=3, held_out=12, most_held_out=36)
@@ -97,30 +99,41 @@ def test_no_length_is_beyond_the_positions_of_the_model(book: Path) -> None:
     assert fit_to_text(few, encode, [book], None, 700)[0].held_out == 4
 
 
+def job(model: str | None = None, **asked: Any) -> Job:
+    return job_of(model, Asked(**asked), SETTINGS, Path("plan"))
+
+
 @pytest.mark.parametrize("name", [name for name in preset_names() if load_preset(name).budget])
 def test_a_preset_names_the_budget(name: str) -> None:
-    assert named_or_packaged(None, None, None, None, name).budget == math.log1p(load_preset(name).budget)
+    assert job(preset=name).settings.budget == math.log1p(load_preset(name).budget)
 
 
-def test_material_is_what_was_named_or_what_is_packaged(tmp_path: Path) -> None:
-    packaged = named_or_packaged(None, None, None, None, None)
-    assert packaged.budget == math.log1p(0.01)
+def test_a_job_is_of_what_was_named_or_of_what_is_packaged(tmp_path: Path) -> None:
+    packaged = job()
+    assert packaged.settings == replace(SETTINGS, budget=math.log1p(0.01))
     assert all(
         path.exists() for path in (Path(packaged.model), *packaged.data, *(packaged.verify_data or ()))
     )
-    named = named_or_packaged("m", [tmp_path], None, None, None)
-    assert (named.model, named.data, named.verify_data, named.budget) == (
-        "m",
-        (tmp_path,),
-        None,
-        math.log1p(0.001),
-    )
-    own = named_or_packaged(None, [tmp_path], [tmp_path], "2e-3", None)
-    assert (own.data, own.verify_data, own.budget) == ((tmp_path,), (tmp_path,), 2e-3)
-    for arguments, words in (
-        (("m", None, None, None, None), "data is absent"),
-        ((None, None, None, "1%", "fast"), "expected one of them"),
-        ((None, None, None, None, "exact"), "has no budget"),
+    named = job("m", data=(tmp_path,), lengths=(64, 128))
+    assert (named.model, named.data, named.verify_data) == ("m", (tmp_path,), None)
+    assert named.settings == replace(SETTINGS, budget=math.log1p(0.001), lengths=(64, 128))
+    own = job(data=(tmp_path,), verify_data=(tmp_path,), budget="2e-3")
+    assert (own.data, own.verify_data, own.settings.budget) == ((tmp_path,), (tmp_path,), 2e-3)
+    for model, asked, words in (
+        ("m", {}, "data is absent"),
+        (None, {"budget": "1%", "preset": "fast"}, "expected one of them"),
+        (None, {"preset": "exact"}, "has no budget"),
     ):
         with pytest.raises(ValueError, match=words):
-            named_or_packaged(*arguments)
+            job(model, **asked)
+
+
+def test_the_last_look_has_no_fewer_sequences_than_the_first() -> None:
+    assert CalibrationSettings(held_out=50).most_held_out == 50
+
+
+@pytest.mark.parametrize(("text", "value"), [("99%", 0.99), (" 0.99 ", 0.99), ("0.4x", 0.4)])
+def test_a_share_is_read_as_people_write_it(text: str, value: float) -> None:
+    assert share(text, "top1") == pytest.approx(value)
+    with pytest.raises(ValueError, match=r"top1 is 'x9', expected a share such as 99%"):
+        share("x9", "top1")

@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from ..._files import write_atomically
+from ..._files import printable, write_atomically
 from ...plans.choices import EXACT, Choice
 from ...plans.plan import Plan
-from ...plans.wording import allowed, counted, in_nats, legend, printable, rise, share, times
+from ...plans.wording import allowed, counted, in_nats, legend, rise, share, times
 from .headline import level_of, name_of, speed_of
 
 MOST_ROWS, MOST_COLUMNS = 256, 128

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..._files import printable
 from ...plans.evidence import MODEL, SOURCES
 from ...plans.plan import Plan, PlanError
 from ...plans.reading import PLAN_FILE, text_file
-from ...plans.wording import allowed, at_most, counted, printable, quotient, rise, share, times
+from ...plans.wording import allowed, at_most, counted, quotient, rise, share, times
 
 REPORT_FILE = "adaattn_report.json"
 PLAN_HASH = "plan_sha256"

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from ..._files import printable
 from ...plans.choices import EXACT, Choice
 from ...plans.plan import Plan
-from ...plans.wording import legend, printable, quotient
+from ...plans.wording import legend, quotient
 from .grid import details, grid, layers_of, notes
 from .headline import Bought, cost, headline, name_of, speed_of
 
