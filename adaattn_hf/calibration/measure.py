@@ -80,24 +80,12 @@ def measure(
     state = measure_risks(inputs, layers, directory, resume)
     if table is None:
         table = price_table(inputs, layers)
-    settings, choices = inputs.settings, layers.candidates.choices
+    settings = inputs.settings
     steps = settings.decode_tokens if inputs.scoring.generates else 0
     exact_steps = (
-        steps > 0
-        and not settings.with_cache
-        and pricing.steps_stay_exact(
-            table, choices, settings.lengths, layers.kv_heads, layers.windows, layers.kinds
-        )
+        steps > 0 and not settings.with_cache and pricing.steps_stay_exact(table, layers, settings.lengths)
     )
-    by_unit, launches = pricing.unit_prices(
-        table,
-        choices,
-        layers.units,
-        lengths=settings.lengths,
-        decode_tokens=0 if exact_steps else steps,
-        windows=layers.windows,
-        kinds=layers.kinds,
-    )
+    by_unit, launches = pricing.unit_prices(table, layers, settings.lengths, 0 if exact_steps else steps)
     return Measurement(inputs, layers, state, table, by_unit, launches, exact_steps=exact_steps)
 
 
@@ -197,8 +185,6 @@ def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None
         )
     table = inputs.team.tell(prices)
     assert table is not None  # the process that leads has measured it
-    pricing.check_prices(
-        table, choices, list(dict.fromkeys(layers.kinds.values())), phases, inputs.settings.lengths
-    )
+    pricing.check_prices(table, layers, phases, inputs.settings.lengths)
     inputs.progress("prices", 1, 1)
     return table

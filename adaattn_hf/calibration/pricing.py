@@ -37,6 +37,7 @@ from ..plans.tensors import LayerTensors
 from ..policy.knapsack import Array, Launches, of_units
 from ..policy.prices import Price, PriceTable, fit_price
 from ..stats.stopwatch import on_device, quartiles, timed
+from .layers import Layers
 
 PHASES = ("prefill", "decode")
 ROUNDS = 3
@@ -224,23 +225,20 @@ def measure_prices(
     return PriceTable(machine(longest.query.device), execute.launch_names(choices, longest), table)
 
 
-def check_prices(
-    table: PriceTable,
-    choices: Sequence[Choice],
-    kinds: Sequence[int | None],
-    phases: Sequence[str],
-    lengths: Sequence[int],
-) -> None:
+def check_prices(table: PriceTable, layers: Layers, phases: Sequence[str], lengths: Sequence[int]) -> None:
     """Refuses a table that lacks prices of candidates.
 
     Raises:
         ValueError: If a phase or a launch was not measured, or a length is not between the measured ones.
     """
+    labels = [
+        launch_label(choice, own)
+        for own in dict.fromkeys(layers.kinds.values())
+        for choice in layers.candidates.choices
+    ]
     for phase in phases:
         known = table.launches(phase) if phase in table.prices else set()
-        lacking = [
-            label for own in kinds for choice in choices if (label := launch_label(choice, own)) not in known
-        ]
+        lacking = [label for label in labels if label not in known]
         if lacking:
             raise ValueError(
                 f"prices: the table has no {phase} price of {', '.join(lacking[:4])}{', …' if lacking[4:] else ''}, "
@@ -256,73 +254,44 @@ def check_prices(
                 )
 
 
-def steps_stay_exact(
-    table: PriceTable,
-    choices: Sequence[Choice],
-    lengths: Sequence[int],
-    kv_heads: int,
-    windows: Mapping[int, int | None],
-    kinds: Mapping[int, int | None],
-) -> bool:
+def steps_stay_exact(table: PriceTable, layers: Layers, lengths: Sequence[int]) -> bool:
     """Returns whether no choice can be told to be faster than exact attention in a decode step of any length and layer.
 
     So it is for short rows on a GPU, where a step takes as long as its launch. What two launches of equal work differ
     by would otherwise count once a token, and outweigh what a choice saves in prefill.
-
-    Args:
-        table: Measured prices, with decode.
-        choices: The choices.
-        lengths: Length bins.
-        kv_heads: Key/value heads of a layer.
-        windows: By layer, the model's own window; choices that change nothing beside it do not count.
-        kinds: By layer, the window that its prices are named by; see `launch_label`.
     """
+    choices = layers.candidates.choices
 
     def seconds(choice: Choice, length: int, kind: int | None) -> float:
-        return table.price("decode", length, launch_label(choice, kind)).seconds(kv_heads)
+        return table.price("decode", length, launch_label(choice, kind)).seconds(layers.kv_heads)
 
-    exact = [choice for choice in choices if choice.is_exact]
-    return len(exact) < len(choices) and not any(
-        seconds(choice, length, kind) < TELLABLE * min(seconds(one, length, kind) for one in exact)
-        for own, kind in {(windows[layer], kinds[layer]) for layer in windows}
-        for choice in choices
-        if not choice.is_exact and choice.beside_window(own) == choice
+    exact, *others = choices
+    return bool(others) and not any(
+        seconds(choice, length, kind) < TELLABLE * seconds(exact, length, kind)
+        for own, kind in {(layers.windows[layer], kind) for layer, kind in layers.kinds.items()}
+        for choice in others
+        if choice.beside_window(own) == choice
         for length in lengths
     )
 
 
 def unit_prices(
-    table: PriceTable,
-    choices: Sequence[Choice],
-    units: Sequence[tuple[int, int]],
-    *,
-    lengths: Sequence[int],
-    decode_tokens: int,
-    windows: Mapping[int, int | None],
-    kinds: Mapping[int, int | None],
+    table: PriceTable, layers: Layers, lengths: Sequence[int], decode_tokens: int
 ) -> tuple[Array, Launches]:
     """Returns prices `[units, choices]` in seconds, summed over calls, and the launch constants of every call.
 
-    A request is one prefill of each length and `decode_tokens` decode steps behind it.
-
-    Args:
-        table: Measured prices.
-        choices: The choices.
-        units: Layer and key/value head of each unit.
-        lengths: Length bins.
-        decode_tokens: Decode steps per prefill; with 0 no decode price is asked for.
-        windows: By layer, the model's own window. A choice with a window that is not narrower changes nothing there,
-            so it is excluded by an infinite price.
-        kinds: By layer, the window that its prices are named by; see `launch_label`.
+    A request is one prefill of each length and `decode_tokens` decode steps behind it; with 0 no decode price is asked
+    for. A choice that changes nothing beside a layer's own window has an infinite price there.
     """
+    choices = layers.candidates.choices
     weights = {"prefill": 1.0, "decode": float(decode_tokens)}
     calls = {(phase, length): weights[phase] for length in lengths for phase in PHASES if weights[phase]}
-    labels = [[launch_label(choice, kinds.get(layer)) for choice in choices] for layer, _ in units]
+    labels = [[launch_label(choice, layers.kinds[layer]) for choice in choices] for layer, _ in layers.units]
     names = [table.launch(choice.label) for choice in choices]
-    prices, launches = of_units(table, calls, labels, names, [layer for layer, _ in units])
-    for unit, (layer, _) in enumerate(units):
-        own = windows.get(layer)
-        for place, choice in enumerate(choices):
-            if choice.beside_window(own) != choice:
-                prices[unit, place] = np.inf
+    prices, launches = of_units(table, calls, labels, names, [layer for layer, _ in layers.units])
+    idle = [
+        [choice.beside_window(layers.windows[layer]) != choice for choice in choices]
+        for layer, _ in layers.units
+    ]
+    prices[np.array(idle)] = np.inf
     return prices, launches

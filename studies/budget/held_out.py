@@ -20,10 +20,7 @@ def scores(evidence: Evidence) -> dict[str, float]:
 
 def ratio(measurement: Measurement, picks: Picks, length: int) -> float:
     """Returns how many times as fast as exact attention the prefill of an allocation is, by the price table."""
-    layers, none = measurement.layers, np.zeros_like(picks)
-    prices, launches = pricing.unit_prices(
-        measurement.table, layers.candidates.choices, layers.units,
-        lengths=[length], decode_tokens=0, windows={}, kinds=layers.kinds,
-    )  # fmt: skip
+    prices, launches = pricing.unit_prices(measurement.table, measurement.layers, [length], 0)
+    none = np.zeros_like(picks)
     exact, own = (float(shared_prices(one, prices, launches).sum()) for one in (none, picks))
     return exact / own

@@ -294,10 +294,8 @@ def test_layers_with_a_window_of_their_own_have_prices_of_their_own(encode: Any,
     # the report tells the same, also of what a launch costs in layers of either kind
     lines = {name: Price(price.seconds(1), price.slope / 2) for name, price in row.items()}
     told = pricing.unit_prices(
-        PriceTable("a table", {}, {"prefill": {LENGTH: lines}}), measured.layers.candidates.choices,
-        measured.layers.units, lengths=[LENGTH], decode_tokens=0, windows=measured.layers.windows,
-        kinds=measured.layers.kinds,
-    )  # fmt: skip
+        PriceTable("a table", {}, {"prefill": {LENGTH: lines}}), measured.layers, [LENGTH], 0
+    )
     both = replace(
         measured, table=replace(table, prices={"prefill": {LENGTH: lines}}), prices=told[0], launches=told[1]
     )

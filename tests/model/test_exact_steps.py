@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from adaattn_hf.cli.pictures.grid import notes
 from adaattn_hf.patches.observe.explain import explain
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans import execute
+from adaattn_hf.plans.choices import Choice
 from adaattn_hf.plans.plan import EXACT, Plan, PlanError
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.prices import Price, PriceTable
@@ -69,16 +72,24 @@ def test_a_plan_that_pays_in_prefill_alone_leaves_decode_steps_exact(text: list[
         _ = replace(found.plan, protocol={"decode": "fast"}).exact_steps
 
 
+def layers_of(choices: Sequence[Choice], *windows: int | None) -> Any:
+    """Layers of two key/value heads with windows of their own, each of them priced by itself."""
+    known = dict(enumerate(windows))
+    return SimpleNamespace(
+        candidates=SimpleNamespace(choices=choices), kv_heads=2, windows=known, kinds=known
+    )
+
+
 def test_one_choice_that_is_faster_in_decode_keeps_the_plan_there(text: list[Path]) -> None:
     table = _dear_steps(**{"w32+16": 0.9})
     found = calibrate(_model(), encode, text, SETTINGS, prices=table)
     assert not found.plan.exact_steps
-    choices = [EXACT, make_choice("window", 32, 16)]
-    one: tuple[dict[int, int | None], ...] = ({0: None}, {0: None})
-    assert not pricing.steps_stay_exact(table, choices, [LENGTH], 2, *one)
-    assert pricing.steps_stay_exact(_dear_steps(), choices, [LENGTH], 2, *one)
-    assert not pricing.steps_stay_exact(table, [EXACT], [LENGTH], 2, *one)
-    assert pricing.steps_stay_exact(_dear_steps(**{"w32+16": 0.96}), choices, [LENGTH], 2, *one), "noise"
+
+    layers = layers_of([EXACT, make_choice("window", 32, 16)], None)
+    assert not pricing.steps_stay_exact(table, layers, [LENGTH])
+    assert pricing.steps_stay_exact(_dear_steps(), layers, [LENGTH])
+    assert not pricing.steps_stay_exact(table, layers_of([EXACT], None), [LENGTH])
+    assert pricing.steps_stay_exact(_dear_steps(**{"w32+16": 0.96}), layers, [LENGTH]), "noise"
 
 
 def test_prices_are_measured_with_the_batch_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +201,7 @@ def test_layers_of_every_kind_are_asked_whether_a_choice_is_faster_in_decode() -
         row = dict.fromkeys(("exact", "w32+16", "w64+16", "exact in 48"), Price(0.0, 1.0))
         row |= {"w32+16 in 48": Price(0.0, narrow), "w64+16 in 48": Price(0.0, wide)}
         table = PriceTable("a table", {}, {"decode": {LENGTH: row}})
-        return pricing.steps_stay_exact(table, choices, [LENGTH], 2, {0: None, 1: 48}, {0: None, 1: 48})
+        return pricing.steps_stay_exact(table, layers_of(choices, None, 48), [LENGTH])
 
     assert stay(1.0, 1.0)
     assert not stay(0.5, 1.0)
