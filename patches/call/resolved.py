@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
+from adaattn_hf import config as settings
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import NOBODY, listening
 from adaattn_hf.backends.base import Launch
 from adaattn_hf.backends.select import launch_for
-from adaattn_hf.config import GIVEN, raw_settings, settings_of
 
 from ..mask.structured_mask import StructuredMask, maskless, recall
 from .keywords import HARMLESS
@@ -82,15 +82,15 @@ def launch_of(
         structure = structure.settled()
     config = fields.get("config")
     raw = None if config is None else object.__getattribute__(config, "__dict__").get("adaattn")
-    if raw is None and GIVEN:
-        raw = raw_settings(config)
+    if raw is None and settings.GIVEN:
+        raw = settings.raw_settings(config)  # of all models of a type, under `adaattn run --plan`
     rules: HeadRules | None = None
     if raw is not None:
-        settings = settings_of(raw)
-        if settings.monitor or settings.shadow:
+        asked = settings.settings_of(raw)
+        if asked.monitor or asked.shadow:
             return None
-        backend = settings.backend if backend is None else backend
-        if settings.plan is not None:
+        backend = asked.backend if backend is None else backend
+        if asked.plan is not None:
             from .planned import rules_of  # models without plans need nothing of them
 
             planned = rules_of(module, raw, structure, query, key, value, stored)
