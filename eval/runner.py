@@ -22,6 +22,7 @@ from adaattn_hf.patches.cache.stored import check_stored
 from adaattn_hf.patches.checkpoint import Checkpoint, arms
 from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.plans.store import plan_of
+from adaattn_hf.stats.stopwatch import timed
 
 from . import activation, scoring, summary, tasks, timing
 from .corpora import Corpus
@@ -231,7 +232,7 @@ def _run(
         logits: list[Any] = [None] * len(models)
         elapsed: list[Any] = [None] * len(models)
         for arm in timing.turn(len(models), index):
-            logits[arm], elapsed[arm] = timing.timed(partial(calls[arm], inputs), device)
+            logits[arm], elapsed[arm] = timed(partial(calls[arm], inputs), device)
         watched = [plan and activation.is_watched(index, len(batches)) for plan in planned]
         counts = tuple(
             activation.watch(model, partial(call, inputs, streaming=False)) if watch else None
