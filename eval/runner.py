@@ -22,6 +22,7 @@ from adaattn_hf.patches.cache.stored import check_stored
 from adaattn_hf.patches.checkpoint import Checkpoint, arms
 from adaattn_hf.patches.plans.attach import plan_of
 from adaattn_hf.plans.plan import PlanError
+from adaattn_hf.stats.stopwatch import timed
 
 from . import activation, scoring, summary, tasks, timing
 from .corpora import Corpus
@@ -273,7 +274,7 @@ def _measured(work: _Work, index: int) -> BatchRecord:
     logits: list[Any] = [None] * len(work.calls)
     elapsed: list[Any] = [None] * len(work.calls)
     for arm in timing.turn(len(work.calls), index):
-        logits[arm], elapsed[arm] = timing.timed(partial(work.calls[arm], inputs), work.device)
+        logits[arm], elapsed[arm] = timed(partial(work.calls[arm], inputs), work.device)
     watched = activation.is_watched(index, len(work.batches))
     counts = tuple(
         activation.watch(model, partial(call, inputs, streaming=False)) if plan and watched else None

@@ -24,6 +24,7 @@ from adaattn_hf.eval.activation import Counts
 from adaattn_hf.eval.metric_compute import compute, metric_path
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
+from adaattn_hf.stats.stopwatch import timed
 
 from .conftest import PAGES, PASSAGES
 
@@ -198,7 +199,7 @@ def test_ratios_are_stock_over_arm() -> None:
 
 
 def test_timed_returns_result_and_seconds() -> None:
-    result, elapsed = timing.timed(lambda: sum(range(100_000)), CPU)
+    result, elapsed = timed(lambda: sum(range(100_000)), CPU)
     assert result == 4999950000
     assert elapsed.wall > 0
     assert elapsed.process > 0

@@ -71,9 +71,8 @@ class FlashBackend(Backend):
     def __init__(self, variant: FlashVariant) -> None:
         """`variant` is the build to call."""
         self.variant = variant
-        self._serves = ("softcap", "need_lse", "needs_grad", "compiling", "opaque")
-        if variant.version == 2:
-            self._serves += ("dropout",)
+        dropout = ("dropout",) if variant.version == 2 else ()
+        self._serves = ("softcap", "need_lse", "needs_grad", "compiling", "opaque", *dropout)
         self.name, self.package = variant.name, variant.module.partition(".")[0]
 
     def missing(self) -> tuple[str, ...]:
