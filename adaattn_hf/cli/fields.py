@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -65,8 +65,10 @@ def with_options(**groups: type[Any]) -> Callable[[Command], Command]:
     return changed
 
 
-def _options(group: type[Any]) -> Iterator[dataclasses.Field[Any]]:
-    return (field for field in dataclasses.fields(group) if field.metadata.get("option", "") is not None)
+def _options(group: type[Any]) -> list[dataclasses.Field[Any]]:
+    """The fields that are options, those of a base behind its own."""
+    found = [field for field in dataclasses.fields(group) if field.metadata.get("option", "") is not None]
+    return sorted(found, key=lambda field: field.name not in inspect.get_annotations(group))
 
 
 def _made(group: type[Any], values: dict[str, Any]) -> Any:

@@ -125,6 +125,7 @@ def test_their_help_is_that_of_the_docstring() -> None:
     )
     assert all(words in shown for words in helps)
     assert all(name in shown for name in known_families())
+    assert shown.index("How many.") < shown.index("Where it goes"), "those of a base come last"
     assert set(described(Wanted)) == {one.name for one in dataclasses.fields(Wanted)}
 
 
