@@ -26,7 +26,6 @@ from ..policy.knapsack import Allocation
 from ..policy.sequential import Attempts
 from .assemble import finished_plan, report
 from .measure import Measurement
-from .over_codes import stored_tap
 from .proof import Proof, Test, prove
 from .search import JOINT_STEPS, Aim, Found, Joint, JointPasses, programs, seek, unit_losses
 from .settings import Calibration
@@ -48,11 +47,7 @@ OUTSIDE = 2.0
 
 
 class Campaign:
-    """Searches and verifies plans one after another, each chosen with what the earlier ones showed.
-
-    Args:
-        measurement: Risks and prices of a model.
-    """
+    """Searches and verifies plans one after another, each chosen with what the earlier ones showed."""
 
     def __init__(self, measurement: Measurement) -> None:
         inputs = measurement.inputs
@@ -237,21 +232,20 @@ class Campaign:
 
         Both must pass on the same text, so each may be tested at the full level (an intersection-union test).
         """
-        inputs, layers = self.measurement.inputs, self.measurement.layers
+        inputs = self.measurement.inputs
         self.plans += 1
         shards = {
             length: inputs.samples[length].held_out[self.used : self.used + self.current.sequences(length)]
             for length in inputs.settings.lengths
         }
         by_layer = programs(self.measurement, found.allocation.picks)
-        heads = dict.fromkeys(layers.indices, layers.kv_heads)
         test = Test(self.current.gates, self.attempts.level, self.plans, found.predicted)
-        proof, coded = prove(inputs, by_layer, heads, shards, test), None
+        proof, coded = prove(self.measurement, by_layer, shards, test), None
         beside = {} if self.format is None else self.format.kl
         if proof.passed and self.format is not None:
             together = {length: kl + beside[length] for length, kl in found.predicted.items()}
-            tap = stored_tap(by_layer, self.format.stored)
-            coded = prove(inputs, by_layer, heads, shards, replace(test, predicted=together), tap)
+            over = replace(test, predicted=together, stored=self.format.stored)
+            coded = prove(self.measurement, by_layer, shards, over)
         self.looked_at = {
             str(length): [self.used, self.used + len(evidence.names)]
             for length, evidence in proof.evidence.items()

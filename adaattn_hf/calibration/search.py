@@ -17,7 +17,7 @@ from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import Allocation, Array, allocate
 from ..policy.risk import rescale
-from .arms import compare_all, plan_tap, programs_of
+from .arms import compare_all, programs_of
 from .assemble import make_plan
 from .measure import Measurement
 from .over_codes import stored_tap
@@ -113,11 +113,11 @@ class JointPasses:
     rounding: float = 0.0
     _exact: dict[int, list[list[Tensor]]] = field(default_factory=dict)
 
-    def joint(self, picks: Picks, length: int, stored: str | None = None) -> Joint:
-        """Returns the loss of an allocation on calibration text, over a quantised cache if `stored` is given."""
+    def joint(self, picks: Picks, length: int, stored: str = "model") -> Joint:
+        """Returns the loss of an allocation on calibration text, over a cache of the format `stored`."""
         inputs = self.measurement.inputs
         by_layer = programs(self.measurement, picks)
-        tap = plan_tap(by_layer) if stored is None else stored_tap(by_layer, stored)
+        tap = stored_tap(by_layer, stored)
         sequences = inputs.samples[length].joint
         parts = [inputs.readings(sequences[number]) for number in inputs.team.mine(len(sequences))]
         if length not in self._exact:
@@ -286,5 +286,5 @@ def _laws_of_gates(joints: Sequence[Joint]) -> tuple[float, float]:
 
 def unit_losses(measurement: Measurement, picks: Picks, alpha: Array) -> Array:
     """Returns the re-scaled risk `[units]` of an allocation, at the length where it is largest."""
-    risk = (measurement.risks() * alpha[:, None, None]).max(axis=0)
+    risk = measurement.risks(alpha).max(axis=0)
     return np.asarray(risk[np.arange(len(picks)), picks])

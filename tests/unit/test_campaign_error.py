@@ -67,7 +67,7 @@ def simulate(
         allocation = Allocation(np.ones(1, dtype=np.int64), kl**-saving, np.array([kl]))
         return Found(allocation, {LENGTH: joint}, {LENGTH: kl}, 1.0), alpha
 
-    def gather(arms: Any, programs: Any, shard: Any, *, before: Any, **_: Any) -> Any:
+    def gather(inputs: Any, tap: Any, shard: Any, before: Any, *_: Any) -> Any:
         for delta in state["world"].deltas(state["kl"], len(shard)):
             before.names.append(str(len(before.names)))
             before.sources.append("text")
