@@ -91,7 +91,7 @@ class Campaign:
                 break
             aim = self.aim(most)
             found, self.alpha = seek(
-                self.passes, aim, self.alpha, self.caution.demoted, self.history, self.taught
+                self.passes, aim, self.alpha, self.caution.demoted, self.history, self.updated
             )
             if found is None or (passed and found.allocation.price > BOLDER * passed[0].allocation.price):
                 break
@@ -216,7 +216,7 @@ class Campaign:
         self.current = Aim(laws, self.gates, self.attempts.level, share, (first, most), beside)
         return self.current
 
-    def taught(self, aim: Aim, length: int, joints: list[Joint]) -> Aim:
+    def updated(self, aim: Aim, length: int, joints: list[Joint]) -> Aim:
         """Returns the aim after plans were measured at a length, with the limit on flips of the likeliest token."""
         self.joint[length] = joints
         flips = max(
@@ -304,7 +304,7 @@ class Campaign:
             self.measurement, found.allocation.picks, worst, self.alpha, self.current.gates
         )
         verdicts = list(proof.verdicts.values())
-        return Calibration(plan, tensors, True, worst.sentence, self.told(found.allocation, verdicts))
+        return Calibration(plan, tensors, True, worst.sentence, self.reported(found.allocation, verdicts))
 
     def exact(self, sentence: str) -> Calibration:
         """Returns the exact plan as the result, with the reason."""
@@ -313,9 +313,9 @@ class Campaign:
         budget = self.measurement.inputs.settings.budget
         text = f"the budget of {allowed(budget)} cannot be met: {sentence}; the plan is exact"
         verdicts = [entry["verified"] for entry in self.history if "verified" in entry][-1:]
-        return Calibration(plan, {}, False, text, {**self.told(None, []), "verdicts": verdicts})
+        return Calibration(plan, {}, False, text, {**self.reported(None, []), "verdicts": verdicts})
 
-    def told(self, found: Allocation | None, verdicts: Sequence[Verified]) -> dict[str, Any]:
+    def reported(self, found: Allocation | None, verdicts: Sequence[Verified]) -> dict[str, Any]:
         """Returns the report, with the KL of rounding that every measured KL holds."""
         words = report(self.measurement, self.history, found, self.alpha, verdicts)
         return {**words, "rounding": self.stock.kl}
