@@ -41,7 +41,7 @@ def make_plan(
     Args:
         measurement: Risks and prices of a model.
         picks: `[units]`, index of each unit's choice among the candidates.
-        verified: The verdict on held-out text, if there is one.
+        verified: The verdict on held-out text.
         alpha: `[lengths]`, factors that re-scale the sums of risks; 1 if no whole plan was measured.
     """
     facts, settings = measurement.layers, measurement.inputs.settings
@@ -81,7 +81,7 @@ def make_plan(
 
 def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -> list[UnitRecord]:
     """Risk, prices and dropped mass of each unit."""
-    risk = worst_length(measurement.risks() * alpha[:, None, None], picks)
+    risk = worst_length(measurement.risks(alpha), picks)
     price, exact_price = (
         shared_prices(one, measurement.prices, measurement.launches) for one in (picks, np.zeros_like(picks))
     )
@@ -104,28 +104,20 @@ def _records(measurement: Measurement, picks: NDArray[np.int64], alpha: Array) -
 def finished_plan(
     measurement: Measurement, picks: NDArray[np.int64], verified: Verified | None, alpha: Array, gates: Gates
 ) -> tuple[Plan, dict[str, Tensor]]:
-    """Returns the plan of an allocation with the protocol of its calibration, and its tensors by name.
-
-    Args:
-        measurement: Risks and prices of a model.
-        picks: `[units]`, index of each unit's choice among the candidates.
-        verified: The verdict on held-out text, if there is one.
-        alpha: `[lengths]`, factors that re-scale the sums of risks.
-        gates: The acceptance criteria.
-    """
+    """Returns the plan of `make_plan` with the protocol of its calibration, and its tensors by name."""
     plan = make_plan(measurement, picks, verified, alpha)
     tensors: dict[str, Tensor] = {}
     for layer in plan.layers:
         tensors.update(needed_tensors(layer, measurement.layers.tensors[layer.layer]))
+    # what the plan says elsewhere, and `rounds`, which changes nothing in it
     named = ("budget", "seed", "lengths", "rounds")
-    settings = {
-        name: value for name, value in asdict(measurement.inputs.settings).items() if name not in named
-    }
     protocol: dict[str, Any] = {
         MODEL: measurement.layers.name,
         "scoring": measurement.inputs.scoring.words(),
         "settings": {
-            name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(measurement.inputs.settings).items()
+            if name not in named
         },
         "alpha": [float(value) for value in alpha],
         "gates": {name: value for name, value in asdict(gates).items() if value != math.inf},
@@ -191,9 +183,9 @@ def solver_table(measurement: Measurement, alpha: Array) -> SolverTable:
         layers.units,
         [choice.label for choice in layers.candidates.choices],
         measurement.prices,
-        measurement.risks() * alpha[:, None, None],
+        measurement.risks(alpha),
         measurement.launches,
-        layers.kept_tokens(max(inputs.settings.lengths)) if inputs.scoring.generates else None,
+        measurement.kept_tokens if inputs.scoring.generates else None,
     )
 
 

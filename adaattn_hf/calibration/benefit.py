@@ -61,10 +61,7 @@ class Benefit:
 def whole_forward(inputs: Inputs, programs: Mapping[int, Program], rounds: int) -> list[Benefit]:
     """Returns the speed-up of the whole forward pass, with the head on the last token, at each length.
 
-    Args:
-        inputs: The model and its text.
-        programs: The plan's programs by layer index.
-        rounds: Smallest number of rounds, 2 or more.
+    Rounds are at least two and as many as asked for, more where a pass is short.
     """
     found = []
     for number, (length, sample) in enumerate(inputs.samples.items()):

@@ -26,7 +26,6 @@ from ..policy.knapsack import Allocation
 from ..policy.sequential import Attempts
 from .assemble import finished_plan, report
 from .measure import Measurement
-from .over_codes import stored_tap
 from .proof import Proof, Test, prove
 from .search import JOINT_STEPS, Aim, Found, Joint, JointPasses, programs, seek, unit_losses
 from .settings import Calibration
@@ -48,11 +47,7 @@ OUTSIDE = 2.0
 
 
 class Campaign:
-    """Searches and verifies plans one after another, each chosen with what the earlier ones showed.
-
-    Args:
-        measurement: Risks and prices of a model.
-    """
+    """Searches and verifies plans one after another, each chosen with what the earlier ones showed."""
 
     def __init__(self, measurement: Measurement) -> None:
         inputs = measurement.inputs
@@ -96,7 +91,7 @@ class Campaign:
                 break
             aim = self.aim(most)
             found, self.alpha = seek(
-                self.passes, aim, self.alpha, self.caution.demoted, self.history, self.taught
+                self.passes, aim, self.alpha, self.caution.demoted, self.history, self.updated
             )
             if found is None or (passed and found.allocation.price > BOLDER * passed[0].allocation.price):
                 break
@@ -221,7 +216,7 @@ class Campaign:
         self.current = Aim(laws, self.gates, self.attempts.level, share, (first, most), beside)
         return self.current
 
-    def taught(self, aim: Aim, length: int, joints: list[Joint]) -> Aim:
+    def updated(self, aim: Aim, length: int, joints: list[Joint]) -> Aim:
         """Returns the aim after plans were measured at a length, with the limit on flips of the likeliest token."""
         self.joint[length] = joints
         flips = max(
@@ -237,21 +232,20 @@ class Campaign:
 
         Both must pass on the same text, so each may be tested at the full level (an intersection-union test).
         """
-        inputs, layers = self.measurement.inputs, self.measurement.layers
+        inputs = self.measurement.inputs
         self.plans += 1
         shards = {
             length: inputs.samples[length].held_out[self.used : self.used + self.current.sequences(length)]
             for length in inputs.settings.lengths
         }
         by_layer = programs(self.measurement, found.allocation.picks)
-        heads = dict.fromkeys(layers.indices, layers.kv_heads)
         test = Test(self.current.gates, self.attempts.level, self.plans, found.predicted)
-        proof, coded = prove(inputs, by_layer, heads, shards, test), None
+        proof, coded = prove(self.measurement, by_layer, shards, test), None
         beside = {} if self.format is None else self.format.kl
         if proof.passed and self.format is not None:
             together = {length: kl + beside[length] for length, kl in found.predicted.items()}
-            tap = stored_tap(by_layer, self.format.stored)
-            coded = prove(inputs, by_layer, heads, shards, replace(test, predicted=together), tap)
+            over = replace(test, predicted=together, stored=self.format.stored)
+            coded = prove(self.measurement, by_layer, shards, over)
         self.looked_at = {
             str(length): [self.used, self.used + len(evidence.names)]
             for length, evidence in proof.evidence.items()
@@ -310,7 +304,7 @@ class Campaign:
             self.measurement, found.allocation.picks, worst, self.alpha, self.current.gates
         )
         verdicts = list(proof.verdicts.values())
-        return Calibration(plan, tensors, True, worst.sentence, self.told(found.allocation, verdicts))
+        return Calibration(plan, tensors, True, worst.sentence, self.reported(found.allocation, verdicts))
 
     def exact(self, sentence: str) -> Calibration:
         """Returns the exact plan as the result, with the reason."""
@@ -319,9 +313,9 @@ class Campaign:
         budget = self.measurement.inputs.settings.budget
         text = f"the budget of {allowed(budget)} cannot be met: {sentence}; the plan is exact"
         verdicts = [entry["verified"] for entry in self.history if "verified" in entry][-1:]
-        return Calibration(plan, {}, False, text, {**self.told(None, []), "verdicts": verdicts})
+        return Calibration(plan, {}, False, text, {**self.reported(None, []), "verdicts": verdicts})
 
-    def told(self, found: Allocation | None, verdicts: Sequence[Verified]) -> dict[str, Any]:
+    def reported(self, found: Allocation | None, verdicts: Sequence[Verified]) -> dict[str, Any]:
         """Returns the report, with the KL of rounding that every measured KL holds."""
         words = report(self.measurement, self.history, found, self.alpha, verdicts)
         return {**words, "rounding": self.stock.kl}

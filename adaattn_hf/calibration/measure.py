@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..policy.knapsack import Array, Launches, of_cache
@@ -47,16 +48,22 @@ class Measurement:
     launches: Launches
     exact_steps: bool = False
 
-    def risks(self) -> Array:
-        """Returns the risks `[lengths, units, choices]` in nats/token, not re-scaled."""
-        return np.stack([self.state.risks[length].mean() for length in self.inputs.settings.lengths])
+    def risks(self, alpha: Array | float = 1.0) -> Array:
+        """Returns the risks `[lengths, units, choices]` in nats/token, re-scaled by factors `alpha` `[lengths]`."""
+        means = [self.state.risks[length].mean() for length in self.inputs.settings.lengths]
+        return np.stack(means) * np.asarray(alpha).reshape(-1, 1, 1)
+
+    @property
+    def kept_tokens(self) -> NDArray[np.int64]:
+        """Tokens of the longest sequence that a streaming head keeps, `[units, choices]`."""
+        return self.layers.kept_tokens(max(self.inputs.settings.lengths))
 
     @property
     def costs(self) -> Array:
         """What the search minimises, `[units, choices]`: seconds, or tokens in the cache under `optimize="memory"`."""
         if not self.inputs.settings.with_cache:
             return self.prices
-        return of_cache(self.layers.kept_tokens(max(self.inputs.settings.lengths)))
+        return of_cache(self.kept_tokens)
 
 
 def measure(

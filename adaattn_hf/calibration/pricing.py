@@ -1,16 +1,17 @@
 """Prices of choices: times the launches of a plan on this machine, with real queries, keys and values.
 
 Every choice is timed for two numbers of key/value heads, in prefill and in one decode step, at each length. Rounds are
-interleaved, so that other load on the machine does not fall on one choice. On a CPU the smallest CPU time of the
-process counts, of one head and of all. On CUDA it is the median, of all heads and of twice as many: of the device's
-time in prefill, where the host runs ahead; in decode of the host's where that is longer, since the next step waits for
-it, unless steps are captured. Exact attention is called as the layers of an exact model call it: what a step of a plan
-costs the host beside that decides whether it pays.
+interleaved, so that other load on the machine does not fall on one choice. Exact attention is called as the layers of
+an exact model call it, since a plan's extra host time decides whether it pays.
+
+| device | heads | time |
+|---|---|---|
+| CPU | one and all | least CPU time of the process |
+| CUDA, prefill | all and twice as many | median device time: the host runs ahead |
+| CUDA, decode | all and twice as many | median of max(device, host): the next step waits; the device's if captured |
 
 The line through both times is the price. Where a launch fills a CUDA device, a head's price is its share of the launch
-of all: what heads of several kinds share out evenly among the multiprocessors takes the mean of what all heads of each
-kind would. One head leaves such a device idle and takes as long as its longest row of tiles, of which nothing can be
-told.
+of all heads, because heads of several kinds share the multiprocessors evenly. One head would leave such a device idle.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from .layers import Layers
 PHASES = ("prefill", "decode")
 ROUNDS = 3
 """Times that a CPU runs every launch, in turn with the others; the smallest time counts."""
-TELLABLE = 0.95
-"""Share of exact attention's time above which a decode step is not told to be faster: timings differ by as much."""
+FASTER = 0.95
+"""A decode step is faster if it takes less than this share of exact attention's time: timings differ by as much."""
 FILLED = 1.5
 """How much longer twice the heads take, at least, where all heads fill a device."""
 STEPS = 20
@@ -75,7 +76,7 @@ def repeated(request: AttentionRequest, batch: int) -> AttentionRequest:
 
 
 def by_heads(request: AttentionRequest, batch: int, on_cuda: bool) -> dict[int, AttentionRequest]:
-    """Returns the calls that a price is told by, by key/value heads: one and all; on CUDA all and twice.
+    """Returns the calls that a price is fitted to, by key/value heads: one and all; on CUDA all and twice as many.
 
     Args:
         request: A call of one sequence.
@@ -105,8 +106,8 @@ def _call(program: Program, request: AttentionRequest) -> Callable[[], object]:
 def line_through(heads: Sequence[int], spreads: Sequence[Spread]) -> Price:
     """Returns the price by launches of a few heads and of all.
 
-    More heads cost nothing where they cannot be told to take longer, as in a step that takes as long as its launch: the
-    noise of two times would be charged for every token.
+    More heads cost nothing where the two times overlap, as in a step that takes as long as its launch: noise would be
+    charged for every token.
 
     Args:
         heads: Key/value heads of each launch, rising.
@@ -255,10 +256,10 @@ def check_prices(table: PriceTable, layers: Layers, phases: Sequence[str], lengt
 
 
 def steps_stay_exact(table: PriceTable, layers: Layers, lengths: Sequence[int]) -> bool:
-    """Returns whether no choice can be told to be faster than exact attention in a decode step of any length and layer.
+    """Returns whether no choice is measurably faster than exact attention in a decode step of any length and layer.
 
-    So it is for short rows on a GPU, where a step takes as long as its launch. What two launches of equal work differ
-    by would otherwise count once a token, and outweigh what a choice saves in prefill.
+    This happens for short rows on a GPU, where a step takes as long as its launch. The noise between two launches of
+    equal work would count once a token, and outweigh what a choice saves in prefill.
     """
     choices = layers.candidates.choices
 
@@ -267,7 +268,7 @@ def steps_stay_exact(table: PriceTable, layers: Layers, lengths: Sequence[int]) 
 
     exact, *others = choices
     return bool(others) and not any(
-        seconds(choice, length, kind) < TELLABLE * seconds(exact, length, kind)
+        seconds(choice, length, kind) < FASTER * seconds(exact, length, kind)
         for own, kind in {(layers.windows[layer], kind) for layer, kind in layers.kinds.items()}
         for choice in others
         if choice.beside_window(own) == choice

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..attention.tap import Tap
 from ..plans.plan import Verified
 from ..plans.program import Program
 from ..policy.acceptance import Gates
 from ..policy.sequential import hopeless, look_levels, look_sizes
-from . import needles, verify
+from . import verify
 from .corpus import TokenSequence
-from .inputs import Inputs
+from .measure import Measurement
+from .over_codes import stored_tap
 from .verify import Evidence
 
 
@@ -48,75 +48,63 @@ class Test:
         level: Error rate of all looks at one length; a plan must pass at every length.
         number: Plans tested so far, including this one.
         predicted: By length: predicted KL, nats/token.
+        stored: Format of the cache that the plan is computed over.
     """
 
     gates: Gates
     level: float
     number: int
     predicted: Mapping[int, float]
+    stored: str = "model"
 
 
 def prove(
-    inputs: Inputs,
+    measurement: Measurement,
     programs: Mapping[int, Program],
-    heads: Mapping[int, int],
     shards: Mapping[int, Sequence[TokenSequence]],
     test: Test,
-    tap: Tap | None = None,
 ) -> Proof:
     """Returns the verdicts on a plan.
 
     Args:
-        inputs: The model.
+        measurement: The model, its text and its layers.
         programs: The plan's programs by layer index.
-        heads: By layer: key/value heads.
         shards: By length: held-out sequences not used before, as many as the last look needs.
         test: The test.
-        tap: Computes the attention of the plan; runs its programs if absent.
     """
     verdicts: dict[int, Verified] = {}
     gathered: dict[int, Evidence] = {}
     for length, shard in shards.items():
-        verdicts[length], gathered[length] = _length(inputs, programs, heads, length, shard, test, tap)
+        verdicts[length], gathered[length] = _length(measurement, programs, length, shard, test)
         if not verdicts[length].passed:
             break
     return Proof(verdicts, gathered)
 
 
 def _length(
-    inputs: Inputs,
+    measurement: Measurement,
     programs: Mapping[int, Program],
-    heads: Mapping[int, int],
     length: int,
     shard: Sequence[TokenSequence],
     test: Test,
-    tap: Tap | None,
 ) -> tuple[Verified, Evidence]:
     """Returns verdict and evidence for one length."""
-    s = inputs.settings
+    inputs = measurement.inputs
+    s, tap = inputs.settings, stored_tap(programs, test.stored)
     sizes = look_sizes(min(s.held_out, len(shard)), len(shard))
     levels = look_levels(test.level, sizes)
     haystacks = s.haystacks if inputs.scoring.generates else 0
     total, evidence = sizes[-1] + haystacks, Evidence(apart=inputs.other_source)
-    share = verify.activation(programs, heads, length, inputs.scoring.causal)
+    share = verify.activation(programs, len(measurement.layers.units), length, inputs.scoring.causal)
     for look, (size, level) in enumerate(zip(sizes, levels, strict=True)):
         start = sizes[look - 1] if look else 0
 
-        def step(done: int, _: int, start: int = start) -> None:
+        def step(done: int, start: int = start) -> None:
             inputs.progress(f"verify {length}", min(start + done, total), total)
 
-        step(0, total)
+        step(0)
         evidence = verify.gather(
-            inputs.arms,
-            programs,
-            shard[start:size],
-            scoring=inputs.scoring,
-            haystacks=0 if look else haystacks,
-            needles=min(s.needles, needles.most(length)),
-            seed=s.seed + test.number,
-            step=step,
-            before=evidence,
-            tap=tap,
+            inputs, tap, shard[start:size], evidence, s.seed + test.number, 0 if look else haystacks, step
         )
         verdict = verify.judge(
             evidence,
@@ -126,6 +114,7 @@ def _length(
             activation_share=share,
             predicted=test.predicted[length],
         )
+        # what fails even with a budget as large as the loss will not pass a later look
         lost = replace(test.gates, budget=max(verdict.upper, verdict.kl, test.gates.budget)).failures(
             verdict.upper, verdict.kl, verdict.top1, evidence.lost, evidence.won, evidence.found, 0.0
         )

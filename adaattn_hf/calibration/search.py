@@ -17,7 +17,7 @@ from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import Allocation, Array, allocate
 from ..policy.risk import rescale
-from .arms import compare_all, plan_tap, programs_of
+from .arms import compare_all, programs_of
 from .assemble import make_plan
 from .measure import Measurement
 from .over_codes import stored_tap
@@ -28,10 +28,10 @@ MOST_JOINT_STEPS = 8
 """The same while none was within the limit."""
 TOLERANCE = 0.03
 """Share by which a plan may exceed the limit, which is small beside the margin to the budget."""
-NOTHING = 1e-9
+LEAST_KL = 1e-9
 """Smallest KL that is aimed at, nats/token."""
-TOLD = 0.1
-"""Share of the KL of rounding below which a plan's own cannot be told from none."""
+VISIBLE = 0.1
+"""Share of the KL of rounding that a plan must add to be distinguished from exact attention."""
 CLOSE = 0.85
 """A plan that uses at least this share of the limit is close enough."""
 SHRINK = 0.7
@@ -92,12 +92,12 @@ class Joint:
     @property
     def added(self) -> float:
         """What the plan adds to the KL of rounding, nats/token."""
-        return max(self.kl - self.rounding, NOTHING)
+        return max(self.kl - self.rounding, LEAST_KL)
 
     @property
-    def told(self) -> float:
-        """The same, but at least as much as could not be told from nothing: what risks may be re-scaled by."""
-        return max(self.added, TOLD * self.rounding)
+    def visible(self) -> float:
+        """The same, but at least what can be distinguished from rounding: risks are re-scaled by it, so it is not 0."""
+        return max(self.added, VISIBLE * self.rounding)
 
 
 @dataclass(eq=False)
@@ -113,11 +113,11 @@ class JointPasses:
     rounding: float = 0.0
     _exact: dict[int, list[list[Tensor]]] = field(default_factory=dict)
 
-    def joint(self, picks: Picks, length: int, stored: str | None = None) -> Joint:
-        """Returns the loss of an allocation on calibration text, over a quantised cache if `stored` is given."""
+    def joint(self, picks: Picks, length: int, stored: str = "model") -> Joint:
+        """Returns the loss of an allocation on calibration text, over a cache of the format `stored`."""
         inputs = self.measurement.inputs
         by_layer = programs(self.measurement, picks)
-        tap = plan_tap(by_layer) if stored is None else stored_tap(by_layer, stored)
+        tap = stored_tap(by_layer, stored)
         sequences = inputs.samples[length].joint
         parts = [inputs.readings(sequences[number]) for number in inputs.team.mine(len(sequences))]
         if length not in self._exact:
@@ -182,7 +182,7 @@ class Aim:
             limits.append((self.share * (1.0 - self.gates.top1) / flips_per_root) ** 2 - rounding)
         if tail_per_kl > 0.0:
             limits.append(self.share * self.gates.kl_p999 / tail_per_kl - rounding)
-        return max(min(limits) - self.beside.get(length, 0.0), NOTHING)
+        return max(min(limits) - self.beside.get(length, 0.0), LEAST_KL)
 
 
 @dataclass(frozen=True)
@@ -193,13 +193,11 @@ class Found:
         allocation: Its choices.
         joint: By length, its measured loss on calibration text.
         predicted: By length, its re-scaled risk before it was measured, nats/token.
-        reached: Its KL as a share of the limit, the largest of all lengths.
     """
 
     allocation: Allocation
     joint: Mapping[int, Joint]
     predicted: Mapping[int, float]
-    reached: float
 
 
 def seek(
@@ -208,7 +206,7 @@ def seek(
     alpha: Array,
     demoted: Sequence[int],
     history: list[dict[str, Any]],
-    taught: Callable[[Aim, int, list[Joint]], Aim],
+    update: Callable[[Aim, int, list[Joint]], Aim],
 ) -> tuple[Found | None, Array]:
     """Returns the cheapest plan that is predicted to keep all gates, `None` if none saves anything.
 
@@ -221,7 +219,7 @@ def seek(
         alpha: `[lengths]`, factors that re-scale risks, from earlier searches.
         demoted: Units that must stay exact.
         history: List to which predictions and measurements are added.
-        taught: Returns the target updated with the plans measured at a length.
+        update: Returns the target updated with the plans measured at a length.
     """
     measurement = passes.measurement
     lengths, progress = measurement.inputs.settings.lengths, measurement.inputs.progress
@@ -239,12 +237,12 @@ def seek(
         joint = {length: passes.joint(found.picks, length) for length in lengths}
         for length in lengths:
             seen[length].append(joint[length])
-            aim = taught(aim, length, seen[length])
+            aim = update(aim, length, seen[length])
         measured = np.array([joint[length].added for length in lengths])
-        told = np.array([joint[length].told for length in lengths])
+        visible = np.array([joint[length].visible for length in lengths])
         predicted = found.risk * alpha
         if step == 0:  # re-scale the sums of risks
-            alpha = np.array([rescale(a, p, t) for a, p, t in zip(alpha, predicted, told, strict=True)])
+            alpha = np.array([rescale(a, p, t) for a, p, t in zip(alpha, predicted, visible, strict=True)])
         afforded = np.array([aim.affordable(length, *_laws_of_gates(seen[length])) for length in lengths])
         reached = float((measured / afforded).max())
         history.append(
@@ -257,14 +255,14 @@ def seek(
                 "delta_nll": [float(joint[length].observed.deltas.mean()) for length in lengths],
             }
         )
-        candidate = Found(found, joint, dict(zip(lengths, predicted.tolist(), strict=True)), reached)
+        candidate = Found(found, joint, dict(zip(lengths, predicted.tolist(), strict=True)))
         if reached <= 1.0 + TOLERANCE and (within is None or found.price < within.allocation.price):
             within = candidate
         if CLOSE <= reached <= 1.0 + TOLERANCE:
             break
         if step == 0:
             continue
-        step_to = 1.0 / float((told / afforded).max())
+        step_to = 1.0 / float((visible / afforded).max())
         if reached <= 1.0 + TOLERANCE:
             low, step_to = scale, float(np.clip(step_to, GROW, 4.0))
         else:
@@ -286,5 +284,5 @@ def _laws_of_gates(joints: Sequence[Joint]) -> tuple[float, float]:
 
 def unit_losses(measurement: Measurement, picks: Picks, alpha: Array) -> Array:
     """Returns the re-scaled risk `[units]` of an allocation, at the length where it is largest."""
-    risk = (measurement.risks() * alpha[:, None, None]).max(axis=0)
+    risk = measurement.risks(alpha).max(axis=0)
     return np.asarray(risk[np.arange(len(picks)), picks])

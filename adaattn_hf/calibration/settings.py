@@ -145,47 +145,35 @@ class CalibrationSettings:
     kv_bytes: float | None = field(default=None, metadata={"read": share})
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.budget < math.inf:
-            raise ValueError(
-                f"budget is {self.budget}, expected a loss above 0 nats/token; no budget needs no plan"
-            )
-        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 32:
-            raise ValueError(
-                f"lengths is {list(self.lengths)}, expected rising numbers of at least 32 tokens"
-            )
-        for name in ("sequences", "rows", "labels", "joint", "tries", "needles", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.decode_tokens < 0:
-            raise ValueError(f"decode_tokens is {self.decode_tokens}, expected at least 0")
-        if self.rounds < 0 or self.rounds == 1:
-            raise ValueError(f"rounds is {self.rounds}, expected at least 2, or 0 for no timing")
-        if self.optimize not in OPTIMIZED:
-            raise ValueError(f"optimize is {self.optimize!r}, expected one of {', '.join(OPTIMIZED)}")
-        if self.kv_bytes is not None and not 0.0 < self.kv_bytes < 1.0:
-            raise ValueError(
-                f"kv_bytes is {self.kv_bytes}, expected a share of the bytes below 1, such as 0.4x"
-            )
-        if self.with_cache and "window" not in self.families:
-            raise ValueError(
-                f"families is {','.join(self.families)}, expected window among them: only heads with windows keep less "
-                "in a cache, so add it, or leave optimize and kv_bytes out"
-            )
-        if self.minutes is not None and not self.minutes > 0.0:
-            raise ValueError(f"minutes is {self.minutes}, expected a time above 0, or None for no end")
-        if self.bolder < 0:
-            raise ValueError(f"bolder is {self.bolder}, expected a number of plans, 0 for none")
         object.__setattr__(self, "most_held_out", max(self.most_held_out, self.held_out))
-        if not 0.0 <= self.top1 < 1.0:
-            raise ValueError(f"top1 is {self.top1}, expected a share of the tokens below 1, such as 0.99")
-        if self.kl_p999 is not None and not self.kl_p999 > 0.0:
-            raise ValueError(f"kl_p999 is {self.kl_p999}, expected a KL above 0 nats, or None for no limit")
-        if self.needles_lost is not None and not 0.0 <= self.needles_lost < 1.0:
-            raise ValueError(f"needles_lost is {self.needles_lost}, expected a share below 1, such as 0.02")
-        if not 0.0 < self.alpha < 1.0:
-            raise ValueError(f"alpha is {self.alpha}, expected an error rate between 0 and 1, such as 0.05")
-        if self.held_out < 2:
-            raise ValueError(f"held_out is {self.held_out}, expected at least 2: one sequence has no spread")
+        counted = ("sequences", "rows", "labels", "joint", "tries", "needles", "batch")
+        lengths, kv_bytes, tail, lost = self.lengths, self.kv_bytes, self.kl_p999, self.needles_lost
+        rising = bool(lengths) and list(lengths) == sorted(set(lengths)) and lengths[0] >= 32
+        keeps_less = not self.with_cache or "window" in self.families
+        # name, whether its value is allowed, what is expected, and how the value is told if not by itself
+        for name, allowed, expected, *told in (
+            ("budget", 0.0 < self.budget < math.inf, "a loss above 0 nats/token; no budget needs no plan"),
+            ("lengths", rising, "rising numbers of at least 32 tokens", list(lengths)),
+            *((name, getattr(self, name) >= 1, "at least 1") for name in counted),
+            ("decode_tokens", self.decode_tokens >= 0, "at least 0"),
+            ("rounds", self.rounds >= 0 and self.rounds != 1, "at least 2, or 0 for no timing"),
+            ("optimize", self.optimize in OPTIMIZED, f"one of {', '.join(OPTIMIZED)}", repr(self.optimize)),
+            ("kv_bytes", kv_bytes is None or 0.0 < kv_bytes < 1.0,
+             "a share of the bytes below 1, such as 0.4x"),
+            ("families", keeps_less,
+             "window among them: only heads with windows keep less in a cache, so add it, or leave optimize and "
+             "kv_bytes out", ",".join(self.families)),
+            ("minutes", self.minutes is None or self.minutes > 0.0, "a time above 0, or None for no end"),
+            ("bolder", self.bolder >= 0, "a number of plans, 0 for none"),
+            ("top1", 0.0 <= self.top1 < 1.0, "a share of the tokens below 1, such as 0.99"),
+            ("kl_p999", tail is None or tail > 0.0, "a KL above 0 nats, or None for no limit"),
+            ("needles_lost", lost is None or 0.0 <= lost < 1.0, "a share below 1, such as 0.02"),
+            ("alpha", 0.0 < self.alpha < 1.0, "an error rate between 0 and 1, such as 0.05"),
+            ("held_out", self.held_out >= 2, "at least 2: one sequence has no spread"),
+        ):  # fmt: skip
+            if not allowed:
+                value = told[0] if told else getattr(self, str(name))
+                raise ValueError(f"{name} is {value}, expected {expected}")
 
     @property
     def with_cache(self) -> bool:

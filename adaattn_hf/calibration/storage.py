@@ -22,7 +22,6 @@ from ..plans.program import Program
 from ..plans.wording import allowed
 from ..policy.acceptance import Gates
 from ..policy.knapsack import Array
-from .over_codes import stored_tap
 from .proof import Test, prove
 from .search import Joint, JointPasses, programs, solve
 
@@ -54,14 +53,9 @@ class Storage:
 
 
 def storages(measurement: Measurement, by_layer: Mapping[int, Program]) -> list[Storage]:
-    """Returns the ways to store the cache of a plan, the smallest first.
-
-    Args:
-        measurement: Risks and prices of the model.
-        by_layer: The plan's programs by layer index.
-    """
+    """Returns the ways to store the cache of a plan, given by its programs by layer index, the smallest first."""
     layers, length = measurement.layers, max(measurement.inputs.settings.lengths)
-    tokens, every = layers.kept_tokens(length), layers.candidates.choices
+    tokens, every = measurement.kept_tokens, layers.candidates.choices
     whole, kept = tokens[:, 0].sum(), 0
     for unit, (layer, head) in enumerate(layers.units):
         choice = by_layer[layer].plan.choices[head] if layer in by_layer else EXACT
@@ -165,7 +159,6 @@ def choose_storage(
                 f"smallest is {every[0].words}; ask for that, for a larger budget, or for longer --lengths"
             )
     shards = {length: inputs.samples[length].held_out[used : used + s.most_held_out] for length in s.lengths}
-    heads = dict.fromkeys(measurement.layers.indices, measurement.layers.kv_heads)
     lost: list[str] = []
     for number, storage in enumerate(asked, 1):
         if storage.stored == "model":
@@ -183,14 +176,9 @@ def choose_storage(
         if min(len(shard) for shard in shards.values()) < 2 * inputs.sources:
             lost.append(f"{storage.words} is not proved, since the held-out text is used up: give more of it")
             continue
-        proof = prove(
-            inputs,
-            by_layer,
-            heads,
-            shards,
-            Test(gates, level / len(asked), number, dict.fromkeys(s.lengths, 0.0)),
-            stored_tap(by_layer, storage.stored),
-        )
+        none = dict.fromkeys(s.lengths, 0.0)
+        test = Test(gates, level / len(asked), number, none, storage.stored)
+        proof = prove(measurement, by_layer, shards, test)
         worst = proof.worst
         if proof.passed:
             return {**asdict(storage), "verified": asdict(worst)}, f"cache: {storage.words} {worst.sentence}"

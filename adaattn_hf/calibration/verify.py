@@ -16,12 +16,9 @@ from ..policy.acceptance import Bound, Gates, clustered, upper_bound
 from ..policy.aim import Observation
 from ..stats.paired import Float, Ratio, TokenScores, clustered_ratio
 from . import needles as needle
-from . import team
-from .arms import ModelArms, compare_all, exact_tap, plan_tap
+from .arms import compare_all, exact_tap
 from .corpus import TokenSequence
-from .scoring import NEXT_TOKEN, Scoring
-
-Step = Callable[[int, int], None]
+from .inputs import Inputs
 
 
 @dataclass
@@ -108,78 +105,63 @@ class Evidence:
 
 
 def gather(
-    arms: ModelArms,
-    programs: Mapping[int, Program],
+    inputs: Inputs,
+    tap: Tap,
     sequences: Sequence[TokenSequence],
-    *,
-    scoring: Scoring = NEXT_TOKEN,
+    evidence: Evidence,
+    seed: int,
     haystacks: int = 0,
-    needles: int = 8,
-    seed: int = 0,
-    step: Step | None = None,
-    before: Evidence | None = None,
-    tap: Tap | None = None,
+    step: Callable[[int], None] = lambda _: None,
 ) -> Evidence:
-    """Returns the evidence of a plan on held-out sequences, each of its own length.
+    """Adds the scores of held-out sequences, each of its own length, to the evidence on a plan; returns it.
 
     Args:
-        arms: The model.
-        programs: The plan's programs by layer index.
+        inputs: The model and how it is scored; both arms read the same tokens.
+        tap: Computes the attention of the plan.
         sequences: Held-out sequences.
-        scoring: How the model is scored; both arms read the same tokens.
-        haystacks: How many of the sequences also serve as haystacks, for models that generate.
-        needles: Needles per haystack.
+        evidence: That of earlier looks at the same plan.
         seed: Seed of the needles and of the masked positions.
-        step: Callback with the passes done and their number.
-        before: Evidence of earlier looks at the same plan, which is extended.
-        tap: Computes the attention of the plan; runs its programs if absent.
+        haystacks: How many of the sequences also serve as haystacks.
+        step: Callback with the passes done.
     """
-    haystacks = haystacks if scoring.generates else 0
-    evidence = Evidence() if before is None else before
-    tap = plan_tap(programs) if tap is None else tap
-    crew = team.present()
-    total = len(sequences) + haystacks
+    arms, crew = inputs.arms, inputs.team
     scores: list[TokenScores] = []
     for index in crew.mine(len(sequences)):
-        readings = scoring.readings(sequences[index].tokens, seed, arms.device)
+        readings = inputs.scoring.readings(sequences[index].tokens, seed, arms.device)
         scores.append(compare_all(arms, readings, tap))
-        if step is not None:
-            step(min(index + crew.size, len(sequences)), total)
+        step(min(index + crew.size, len(sequences)))
     for sequence, score in zip(sequences, crew.gather(scores, len(sequences)), strict=True):
         evidence.add(sequence.document, score, sequence.source)
     generator = torch.Generator().manual_seed(seed)
     found: list[tuple[tuple[bool, ...], tuple[bool, ...]]] = []
     for index in range(haystacks):
         text = torch.tensor(sequences[index % len(sequences)].tokens, dtype=torch.int64, device="cpu")
-        haystack = needle.build(text, needles, generator)
+        # drawn by every process, so that all draw the same
+        haystack = needle.build(text, min(inputs.settings.needles, needle.most(len(text))), generator)
         if index in crew.mine(haystacks):
             found.append((needle.retrieved(arms, haystack, exact_tap), needle.retrieved(arms, haystack, tap)))
-        if step is not None:
-            step(len(sequences) + index + 1, total)
+        step(len(sequences) + index + 1)
     for stock, planned in crew.gather(found, haystacks):
         evidence.add_needles(stock, planned)
     return evidence
 
 
-def activation(
-    programs: Mapping[int, Program], heads: Mapping[int, int], length: int, causal: bool = True
-) -> tuple[float, float]:
+def activation(programs: Mapping[int, Program], heads: int, length: int, causal: bool) -> tuple[float, float]:
     """Returns the shares of (token, query head) pairs at a length that a plan changes, and for which it drops keys.
 
     Args:
         programs: The plan's programs by layer index.
-        heads: Key/value heads of every layer, exact ones too.
+        heads: Key/value heads of all layers, exact ones too.
         length: Tokens of a sequence.
         causal: Whether attention is causal.
     """
     changed = dropped = 0.0
-    total = sum(heads.values()) * length
     for program in programs.values():
         within = min(length, program.max_length) if causal else length * (length <= program.max_length)
         for choice in program.plan.choices:
             dropped += choice.rows_with_fewer_keys(0, within, length, causal)
             changed += choice.changed_rows(0, within, length, causal)
-    return (changed / total, dropped / total) if total else (0.0, 0.0)
+    return changed / (heads * length), dropped / (heads * length)
 
 
 def judge(

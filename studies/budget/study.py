@@ -149,14 +149,14 @@ def described(
 def checked(measurement: Any, plan: Any, texts: Mapping[int, Sequence[Any]]) -> dict[str, dict[str, float]]:
     """Returns what text that nothing was learned from says of a plan, by length; bounds one-sided at 95 %."""
     from adaattn_hf.calibration import verify
-    from adaattn_hf.calibration.arms import programs_of
+    from adaattn_hf.calibration.arms import plan_tap, programs_of
 
     from .held_out import scores
 
     inputs, found = measurement.inputs, {}
     programs = programs_of(plan, measurement.layers.tensors)
     for length, sequences in texts.items():
-        evidence = verify.gather(inputs.arms, programs, sequences, scoring=inputs.scoring)
+        evidence = verify.gather(inputs, plan_tap(programs), sequences, verify.Evidence(), 0)
         bound = evidence.bound(0.95)
         found[str(length)] = {
             **scores(evidence), "documents": bound.clusters, "tokens": bound.tokens,

@@ -219,9 +219,9 @@ def test_a_format_that_fails_beside_every_plan_leaves_the_plan_alone(
 
     def worse(programs: Any, stored: str) -> Any:
         tap = stored_tap(programs, stored)
-        return lambda module, request: -3.0 * tap(module, request)
+        return tap if stored == "model" else lambda module, request: -3.0 * tap(module, request)
 
-    monkeypatch.setattr("adaattn_hf.calibration.campaign.stored_tap", worse)
+    monkeypatch.setattr("adaattn_hf.calibration.proof.stored_tap", worse)
     result = campaign(measured).run()
     assert result.met
     assert result.plan.verified is not None
@@ -253,7 +253,7 @@ def test_formats_that_are_tested_when_every_plan_has_failed_spend_what_is_left(
 
     def fails(*args: Any) -> Any:
         proof = prove(*args)
-        levels.append(args[4].level)
+        levels.append(args[3].level)
         verdicts = {length: replace(one, passed=False) for length, one in proof.verdicts.items()}
         return replace(proof, verdicts=verdicts)
 

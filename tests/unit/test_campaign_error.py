@@ -16,7 +16,7 @@ import pytest
 from adaattn_hf.calibration import campaign, search, verify
 from adaattn_hf.calibration.campaign import Campaign
 from adaattn_hf.calibration.corpus import TokenSequence
-from adaattn_hf.calibration.search import NOTHING, Found, Joint
+from adaattn_hf.calibration.search import LEAST_KL, Found, Joint
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.stock import StockDistance
 from adaattn_hf.calibration.team import Team
@@ -65,9 +65,9 @@ def simulate(
         joint = world.joint(kl)
         taught(aim, LENGTH, [joint])
         allocation = Allocation(np.ones(1, dtype=np.int64), kl**-saving, np.array([kl]))
-        return Found(allocation, {LENGTH: joint}, {LENGTH: kl}, 1.0), alpha
+        return Found(allocation, {LENGTH: joint}, {LENGTH: kl}), alpha
 
-    def gather(arms: Any, programs: Any, shard: Any, *, before: Any, **_: Any) -> Any:
+    def gather(inputs: Any, tap: Any, shard: Any, before: Any, *_: Any) -> Any:
         for delta in state["world"].deltas(state["kl"], len(shard)):
             before.names.append(str(len(before.names)))
             before.sources.append("text")
@@ -167,9 +167,9 @@ def test_a_plan_that_adds_less_than_rounding_can_tell_is_not_taken_to_add_nothin
 
     def of(kl: float, rounding: float) -> tuple[float, float]:
         joint = Joint(kl, 0.0, 0.0, observed, {}, rounding)
-        return joint.added, joint.told
+        return joint.added, joint.visible
 
-    assert of(1.1e-3, 1.2e-3) == pytest.approx((NOTHING, 1.2e-4))
+    assert of(1.1e-3, 1.2e-3) == pytest.approx((LEAST_KL, 1.2e-4))
     assert of(1.8e-3, 1.2e-3) == pytest.approx((6e-4, 6e-4))
     assert of(3e-4, 0.0) == pytest.approx((3e-4, 3e-4))
 
@@ -200,4 +200,4 @@ def test_a_search_ends_within_its_limit_whatever_rounding_hides(
     found, _ = search.seek(passes, aim, np.ones(1), (), [], lambda aim, *_: aim)
     assert found is not None
     assert found.joint[LENGTH].added <= (1.0 + search.TOLERANCE) * limit
-    assert found.reached >= 0.25 or beside < 0.0
+    assert found.joint[LENGTH].added >= 0.25 * limit or beside < 0.0
