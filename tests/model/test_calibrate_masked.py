@@ -234,12 +234,12 @@ def test_the_risk_of_single_heads_is_their_measured_kl(
 ) -> None:
     """Nats per masked token: a risk per row would be seven times too small."""
     settings = replace(
-        SETTINGS, sequences=4, rows=LENGTH, labels=4, families=("window",), windows=(32,), tries=1
+        SETTINGS, sequences=2, rows=LENGTH, labels=2, families=("window",), windows=(32,), tries=1
     )
     measured = measure(open_inputs(model, encode, text, settings, scoring=scoring), prices=prices())
     risks = measured.risks()[0][:, 1]
-    heads = np.argsort(-risks)[[0, 3, 6]]
-    sequences = measured.inputs.samples[LENGTH].held_out
+    heads = np.argsort(-risks)[[0, 3]]
+    sequences = measured.inputs.samples[LENGTH].held_out[:5]
     for unit in heads:
         layer, head = measured.layers.units[unit]
         tap = plan_tap({layer: _program(layer, make_choice("window", 32, 16), only=head)})
@@ -345,13 +345,6 @@ def test_decode_is_neither_timed_nor_asked_for(
     assert set(measured.table.prices) == {"prefill"}
     assert not measured.layers.calls[LENGTH].structure.causal
     assert measured.layers.calls[LENGTH].query.shape[2] == LENGTH
-
-
-def test_the_same_seed_gives_the_same_bytes(
-    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens, result: Calibration
-) -> None:
-    again = calibrate(model, encode, text, SETTINGS, scoring=scoring, prices=prices())
-    assert again.plan.to_json() == result.plan.to_json()
 
 
 def test_an_interrupted_run_goes_on_and_other_maskings_do_not(
