@@ -119,8 +119,8 @@ fuzz: $(READY) ## random calls and models, CASES=100000 valid, as many malformed
 	nice -n 19 $(BIN)/python tests/property/search.py --cases $(or $(CASES),100000) --jobs $(or $(JOBS),1) --seed $(or $(SEED),0) --write docs/results
 
 .PHONY: compiled
-compiled: $(READY) ## compile what every call launches on every GPU, held to its shared memory; MORE=--whole counts registers; writes docs/results/compiled.*
-	PYTHONSAFEPATH= TRITON_INTERPRET=0 $(BIN)/python -m studies.compiled $(MORE) --write docs/results
+compiled: $(READY) ## compile what every call launches on every GPU, held to its shared memory
+	PYTHONSAFEPATH= TRITON_INTERPRET=0 $(BIN)/python -m studies.compiled
 
 .PHONY: errors
 errors: $(READY) ## errors of every backend by dtype and stage, against double precision; writes docs/results/errors.*

@@ -1,8 +1,8 @@
-"""What the Triton kernels of all calls take of each device: `make compiled` compiles them, checks and writes it down.
+"""Whether the Triton kernels of all calls fit each device: `make compiled` compiles them and fails where one does not.
 
 Kernels are compiled for devices that are not here, with the constants and in the variant that a launch would ask
 for. A call that the backend refuses on a device is not compiled for it. Shared memory is known before machine code is
-made; with `--whole` that is made, too, for the registers of a thread and what it keeps in memory for want of them.
+made, so none is.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from adaattn_hf._files import write_atomically
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import capability
+from adaattn_hf.backends.capability import Capability, of_sm
 from adaattn_hf.backends.triton import (
     TritonBackend,
     descriptors,
@@ -43,12 +42,39 @@ from adaattn_hf.backends.triton import (
     storing,
 )
 from adaattn_hf.calibration.over_codes import over_codes
-from adaattn_hf.eval.provenance import provenance
-
-from .compiled_page import DEVICES, Launch, page, record
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 WINDOWS = HeadRules((128, 0), (16, 0), ("model",) * 2)
+
+
+DEVICES = (80, 86, 89, 90, 100, 120)
+"""Compute capabilities: A100 and A30; RTX 30, A10 and A40; RTX 40, L4 and L40; H100 and H200; B200; RTX 50."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as one call launches it.
+
+    Attributes:
+        sm: Compute capability that it was compiled for, 90 for 9.0.
+        call: The call, in words.
+        kernel: Name of the kernel.
+        tile: Query rows, key columns, warps and stages; of a step, no rows.
+        shared: Bytes of shared memory of a program.
+        limit: Bytes that the device has for one.
+    """
+
+    sm: int
+    call: str
+    kernel: str
+    tile: str
+    shared: int
+    limit: int
+
+
+def record(sm: int) -> Capability:
+    """What a compute capability can do."""
+    return of_sm(divmod(sm, 10))
 
 
 class NoDevice:
@@ -71,12 +97,11 @@ class NoDevice:
         return GPUTarget("cuda", self.sm, 32)
 
 
-def on(sm: int, whole: bool, believed: int | None = None) -> list[Launch]:
+def on(sm: int, believed: int | None = None) -> list[Launch]:
     """Has launches compile for a device from now on; they are noted in the list.
 
     Args:
         sm: Its compute capability.
-        whole: Whether machine code is made.
         believed: What the backend holds the device to be, where that is another one.
     """
     facts, found = record(believed or sm), list[Launch]()
@@ -89,18 +114,16 @@ def on(sm: int, whole: bool, believed: int | None = None) -> list[Launch]:
     # calls are small here, and large ones shall be shown
     vars(prefill)["_LEAST_PRODUCTS"] = vars(hopper)["_LEAST_OF_WINDOWS"] = vars(hopper)["_LEAST_OF_ROWS"] = 0
     vars(hopper)["multiprocessors"] = lambda device: 132
-    if not whole:
-        # apart from kernels that are launched, of which Triton 3.6 cannot tell these
-        triton.knobs.cache.dir = str(Path("build", "compiled").resolve())
-        triton.knobs.runtime.add_stages_inspection_hook = _without_machine_code
+    # apart from kernels that are launched, of which Triton 3.6 cannot tell these
+    triton.knobs.cache.dir = str(Path("build", "compiled").resolve())
+    triton.knobs.runtime.add_stages_inspection_hook = _without_machine_code
 
     def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
         made = _RUN(kernel, *arguments, grid=grid, warmup=True, **constants)
         tile = [constants.get(name) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
         shown = "/".join("-" if one is None else str(one) for one in tile)
         limit = record(sm).shared_memory
-        one = Launch(sm, "", kernel.__name__, shown, made.metadata.shared, limit)
-        found.append(replace(one, **_resources(made.asm["cubin"])) if whole else one)  # type: ignore[arg-type]
+        found.append(Launch(sm, "", kernel.__name__, shown, made.metadata.shared, limit))
         return made
 
     JITFunction.run = run
@@ -122,17 +145,6 @@ def _without_machine_code(*asked: Any, **more: Any) -> tuple[str, str] | None:
 
     stages.update(ptx=named, cubin=lambda source, metadata: b"")
     return None
-
-
-def _resources(code: bytes) -> dict[str, int]:
-    """Registers and stack of a thread, as the tool that comes with Triton reads them off machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code)
-        file.flush()
-        asked = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(asked, check=True, capture_output=True, text=True).stdout  # noqa: S603
-    words = dict(word.split(":") for word in text.split() if word.count(":") == 1 and not word.endswith(":"))
-    return {"registers": int(words["REG"]), "stack": int(words["STACK"])}
 
 
 def request(
@@ -254,11 +266,9 @@ def refused(asked: AttentionRequest) -> tuple[str, ...]:
     return TritonBackend().refusals(CallSpec.of(asked)._replace(device="cuda"))
 
 
-def compiled(
-    sm: int, names: Sequence[str] = (), whole: bool = False, believed: int | None = None
-) -> Iterator[Launch]:
+def compiled(sm: int, names: Sequence[str] = (), believed: int | None = None) -> Iterator[Launch]:
     """The launches of calls that the backend serves on a device, all where none is named; what is the same once."""
-    found, seen = on(sm, whole, believed), set[Launch]()
+    found, seen = on(sm, believed), set[Launch]()
     for name, make, work in calls(names):
         asked = make()
         if refused(asked):
@@ -286,19 +296,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sm", type=int, nargs="*", default=list(DEVICES), help="compute capabilities, as 86")
     parser.add_argument("--calls", nargs="*", default=[], help="names of calls (default: all)")
-    parser.add_argument("--whole", action="store_true", help="make machine code, and count registers")
     parser.add_argument(
         "--believed", type=int, help="compute capability that the backend holds the device to have"
     )
     parser.add_argument(
         "--lines", action="store_true", help="print each launch as JSON, whether it fits or not"
     )
-    parser.add_argument("--write", type=Path, help="directory for compiled.json and compiled.md")
     asked = parser.parse_args()
     if len(asked.sm) == 1:
-        found = list(compiled(asked.sm[0], asked.calls, asked.whole, asked.believed))
+        found = list(compiled(asked.sm[0], asked.calls, asked.believed))
     else:
-        more = ["--lines", *(["--whole"] if asked.whole else []), "--calls", *asked.calls]
+        more = ["--lines", "--calls", *asked.calls]
 
         def alone(sm: int) -> list[Launch]:
             command = [sys.executable, "-m", __spec__.name, str(sm), *more]
@@ -311,15 +319,6 @@ def main() -> int:
         sys.stdout.writelines(json.dumps(asdict(one)) + "\n" for one in found)
     wrong = broken(found)
     sys.stderr.writelines(f"{line}\n" for line in wrong)
-    if asked.write:
-        origin = provenance(torch.device("cpu"))
-        data = {
-            "provenance": origin,
-            "triton": triton.__version__,
-            "launches": [asdict(one) for one in found],
-        }
-        write_atomically(asked.write / "compiled.json", json.dumps(data, indent=1) + "\n")
-        write_atomically(asked.write / "compiled.md", page(found, origin, triton.__version__))
     return 1 if wrong and not asked.lines else 0
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 # before anything imports the libraries that read them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# of the processes that tests start, as of this one below: threads of many that wait for one another spin
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     # without a device Triton's kernels run in its interpreter, which is decided when triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -13,7 +13,7 @@ import pytest
 import adaattn_hf
 from adaattn_hf.cli.main import COMMANDS
 
-from ..support.source_tree import ROOT, Module, read_modules
+from ..support.source_tree import ROOT, Module, parsed, read_modules
 
 LONGEST, MEDIAN, LONGEST_FACE = 400, 150, 100
 DRAWERS = {"utils", "util", "common", "helpers", "misc", "manager"}
@@ -43,7 +43,7 @@ def without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 def placeholders(source: str) -> Iterator[str]:
     """Functions without content, `raise NotImplementedError`, promises in comments."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     parents = parents_of(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -69,7 +69,7 @@ def placeholders(source: str) -> Iterator[str]:
 
 def swallowed(source: str) -> Iterator[str]:
     """Handlers that catch everything, and handlers that do nothing."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if not isinstance(node, ast.ExceptHandler):
             continue
         caught = "" if node.type is None else ast.unparse(node.type)
@@ -83,7 +83,7 @@ def swallowed(source: str) -> Iterator[str]:
 
 def undocumented(source: str) -> Iterator[str]:
     """Modules, public classes and public functions without a docstring that says something."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     parents = parents_of(tree)
     if source.strip() and len((ast.get_docstring(tree) or "").strip(". ")) < 10:
         yield "1: the module says nothing of itself"
@@ -150,7 +150,7 @@ FACTORIES |= {"tensor", "zeros"}
 
 def leaves_the_device_open(source: str) -> Iterator[str]:
     """New tensors without a device: `torch.set_default_device` would put them where kernels do not look for them."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Call) and re.fullmatch(r"torch\.\w+", called := ast.unparse(node.func)):
             names = {keyword.arg for keyword in node.keywords}
             if called.removeprefix("torch.") in FACTORIES and not names & {"device", None}:
@@ -163,7 +163,7 @@ FLOATING = FACTORIES - {"arange", "randint", "randperm"}
 
 def leaves_the_dtype_open(source: str) -> Iterator[str]:
     """New tensors without a dtype: `torch.set_default_dtype` would decide it."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if not isinstance(node, ast.Call) or not re.fullmatch(
             r"torch\.\w+", called := ast.unparse(node.func)
         ):

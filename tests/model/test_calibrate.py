@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +31,6 @@ from adaattn_hf.calibration.search import JointPasses
 from adaattn_hf.calibration.state import FILE, CalibrationState
 from adaattn_hf.calibration.texts import read_documents
 from adaattn_hf.cli.options import nats
-from adaattn_hf.patches.observe import monitoring
 from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans import execute, reading, sampled, store
@@ -120,15 +118,6 @@ def test_a_plan_passes_inside_the_budget(result: Calibration) -> None:
     assert verified.confidence >= 0.975
 
 
-def test_the_same_seed_gives_the_same_bytes(
-    model: LlamaForCausalLM, text: list[Path], result: Calibration
-) -> None:
-    again = calibrate(model, encode, text, SETTINGS, prices=_prices())
-    assert again.plan.to_json() == result.plan.to_json()
-    other = calibrate(model, encode, text, replace(SETTINGS, seed=1), prices=_prices())
-    assert other.plan.to_json() != result.plan.to_json()
-
-
 def test_predicted_risk_orders_and_sizes_the_measured_kl(model: LlamaForCausalLM, text: list[Path]) -> None:
     """Untrained heads err in step over rows, which the diagonal form leaves out: the size holds to a small factor."""
     settings = replace(SETTINGS, sequences=4, rows=LENGTH, labels=4, tries=1, held_out=6)
@@ -177,16 +166,6 @@ def test_what_the_solver_answers_is_no_plan_if_it_saves_nothing(
     assert 0.0 <= found.report["rounding"] < 1e-6, "two exact kernels in float32"
 
 
-def test_prices_of_other_lengths_are_refused(model: LlamaForCausalLM, text: list[Path]) -> None:
-    """Those of one length would be taken for every length, where a window saves another share."""
-    table = _prices()
-    at = {phase: {2 * LENGTH: rows[LENGTH]} for phase, rows in table.prices.items()}
-    with pytest.raises(
-        ValueError, match=f"measured at {2 * LENGTH} to {2 * LENGTH} tokens, .* around {LENGTH}"
-    ):
-        calibrate(model, encode, text, SETTINGS, prices=replace(table, prices=at))
-
-
 def test_a_window_no_narrower_than_the_models_own_is_no_plan(text: list[Path]) -> None:
     """Such a plan changes nothing: it is exact, and never passes."""
     config = MistralConfig(
@@ -233,40 +212,6 @@ def test_failing_verification_backs_off(
     assert "the test says so" in found.sentence
     assert len(shares) == SETTINGS.tries
     assert shares[1] < shares[0]
-
-
-def test_an_interrupted_run_goes_on(
-    model: LlamaForCausalLM,
-    text: list[Path],
-    result: Calibration,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = 0
-    real = fisher.measure
-
-    def stops(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(fisher, "measure", stops)
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(model, encode, text, SETTINGS, prices=_prices(), directory=tmp_path)
-    assert (tmp_path / FILE).is_file()
-    with pytest.raises(ValueError, match="another model, text or settings"):
-        calibrate(
-            model, encode, text, replace(SETTINGS, seed=3), prices=_prices(), directory=tmp_path, resume=True
-        )
-    calls = 2
-    resumed = calibrate(model, encode, text, SETTINGS, prices=_prices(), directory=tmp_path, resume=True)
-    assert calls == 3
-    assert resumed.plan.to_json() == result.plan.to_json()
-    assert (tmp_path / FILE).is_file(), "the plan is not written yet"
-    save_plan(_model(), resumed, tmp_path)
-    assert not (tmp_path / FILE).exists()
 
 
 @pytest.mark.parametrize("part", ["mlp", "head", "tokens"])
@@ -358,13 +303,6 @@ def test_the_plan_travels_with_the_checkpoint(result: Calibration, tmp_path: Pat
         torch.testing.assert_close(again(tokens).logits, planned)
 
 
-def _tampered(directory: Path, **changes: Any) -> LlamaForCausalLM:
-    data = json.loads((directory / "config.json").read_text())
-    data["adaattn"]["plan"].update(changes)
-    (directory / "config.json").write_text(json.dumps(data))
-    return LlamaForCausalLM.from_pretrained(directory, attn_implementation="adaattn")  # type: ignore[no-any-return]
-
-
 @pytest.fixture
 def stored(result: Calibration, tmp_path: Path) -> Path:
     model = _model()
@@ -373,32 +311,11 @@ def stored(result: Calibration, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"model_type": "gpt2"}, "made for model type 'gpt2'"),
-        ({"transformers": "4.57.0"}, "another major version"),
-        ({"format": 99}, "format is 99"),
-        ({"dtype": "bfloat16"}, "calibrated in bfloat16"),
-        ({"unheard": 1}, "got 'unheard', expected one of"),
-    ],
-)
-def test_a_plan_that_does_not_belong_is_refused(stored: Path, changes: dict[str, Any], reason: str) -> None:
-    loaded = _tampered(stored, **changes)
-    with pytest.raises(PlanError, match=reason):
-        loaded(torch.zeros(1, 8, dtype=torch.long))
-
-
-def test_other_weights_and_lost_or_changed_tensors_are_refused(stored: Path, result: Calibration) -> None:
-    other = _model(seed=1)
-    with pytest.raises(PlanError, match="not those that the plan was calibrated on"):
-        attach.attach(other, result.plan)
-    attach.attach(_model(), result.plan)
-    with pytest.raises(PlanError, match="the plan has layers"):
-        attach.attach(
-            _model(),
-            replace(result.plan, attention_layers=(), layers=(replace(result.plan.layers[0], layer=7),)),
-        )
+def test_another_major_version_and_lost_or_changed_tensors_are_refused(
+    stored: Path, result: Calibration
+) -> None:
+    with pytest.raises(PlanError, match="another major version"):
+        attach.attach(_model(), replace(result.plan, transformers="4.57.0"))
     needs = replace(result.plan, tensors="0" * 64)
     with pytest.raises(PlanError, match=r"needs adaattn_plan\.safetensors"):
         store.read_tensors(needs, stored / "nowhere")
@@ -451,18 +368,6 @@ def _window_everywhere(model: LlamaForCausalLM, result: Calibration, choice: Cho
     return replace(result.plan, layers=layers, units=units, tensors="")
 
 
-def test_generate_with_a_plan_equals_the_full_forward(result: Calibration) -> None:
-    model = _model()
-    attach.attach(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
-    tokens = torch.randint(0, 128, (1, 100), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        cached = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False, pad_token_id=0
-        )
-        logits = model(cached).logits[0, 99:-1]
-    assert torch.equal(logits.argmax(-1), cached[0, 100:])
-
-
 def test_output_attentions_are_those_of_the_plan(result: Calibration) -> None:
     model = _model()
     attach.attach(model, _window_everywhere(model, result, make_choice("window", 32, 4)))
@@ -471,36 +376,6 @@ def test_output_attentions_are_those_of_the_plan(result: Calibration) -> None:
         weights = model(tokens, output_attentions=True).attentions
     assert weights[0][0, 0, 90, 4:59].abs().max() == 0
     torch.testing.assert_close(weights[0].sum(-1), torch.ones(1, 4, 100))
-
-
-def test_the_monitor_counts_tightens_and_warns_once(
-    result: Calibration, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = _model()
-    plan = _window_everywhere(model, result, make_choice("window", 32, 4))
-    attach.attach(model, plan)
-    tokens = torch.randint(0, 128, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    with (
-        torch.no_grad(),
-        caplog.at_level(logging.WARNING, logger="adaattn_hf"),
-        monitoring.monitoring(model) as watch,
-    ):
-        for _ in range(10):
-            last = model(tokens).logits
-    statistics = adaattn_hf.statistics(model)
-    assert len(statistics) == 2
-    assert statistics[0]["calls"] == 10
-    assert statistics[0]["pairs"] == 10 * 4 * LENGTH
-    # the eighth row seen is in the eighth call, from which on the layer is exact
-    assert statistics[0]["activation"] == pytest.approx(0.8 * (LENGTH - 36) / LENGTH)
-    assert statistics[0]["tightened"] == [0, 1]
-    assert len([record for record in caplog.records if "exact from here on" in record.message]) == 1
-    with torch.no_grad(), tapping(exact_tap):
-        torch.testing.assert_close(last, model(tokens).logits)
-    assert all(mass > 0 for mass in watch.layers[0].lost)
-    attach.remove_plan(model)
-    with pytest.raises(ValueError, match="carries no plan"), monitoring.monitoring(model):
-        pass
 
 
 def test_dropped_mass_of_the_monitor_against_the_weights(

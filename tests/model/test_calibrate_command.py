@@ -457,20 +457,6 @@ def test_the_checkpoint_keeps_the_dtype_that_it_states(model: Path, material: tu
     assert json.loads((model / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        (["--budget", ""], "budget is '', expected a rise of the perplexity"),
-        (["--budget", " "], "expected a rise of the perplexity"),
-    ],
-)
-def test_an_empty_budget_is_none(
-    model: Path, material: tuple[str, str], changed: list[str], words: str
-) -> None:
-    done = run(model, material, *changed)
-    assert (done.exit_code, words in done.stderr) == (2, True), done.output
-
-
 def test_a_report_is_json_where_a_number_is_not_finite(
     model: Path, material: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,6 +517,8 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
         (("--prices", "nowhere.json"), "nowhere.json is no file"),
         (("--out", __file__), "cannot be made"),
         (("--budget", "lots"), "budget is 'lots'"),
+        (("--budget", ""), "budget is '', expected a rise of the perplexity"),
+        (("--budget", " "), "expected a rise of the perplexity"),
     ],
 )
 def test_wrong_arguments_end_with_code_2(

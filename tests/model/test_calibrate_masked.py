@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -37,7 +36,7 @@ from typer.testing import CliRunner
 import adaattn_hf
 from adaattn_hf.attention.tap import tapping
 from adaattn_hf.calibration import fisher, pricing
-from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap
+from adaattn_hf.calibration.arms import ModelArms, compare, plan_tap
 from adaattn_hf.calibration.assemble import report
 from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
 from adaattn_hf.calibration.measure import measure
@@ -198,31 +197,6 @@ def test_a_head_that_transforms_is_reached_through_the_models_forward(family: st
 
 
 # ---------------------------------------------------------------------- what a choice costs
-def test_gradients_of_masked_labels_equal_differences(
-    model: Any, ids: list[int], scoring: MaskedTokens
-) -> None:
-    reading = scoring.readings(ids, 0, CPU)[0]
-    found: list[dict[int, Tensor]] = []
-    recorder = fisher.measure(
-        ModelArms(model), reading, [make_choice("window", 8)], {}, rows=LENGTH, labels=1,
-        generator=torch.Generator().manual_seed(3), on_products=found.append,
-    )  # fmt: skip
-    with torch.no_grad():
-        likelihood = model(reading.tokens).logits[0, reading.places].log_softmax(-1)
-    labels = fisher.drawn_labels(likelihood, 1, torch.Generator().manual_seed(3))
-    step = 1e-2 * recorder.changes[2][0]
-
-    def shifted(sign: float) -> float:
-        def tap(module: Any, request: Any) -> Tensor:
-            out = exact_tap(module, request)
-            return out + sign * step.transpose(0, 1)[None] if module.layer_idx == 2 else out
-
-        with torch.no_grad(), tapping(tap):
-            logits = model(reading.tokens).logits[0, reading.places]
-        return float(logits.double().log_softmax(-1).gather(1, labels).sum())
-
-    slope = (shifted(1.0) - shifted(-1.0)) / 2e-2
-    assert slope == pytest.approx(float(found[0][2].sum()), rel=2e-2)
 
 
 def test_the_risk_of_single_heads_is_their_measured_kl(
@@ -230,12 +204,12 @@ def test_the_risk_of_single_heads_is_their_measured_kl(
 ) -> None:
     """Nats per masked token: a risk per row would be seven times too small."""
     settings = replace(
-        SETTINGS, sequences=4, rows=LENGTH, labels=4, families=("window",), windows=(32,), tries=1
+        SETTINGS, sequences=2, rows=LENGTH, labels=2, families=("window",), windows=(32,), tries=1
     )
     measured = measure(open_inputs(model, encode, text, settings, scoring=scoring), prices=prices())
     risks = measured.risks()[0][:, 1]
-    heads = np.argsort(-risks)[[0, 3, 6]]
-    sequences = measured.inputs.samples[LENGTH].held_out
+    heads = np.argsort(-risks)[[0, 3]]
+    sequences = measured.inputs.samples[LENGTH].held_out[:5]
     for unit in heads:
         layer, head = measured.layers.units[unit]
         tap = plan_tap({layer: _program(layer, make_choice("window", 32, 16), only=head)})
@@ -339,13 +313,6 @@ def test_decode_is_neither_timed_nor_asked_for(
     assert set(measured.table.prices) == {"prefill"}
     assert not measured.layers.calls[LENGTH].structure.causal
     assert measured.layers.calls[LENGTH].query.shape[2] == LENGTH
-
-
-def test_the_same_seed_gives_the_same_bytes(
-    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens, result: Calibration
-) -> None:
-    again = calibrate(model, encode, text, SETTINGS, scoring=scoring, prices=prices())
-    assert again.plan.to_json() == result.plan.to_json()
 
 
 def test_an_interrupted_run_goes_on_and_other_maskings_do_not(

@@ -54,7 +54,7 @@ def arguments(directory: Path, **changes: Any) -> tf.TrainingArguments:
         output_dir=str(directory),
         per_device_train_batch_size=4,
         learning_rate=3e-3,
-        max_steps=50,
+        max_steps=30,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -97,18 +97,18 @@ def apart(first: list[float], second: list[float]) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fifty_steps_follow_eager_in_fp32(family: str, tmp_path: Path) -> None:
+def test_thirty_steps_follow_eager_in_fp32(family: str, tmp_path: Path) -> None:
     stock = losses(family, "eager", tmp_path)
     ours = losses(family, "adaattn", tmp_path)
-    assert len(stock) == 50
+    assert len(stock) == 30
     assert stock[-1] < stock[0] - 0.05, "nothing was learnt, so nothing was compared"
     assert largest(stock, ours) <= 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["bert", "llama"])
 def test_bf16_stays_as_near_to_eager_as_stock_sdpa(family: str, tmp_path: Path) -> None:
     eager, sdpa, ours = (
-        losses(family, name, tmp_path, bf16=True, max_steps=30) for name in ("eager", "sdpa", "adaattn")
+        losses(family, name, tmp_path, bf16=True, max_steps=20) for name in ("eager", "sdpa", "adaattn")
     )
     # over the curve: its largest distance is one draw of a walk that rounding started
     assert apart(eager, ours) <= 2 * apart(eager, sdpa) + 1e-4
@@ -206,8 +206,7 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     assert "adaattn" not in str(written)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_packed_batches_train_like_separate_documents(family: str, tmp_path: Path) -> None:
+def test_packed_batches_train_like_separate_documents(tmp_path: Path) -> None:
     documents = [
         {"input_ids": [t for t, real in zip(e["input_ids"], e["attention_mask"], strict=True) if real]}
         for e in examples(4)
@@ -215,8 +214,7 @@ def test_packed_batches_train_like_separate_documents(family: str, tmp_path: Pat
     collator = tf.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     batch = collator([dict(d) for d in documents])
     assert batch["input_ids"].shape[0] == 1
-    ours = model_of(family, "adaattn")
-    stock = model_of(family, "eager")
+    ours, stock = model_of("llama", "adaattn"), model_of("llama", "eager")
     scored = 0
     total = torch.zeros(())
     for document in documents:

@@ -58,19 +58,15 @@ PACKED: dict[str, Any] = dict(
 )
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_padded_batches_follow_stock_attention(family: str, tmp_path: Path) -> None:
-    ours = losses(trainer_of(family, "adaattn", tmp_path))
+def test_padded_batches_follow_stock_attention(tmp_path: Path) -> None:
+    ours = losses(trainer_of("llama", "adaattn", tmp_path))
     for stock in ("eager", "sdpa"):
-        assert largest(losses(trainer_of(family, stock, tmp_path)), ours) <= 1e-4
+        assert largest(losses(trainer_of("llama", stock, tmp_path)), ours) <= 1e-4
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_packed_batches_follow_stock_attention_over_the_same_documents(
-    checkpointed: bool, tmp_path: Path
-) -> None:
-    """Without a cache stock attention reads the borders from the positions, too."""
-    changes = PACKED | dict(gradient_checkpointing=checkpointed)
+def test_packed_batches_follow_stock_attention_over_the_same_documents(tmp_path: Path) -> None:
+    """Checkpointed, and so without a cache, where stock attention reads the borders from the positions, too."""
+    changes = PACKED | dict(gradient_checkpointing=True)
     curves = [losses(trainer_of("llama", name, tmp_path, **changes)) for name in ("eager", "adaattn")]
     assert largest(*curves) <= 1e-4
 
@@ -96,23 +92,24 @@ def test_the_loss_of_a_packed_batch_is_that_of_its_documents(
     assert found == pytest.approx(total / scored, abs=1e-5)
 
 
-def command_line(directory: Path, implementation: str) -> subprocess.CompletedProcess[str]:
-    """`adaattn run -- trl sft`, two steps of the packaged model on a file of its pages."""
+@pytest.mark.slow
+def test_the_command_line_of_trl_trains_with_the_registered_name(tmp_path: Path) -> None:
+    """`adaattn run -- trl sft`, a step of the packaged model on a file of its pages."""
     rows = [json.dumps({"text": page[:300]}) for page in calibration_pages()[:8]]
-    (directory / "data").mkdir()
-    (directory / "data" / "train.jsonl").write_text("\n".join(rows))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
     trl_program = [sys.executable, "-c", "from trl.cli import main; main()"]
     words = {
         "model_name_or_path": str(demo_model_path("llama")),
-        "dataset_name": str(directory / "data"),
-        "attn_implementation": implementation,
-        "max_steps": "2",
+        "dataset_name": str(tmp_path / "data"),
+        "attn_implementation": "adaattn",
+        "max_steps": "1",
         "max_length": "64",
         "report_to": "none",
         "use_cpu": "true",
-        "output_dir": str(directory / "out"),
+        "output_dir": str(tmp_path / "out"),
     }
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-P", "-m", "adaattn_hf", "run", "--", *trl_program, "sft"]
         + [part for name, word in words.items() for part in (f"--{name}", word)],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -121,19 +118,5 @@ def command_line(directory: Path, implementation: str) -> subprocess.CompletedPr
         timeout=300,
         check=False,
     )
-
-
-@pytest.mark.slow
-def test_the_command_line_of_trl_trains_with_the_registered_name(tmp_path: Path) -> None:
-    done = command_line(tmp_path, "adaattn")
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_the_layers_of_that_trainer_do_call_this_package(tmp_path: Path) -> None:
-    """The packaged model trains with attention dropout, which the named backend refuses: no other is taken for it."""
-    done = command_line(tmp_path, "adaattn_native")
-    assert done.returncode != 0
-    assert "native" in done.stderr
-    assert "dropout" in done.stderr, done.stderr[-2000:]

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 import adaattn_hf
 from adaattn_hf.patches.unpad import PackedLayout
 
+from ..support.families import configured
 from ..support.models import (
     BATCH,
     BERT_HEADS,
@@ -36,40 +37,12 @@ from ..support.versions import needs_tracing
 
 UNPADDED = "unpadded"
 LABEL_PAD = -100
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 96,
-    "pad_token_id": 0,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-OTHER_ENCODERS: dict[str, tuple[Any, Any]] = {
-    "distilbert": (
-        tf.DistilBertModel,
-        tf.DistilBertConfig(
-            vocab_size=VOCABULARY, dim=HIDDEN, hidden_dim=48, n_layers=2, n_heads=4, dropout=0.0
-        ),
-    ),
-    "electra": (tf.ElectraModel, tf.ElectraConfig(**SMALL, embedding_size=16)),
-    "albert": (tf.AlbertModel, tf.AlbertConfig(**SMALL, embedding_size=16)),
-    "xlm-roberta": (tf.XLMRobertaModel, tf.XLMRobertaConfig(**SMALL)),
-    "opt": (
-        tf.OPTForCausalLM,
-        tf.OPTConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=HIDDEN,
-            ffn_dim=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=96,
-            word_embed_proj_dim=HIDDEN,
-            dropout=0.0,
-        ),
-    ),
+OTHER_FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "distilbert": ("distilbert", tf.DistilBertModel, {}),
+    "electra": ("electra", tf.ElectraModel, {"embedding_size": 16}),
+    "albert": ("albert", tf.AlbertModel, {"embedding_size": 16}),
+    "xlm-roberta": ("xlm-roberta", tf.XLMRobertaModel, {}),
+    "opt": ("opt", tf.OPTForCausalLM, {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN}),
 }
 FAMILIES: tuple[str, ...] = (
     "gpt2",
@@ -85,7 +58,11 @@ FAMILIES += ("llama4-chunked", "deepseek-mla", "gpt-neox", "bert", "roberta", "m
 
 def made(name: str) -> Pair:
     """A stock model and ours, ours prepared."""
-    found = build(*OTHER_ENCODERS[name]) if name in OTHER_ENCODERS else fresh_pair(name)
+    if name in OTHER_FAMILIES:
+        kind, cls, changes = OTHER_FAMILIES[name]
+        found = build(cls, configured(kind, changes))
+    else:
+        found = fresh_pair(name)
     adaattn_hf.prepare(found.ours)
     return found
 
@@ -125,7 +102,7 @@ def test_layout_goes_both_ways() -> None:
 
 # ---------------------------------------------------------------- forward
 @pytest.mark.parametrize("side", ["right", "left", "holes"])
-@pytest.mark.parametrize("name", [*FAMILIES, *OTHER_ENCODERS])
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHER_FAMILIES])
 def test_hidden_states_and_logits_are_those_of_the_stock_model(name: str, side: str) -> None:
     stock, ours = made(name)
     mask = padding(side)
@@ -265,19 +242,20 @@ def labels_of(head: type, mask: Tensor) -> dict[str, Tensor]:
     return {}
 
 
-MORE_HEADS = (
-    (tf.RobertaForMaskedLM, tf.RobertaConfig(**SMALL)),
-    (tf.RobertaForSequenceClassification, tf.RobertaConfig(**SMALL)),
-    (tf.DistilBertForSequenceClassification, OTHER_ENCODERS["distilbert"][1]),
-    (tf.ElectraForTokenClassification, OTHER_ENCODERS["electra"][1]),
-    (tf.ModernBertForMaskedLM, None),
-)
+MORE_HEADS = {
+    tf.RobertaForMaskedLM: "roberta",
+    tf.RobertaForSequenceClassification: "roberta",
+    tf.DistilBertForSequenceClassification: "distilbert",
+    tf.ElectraForTokenClassification: "electra",
+    tf.ModernBertForMaskedLM: "modernbert",
+}
 
 
 def head_of(cls: Any) -> Pair:
-    for other, config in MORE_HEADS:
-        if cls is other:
-            return build(cls, config) if config is not None else build(cls, config_of("modernbert-local"))
+    if cls is tf.ModernBertForMaskedLM:
+        return build(cls, config_of("modernbert-local"))
+    if cls in MORE_HEADS:
+        return build(cls, configured(MORE_HEADS[cls], {}))
     family = "gpt2" if cls in GPT2_HEADS else "bert" if cls in BERT_HEADS else "llama"
     config = config_of(family)
     if cls is tf.BertLMHeadModel:
@@ -286,7 +264,7 @@ def head_of(cls: Any) -> Pair:
 
 
 @pytest.mark.parametrize(
-    "cls", [*BERT_HEADS, *GPT2_HEADS, *LLAMA_HEADS, *(cls for cls, _ in MORE_HEADS)], ids=lambda c: c.__name__
+    "cls", [*BERT_HEADS, *GPT2_HEADS, *LLAMA_HEADS, *MORE_HEADS], ids=lambda c: c.__name__
 )
 def test_every_head_has_the_stock_loss_and_gradients(cls: Any) -> None:
     stock, ours = head_of(cls)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import adaattn_hf
 from adaattn_hf.patches.unpad import PaddedCallError, hooks
 
+from ..support.families import configured
 from ..support.models import (
     BATCH,
     HIDDEN,
@@ -27,7 +28,7 @@ from ..support.models import (
     padding,
     tokens,
 )
-from .test_unpad import SMALL, UNPADDED
+from .test_unpad import UNPADDED
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -36,6 +37,12 @@ def hooks_of(model: nn.Module) -> int:
 
 
 # ---------------------------------------------------------------- what is refused
+TOWER = {
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "image_size": 8, "patch_size": 4,
+}  # fmt: skip
+
+
 def refusal_of(model: nn.Module) -> str:
     before = hooks_of(model)
     with pytest.raises(adaattn_hf.PrepareError) as caught:
@@ -62,41 +69,24 @@ def test_cross_attention_is_refused() -> None:
     assert "cross-attention" in refusal_of(tf.BertModel._from_config(config, attn_implementation="adaattn"))
 
 
-def test_relative_positions_are_refused() -> None:
-    config = tf.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=HIDDEN,
-        d_kv=8,
-        d_ff=48,
-        num_layers=1,
-        num_heads=4,
-        is_encoder_decoder=False,
-    )
-    assert "relative position" in refusal_of(
-        tf.T5EncoderModel._from_config(config, attn_implementation="adaattn")
-    )
-
-
-def test_convolutions_are_refused() -> None:
-    config = tf.ConvBertConfig(**SMALL)
-    assert "convolutions" in refusal_of(tf.ConvBertModel._from_config(config, attn_implementation="adaattn"))
-
-
-def test_recurrent_layers_are_refused() -> None:
-    config = tf.JambaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=2,
-        use_mamba_kernels=False,
-    )
-    message = refusal_of(tf.JambaForCausalLM._from_config(config, attn_implementation="adaattn"))
-    assert "from one packed row into the next" in message
+@pytest.mark.parametrize(
+    ("kind", "cls", "changes", "words"),
+    [
+        ("t5", tf.T5EncoderModel, {"is_encoder_decoder": False}, "relative position"),
+        ("convbert", tf.ConvBertModel, {}, "convolutions"),
+        (
+            "jamba", tf.JambaForCausalLM,
+            {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
+            "from one packed row into the next",
+        ),
+        ("clip", tf.CLIPModel, {"text_config": TOWER, "vision_config": TOWER}, "several towers"),
+    ],
+)  # fmt: skip
+def test_what_mixes_rows_or_has_several_towers_is_refused(
+    kind: str, cls: Any, changes: dict[str, Any], words: str
+) -> None:
+    model = cls._from_config(configured(kind, changes), attn_implementation="adaattn")
+    assert words in refusal_of(model)
 
 
 def test_attention_that_is_not_ours_is_refused() -> None:
@@ -105,26 +95,6 @@ def test_attention_that_is_not_ours_is_refused() -> None:
     message = refusal_of(model)
     assert "attention interface" in message
     assert "takes no position_ids" in message
-
-
-def test_several_towers_are_refused() -> None:
-    text = tf.CLIPTextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-    )
-    vision = tf.CLIPVisionConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        image_size=8,
-        patch_size=4,
-    )
-    config = tf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict())
-    assert "several towers" in refusal_of(tf.CLIPModel._from_config(config, attn_implementation="adaattn"))
 
 
 def test_a_model_that_mixes_neighbours_unseen_is_found_out() -> None:

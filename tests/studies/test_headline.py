@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -189,18 +187,3 @@ def test_what_is_missing_is_said(reports: Reports) -> None:
         headline.bench("packed 8 x 512 (float32)")({"bench": {"cells": [], "provenance": {}}})
     with pytest.raises(UsageError, match="'9 × 9' was not measured in the section 'dense'"):
         headline.cuda("dense", "9 × 9", "triton")(reports)
-
-
-def test_the_page_of_cuda_backends_is_that_of_its_json() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "bench_kernels", ROOT / "tests" / "gpu" / "bench_kernels.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    results = ROOT / "docs" / "results"
-    report = json.loads((results / "gpu_kernels.json").read_text(encoding="utf-8"))
-    assert (results / "gpu_kernels.md").read_text(encoding="utf-8") == script.table(report)
-    report["rows"][0]["triton"] += 1
-    assert (results / "gpu_kernels.md").read_text(encoding="utf-8") != script.table(report)

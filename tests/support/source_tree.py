@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -40,7 +41,18 @@ class Module:
     @property
     def tree(self) -> ast.Module:
         """Its syntax."""
-        return ast.parse(self.path.read_text(encoding="utf-8"))
+        return parsed(self.path.read_text(encoding="utf-8"))
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    """The syntax of a text, for many tests once."""
+    return ast.parse(text)
+
+
+@cache
+def _imports_of(text: str, base: tuple[str, ...]) -> tuple[Import, ...]:
+    return tuple(_imports(parsed(text), base))
 
 
 def read_modules(root: Path = ROOT, mapped: Mapping[str, str] = MAPPED) -> dict[str, Module]:
@@ -52,8 +64,7 @@ def read_modules(root: Path = ROOT, mapped: Mapping[str, str] = MAPPED) -> dict[
             is_package = parts[-1] == "__init__"
             name = ".".join(parts[:-1] if is_package else parts)
             base = parts[:-1]
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            found[name] = Module(name, path, tuple(_imports(tree, base)))
+            found[name] = Module(name, path, _imports_of(path.read_text(encoding="utf-8"), base))
     return found
 
 
