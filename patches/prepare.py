@@ -55,7 +55,7 @@ class _CacheHook:
                 module.config.is_encoder_decoder
                 or not makes_cache(module, arguments, module.config)
                 # MiniMax makes a cache of its own class, and takes no other
-                or not GenerationMixin._supports_default_dynamic_cache.__func__(type(module))
+                or not vars(GenerationMixin)["_supports_default_dynamic_cache"].__func__(type(module))
             ):
                 return None
             config = module.config.get_text_config(decoder=True)

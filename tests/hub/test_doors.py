@@ -52,7 +52,8 @@ def test_the_output_can_be_viewed_as_one_row_a_token(serve: Serve, traced: bool)
     """AFMoE takes a view of it; stock attention's output is contiguous."""
 
     def viewed(*tensors: Tensor) -> Tensor:
-        return serve(Layer(), *tensors, None)[0].view(2, 9, -1)
+        out: Tensor = serve(Layer(), *tensors, None)[0].view(2, 9, -1)
+        return out
 
     tensors = drawn(2)
     run = torch.jit.trace(viewed, tensors, check_trace=False) if traced else viewed

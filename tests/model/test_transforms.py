@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.select import BackendRefusal
-from adaattn_hf.patches.structured_mask import StructuredMask
+from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 from ..support.models import fresh_pair, padding, tokens
 
