@@ -15,11 +15,12 @@ from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.plans import execute
-from adaattn_hf.plans.choices import Choice, Part, Precision, Rank, Window, precision_of
+from adaattn_hf.plans.choices import Choice, Part, Precision, Rank, Window
 from adaattn_hf.plans.plan import LayerPlan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
+from .choices import precision_of
 from .malformed import Shown
 from .requests import DEFAULTS, HALF, bound, default_dtype, generator, requests
 

@@ -11,12 +11,11 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.plans import execute
-from adaattn_hf.plans.choices import precision_of
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
-from ..support.choices import make_choice
+from ..support.choices import make_choice, precision_of
 from ..support.processor import ROUNDS_BF16
 
 HEADS, D, N = 2, 16, 270
