@@ -139,6 +139,7 @@ ELSEWHERE = {
     "adaattn_hf/cli/plan.py": "errors, tests/unit/test_plan_files.py; labels of choices",
     "adaattn_hf/cli/profile.py": "numbers, the atlas",
     "adaattn_hf/cli/progress.py": "names of stages",
+    "adaattn_hf/calibration/pricing.py": "the table stands in its docstring",
     "adaattn_hf/backends/native/build.py": "JSON escapes control characters",
     "eval/report.py": "tests/eval/test_report.py::test_names_bring_no_markup_and_no_escape_sequences",
     "eval/showcase.py": "models and texts of the package",

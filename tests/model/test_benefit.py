@@ -25,7 +25,7 @@ def bench(model: Any, length: int, batch: int = 1) -> Any:
     reading = SimpleNamespace(tokens=ids)
     settings = SimpleNamespace(batch=batch)
     return SimpleNamespace(
-        model=model,
+        arms=SimpleNamespace(model=model),
         samples={length: sample},
         readings=lambda _: [reading],
         settings=settings,

@@ -191,7 +191,8 @@ def test_nothing_asked_is_answered_as_torch_answers_it(
     structure = CallStructure(batch, q_len, kv_len, **padding)  # type: ignore[arg-type]
     for sinks in (None, torch.zeros(H)):
         asked = AttentionRequest(query, key, value, structure, 0.25, sink_logits=sinks, need_lse=True)
-        for request in (asked, replace(asked, need_lse=False)):
+        # torch's kernels return no log-sum-exp
+        for request in (replace(asked, need_lse=False), *(() if backend == "sdpa" else (asked,))):
             result = select.attend(request, backend)
             assert result.out.shape == (batch, q_len, H, D)
             assert not result.out.any()

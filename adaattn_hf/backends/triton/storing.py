@@ -47,6 +47,7 @@ def store_tokens(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_ALONG: tl.constexpr,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    """Codes and scales of `TOKENS` tokens of one head, as `attention.stored.quantise` defines them."""
     row = tl.program_id(1)
     b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     n = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
