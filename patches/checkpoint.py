@@ -124,7 +124,7 @@ def resolve_device(name: str | None, *, here: bool = True) -> torch.device:
         return torch.device(default)
     count = torch.cuda.device_count() if default == "cuda" else 0
     known = ["cpu", *["cuda"][:count], *(f"cuda:{index}" for index in range(count))]
-    other = torch.accelerator.current_accelerator()
+    other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     known += [other.type] if other is not None and other.type != "cuda" else []
     if name in known or (not here and re.fullmatch(r"cuda(:\d{1,2})?", name)):
         return torch.device(name)

@@ -18,8 +18,8 @@ from .keywords import HARMLESS
 from .refusals import check_untransformed, refuse_unknown
 
 _OF_THE_ENGINE = HARMLESS | {
-    "block_table", "is_causal", "logits_indices", "max_seqlen_k", "max_seqlen_q", "position_ids", "read_index",
-    "write_index",
+    "block_table", "is_causal", "logits_indices", "logits_processor_args", "max_seqlen_k", "max_seqlen_q",
+    "position_ids", "read_index", "write_index",
 }  # fmt: skip
 """What the engine hands to every layer, and what models that it serves say of themselves."""
 

@@ -39,7 +39,9 @@ LATE = (
     "torch._dynamo",
 )
 """What only commands, calibration, plans, plots, the first call on a processor or a tracer needs."""
-MOST = 37 + (Version(metadata.version("transformers")) < Version("5.19"))  # the paged cache's own attention
+MOST = 37 + 2 * (
+    Version(metadata.version("transformers")) < Version("5.19")
+)  # attention over paged caches, its guard
 """Modules of ours that registering names may load."""
 
 GUARD = """

@@ -22,6 +22,7 @@ from adaattn_hf.plans.plan import Plan, PlanError
 from ..support.choices import make_choice
 from ..support.models import config_of, fresh_pair, tokens
 from ..support.plans import give, plan_for
+from ..support.versions import needs_tracing
 from .test_plugin_load import composite, composite_inputs
 from .test_training import arguments, examples
 
@@ -386,6 +387,7 @@ def test_towers_are_saved_without_the_plan_too(tmp_path: Path) -> None:
     assert adaattn_hf.plan_of(copy.deepcopy(model)) == plan
 
 
+@needs_tracing
 def test_compiled_passes_go_on_behind_training() -> None:
     model = stepped(planned())
     expected = logits(model)
@@ -393,6 +395,7 @@ def test_compiled_passes_go_on_behind_training() -> None:
     torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
 
 
+@needs_tracing
 def test_an_allowed_plan_compiles() -> None:
     model = fresh_pair("llama").ours
     attach(
