@@ -51,7 +51,7 @@ class Measurement:
     def risks(self, alpha: Array | float = 1.0) -> Array:
         """Returns the risks `[lengths, units, choices]` in nats/token, re-scaled by factors `alpha` `[lengths]`."""
         means = [self.state.risks[length].mean() for length in self.inputs.settings.lengths]
-        return np.stack(means) * np.asarray(alpha).reshape(-1, 1, 1)
+        return np.asarray(np.stack(means) * np.reshape(alpha, (-1, 1, 1)))
 
     @property
     def kept_tokens(self) -> NDArray[np.int64]:

@@ -132,7 +132,7 @@ def choose_storage(
     gates: Gates,
     level: float,
     used: int,
-    known: Mapping[str, Verified | str] | None = None,
+    known: Mapping[str, Verified | str],
 ) -> tuple[dict[str, Any] | None, str]:
     """Returns the protocol's entry on the cache, None if no format was verified, and the outcome in words.
 
@@ -166,23 +166,23 @@ def choose_storage(
                 break  # a cache of numbers of all tokens is what there is anyway
             words = "; ".join([f"cache: {storage.words}, as exact as the plan", *lost])
             return {**asdict(storage), "verified": None}, words
-        verdict = (known or {}).get(storage.stored)
+        verdict = known.get(storage.stored)
+        if verdict is None:
+            if min(len(shard) for shard in shards.values()) < 2 * inputs.sources:
+                lost.append(
+                    f"{storage.words} is not proved, since the held-out text is used up: give more of it"
+                )
+                continue
+            predicted = dict.fromkeys(s.lengths, 0.0)
+            test = Test(gates, level / len(asked), number, predicted, storage.stored)
+            verdict = prove(measurement, by_layer, shards, test).worst
         if isinstance(verdict, str):
             lost.append(f"{storage.words}: {verdict}")
             continue
-        if verdict is not None:
-            words = f"cache: {storage.words} {verdict.sentence}"
-            return {**asdict(storage), "verified": asdict(verdict)}, words
-        if min(len(shard) for shard in shards.values()) < 2 * inputs.sources:
-            lost.append(f"{storage.words} is not proved, since the held-out text is used up: give more of it")
-            continue
-        none = dict.fromkeys(s.lengths, 0.0)
-        test = Test(gates, level / len(asked), number, none, storage.stored)
-        proof = prove(measurement, by_layer, shards, test)
-        worst = proof.worst
-        if proof.passed:
-            return {**asdict(storage), "verified": asdict(worst)}, f"cache: {storage.words} {worst.sentence}"
-        lost.append(f"{storage.words} {worst.sentence}")
+        words = f"{storage.words} {verdict.sentence}"
+        if verdict.passed:
+            return {**asdict(storage), "verified": asdict(verdict)}, f"cache: {words}"
+        lost.append(words)
     target = "" if s.kv_bytes is None else f" that takes {s.kv_bytes:g}x of the bytes"
     reasons = "; ".join(lost) or "none is smaller"
     return None, f"cache: the budget of {allowed(s.budget)} allows no format{target}: {reasons}"

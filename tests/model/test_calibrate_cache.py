@@ -134,12 +134,12 @@ def test_text_that_is_used_up_proves_no_format_and_leaves_windows(measured: Meas
     s, none = measured.inputs.settings, [make_choice("window", 32, 16)] * 2
     by_layer = {i: Program(LayerPlan(i, "", tuple(none)), LayerTensors(), s.lengths[-1]) for i in (0, 1)}
     used = len(measured.inputs.samples[s.lengths[-1]].held_out)
-    kept, words = choose_storage(measured, by_layer, Gates(s.budget), 0.05, used)
+    kept, words = choose_storage(measured, by_layer, Gates(s.budget), 0.05, used, {})
     assert kept is not None
     assert (kept["stored"], kept["streaming"], kept["verified"]) == ("model", True, None)
     assert kept["share"] == pytest.approx(48 / s.lengths[-1])
     assert "int8 with streaming heads (0.06x of the bytes) is not proved" in words
-    assert choose_storage(measured, {}, Gates(s.budget), 0.05, used)[0] is None
+    assert choose_storage(measured, {}, Gates(s.budget), 0.05, used, {})[0] is None
 
 
 def test_without_the_question_nothing_is_said_of_a_cache(measured: Measurement, text: list[Path]) -> None:
