@@ -215,6 +215,30 @@ def test_a_step_is_one_launch_and_one_allocation(
 
 
 @interpreted
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("per_head", [rules((300, 0), (7, 0)), None], ids=["windows", "exact"])
+@pytest.mark.parametrize("name", STEPS)
+def test_what_is_prepared_for_a_kind_launches_as_a_request_does(name: str, per_head: Any, bits: int) -> None:
+    """Whatever the length: the launch of the first call serves the next ones."""
+    from adaattn_hf.backends.triton.launch import attend
+
+    request = make(STRUCTURES[name], 4, 2, 32, 64, per_head=per_head)
+    asked = stored(request, bits) if bits else request
+    asked.need_lse = False
+    launch = TritonBackend().prepare(CallSpec.of(asked), per_head)
+    for structure, keys in ((asked.structure, asked.key), (LONG, None)):
+        if keys is None:
+            request = make(structure, 4, 2, 32, 64, per_head=per_head)
+            asked = stored(request, bits) if bits else request
+            asked.need_lse = False
+        out = launch(asked.query, asked.key, asked.value, asked.scaling, structure, asked.stored)
+        assert torch.equal(out, attend(asked).out)
+    if not bits:
+        nothing = asked.key[:, :, :0], asked.value[:, :, :0]
+        assert not launch(asked.query, *nothing, 0.3, CallStructure(2, 1, 0)).any()
+
+
+@interpreted
 @pytest.mark.parametrize("bits", [8, 4])
 def test_counters_are_left_as_they_were_found(bits: int) -> None:
     from adaattn_hf.backends.triton import step

@@ -120,10 +120,11 @@ class TritonBackend(Backend):
         return result
 
     def prepare(self, spec: CallSpec, rules: HeadRules | None = None) -> Launch:
-        """Of many queries without gradients, whose launch differs in its tensors alone; else `attend`."""
-        if spec.decode or spec.needs_grad or spec.opaque:
+        """The launch of calls without gradients, of one query per sequence or of many; else `attend`."""
+        if spec.needs_grad or spec.opaque:
             return super().prepare(spec, rules)
-        prepared: Launch = self._launches().prepare(rules)
+        launches = self._launches()
+        prepared: Launch = launches.prepare_step(spec, rules) if spec.decode else launches.prepare(rules)
         return prepared
 
     def _launches(self) -> Any:

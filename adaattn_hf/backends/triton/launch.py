@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ...attention.heads import head_windows
-from ...attention.request import AttentionRequest, AttentionResult
+from ...attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..base import Launch, nothing_seen
+from . import step
 from .prefill import attend_forward, run
-from .step import attend_step
 from .training import attend_with_gradients
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def attend(request: AttentionRequest) -> AttentionResult:
     tensors = (request.query, request.key, request.value, request.sink_logits)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if request.query.shape[2] == 1 and not grad:
-        return attend_step(request)
+        return step.attend_step(request)
     segments = request.structure.segments()
     if segments is None:
         raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
@@ -56,5 +56,32 @@ def prepare(rules: HeadRules | None) -> Launch:
             return attend(AttentionRequest(query, key, value, structure, scaling, per_head=rules)).out
         windows = head_windows(structure, rules, key.shape[1])
         return run(query, key, value, structure, scaling, windows).out
+
+    return launch
+
+
+def prepare_step(spec: CallSpec, rules: HeadRules | None) -> Launch:
+    """The launch of one query per sequence, for calls that ask for nothing but rules per head."""
+    bits = {None: 0, "int8": 8, "k8v4": 4}[spec.stored]
+    device = (
+        torch.device(spec.device) if spec.device_index is None else torch.device("cuda", spec.device_index)
+    )
+    known = step.sized(spec.groups, spec.head_dim, spec.head_dim_v, spec.dtype, bits, device)
+
+    def launch(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        structure: CallStructure,
+        stored: StoredKV | None = None,
+    ) -> Tensor:
+        if not (query.numel() and key.numel() and value.numel()):
+            request = AttentionRequest(query, key, value, structure, scaling, per_head=rules, stored=stored)
+            return attend(request).out
+        if stored is not None:
+            stored.check_device(query.device)
+        windows = head_windows(structure, rules, key.shape[1])
+        return step.launch(known, step.Step(query, key, value, structure, scaling, windows, stored)).out
 
     return launch

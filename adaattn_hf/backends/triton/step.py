@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,12 @@ from ...attention.structure import CallStructure
 from .codes import decode_codes
 from .decode import decode
 from .launcher import Launcher, aligned
-from .sizes import padded, rows_of, scale_of, tile_on
+from .sizes import Tile, padded, rows_of, scale_of, tile_on
 from .split import split
 from .tables import capturing, window_table
+
+if TYPE_CHECKING:
+    from ...attention.stored import StoredKV
 
 launch_step = Launcher(decode)
 launch_step_over_codes = Launcher(decode_codes)
@@ -28,6 +31,73 @@ launch_step_over_codes = Launcher(decode_codes)
 _WAVES = 2
 _WAVES_OVER_CODES = {8: 2, 4: 3}
 _LEAST_KEYS = 256
+
+
+class Sized(NamedTuple):
+    """What all steps of a kind share, whatever their lengths.
+
+    Attributes:
+        tile: Of the kernel.
+        bits: Of a value's codes, 0 for numbers.
+        rows: Query heads that a product has, some of them idle.
+        value_dim: Channels of a value.
+        least: Fewest keys that a program reads.
+        processors: Of the device.
+        constants: The kernel's, as far as structures and lengths do not change them.
+    """
+
+    tile: Tile
+    bits: int
+    rows: int
+    value_dim: int
+    least: int
+    processors: int
+    constants: dict[str, Any]
+
+
+class Step(NamedTuple):
+    """One call: as in `AttentionRequest`, and as `attend_step` says."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    structure: CallStructure
+    scaling: float
+    windows: HeadWindows | None
+    stored: StoredKV | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
+    need_lse: bool = False
+    graph: bool = False
+    until: int | None = None
+
+
+def sized(
+    groups: int, dim: int, value_dim: int, dtype: torch.dtype, bits: int, device: torch.device
+) -> Sized:
+    """What all steps of a kind share.
+
+    Args:
+        groups: Query heads that share keys.
+        dim, value_dim: Channels of a key and of a value.
+        dtype: Of the queries.
+        bits: Of a value's codes, 0 for numbers.
+        device: Of all tensors.
+    """
+    member_heads, pad, pad_v = rows_of(groups, 1), padded(dim), padded(value_dim)
+    width = max(pad, pad_v) * dtype.itemsize
+    kernel, rows = "decode", max(16, member_heads)
+    if bits:
+        kernel, rows, pad, pad_v = f"decode_codes {bits}", max(4, member_heads), max(32, pad), max(64, pad_v)
+    tile = tile_on(kernel, width, device, rows)
+    constants = {
+        "GROUPS": groups, "ROWS": rows, "DIM": dim, "DIM_V": value_dim, "PAD": pad, "PAD_V": pad_v,
+        "BLOCK_N": tile.columns, "HEADS": member_heads, "CHUNK": max(1, min(16, 8192 // (member_heads * pad_v))),
+        "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
+    }  # fmt: skip
+    if bits:
+        constants |= {"BITS": bits, "HALVES": tile.halves, "WARPS": tile.warps}
+    return Sized(tile, bits, rows, value_dim, max(tile.columns, _LEAST_KEYS), _processors(device), constants)
 
 
 def attend_step(
@@ -49,74 +119,88 @@ def attend_step(
         ValueError: The structure is not made of segments.
     """
     query, key, value, structure = request.query, request.key, request.value, request.structure
-    batch, heads, _, dim = query.shape
-    kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], head_dim_of(value)
-    stored, sink, offset, device = request.stored, request.sink_logits, structure.q_offset, query.device
+    kv_heads, bits = key.shape[1], 0
+    if request.stored is not None:
+        bits = 4 if value.dtype is torch.uint8 else 8
     windows = windows or head_windows(structure, request.per_head, kv_heads)
+    known = sized(
+        query.shape[1] // kv_heads, query.shape[3], head_dim_of(value), query.dtype, bits, query.device
+    )
+    return launch(
+        known,
+        Step(
+            query, key, value, structure, request.scaling, windows, request.stored, request.softcap,
+            request.sink_logits, request.need_lse, graph, until,
+        ),
+    )  # fmt: skip
+
+
+def launch(known: Sized, step: Step) -> AttentionResult:
+    """The launch of a step whose tensors hold something.
+
+    Args:
+        known: Of the step's kind.
+        step: The call.
+
+    Raises:
+        ValueError: The structure is not made of segments.
+    """
+    query, key, value, structure, _, windows, stored, softcap, sink, need_lse, graph, until = step
+    batch, heads, _, dim = query.shape
+    kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], known.value_dim
+    offset, device = structure.q_offset, query.device
     if graph:
         rows, covered, sequences = None, True, structure.batch
         real = None if structure.key_padding is None else structure.key_padding.contiguous()
     else:
         rows, real, covered, sequences = _rows(structure, device)
-    out = (torch.empty if covered else torch.zeros)(
-        (batch, 1, heads, value_dim), dtype=query.dtype, device=device
-    )
+    make = torch.empty if covered else torch.zeros
+    out = make((batch, 1, heads, value_dim), dtype=query.dtype, device=device)
     lse = None
-    if request.need_lse:
+    if need_lse:
         lse = torch.empty((batch, heads, 1), dtype=torch.float32, device=device)
         if not covered:
             lse.fill_(float("-inf")) if sink is None else lse.copy_(sink[None, :, None])
     if not sequences:
         return AttentionResult(out, lse)
-    groups = heads // kv_heads
-    member_heads, pad, pad_v = rows_of(groups, 1), padded(dim), padded(value_dim)
-    width = max(pad, pad_v) * query.itemsize
-    if stored is None:
-        kernel, waves, product_rows = "decode", _WAVES, max(16, member_heads)
-    else:
-        key, value, bits = _adjoining(key), _adjoining(value), 4 if value.dtype is torch.uint8 else 8
-        waves = _WAVES_OVER_CODES[bits] if 4 * sequences * kv_heads > _processors(device) else _WAVES
-        kernel, product_rows, pad, pad_v = (
-            f"decode_codes {bits}",
-            max(4, member_heads),
-            max(32, pad),
-            max(64, pad_v),
-        )
-    tile = tile_on(kernel, width, device, product_rows)
+    waves = _WAVES
+    if known.bits:
+        key, value = _adjoining(key), _adjoining(value)
+        if 4 * sequences * kv_heads > known.processors:
+            waves = _WAVES_OVER_CODES[known.bits]
     graph = graph or capturing(device)
-    programs, least = waves * _processors(device), max(tile.columns, _LEAST_KEYS)
-    most, span = split(windows, kv_heads, kv_len, sequences, programs, least, until is not None)
+    most, span = split(
+        windows, kv_heads, kv_len, sequences, waves * known.processors, known.least, until is not None
+    )
     per_head = windows is not None and len(set(windows)) > 1
     rules = window_table(windows, device) if per_head and windows is not None else None
     window, sinks = windows[0] if windows else (ALL, 0)
     part, done = _scratch(
         sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads, device, graph
     )
+    moving = offset if isinstance(offset, Tensor) else None
+    strides = query.stride(), key.stride(), value.stride()
     arguments: tuple[Any, ...] = (
         query, key, value, out, out if lse is None else lse, out if sink is None else sink, part, done,
-        done if rows is None else rows, offset if isinstance(offset, Tensor) else done,
+        done if rows is None else rows, done if moving is None else moving,
         done if real is None else real, done if rules is None else rules,
-        query.stride(0), query.stride(1), query.stride(3), *key.stride(), *value.stride(),
-        kv_len, offset if isinstance(offset, int) else 0, kv_heads, most, span, window, sinks,
-        ALL if until is None else until,
-        scale_of(request.scaling, request.softcap), float(request.softcap or 0.0),
+        strides[0][0], strides[0][1], strides[0][3], *strides[1], *strides[2],
+        kv_len, offset if moving is None else 0, kv_heads, most, span, window, sinks,
+        ALL if until is None else until, scale_of(step.scaling, softcap), float(softcap or 0.0),
     )  # fmt: skip
     constants: dict[str, Any] = {
-        "GROUPS": groups, "ROWS": product_rows, "DIM": dim, "DIM_V": value_dim,
-        "PAD": pad, "PAD_V": pad_v,
+        **known.constants,
         "CAUSAL": structure.causal, "WINDOW": windows is not None, "PER_HEAD": per_head,
-        "HAS_CAP": request.softcap is not None,
+        "HAS_CAP": softcap is not None,
         "HAS_SINK": sink is not None, "HAS_LSE": lse is not None, "TABLE": rows is not None,
-        "HAS_OFFSET": rows is None and isinstance(offset, Tensor), "HAS_REAL": real is not None,
-        "FIND": rows is None and real is not None,
-        "BLOCK_N": tile.columns, "HEADS": member_heads, "CHUNK": max(1, min(16, 8192 // (member_heads * pad_v))),
-        "SINGLE": most == 1, "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
+        "HAS_OFFSET": rows is None and moving is not None, "HAS_REAL": real is not None,
+        "FIND": rows is None and real is not None, "SINGLE": most == 1,
     }  # fmt: skip
     grid = sequences, kv_heads * most
-    optional = sink, real, offset if isinstance(offset, Tensor) else None
+    optional = sink, real, moving
     plain = query.is_cuda and aligned(*optional)
     kind = (
-        query.dtype, key.dtype, value.dtype, query.stride(), key.stride(), value.stride(), kv_heads,
+        query.dtype, key.dtype, value.dtype, strides, kv_heads,
         *(None if one is None else one.dtype for one in optional),
     )  # fmt: skip
     if stored is None:
@@ -124,18 +208,18 @@ def attend_step(
         launch_step(grid, arguments, constants, variant)
         return AttentionResult(out, lse)
     mean, first, scales = stored.key_mean, stored.first_key, (stored.key_scale, stored.value_scale)
-    strides = *scales[0].stride(), *scales[1].stride()
+    steps = *scales[0].stride(), *scales[1].stride()
     constants |= {
-        "BITS": bits, "HAS_MEAN": mean is not None, "HAS_FIRST": first is not None,
+        "HAS_MEAN": mean is not None, "HAS_FIRST": first is not None,
         "ROTATION": dim & -dim if stored.rotated else 0, "ROTATION_V": value_dim & -value_dim if stored.rotated else 0,
-        "CLOSE": windows is None and rows is None and kv_len >= tile.columns and (pad, pad_v) == (dim, value_dim)
-        and (key.stride(2), value.stride(2)) == (key.shape[3], value.shape[3]),
-        "HALVES": tile.halves, "WARPS": tile.warps,
+        "CLOSE": windows is None and rows is None and kv_len >= known.tile.columns
+        and (constants["PAD"], constants["PAD_V"]) == (dim, value_dim)
+        and (strides[1][2], strides[2][2]) == (key.shape[3], value.shape[3]),
     }  # fmt: skip
     record = *scales, query if mean is None else mean, query if first is None else first
     plain = plain and aligned(query, key, value, *record)
-    variant = (*kind, *strides, *(tensor.dtype for tensor in record)) if plain else None
-    launch_step_over_codes(grid, (*arguments, *record, *strides), constants, variant)
+    variant = (*kind, *steps, *(tensor.dtype for tensor in record)) if plain else None
+    launch_step_over_codes(grid, (*arguments, *record, *steps), constants, variant)
     return AttentionResult(out, lse)
 
 
