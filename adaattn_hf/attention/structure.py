@@ -126,14 +126,6 @@ class CallStructure:
         trimmed = self.k_segments is not None and self.key_padding is not None
         return self.chunk is None and not trimmed
 
-    def cached(self, key: Any, make: Callable[[], Made]) -> Made:
-        """What is derived from a structure lives as long as it: made at the first call with a key, then remembered."""
-        memo = self._memo
-        if key not in memo:
-            memo[key] = make()
-        made: Made = memo[key]
-        return made
-
     def derived(self, make: Callable[..., Made], *arguments: Any) -> Made:
         """What `make(self, *arguments)` returns, made once and remembered as long as the structure lives."""
         key = (make, *arguments)

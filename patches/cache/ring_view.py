@@ -18,15 +18,15 @@ def slots_after(total: int, window: int, sinks: int, device: torch.device | str)
 
 def starts_of(structure: CallStructure) -> tuple[int, ...]:
     """Position of the first real token of each row, `kv_len` where there is none yet."""
+    return structure.derived(_find_starts)
 
-    def find() -> tuple[int, ...]:
-        real = structure.padding_on_host()
-        if real is None:
-            return (0,) * structure.batch
-        first = torch.where(real.any(1), real.int().argmax(1), structure.kv_len)
-        return tuple(first.expand(structure.batch).tolist())
 
-    return structure.cached("ring starts", find)
+def _find_starts(structure: CallStructure) -> tuple[int, ...]:
+    real = structure.padding_on_host()
+    if real is None:
+        return (0,) * structure.batch
+    first = torch.where(real.any(1), real.int().argmax(1), structure.kv_len)
+    return tuple(first.expand(structure.batch).tolist())
 
 
 def structure_of(structure: CallStructure, window: int, sinks: int) -> CallStructure:
@@ -36,7 +36,7 @@ def structure_of(structure: CallStructure, window: int, sinks: int) -> CallStruc
         structure: Of the call over a full cache: causal, perhaps with padding.
         window, sinks: Of the heads.
     """
-    return structure.cached(("ring", window, sinks), lambda: _find_structure(structure, window, sinks))
+    return structure.derived(_find_structure, window, sinks)
 
 
 def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallStructure:

@@ -65,14 +65,9 @@ class StructuredMask:
         if device is None or torch.device(device) == self.device:
             return self
         there, structure = torch.device(device), self.structure
-
-        def move() -> CallStructure:
-            tensors = (one for one in vars(structure).items() if isinstance(one[1], Tensor))
-            return structure.with_changes(**{name: tensor.to(there) for name, tensor in tensors})
-
         # accelerate moves it for every layer of another device: what they share is kept, but a cache's length grows
         grows = isinstance(structure.q_offset, Tensor)
-        moved = move() if grows else structure.cached(("on", there), move)
+        moved = _moved(structure, there) if grows else structure.derived(_moved, there)
         return StructuredMask(moved, there, self.by_positions)
 
     def dense(self) -> Tensor:
@@ -144,3 +139,9 @@ def maskless(
     batch, _, q_len, _ = q_shape
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
     return batch, q_len, k_shape[2], bool(causal) and q_len > 1
+
+
+def _moved(structure: CallStructure, there: torch.device) -> CallStructure:
+    """The structure with its tensors on another device."""
+    tensors = (one for one in vars(structure).items() if isinstance(one[1], Tensor))
+    return structure.with_changes(**{name: tensor.to(there) for name, tensor in tensors})
