@@ -81,7 +81,7 @@ house: ## rooms, floors, arrows and sizes of the source, each with its limit
 # In an editable install the mapped names are resolved by an import hook, which type checkers do not run: an installed
 # copy resolves them, and errors are still reported at the real paths.
 types: $(READY) ## mypy --strict
-	rm -rf build/typed
+	rm -rf build/typed build/lib*  # of earlier sources, which pip would install again
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target build/typed .
 	MYPYPATH=build/typed $(BIN)/mypy $(CHECKED)  # strict, by pyproject.toml
 
