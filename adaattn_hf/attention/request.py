@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -95,6 +96,13 @@ class AttentionRequest:
                 f"structure: made for a batch of {structure.batch} with {structure.q_len} queries and "
                 f"{structure.kv_len} keys, got a batch of {batch} with {q_len} queries and {kv_len} keys"
             )
+        if structure.mask is not None and not torch.compiler.is_compiling():
+            extents = (batch, heads, q_len, kv_len)
+            if not broadcasts(structure.mask.shape, extents):
+                raise ValueError(
+                    f"structure.mask: got shape {tuple(structure.mask.shape)}, expected one that broadcasts to "
+                    f"{extents}, which is [batch, heads, q_len, kv_len]"
+                )
         if self.per_head is not None and len(self.per_head.windows) != kv_heads:
             raise ValueError(
                 f"per_head: got rules for {len(self.per_head.windows)} heads, expected one for each of the {kv_heads} "
@@ -160,6 +168,11 @@ class AttentionRequest:
         dtype = self.query.dtype
         key, value = self.stored.keys(self.key, dtype), self.stored.values(self.value, dtype)
         return replace(self, key=key, value=value, stored=None)
+
+
+def broadcasts(shape: Sequence[int], extents: Sequence[int]) -> bool:
+    """Whether a tensor of four dimensions covers a call of such extents: kernels read it by its strides."""
+    return len(shape) == 4 and all(size in (1, extent) for size, extent in zip(shape, extents, strict=True))
 
 
 def format_of(value: Tensor) -> str:

@@ -174,6 +174,24 @@ def test_a_mask_that_does_not_fit_is_refused(shape: tuple[int, ...], dtype: torc
         attention_function()(nn.Module(), query, key, value, torch.ones(shape, dtype=dtype))
 
 
+@pytest.mark.parametrize(
+    "shape", [(3, 1, Q, K), (1, 2, Q, K), (B, H, 2, K), (B, 1, Q, K - 2), (B, 1, Q, K, 1), (Q, K)]
+)
+def test_a_structure_whose_mask_does_not_fit_is_refused_on_every_way(shape: tuple[int, ...]) -> None:
+    """Kernels read a mask by its strides; a launch of its kind is no reason not to look."""
+    query, key, value = tensors(query=(B, H, Q, D), key=(B, KV, K, D), value=(B, KV, K, D))
+    fits, other = (
+        CallStructure(B, Q, K, mask=torch.ones(s, dtype=torch.bool)) for s in ((B, 1, Q, K), shape)
+    )
+    assert select.launch_for(query, key, value, fits) is not None
+    for ask in (
+        lambda: select.launch_for(query, key, value, other),
+        lambda: AttentionRequest(query, key, value, other, 0.25),
+    ):
+        with pytest.raises(ValueError, match=r"structure\.mask: got shape .*, expected one that broadcasts"):
+            ask()
+
+
 @pytest.mark.parametrize("backend", ON_CPU)
 @pytest.mark.parametrize("extents", [(0, Q, K), (B, 0, K), (B, Q, 0), (0, 0, 0)])
 @pytest.mark.parametrize("rules", [{}, {"window": 2, "sinks": 1, "causal": True}, {"padding": True}])
