@@ -33,7 +33,7 @@ def with_keywords(
     """Returns the structure with what keywords add to it: packed documents and selected keys.
 
     Raises:
-        ValueError: The keys lie in a paged cache.
+        ValueError: The keys lie in a paged cache, or documents come too late to move the chunks of a compiled graph.
     """
     from ..mask.documents import with_documents
     from ..mask.packing import with_restarts
@@ -43,6 +43,13 @@ def with_keywords(
     check_paged(module, kwargs)
     packed = attention_mask.packed if isinstance(attention_mask, StructuredMask) else None
     if kwargs.get("cu_seq_lens_q") is not None:
+        if isinstance(attention_mask, StructuredMask) and attention_mask.fixed_chunks:
+            raise ValueError(
+                "cu_seq_lens_q: got packed documents beside an attention_mask in a compiled graph of a model with "
+                f"chunked attention ({type(module).__name__}), whose chunks then count from the row's first key and not "
+                "from each document's; leave the attention_mask out and pass position_ids, or run the model without "
+                "torch.compile"
+            )
         structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), packed)
     elif packed is not None and attention_mask.by_positions and kwargs.get("position_ids") is not None:
         structure = with_restarts(structure, kwargs["position_ids"], packed)

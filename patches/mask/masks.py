@@ -114,7 +114,14 @@ def adaattn_mask(
     else:
         structure = _structure(pattern, batch_size, q_length, kv_length, offset, kv_offset, padding)
     structure = _settled(told.added_to(structure) if told else structure, mask_device, padding, config)
-    return StructuredMask(structure, mask_device, by_positions)
+    # with a mask Transformers looks for no documents in positions; what it composed is not read in a compiled graph
+    chunks = (
+        pattern is None
+        and attention_mask is not None
+        and getattr(config, "attention_chunk_size", None) is not None
+        and torch.compiler.is_compiling()
+    )
+    return StructuredMask(structure, mask_device, by_positions, chunks)
 
 
 def _causality(mask_function: Callable[..., Any]) -> bool | None:
@@ -165,9 +172,9 @@ def _settled(structure: CallStructure, device: Any, padding: Tensor | None, conf
 
     Where a kernel reads the structure while the graph runs, it stays, as it does when generation makes the mask.
     Models with settings of this package keep the padding beside the mask, because plans count keys from the first
-    real token.
+    real token. Chunks stay: lengths of documents, which are heard of later, move where they begin.
     """
-    if not tracing() or structure.plain:
+    if not tracing() or structure.plain or structure.chunk is not None:
         return structure
     if torch.compiler.is_compiling() and _is_read(structure, torch.device(device).type, config):
         return structure

@@ -31,9 +31,19 @@ class StructuredMask:
     ndim = 4
     dtype = torch.bool
 
-    def __init__(self, structure: CallStructure, device: torch.device, by_positions: bool = False) -> None:
-        """`device` is the device of the dense mask; for `by_positions` see `told.Told`."""
+    def __init__(
+        self,
+        structure: CallStructure,
+        device: torch.device,
+        by_positions: bool = False,
+        fixed_chunks: bool = False,
+    ) -> None:
+        """`device` is the device of the dense mask; for `by_positions` see `told.Told`.
+
+        With `fixed_chunks` chunks that count from the row's first key are in the dense mask, and no longer told.
+        """
         self.structure, self.device, self.by_positions = structure, device, by_positions
+        self.fixed_chunks = fixed_chunks
         # structures with documents added, shared by the layers of this forward pass
         self.packed: Packed = {}
 
@@ -68,7 +78,7 @@ class StructuredMask:
         # accelerate moves it for every layer of another device: what they share is kept, but a cache's length grows
         grows = isinstance(structure.q_offset, Tensor)
         moved = _moved(structure, there) if grows else structure.derived(_moved, there)
-        return StructuredMask(moved, there, self.by_positions)
+        return StructuredMask(moved, there, self.by_positions, self.fixed_chunks)
 
     def dense(self) -> Tensor:
         """Returns the dense boolean mask."""

@@ -197,6 +197,57 @@ def test_lengths_separate_documents_in_a_graph(name: str) -> None:
     assert_same(one_by_one(stock, ids), packed)
 
 
+def chunked_documents(masked: bool) -> tuple[Pair, Tensor, dict[str, Any], Tensor]:
+    """A model with chunks of four, tokens, what is said of two documents, and its logits of each alone.
+
+    The second document begins where no chunk of the row does.
+    """
+    both = family("llama4_text")
+    both.ours.requires_grad_(False)  # else nothing traces it
+    ids, sums = tokens(batch=1), torch.tensor([0, 3, 11], dtype=torch.int32)
+    told: dict[str, Any] = dict(cu_seq_lens_q=sums, cu_seq_lens_k=sums, max_length_q=8, max_length_k=8)
+    told |= dict(position_ids=torch.cat([torch.arange(3), torch.arange(8)])[None], use_cache=False)
+    told |= {"attention_mask": torch.ones_like(ids)} if masked else {}
+    with torch.no_grad():
+        alone = [both.stock(input_ids=part).logits for part in (ids[:, :3], ids[:, 3:])]
+    return both, ids, told, torch.cat(alone, 1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("masked", [False, True])
+def test_chunks_count_from_their_document_in_a_traced_graph(masked: bool) -> None:
+    """Lengths are told to attention, behind the mask."""
+    (_, ours), ids, told, expected = chunked_documents(masked)
+
+    def run(ids: Tensor) -> Tensor:
+        out: Tensor = ours(input_ids=ids, **told).logits
+        return out
+
+    with torch.no_grad():
+        assert_same(expected, torch.jit.trace(run, (ids,), check_trace=False)(ids))
+
+
+@needs_tracing
+@pytest.mark.parametrize("name", ["adaattn", "adaattn_sdpa"])
+def test_chunks_count_from_their_document_in_a_compiled_graph_or_are_refused(name: str) -> None:
+    """There a mask that was passed fixes them before the lengths are heard of."""
+    for masked in (False, True):
+        (_, ours), ids, told, expected = chunked_documents(masked)
+        ours.set_attn_implementation(name)
+        torch._dynamo.reset()
+        compiled = torch.compile(ours, backend="eager")
+        with torch.no_grad():
+            if masked:
+                with pytest.raises(
+                    Exception, match="cu_seq_lens_q: got packed documents beside an attention_mask"
+                ):
+                    compiled(input_ids=ids, **told)
+            else:
+                assert_same(expected, compiled(input_ids=ids, **told).logits)
+        torch._dynamo.reset()
+        ours.set_attn_implementation("adaattn")
+
+
 @pytest.mark.parametrize("name", BORDERLESS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_other_positions_than_those_of_documents_are_positions(name: str, masked: bool) -> None:
