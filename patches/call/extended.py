@@ -46,8 +46,8 @@ def with_keywords(
         if isinstance(attention_mask, StructuredMask) and attention_mask.fixed_chunks:
             raise ValueError(
                 "cu_seq_lens_q: got packed documents beside an attention_mask in a compiled graph of a model with "
-                f"chunked attention ({type(module).__name__}), whose chunks then count from the row's first key and not "
-                "from each document's; leave the attention_mask out and pass position_ids, or run the model without "
+                f"chunked attention ({type(module).__name__}), whose chunks then count from the row's first key and "
+                "not from each document's; leave the attention_mask out and pass position_ids, or run the model without "
                 "torch.compile"
             )
         structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), packed)
