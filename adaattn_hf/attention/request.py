@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,13 +95,16 @@ class AttentionRequest:
                 f"structure: made for a batch of {structure.batch} with {structure.q_len} queries and "
                 f"{structure.kv_len} keys, got a batch of {batch} with {q_len} queries and {kv_len} keys"
             )
-        if structure.mask is not None and not torch.compiler.is_compiling():
-            extents = (batch, heads, q_len, kv_len)
-            if not broadcasts(structure.mask.shape, extents):
-                raise ValueError(
-                    f"structure.mask: got shape {tuple(structure.mask.shape)}, expected one that broadcasts to "
-                    f"{extents}, which is [batch, heads, q_len, kv_len]"
-                )
+        extents = (batch, heads, q_len, kv_len)
+        if (
+            structure.mask is not None
+            and not torch.compiler.is_compiling()
+            and not structure.mask_covers(heads)
+        ):
+            raise ValueError(
+                f"structure.mask: got shape {tuple(structure.mask.shape)}, expected one that broadcasts to {extents}, "
+                "which is [batch, heads, q_len, kv_len]"
+            )
         if self.per_head is not None and len(self.per_head.windows) != kv_heads:
             raise ValueError(
                 f"per_head: got rules for {len(self.per_head.windows)} heads, expected one for each of the {kv_heads} "
@@ -121,7 +123,7 @@ class AttentionRequest:
                 )
         if self.bias is not None:
             self._check_dense("bias", self.bias)
-            self.bias = _four_dimensional(self.bias, (batch, heads, q_len, kv_len))
+            self.bias = _four_dimensional(self.bias, extents)
 
     def _check_dense(self, name: str, tensor: Tensor) -> None:
         """Refuse an extra that is no dense tensor of floating-point numbers beside the query."""
@@ -168,11 +170,6 @@ class AttentionRequest:
         dtype = self.query.dtype
         key, value = self.stored.keys(self.key, dtype), self.stored.values(self.value, dtype)
         return replace(self, key=key, value=value, stored=None)
-
-
-def broadcasts(shape: Sequence[int], extents: Sequence[int]) -> bool:
-    """Whether a tensor of four dimensions covers a call of such extents: kernels read it by its strides."""
-    return len(shape) == 4 and all(size in (1, extent) for size, extent in zip(shape, extents, strict=True))
 
 
 def format_of(value: Tensor) -> str:

@@ -126,6 +126,13 @@ class CallStructure:
         trimmed = self.k_segments is not None and self.key_padding is not None
         return self.chunk is None and not trimmed
 
+    def mask_covers(self, heads: int) -> bool:
+        """Whether the dense mask, if there is one, covers a call of so many heads: kernels read it by its strides."""
+        if self.mask is None:
+            return True
+        extents, shape = (self.batch, heads, self.q_len, self.kv_len), self.mask.shape
+        return len(shape) == 4 and all(n in (1, extent) for n, extent in zip(shape, extents, strict=True))
+
     def derived(self, make: Callable[..., Made], *arguments: Any) -> Made:
         """What `make(self, *arguments)` returns, made once and remembered as long as the structure lives."""
         key = (make, *arguments)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..attention.request import AttentionRequest, AttentionResult, CallSpec, broadcasts
+from ..attention.request import AttentionRequest, AttentionResult, CallSpec
 from ..errors import unknown
 from .base import Backend, Launch, facts_of, installed, spec_of
 from .eager import EagerBackend
@@ -160,7 +160,7 @@ def launch_for(
         and (batch, q_len, kv_len) == (structure.batch, structure.q_len, structure.kv_len)
         and key.shape == (batch, kv_heads, kv_len, dim)
         and value.shape[0] == batch
-        and (structure.mask is None or broadcasts(structure.mask.shape, (batch, heads, q_len, kv_len)))
+        and (structure.mask is None or structure.mask_covers(heads))
     ):
         return known
     request = AttentionRequest(query, key, value, structure, 1.0, per_head=rules, stored=stored)  # refuses

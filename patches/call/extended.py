@@ -47,8 +47,8 @@ def with_keywords(
             raise ValueError(
                 "cu_seq_lens_q: got packed documents beside an attention_mask in a compiled graph of a model with "
                 f"chunked attention ({type(module).__name__}), whose chunks then count from the row's first key and "
-                "not from each document's; leave the attention_mask out and pass position_ids, or run the model without "
-                "torch.compile"
+                "not from each document's; leave the attention_mask out and pass position_ids, or run the model "
+                "without torch.compile"
             )
         structure = with_documents(structure, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), packed)
     elif packed is not None and attention_mask.by_positions and kwargs.get("position_ids") is not None:
