@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..attention.heads import HeadRules
     from ..attention.stored import StoredKV
     from ..attention.structure import CallStructure
+
+Made = TypeVar("Made")
 
 
 class Launch(Protocol):
@@ -98,6 +100,32 @@ def installed(module: str, whole: bool = False) -> bool:
         return False
     found = importlib.util.find_spec(module)
     return found is not None and (not whole or found.origin is not None)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on the device's current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def derived_on(
+    structure: CallStructure, device: torch.device, make: Callable[..., Made], *arguments: Any
+) -> Made:
+    """What `make(structure, device, *arguments)` computes on a device, shared by the layers of a pass.
+
+    Another stream makes its own, as it would not wait for this one; so does a graph that is captured, which computes it
+    when it is replayed.
+    """
+    if capturing(device):
+        return make(structure, device, *arguments)
+    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+    made: Made = structure.derived(_made_on_stream, stream, make, device, *arguments)
+    return made
+
+
+def _made_on_stream(
+    structure: CallStructure, stream: int, make: Callable[..., Made], device: torch.device, *arguments: Any
+) -> Made:
+    return make(structure, device, *arguments)
 
 
 def by_requests(attend: Callable[[AttentionRequest], AttentionResult], rules: HeadRules | None) -> Launch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("triton")
 
 from adaattn_hf.attention.heads import ALL, HeadWindows
 from adaattn_hf.attention.structure import CallStructure
+from adaattn_hf.backends import base
 from adaattn_hf.backends.triton import tables
 from adaattn_hf.backends.triton.tables import Cut, Dealing
 
@@ -80,18 +82,34 @@ def test_no_runs_have_no_entries() -> None:
 def test_layers_whose_windows_differ_share_their_entries() -> None:
     structure = CallStructure(1, 100, 100, causal=True)
     asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
-    assert tables.derived_on(*asked) is tables.derived_on(*asked)
+    assert base.derived_on(*asked) is base.derived_on(*asked)
 
 
 def test_a_graph_that_is_captured_owns_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing computes them before it is replayed, and it may be replayed when the structure is gone."""
     structure = CallStructure(1, 100, 100, causal=True)
     asked = structure, CPU, tables.find_entries, Cut("queries", 16), 2
-    before = tables.derived_on(*asked)
-    monkeypatch.setattr(tables, "capturing", lambda device: True)
-    assert tables.derived_on(*asked) is not before
+    before = base.derived_on(*asked)
+    monkeypatch.setattr(base, "capturing", lambda device: True)
+    assert base.derived_on(*asked) is not before
     monkeypatch.undo()
-    assert tables.derived_on(*asked) is before
+    assert base.derived_on(*asked) is before
+
+
+def test_another_stream_makes_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not wait for the one that computes them."""
+    structure, there, current = CallStructure(1, 100, 100, causal=True), torch.device("cuda", 0), [1]
+    monkeypatch.setattr(base, "capturing", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(stream_id=current[0]))
+
+    def make(*asked: object) -> list[object]:
+        return list(asked)
+
+    first = base.derived_on(structure, there, make, 2)
+    assert first == [structure, there, 2]
+    assert base.derived_on(structure, there, make, 2) is first
+    current[0] = 2
+    assert base.derived_on(structure, there, make, 2) is not first
 
 
 def dealt(structure: CallStructure, dealing: Dealing, windows: HeadWindows) -> list[list[list[int]]]:

@@ -11,6 +11,7 @@ import torch
 from ...attention.heads import ALL, HeadWindows, head_windows
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure
+from ..base import derived_on
 from .fa4_lists import BLOCK, BlockLists, runs_of
 from .variants import attend_packed
 
@@ -83,21 +84,12 @@ def _keys(structure: CallStructure) -> int:
 
 
 def _lists(structure: CallStructure, windows: HeadWindows, groups: int, device: torch.device) -> BlockLists:
-    """Returns the lists of a structure and its heads' windows, shared by layers on the stream that made them.
-
-    What a graph that is being captured makes is written when it is replayed, and belongs to it.
-    """
-    if device.type != "cuda":
-        return structure.derived(_make_lists, windows, groups, device)
-    if torch.cuda.is_current_stream_capturing():
-        return _make_lists(structure, windows, groups, device)
-    return structure.derived(
-        _make_lists, windows, groups, device, torch.cuda.current_stream(device).stream_id
-    )
+    """Returns the lists of a structure and its heads' windows, shared by layers."""
+    return derived_on(structure, device, _make_lists, windows, groups)
 
 
 def _make_lists(
-    structure: CallStructure, windows: HeadWindows, groups: int, device: torch.device, stream: int = 0
+    structure: CallStructure, device: torch.device, windows: HeadWindows, groups: int
 ) -> BlockLists:
     by_head = [[rule[i] for rule in windows for _ in range(groups)] for i in range(2)]
     kv_len, runs = _keys(structure), None

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...attention.heads import HeadWindows
 from ...attention.request import AttentionRequest, AttentionResult, other_devices
 from ...attention.structure import CallStructure
+from ..base import derived_on
 from . import hopper
 from .descriptors import descriptor_of
 from .forward import forward
@@ -19,7 +20,6 @@ from .sizes import padded, scale_of, tile_on
 from .tables import (
     Cut,
     Dealing,
-    derived_on,
     ends_with_tiles,
     exact_windows,
     find_entries,

@@ -12,12 +12,13 @@ from torch import Tensor
 from ...attention.heads import ALL, HeadWindows, head_windows
 from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
 from ...attention.structure import CallStructure
+from ..base import capturing
 from .codes import decode_codes
 from .decode import decode
 from .launcher import Launcher, aligned
 from .sizes import Tile, padded, rows_of, scale_of, tile_on
 from .split import split
-from .tables import capturing, window_table
+from .tables import window_table
 
 if TYPE_CHECKING:
     from ...attention.stored import StoredKV

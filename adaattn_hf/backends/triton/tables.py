@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...attention.heads import ALL, HeadWindows
 from ...attention.structure import CallStructure, Segment
+from ..base import derived_on
 from .dealing import costs, deal
 from .launcher import Launcher
-
-Made = TypeVar("Made")
 
 launch_costs, launch_deal = Launcher(costs), Launcher(deal)
 _CLASSES = 16
@@ -54,20 +52,6 @@ class Dealing(NamedTuple):
     piece: int
     pieces: int
     programs: int
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured on the device's current stream."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def derived_on(
-    structure: CallStructure, device: torch.device, make: Callable[..., Made], *arguments: Any
-) -> Made:
-    """As `structure.derived`, but anew while a graph is captured, which owns what it makes and computes it later."""
-    if capturing(device):
-        return make(structure, device, *arguments)
-    return structure.derived(make, device, *arguments)
 
 
 @functools.cache

@@ -13,12 +13,13 @@ from ...attention.gradients import first_order
 from ...attention.heads import HeadWindows
 from ...attention.request import AttentionRequest, AttentionResult
 from ...attention.structure import CallStructure, Segment
+from ..base import derived_on
 from .backward import of_keys, of_queries, prepare
 from .descriptors import descriptor_of
 from .launcher import Launcher
 from .prefill import attend_forward
 from .sizes import padded, scale_of, tile_on
-from .tables import Cut, derived_on, find_entries, find_runs, window_table
+from .tables import Cut, find_entries, find_runs, window_table
 
 launch_prepare, launch_of_keys, launch_of_queries = Launcher(prepare), Launcher(of_keys), Launcher(of_queries)
 
