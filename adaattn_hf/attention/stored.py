@@ -23,6 +23,8 @@ from .tap import transient
 
 FORMATS = ("int8", "k8v4")
 """Stored formats by name: keys and values in int8; int8 keys with values of four bits."""
+BITS = {"int8": 8, "k8v4": 4}
+"""Bits of a value's code, by format."""
 
 CHANNELS = 32
 """Values of four bits lie in groups of so many channels: 16 low halves of bytes, then the 16 high halves."""

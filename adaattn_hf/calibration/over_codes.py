@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..attention.request import AttentionRequest
-from ..attention.stored import StoredKV, direction_of, hadamard, quantise
+from ..attention.stored import BITS, StoredKV, direction_of, hadamard, quantise
 from ..attention.tap import Tap
 from ..plans.program import Program
 from .arms import plan_tap
@@ -28,6 +28,6 @@ def over_codes(request: AttentionRequest, stored: str) -> AttentionRequest:
     mean = (first.mean(dim=2) @ hadamard(key.shape[3], key.device)).contiguous()
     along = direction_of(request.query[:, :, :FIRST], key.shape[1])
     keys, key_scale = quantise(key, mean=mean, along=along)
-    values, value_scale = quantise(value, bits=4 if stored == "k8v4" else 8)
+    values, value_scale = quantise(value, bits=BITS[stored])
     record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].float().contiguous())
     return replace(request, key=keys, value=values, stored=record)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...attention.heads import head_windows
 from ...attention.request import AttentionRequest, AttentionResult, CallSpec
+from ...attention.stored import BITS
 from ..base import Launch, nothing_seen
 from . import step
 from .prefill import attend_forward, run
@@ -62,7 +63,7 @@ def prepare(rules: HeadRules | None) -> Launch:
 
 def prepare_step(spec: CallSpec, rules: HeadRules | None) -> Launch:
     """The launch of one query per sequence, for calls that ask for nothing but rules per head."""
-    bits = {None: 0, "int8": 8, "k8v4": 4}[spec.stored]
+    bits = 0 if spec.stored is None else BITS[spec.stored]
     device = (
         torch.device(spec.device) if spec.device_index is None else torch.device("cuda", spec.device_index)
     )

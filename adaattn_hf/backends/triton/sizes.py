@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...attention.request import CallSpec
+from ...attention.stored import BITS
 from ..capability import shared_memory
 
 
@@ -144,7 +145,7 @@ def refusals(spec: CallSpec, memory: int) -> list[str]:
 def _launched(spec: CallSpec) -> tuple[str, ...]:
     """The kernels that calls of a kind may launch, by their names in `SIZES`."""
     if spec.decode and not spec.needs_grad:
-        return ("decode" if spec.stored is None else f"decode_codes {4 if spec.stored == 'k8v4' else 8}",)
+        return ("decode" if spec.stored is None else f"decode_codes {BITS[spec.stored]}",)
     forward = ("forward", "forward of windows")
     return (*forward, "of_keys", "of_keys of runs", "of_queries") if spec.needs_grad else forward
 

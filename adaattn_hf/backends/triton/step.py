@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...attention.heads import ALL, HeadWindows, head_windows
-from ...attention.request import AttentionRequest, AttentionResult, head_dim_of
+from ...attention.request import AttentionRequest, AttentionResult, format_of, head_dim_of
+from ...attention.stored import BITS
 from ...attention.structure import CallStructure
 from ..base import capturing
 from .codes import decode_codes
@@ -120,9 +121,8 @@ def attend_step(
         ValueError: The structure is not made of segments.
     """
     query, key, value, structure = request.query, request.key, request.value, request.structure
-    kv_heads, bits = key.shape[1], 0
-    if request.stored is not None:
-        bits = 4 if value.dtype is torch.uint8 else 8
+    kv_heads = key.shape[1]
+    bits = 0 if request.stored is None else BITS[format_of(value)]
     windows = windows or head_windows(structure, request.per_head, kv_heads)
     known = sized(
         query.shape[1] // kv_heads, query.shape[3], head_dim_of(value), query.dtype, bits, query.device
