@@ -23,7 +23,6 @@ from .cache.layers import GrowingCache
 from .cache.stored import check_stored, convert, stored_as
 from .models.cache_keyword import cache_in, cache_keyword
 from .models.support import refuse_no_model, towers_of
-from .plans.fold import FoldError, Folding
 from .unpad import Unpadding, probe, refusals, trunk_of
 from .unpad.call import arguments_of, has_cache, makes_cache
 from .unpad.direct import DirectForward, called_directly
@@ -75,7 +74,7 @@ class _Prepared:
 
     def __init__(self) -> None:
         self.unpadding: Unpadding | None = None
-        self.parts: list[Folding | RemovableHandle | Unpadding | DirectForward] = []
+        self.parts: list[RemovableHandle | Unpadding | DirectForward] = []
 
     def remove(self) -> None:
         for part in reversed(self.parts):
@@ -90,7 +89,6 @@ def prepare(
     cache: str | None = None,
     streaming: bool | None = None,
     on_padded: str = "run",
-    fold_rank: bool = False,
 ) -> Model:
     """The same model, which computes real tokens only and whose caches grow in place.
 
@@ -112,16 +110,12 @@ def prepare(
         streaming: Heads to which the model's plan gives a window keep that in the cache; see `AdaAttnCache`. None: as
             the plan was proven, with `cache`.
         on_padded: `"run"` runs calls that need their padding with it; `"raise"` raises `PaddedCallError`.
-        fold_rank: Fold the score ranks of the model's plan into its query and key projections, where no rotary
-            embedding stands between (GPT-2, BERT). `restore` before saving, copying or moving: the weights are others
-            meanwhile.
 
     Returns:
         `model`.
 
     Raises:
-        PrepareError: `unpad` cannot be exact for this model, or its plan's ranks cannot be folded; says every
-            reason. Nothing is changed then.
+        PrepareError: `unpad` cannot be exact for this model; says every reason. Nothing is changed then.
         ValueError: Unknown `on_padded`, a `cache` that this model cannot read, or `streaming` without a plan that has
             windows.
     """
@@ -136,8 +130,6 @@ def prepare(
         on_error.callback(restore, model)
         for tower in towers:
             prepared = tower.__dict__[_SLOT] = _Prepared()
-            if fold_rank:
-                prepared.parts.append(_folded(tower))
             caches = cache_keyword(inspect.signature(type(tower).forward))
             stored, streams = stored_as(tower, cache, streaming, "model")
             if (stored != "model" or streams) and not (caches and has_cache(tower.config)):
@@ -154,13 +146,6 @@ def prepare(
                     prepared.parts.append(DirectForward(tower, prepared.unpadding))
         on_error.pop_all()
     return model
-
-
-def _folded(model: PreTrainedModel) -> Folding:
-    try:
-        return Folding(model)
-    except FoldError as error:
-        raise PrepareError(f"fold_rank: {error}") from error
 
 
 def _unpadded(model: PreTrainedModel, on_padded: str) -> Unpadding:

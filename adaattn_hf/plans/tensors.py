@@ -17,13 +17,11 @@ class LayerTensors:
         key_mean: `[num_kv_heads, head_dim]`, subtracted from keys before int8 rounding; zeros if absent.
         query_basis: Per key/value head `[head_dim, rank]`; see `stats.spectrum.score_factors`.
         key_basis: Per key/value head `[head_dim, rank]`.
-        folded: Whether the bases are multiplied into the model's weights, so that a rank is its first columns.
     """
 
     key_mean: Tensor | None = None
     query_basis: Mapping[int, Tensor] = field(default_factory=dict)
     key_basis: Mapping[int, Tensor] = field(default_factory=dict)
-    folded: bool = False
 
     def of_heads(self, heads: Sequence[int]) -> LayerTensors:
         """The tensors of some key/value heads."""
@@ -31,7 +29,6 @@ class LayerTensors:
             None if self.key_mean is None else self.key_mean[list(heads)],
             {place: self.query_basis[head] for place, head in enumerate(heads) if head in self.query_basis},
             {place: self.key_basis[head] for place, head in enumerate(heads) if head in self.key_basis},
-            self.folded,
         )
 
 

@@ -423,22 +423,6 @@ def test_monitor_and_statistics_count_rows_that_lose_keys_on_either_side(
     assert {entry["layer"]: entry for entry in adaattn_hf.statistics(watched)}[2]["fewer_keys"] == 0
 
 
-@torch.no_grad()
-def test_ranks_of_a_masked_models_plan_fold(
-    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens, ids: list[int]
-) -> None:
-    settings = replace(SETTINGS, families=("rank",), budget=0.5)
-    found = calibrate(model, encode, text, settings, scoring=scoring, prices=prices(r16=0.1))
-    assert found.met, found.sentence
-    assert any(choice.columns for layer in found.plan.layers for choice in layer.choices)
-    folded = bert()
-    attach.attach(folded, found.plan)
-    tokens = torch.tensor([ids])
-    projected = folded(tokens).logits
-    adaattn_hf.prepare(folded, unpad=False, fold_rank=True)
-    torch.testing.assert_close(folded(tokens).logits, projected, atol=2e-3, rtol=2e-3)
-
-
 def test_layers_without_a_number_are_known_by_their_weights(
     text: list[Path], encode: Any, tmp_path: Path
 ) -> None:

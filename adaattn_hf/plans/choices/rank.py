@@ -87,8 +87,6 @@ class Rank(Operands):
         keys.
         """
         query, key = request.query, request.key
-        if layer.folded:
-            return replace(request, query=query[..., : self.rank], key=key[..., : self.rank])
         groups = query.shape[1] // key.shape[1]
         query_basis = torch.stack([layer.query_basis[head][:, : self.rank] for head in heads]).to(query)
         key_basis = torch.stack([layer.key_basis[head][:, : self.rank] for head in heads]).to(query)
