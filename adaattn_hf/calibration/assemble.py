@@ -19,7 +19,7 @@ from torch import Tensor
 from .._files import write_atomically
 from ..plans import store
 from ..plans.evidence import MODEL, SOURCES
-from ..plans.plan import OWN_NUMBERS, PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord, Verified
+from ..plans.plan import PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord, Verified
 from ..plans.tensors import LayerTensors
 from ..policy.acceptance import Gates
 from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_length
@@ -54,7 +54,7 @@ def make_plan(
             facts.bound.hashes[index],
             tuple(facts.candidates.choices[pick] for pick in mine),
         )
-        if not layer.is_exact or measurement.inputs.subject.own_numbers:
+        if not layer.is_exact:
             layers.append(layer)
             units += records[place * facts.kv_heads : (place + 1) * facts.kv_heads]
     return Plan(
@@ -128,8 +128,6 @@ def finished_plan(
     }
     if measurement.exact_steps:
         protocol["decode"] = "exact"
-    if measurement.inputs.subject.own_numbers:
-        protocol[OWN_NUMBERS] = True
     return replace(plan, protocol=protocol, tensors=store.remember_tensors(tensors)), tensors
 
 

@@ -26,10 +26,6 @@ class Subject(Protocol):
     def positions(self) -> int | None:
         """The longest input that it can read, None where nothing says."""
 
-    @property
-    def own_numbers(self) -> bool:
-        """Whether its layers are numbered by this package, because the model does not."""
-
     def binding(self, indices: Sequence[int]) -> Binding:
         """What a plan for these layers is bound to."""
 

@@ -35,8 +35,6 @@ PLAN_FORMAT = 2
 TENSORS_FILE = "adaattn_plan.safetensors"
 CONFIG_KEY = "plan"
 """Key of the plan in a configuration's settings."""
-OWN_NUMBERS = "layers_by_weights"
-"""Key in the protocol of plans for models without layer indices; such plans hold all layers, exact ones too."""
 WHOLE = "model:"
 """Prefix of hashes over all weights of a model, not just those of attention."""
 MOST_LENGTHS = 1 << 10

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from adaattn_hf.attention.tap import listening
-from adaattn_hf.plans.plan import CONFIG_KEY, OWN_NUMBERS, LayerPlan, Plan, PlanError
+from adaattn_hf.plans.plan import CONFIG_KEY, LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
 from .configured import refuse_other_configuration
 from .hashes import model_hash, pretrained, weight_hash
-from .layers import holds, model_of
+from .layers import holds, model_of, number_layers
 from .parts import adapted, module_dtype
 from .replaced import watch
 from .running import Allowed, Trained, say_adapted, say_trained, trains
@@ -181,8 +181,6 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
     if data is None:
         return None
     plan = Plan.from_dict(data)
-    index = getattr(module, "layer_idx", None)
-    layer = plan.layer(index)
     config: Any = module.config
     if plan.model_type != config.model_type:
         raise PlanError(
@@ -190,9 +188,11 @@ def resolve(module: nn.Module, raw: Any, tensors: TensorsOf) -> Program | None:
         )
     check_versions(plan)
     refuse_other_configuration(plan.configuration, config)
-    if index is None and plan.protocol.get(OWN_NUMBERS):
-        layer = _layer_by_weights(module, plan)
-        index = layer.layer
+    index = getattr(module, "layer_idx", None)
+    if index is None and (model := model_of(module)) is not None:
+        number_layers(model)
+        index = getattr(module, "layer_idx", None)
+    layer = plan.layer(index)
     depth = getattr(config, "num_hidden_layers", None)
     if isinstance(depth, int) and plan.layers and plan.layers[-1].layer >= depth:
         raise PlanError(
@@ -307,22 +307,6 @@ def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:
     watch(model, weights, (PROGRAM_SLOT, _CHECKED))
     if adapted(model):
         say_adapted(weights)
-
-
-def _layer_by_weights(module: nn.Module, plan: Plan) -> LayerPlan:
-    """Finds the layer of a module without a layer index by its weights; such plans hold all layers, exact ones too.
-
-    Raises:
-        PlanError: If no layer of the plan has the module's weights.
-    """
-    own = weight_hash(module)
-    for layer in plan.layers:
-        if layer.weights == own:
-            return layer
-    raise PlanError(
-        f"the weights of this {type(module).__name__} are not those of any layer that the plan was calibrated on "
-        "(fine-tuned, another model or dtype); calibrate again, or remove it with adaattn_hf.remove_plan(model)"
-    )
 
 
 def check_versions(plan: Plan) -> None:

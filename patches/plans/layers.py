@@ -9,8 +9,6 @@ from torch import nn
 
 from adaattn_hf.plans.plan import PlanError
 
-_NUMBERED = "_adaattn_numbered"
-
 
 def attention_modules(model: nn.Module, model_type: str) -> Iterator[tuple[int, nn.Module]]:
     """Yields the innermost modules that know a `layer_idx` and hold weights, of the tower of that model type.
@@ -39,23 +37,16 @@ def _holds_weights(module: nn.Module) -> bool:
     return any(True for held in (module.parameters(), module.buffers()) for _ in held)
 
 
-def number_layers(model: nn.Module) -> bool:
-    """Numbers the attention modules of a model without any `layer_idx` (DistilBERT), in the order of the model.
-
-    Returns:
-        Whether this package has numbered them, now or before.
-    """
+def number_layers(model: nn.Module) -> None:
+    """Numbers the attention modules of a model without any `layer_idx` (DistilBERT), in the order of the model."""
     modules = [
         module
         for module in model.modules()
         if hasattr(module, "is_causal") and hasattr(module, "config") and _holds_weights(module)
     ]
-    numbered = [module for module in modules if isinstance(getattr(module, "layer_idx", None), int)]
-    if not numbered:
+    if not any(isinstance(getattr(module, "layer_idx", None), int) for module in modules):
         for index, module in enumerate(modules):
             module.layer_idx = index  # type: ignore[assignment]
-            module.__dict__[_NUMBERED] = True
-    return any(_NUMBERED in module.__dict__ for module in modules)
 
 
 def model_of(module: nn.Module) -> nn.Module | None:

@@ -40,7 +40,7 @@ class Subject:
             )
         self.model = model
         self.name = name_of_model(model)
-        self.own_numbers = number_layers(model)
+        number_layers(model)
 
     @property
     def positions(self) -> int | None:

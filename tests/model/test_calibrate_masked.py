@@ -423,7 +423,7 @@ def test_monitor_and_statistics_count_rows_that_lose_keys_on_either_side(
     assert {entry["layer"]: entry for entry in adaattn_hf.statistics(watched)}[2]["fewer_keys"] == 0
 
 
-def test_layers_without_a_number_are_known_by_their_weights(
+def test_layers_without_a_number_are_numbered_in_the_order_of_their_model(
     text: list[Path], encode: Any, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -454,7 +454,7 @@ def test_layers_without_a_number_are_known_by_their_weights(
     tuned = load(DistilBertModel, tmp_path)
     with torch.no_grad():
         tuned.transformer.layer[0].attention.q_lin.weight.mul_(1.01)
-        with pytest.raises(PlanError, match="not those of any layer"):
+        with pytest.raises(PlanError, match="weights of the model are not those"):
             tuned(tokens)
 
 
