@@ -372,7 +372,7 @@ def arms(
 
 
 def give_plan(model: Any, plan: str | None) -> None:
-    """Gives a model the plan of a file or directory, takes its plan away (`NO_PLAN`), or leaves it as it is (None).
+    """Gives a model a plan (see `Plan.from_pretrained`), takes its own away (`NO_PLAN`), or leaves it as it is (None).
 
     Raises:
         ModelUnavailable: There is no plan there, or it belongs to another model.
@@ -383,11 +383,6 @@ def give_plan(model: Any, plan: str | None) -> None:
         if plan == NO_PLAN:
             remove_plan(model)
             return
-        if not Path(plan).exists():
-            raise ModelUnavailable(
-                f"plan: got {plan!r}, which does not exist; expected the directory (or adaattn_plan.json) that "
-                f"`adaattn calibrate --out` wrote, or {NO_PLAN!r}"
-            )
         load_plan(model, plan)
     except (PlanError, OSError) as error:
         raise ModelUnavailable(f"plan: {plan!r}: {error}") from error

@@ -15,7 +15,7 @@ from typing import Any
 
 from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.errors import UsageError
-from adaattn_hf.plans import reading
+from adaattn_hf.plans.plan import Plan
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEAD = """# Caches under a loss budget
@@ -36,7 +36,7 @@ def record(name: str, directory: Path) -> dict[str, Any]:
     Raises:
         UsageError: If the plan has no cache that was proved.
     """
-    plan = reading.read_plan(directory)
+    plan = Plan.from_pretrained(directory)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     cache = plan.protocol.get("cache")
     if plan.verified is None or not cache or not cache["verified"]["passed"]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .._files import write_atomically
 from ..plans import store
 from ..plans.evidence import MODEL, SOURCES
-from ..plans.plan import PLAN_FORMAT, TENSORS_FILE, LayerPlan, Plan, UnitRecord, Verified
+from ..plans.plan import PLAN_FORMAT, LayerPlan, Plan, UnitRecord, Verified
 from ..plans.tensors import LayerTensors
 from ..policy.acceptance import Gates
 from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_length
@@ -201,9 +201,9 @@ def save_plan(subject: Subject, result: Calibration, directory: Path) -> None:
     Every file is the old one or the new one, whatever happens. The state of the calibration is removed last.
     """
     subject.give(result.plan)
-    data = store.tensor_bytes(result.plan)
+    data = result.plan.tensor_bytes()
     if data is not None:
-        write_atomically(directory / TENSORS_FILE, data)
+        write_atomically(directory / store.TENSORS_FILE, data)
     # written in place, a full disk would leave half a configuration of the model
     with tempfile.TemporaryDirectory() as apart:
         subject.model.config.save_pretrained(apart)  # type: ignore[union-attr, operator]
@@ -212,5 +212,5 @@ def save_plan(subject: Subject, result: Calibration, directory: Path) -> None:
             if file.name == "config.json" and (directory / file.name).is_file():
                 data = _with_dtype(data, (directory / file.name).read_bytes())
             write_atomically(directory / file.name, data)
-    write_atomically(directory / "adaattn_plan.json", result.plan.to_json())
+    write_atomically(directory / store.PLAN_FILE, result.plan.to_json())
     CalibrationState.forget(directory)

@@ -24,8 +24,7 @@ from ..calibration.benefit import Benefit
 from ..calibration.settings import CalibrationSettings
 from ..calibration.state import FILE, CalibrationState
 from ..calibration.team import Team
-from ..plans.plan import PlanError
-from ..plans.reading import read_plan
+from ..plans.plan import Plan, PlanError
 from ..policy.prices import PriceTable
 from .asked import Asked
 from .fit import fit_to_text
@@ -229,7 +228,7 @@ def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:
 def _proven(directory: Path, weights: str) -> bool:
     """Whether a directory holds a plan of these weights that passed on held-out text."""
     try:
-        plan = read_plan(directory)
+        plan = Plan.from_pretrained(directory)
     except PlanError:
         return False
     return plan.weight_hash == weights and plan.verified is not None and plan.verified.passed

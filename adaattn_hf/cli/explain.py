@@ -103,8 +103,7 @@ def _explanation(model: str, asked: Explained) -> Explanation:
         resolve_dtype,
         why_not,
     )  # fmt: skip
-    from adaattn_hf.plans.plan import PlanError
-    from adaattn_hf.plans.reading import read_plan
+    from adaattn_hf.plans.plan import Plan, PlanError
 
     adaattn_hf.register(impossible=True)  # the device need not be here
     ours = [name for name in known_implementations() if name.startswith("adaattn")]
@@ -114,7 +113,7 @@ def _explanation(model: str, asked: Explained) -> Explanation:
         raise UsageError(unknown("cache", asked.cache, CACHES))
     where, wanted = resolve_device(asked.device, here=False), resolve_dtype(asked.dtype)
     try:
-        given = None if asked.plan is None else read_plan(asked.plan)
+        given = None if asked.plan is None else Plan.from_pretrained(asked.plan)
     except (PlanError, OSError) as error:
         raise UsageError(f"plan: {asked.plan!r}: {error}") from error
     try:

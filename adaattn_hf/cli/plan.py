@@ -55,8 +55,7 @@ def show(
 
     Files are written before anything is printed. Exit codes: 0 done; 2 wrong arguments, or no plan.
     """
-    from ..plans.plan import PlanError
-    from ..plans.reading import read_plan
+    from ..plans.plan import Plan, PlanError
     from .pictures.grid import save_png
     from .pictures.headline import bought
     from .pictures.page import plan_page
@@ -67,7 +66,7 @@ def show(
         _refuse_both(path, plan)
         if png is not None and importlib.util.find_spec("matplotlib") is None:
             raise UsageError("--png needs matplotlib; pip install matplotlib")
-        shown, buys = read_plan(place), bought(place)
+        shown, buys = Plan.from_pretrained(place), bought(place)
         if png is not None:
             _draw("--png", png, lambda path: save_png(shown, path))
         if html is not None:
@@ -89,14 +88,13 @@ def diff(
 
     Exit codes: 0 done; 2 wrong arguments, or no plan.
     """
-    from ..plans.plan import PlanError
-    from ..plans.reading import read_plan
+    from ..plans.plan import Plan, PlanError
     from ..plans.wording import legend
     from .pictures.grid import differences
     from .pictures.page import compared
 
     with ending(default=path, wrong=(PlanError, OSError)):
-        plans = [read_plan(path), read_plan(other)]
+        plans = [Plan.from_pretrained(path), Plan.from_pretrained(other)]
         changed = differences(*plans)
         figures = [_figures(one) for one in plans]
         if html is not None:
@@ -139,8 +137,7 @@ def explore(
 
     Exit codes: 0 done; 2 wrong arguments, no plan, or no report beside it.
     """
-    from ..plans.plan import PlanError
-    from ..plans.reading import read_plan
+    from ..plans.plan import Plan, PlanError
     from ..plans.wording import at_most, rise, share, times
     from ..policy.table import SolverTable
     from .pictures.explorer import explorer
@@ -150,7 +147,7 @@ def explore(
     place = path or plan or Path(PLAN_DIRECTORY)
     with ending(default=place, wrong=(PlanError, OSError)):
         _refuse_both(path, plan)
-        shown = read_plan(place)
+        shown = Plan.from_pretrained(place)
         report = (place if place.is_dir() else place.parent) / REPORT_FILE
         if not report.is_file():
             raise PlanError(

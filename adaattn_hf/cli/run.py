@@ -70,11 +70,10 @@ def run(
 def _refuse_no_plan(directory: Path) -> None:
     from adaattn_hf.patches.plans.everywhere import configuration_of
 
-    from ..plans.plan import PlanError
-    from ..plans.store import with_tensors
+    from ..plans.plan import Plan, PlanError
 
     try:
-        configuration_of(with_tensors(directory))
+        configuration_of(Plan.from_pretrained(directory))
     except (PlanError, OSError) as error:
         leave(UsageError(f"plan: {error}"))
 

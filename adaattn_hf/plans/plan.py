@@ -8,21 +8,23 @@ batch.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .._files import parse_json
+from .._files import parse_json, printable
 from ..attention.stored import FORMATS
 from .choices import EXACT, Choice
-from .evidence import MOST_HEADS as MOST_HEADS
-from .evidence import MOST_LAYERS, UnitRecord, Verified
+from .evidence import MODEL, MOST_HEADS, MOST_LAYERS, UnitRecord, Verified
 from .record import PlanError, read_list, read_record, real, share, text, whole
+from .store import PlanFiles
+from .wording import allowed
 
 __all__ = [
     "EXACT",
+    "MOST_HEADS",
     "PLAN_FORMAT",
-    "TENSORS_FILE",
     "Choice",
     "LayerPlan",
     "Plan",
@@ -32,9 +34,6 @@ __all__ = [
 ]
 
 PLAN_FORMAT = 2
-TENSORS_FILE = "adaattn_plan.safetensors"
-CONFIG_KEY = "plan"
-"""Key of the plan in a configuration's settings."""
 WHOLE = "model:"
 """Prefix of hashes over all weights of a model, not just those of attention."""
 MOST_LENGTHS = 1 << 10
@@ -90,7 +89,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(PlanFiles):
     """The choices for one model, and how they were found.
 
     Attributes:
@@ -285,6 +284,47 @@ class Plan:
     def to_json(self) -> str:
         """Returns the plan as JSON, byte for byte the same for equal plans."""
         return json.dumps(self.to_dict(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+    def card(self, repository: str) -> str:
+        """Returns the model card of a directory or repository that holds the plan: whose it is, and what was proven."""
+        model = printable(str(self.protocol.get(MODEL, self.model_type)))
+        verdict = (
+            "It was never verified on held-out text." if self.verified is None else self.verified.sentence
+        )
+        lengths = ", ".join(f"{length:,}" for length in self.lengths) or "none"
+        of_hub = f"base_model: {json.dumps(model)}\n" if model.count("/") == 1 else ""
+        return f"""---
+library_name: adaattn-hf
+{of_hub}tags:
+- adaattn
+- attention-plan
+---
+
+# A plan of attention for {model}
+
+What each head of the model reads, and in which precision, within a budget of {allowed(self.budget)} perplexity.
+{printable(verdict)}
+
+* It speaks for up to {self.max_length:,} tokens, and was measured at {lengths}; what is longer is computed exactly.
+* It belongs to these weights in {printable(self.dtype)}: other weights, dtypes and settings are refused.
+* It was made with adaattn-hf {printable(self.adaattn)}, torch {printable(self.torch)} and transformers
+  {printable(self.transformers)}.
+
+```python
+from transformers import AutoModelForCausalLM
+
+import adaattn_hf
+
+model = AutoModelForCausalLM.from_pretrained({model!r}, dtype={self.dtype!r}, attn_implementation="adaattn")
+adaattn_hf.load_plan(model, {repository!r})
+```
+
+To measure it on text of your own, beside stock attention:
+
+```bash
+adaattn eval {shlex.quote(model)} --plan {shlex.quote(repository)} --dtype {shlex.quote(self.dtype)} --data TEXT
+```
+"""
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

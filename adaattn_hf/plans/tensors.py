@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -30,15 +29,3 @@ class LayerTensors:
             {place: self.query_basis[head] for place, head in enumerate(heads) if head in self.query_basis},
             {place: self.key_basis[head] for place, head in enumerate(heads) if head in self.key_basis},
         )
-
-
-MOST_CARRIED = 1 << 20
-"""Largest size of bases and means that are stored in a configuration; larger ones lie only in their file."""
-
-
-def carried_bytes(text: str) -> bytes:
-    """Decodes base64; invalid text gives no bytes, which the comparison of hashes then refuses."""
-    try:
-        return base64.b64decode(text[: 2 * MOST_CARRIED], validate=True)
-    except ValueError:
-        return b""

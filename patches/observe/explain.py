@@ -17,7 +17,6 @@ from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import BACKENDS, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
-from adaattn_hf.plans.reading import read_plan
 from adaattn_hf.plans.wording import legend
 
 from ..cache.memory import CacheMemory, memory_of
@@ -129,7 +128,7 @@ def explain(
         dtype: Explain for this dtype instead of the model's own.
         cache: Explain for a cache of this format; see `AdaAttnCache`.
         streaming: Count the cache's bytes with the streaming heads of the plan; see `AdaAttnCache`.
-        plan: Explain with this plan, or the one in this file or directory, instead of the model's own.
+        plan: Explain with this plan (see `Plan.from_pretrained`) instead of the model's own.
 
     Raises:
         ValueError: The model runs another attention implementation, its inputs cannot be guessed, it cannot use such a
@@ -145,7 +144,7 @@ def explain(
             f"model: got {type(held).__name__}, which holds no Transformers model that can be built from its "
             "configuration; pass the model that it was made of"
         )
-    given = plan if plan is None or isinstance(plan, Plan) else read_plan(plan)
+    given = None if plan is None else Plan.from_pretrained(plan)
     found = [
         _explained(name, tower, inputs, device, dtype, cache, streaming, given) for name, tower in towers
     ]

@@ -15,8 +15,9 @@ from adaattn_hf.attention.tap import tapping
 from adaattn_hf.backends import select
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.monitor import Monitor
-from adaattn_hf.plans.plan import CONFIG_KEY, Plan
+from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.store import CONFIG_KEY
 
 from ..plans.attach import plan_of, program_of
 from ..plans.layers import attention_modules

@@ -288,8 +288,8 @@ def record(
         seed: Seed of the sample.
         spectrum: Also measure the spectrum of the scores (one fp64 product per call and head).
         maps: Pairs of layer and query head whose pooled attention map is kept, from the first prompt.
-        against: A plan, its file or directory; for the heads of `maps`, also keeps the error of their weights under
-            this plan, which need not be the model's own.
+        against: For the heads of `maps`, also keep the error of their weights under this plan (see
+            `Plan.from_pretrained`), which need not be the model's own.
 
     Yields:
         The record, which may be read at any time.

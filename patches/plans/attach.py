@@ -13,10 +13,9 @@ from typing import Any
 from torch import nn
 
 from adaattn_hf.plans import execute as execute  # its operators are registered before a graph is traced
-from adaattn_hf.plans.plan import CONFIG_KEY, TENSORS_FILE, Plan, PlanError
+from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.reading import holds_plan, read_plan
-from adaattn_hf.plans.store import CARRIED, layer_tensors, read_tensors, with_tensors
+from adaattn_hf.plans.store import CARRIED, CONFIG_KEY, layer_tensors
 
 from ..models.support import implementations, is_ours
 from . import fit
@@ -37,21 +36,18 @@ def program_of(module: nn.Module, compiling: bool = False) -> Program | None:
     return fit.program_of(module, layer_tensors, compiling)
 
 
-def attach(
-    model: nn.Module, plan: Plan, directory: str | Path | None = None, *, unverified: bool = False
-) -> None:
+def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
     """Gives a model a plan and checks it against every layer at once.
 
     Args:
         model: A model whose attention modules know their `layer_idx`.
         plan: The plan.
-        directory: Where the plan's safetensors file lies, when its tensors are not in memory.
         unverified: Run the plan though held-out text has not shown it good.
 
     Raises:
         PlanError: If the plan does not belong to the model, or names a layer that it does not have.
     """
-    modules, raw = settings_for(model, plan, directory, unverified=unverified)
+    modules, raw = settings_for(model, plan, unverified=unverified)
     owners: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
     for config in owners.values():
         kept = {name: value for name, value in settings_of(config).items() if name not in (CARRIED, REVOKED)}
@@ -61,15 +57,13 @@ def attach(
 
 
 def settings_for(
-    model: nn.Module, plan: Plan, directory: str | Path | None, *, unverified: bool
+    model: nn.Module, plan: Plan, *, unverified: bool
 ) -> tuple[dict[int, nn.Module], dict[str, Any]]:
     """Returns a model's attention modules by layer, and the settings that give them a plan, checked against each.
 
     Raises:
         PlanError: As `attach` does.
     """
-    if directory is not None:
-        read_tensors(plan, directory)
     modules = dict(attention_modules(model, plan.model_type))
     if not modules:
         own = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -88,12 +82,12 @@ def settings_for(
 
 
 def programs_for(model: nn.Module, plan: Plan | str | Path) -> dict[int, Program | None]:
-    """Returns the programs of a plan, or of the one in a file or directory, by layer; it need not be verified.
+    """Returns the programs of a plan (see `Plan.from_pretrained`) by layer; it need not be verified.
 
     Raises:
         PlanError: If it does not belong to the model.
     """
-    modules, raw = settings_for(model, with_tensors(plan), None, unverified=True)
+    modules, raw = settings_for(model, Plan.from_pretrained(plan), unverified=True)
     return {index: fit.resolve(module, raw, layer_tensors) for index, module in modules.items()}
 
 
@@ -130,18 +124,16 @@ def settings_of(config: Any) -> Mapping[str, Any]:
     return settings if isinstance(settings, Mapping) else {}
 
 
-def load_plan(model: nn.Module, directory: str | Path | None = None, *, unverified: bool = False) -> Plan:
-    """Reads a model's plan and checks it against every layer at once.
+def load_plan(model: nn.Module, plan: Plan | str | Path | None = None, *, unverified: bool = False) -> Plan:
+    """Gives a model a plan, or reads the one in its configuration, and checks it against every layer at once.
 
-    The plan is the one in the directory; without a directory, or where that holds bases and means alone, the one in
-    the model's configuration.
-
-    Without it every layer reads its part in the first forward pass; a graph needs it before it is traced.
+    Without it every layer reads its part of the configuration's plan in the first forward pass; a graph needs it before
+    it is traced.
 
     Args:
         model: A model, as `from_pretrained` leaves it.
-        directory: Where `adaattn calibrate` wrote the plan, when that is not where the model was loaded from.
-
+        plan: A plan, the file or directory that holds it, or the id of a repository of the Hub (see
+            `Plan.from_pretrained`); None for the one that the model carries.
         unverified: Run the plan though held-out text has not shown it good: it was never verified, or failed.
 
     Returns:
@@ -150,20 +142,19 @@ def load_plan(model: nn.Module, directory: str | Path | None = None, *, unverifi
     Raises:
         PlanError: The model has no plan, or one that does not belong to it, or runs another attention.
     """
-    data = _data_of(model)
-    plan = None if data is None else Plan.from_dict(data)
-    if directory is not None:
-        path = Path(directory)
-        if plan is None or holds_plan(path) or not (path / TENSORS_FILE).is_file():
-            plan, data = read_plan(path), None
     if plan is None:
-        raise PlanError(
-            f"model: the configuration of this {type(model).__name__} holds no plan; make one with "
-            "`adaattn calibrate`"
-        )
+        data = _data_of(model)
+        if data is None:
+            raise PlanError(
+                f"model: the configuration of this {type(model).__name__} holds no plan; make one with "
+                "`adaattn calibrate`"
+            )
+        found, unverified = Plan.from_dict(data), unverified or isinstance(data, Allowed)
+    else:
+        found = Plan.from_pretrained(plan)
     refuse_stock_attention(model)
-    attach(model, plan, directory, unverified=unverified or isinstance(data, Allowed))
-    return plan
+    attach(model, found, unverified=unverified)
+    return found
 
 
 def refuse_stock_attention(model: nn.Module) -> None:

@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from adaattn_hf.config import GIVEN
-from adaattn_hf.plans.plan import CONFIG_KEY, Plan, PlanError
-from adaattn_hf.plans.store import with_tensors
+from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.store import CONFIG_KEY
 
 
 def configuration_of(plan: Plan) -> type[Any]:
     """Returns the class of the configurations that a plan was made for.
 
     Raises:
-        PlanError: Transformers has none of that type.
+        PlanError: Transformers has none of that type, or the plan's tensors are lost.
     """
     from transformers import CONFIG_MAPPING
 
+    plan.tensor_bytes()
     if plan.model_type not in CONFIG_MAPPING:
         raise PlanError(
             f"model_type is {plan.model_type!r}, which no configuration of Transformers has; load the plan in the "
@@ -32,7 +33,7 @@ def give(directory: str | Path) -> None:
     Raises:
         PlanError: There is no plan, or no such type.
     """
-    plan = with_tensors(directory)
+    plan = Plan.from_pretrained(directory)
     settings = {CONFIG_KEY: plan.to_dict()}
     GIVEN[plan.model_type] = settings
     # a graph that is traced before any call asks the class, and says that the model is to be called once first

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from adaattn_hf.attention.tap import listening
-from adaattn_hf.plans.plan import CONFIG_KEY, LayerPlan, Plan, PlanError
+from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.program import Program
+from adaattn_hf.plans.store import CONFIG_KEY
 from adaattn_hf.plans.tensors import LayerTensors
 
 from .configured import refuse_other_configuration

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from adaattn_hf.attention.tap import SEATED, Seat, Seated, seating
-from adaattn_hf.plans import store
 from adaattn_hf.plans.plan import Plan
 
 from . import attach
@@ -43,8 +42,8 @@ def use_plan(model: nn.Module, plan: Plan | str | Path | None, *, unverified: bo
 
     Args:
         model: A model whose attention implementation is one of ours.
-        plan: A plan, the file or directory that holds one, or None for exact attention in every layer. The same
-            object is checked once.
+        plan: A plan (see `Plan.from_pretrained`), or None for exact attention in every layer. The same object is
+            checked once.
         unverified: Run the plan though held-out text has not shown it good.
 
     Raises:
@@ -61,12 +60,12 @@ def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -
     others = {m: Seat({}) for m in model.modules() if m is not model and hasattr(m, "config")}
     if plan is None:
         return others
-    plan = store.with_tensors(plan)
+    plan = Plan.from_pretrained(plan)
     known, count = _checked.setdefault(model, []), replacements(pretrained(model))
     for checked, allowed, at, seats in known:
         if checked is plan and allowed is unverified and at == count:
             return {**others, **seats}
-    modules, raw = attach.settings_for(model, plan, None, unverified=unverified)
+    modules, raw = attach.settings_for(model, plan, unverified=unverified)
     seats = {module: Seat(raw) for module in modules.values()}
     known.append((plan, unverified, count, seats))
     del known[:-MOST]

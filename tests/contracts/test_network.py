@@ -23,7 +23,11 @@ NETWORK = frozenset(
 )  # fmt: skip
 """Packages that talk to others, or that fetch what they are given by name."""
 DOCUMENTED = {
-    "adaattn_hf/plans/store.py": {"huggingface_hub.try_to_load_from_cache"},
+    "adaattn_hf/plans/store.py": {
+        "huggingface_hub.HfApi",
+        "huggingface_hub.hf_hub_download",
+        "huggingface_hub.errors.EntryNotFoundError",
+    },
     "eval/corpora.py": {"datasets"},
     "eval/lm_eval_hook.py": {"lm_eval.__main__.cli_evaluate"},
     "eval/lm_eval_model.py": {"lm_eval.api.registry.register_model", "lm_eval.models.huggingface.HFLM"},

@@ -23,7 +23,6 @@ from adaattn_hf.patches import checkpoint
 from adaattn_hf.patches.plans import attach, everywhere, hashes
 from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.layers import attention_modules
-from adaattn_hf.plans import reading
 from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan, Verified
 
 from ..support.choices import make_choice
@@ -227,7 +226,7 @@ def test_a_plan_of_all_models_of_a_type_is_taken_away_from_one(
         exact, planned = (model(torch.arange(60)[None]).logits for model in (one, other))
     assert not torch.equal(exact, planned)
     assert attach.plan_of(one) is None
-    assert attach.plan_of(other) == reading.read_plan(plan)
+    assert attach.plan_of(other) == Plan.from_pretrained(plan)
 
 
 def test_no_room_for_a_batch_is_a_sentence(

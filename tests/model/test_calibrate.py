@@ -33,8 +33,8 @@ from adaattn_hf.calibration.texts import read_documents
 from adaattn_hf.cli.options import nats
 from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
-from adaattn_hf.plans import execute, reading, sampled, store
-from adaattn_hf.plans.plan import EXACT, TENSORS_FILE, Choice, Plan, PlanError
+from adaattn_hf.plans import execute, sampled, store
+from adaattn_hf.plans.plan import EXACT, Choice, Plan, PlanError
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy import knapsack
 from adaattn_hf.policy.prices import Price, PriceTable
@@ -250,7 +250,7 @@ def test_a_disk_that_fills_up_leaves_the_models_configuration_whole(
     assert (tmp_path / "config.json").read_bytes() == before
     assert (tmp_path / FILE).is_file()
     save_plan(_model(), result, tmp_path)
-    assert reading.read_plan(tmp_path) == result.plan
+    assert Plan.from_pretrained(tmp_path) == result.plan
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
@@ -296,7 +296,7 @@ def test_the_plan_travels_with_the_checkpoint(result: Calibration, tmp_path: Pat
     torch.testing.assert_close(stored, planned)
     assert (exact - planned).abs().max() > 1e-5
     assert attach.plan_of(loaded) is None
-    assert reading.read_plan(tmp_path) == result.plan
+    assert Plan.from_pretrained(tmp_path) == result.plan
     again = _model()
     assert adaattn_hf.load_plan(again, tmp_path) == result.plan
     with torch.no_grad():
@@ -318,10 +318,10 @@ def test_another_major_version_and_lost_or_changed_tensors_are_refused(
         attach.attach(_model(), replace(result.plan, transformers="4.57.0"))
     needs = replace(result.plan, tensors="0" * 64)
     with pytest.raises(PlanError, match=r"needs adaattn_plan\.safetensors"):
-        store.read_tensors(needs, stored / "nowhere")
-    (stored / TENSORS_FILE).write_bytes(b"x")
+        store.tensors_of(needs, str(stored / "nowhere"))
+    (stored / store.TENSORS_FILE).write_bytes(b"x")
     with pytest.raises(PlanError, match="the plan names"):
-        store.read_tensors(needs, stored)
+        store.tensors_of(needs, str(stored))
 
 
 def test_int8_tensors_are_stored_and_needed(
@@ -342,7 +342,7 @@ def test_int8_tensors_are_stored_and_needed(
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, wanted)
     monkeypatch.setattr(store, "_tensors", {})
-    (tmp_path / TENSORS_FILE).unlink()
+    (tmp_path / store.TENSORS_FILE).unlink()
     carried = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn")
     with torch.no_grad():
         torch.testing.assert_close(carried(tokens).logits, wanted)

@@ -84,15 +84,15 @@ def test_the_tensors_of_plans_do_not_pile_up() -> None:
     first = torch.full((2, 4), -1.0)
     gone, oldest = weakref.ref(first), replace(plan, tensors=remember_tensors({"layers.1.key_mean": first}))
     del first
-    assert store.tensor_bytes(oldest) is not None
+    assert oldest.tensor_bytes() is not None
     for number in range(100):
         tensors = {"layers.1.key_mean": torch.full((2, 4), float(number))}
         newest = replace(plan, tensors=remember_tensors(tensors))
     gc.collect()
     assert gone() is None
-    assert store.tensor_bytes(newest) is not None
+    assert newest.tensor_bytes() is not None
     with pytest.raises(PlanError, match="copy it beside the weights"):
-        store.tensor_bytes(oldest)
+        oldest.tensor_bytes()
 
 
 def test_evaluation_without_no_grad_runs_under_int8() -> None:

@@ -18,7 +18,7 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.patches.plans.layers import attention_modules
-from adaattn_hf.plans import reading
+from adaattn_hf.plans.plan import Plan
 from adaattn_hf.policy.prices import Price, PriceTable
 from studies.budget import peers, speed, study
 
@@ -88,7 +88,7 @@ def test_a_seed_is_measured_once_for_all_budgets_and_never_again(
     assert much["settings"]["data"] == much["settings"]["check_data"] == ["own.txt"]
     assert none["check"][str(LENGTH)]["upper"] == 0.0 < much["check"][str(LENGTH)]["kl"]
     assert much["check"][str(LENGTH)]["tokens"] == 2 * (LENGTH - 1)
-    kept = reading.read_plan(tmp_path / "plans" / paths[1].stem)
+    kept = Plan.from_pretrained(tmp_path / "plans" / paths[1].stem)
     assert [choice.label for layer in kept.layers for choice in layer.choices] == much["picks"]
     assert attach.plan_of(model) is None
     assert much["prices"] == prices.digest

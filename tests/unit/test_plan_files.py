@@ -12,9 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
-from adaattn_hf.plans import reading
-from adaattn_hf.plans.plan import LayerPlan
-from adaattn_hf.plans.reading import MOST_BYTES
+from adaattn_hf.plans.plan import LayerPlan, Plan
+from adaattn_hf.plans.store import MOST_BYTES
 
 from ..support.choices import make_choice
 from .test_plan import make_plan
@@ -78,7 +77,7 @@ def test_a_place_that_may_not_be_looked_at_is_a_sentence(
     def forbidden(path: Path) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(reading, "read_plan", forbidden)
+    monkeypatch.setattr(Plan, "from_pretrained", forbidden)
     result = CliRunner().invoke(app, ["plan", *words])
     assert (result.exit_code, result.stderr) == (2, "error: p: Permission denied\n")
 

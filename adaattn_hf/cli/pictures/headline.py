@@ -17,7 +17,7 @@ from typing import Any
 from ..._files import printable
 from ...plans.evidence import MODEL, SOURCES
 from ...plans.plan import Plan, PlanError
-from ...plans.reading import PLAN_FILE, text_file
+from ...plans.store import PLAN_FILE, text_file
 from ...plans.wording import allowed, at_most, counted, quotient, rise, share, times
 
 REPORT_FILE = "adaattn_report.json"
