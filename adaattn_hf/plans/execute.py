@@ -181,23 +181,13 @@ def _rows_of_short(structure: CallStructure, limit: int, device: torch.device) -
 
 
 def _planned(program: Program, request: AttentionRequest, backend: str | None) -> AttentionResult:
-    """Computes all heads of a layer: one request for the heads that a backend serves together, else one per choice."""
-    asked = program.requests(request.query.shape[2] < PRECISE_ROWS)
-    parts: list[tuple[Sequence[int], AttentionResult]] = []
-    if asked.heads:
-        together = _together(request, asked.heads, asked.rules, backend)
-        if together is not None:
-            parts.append((asked.heads, together))
-        else:
-            parts += [
-                (heads, _one_choice(program, request, choice, heads, backend))
-                for choice, heads in program.launches
-                if heads[0] in asked.heads
-            ]
-    parts += [
-        (heads, choice.attend(some_heads(request, heads), heads, program.tensors, backend))
-        for choice, heads in asked.apart
-    ]
+    """Computes all heads of a layer: in one request those that a backend serves together, else in one per choice."""
+    asked = program.requests[request.query.shape[2] < PRECISE_ROWS]
+    whole = _together(request, asked.heads, asked.rules, backend) if asked.heads else None
+    parts: list[tuple[Sequence[int], AttentionResult]] = [] if whole is None else [(asked.heads, whole)]
+    for choice, heads in program.launches if whole is None else asked.apart:
+        part = some_heads(request, heads)
+        parts.append((heads, choice.attend(part, heads, program.tensors, backend)))
     order = [head for heads, _ in parts for head in heads]
     groups = request.query.shape[1] // request.key.shape[1]
     out = joined_heads([result.out for _, result in parts], order, groups, dim=2)
@@ -217,16 +207,6 @@ def _together(
     whole = replace(whole, per_head=rules)
     serving = select.serving(spec_of(whole, backend), backend)
     return None if serving is None else serving.attend(whole)
-
-
-def _one_choice(
-    program: Program, request: AttentionRequest, choice: Choice, heads: Sequence[int], backend: str | None
-) -> AttentionResult:
-    """Computes the heads of one choice, by rules per head if a backend serves them."""
-    part = some_heads(request, heads)
-    rules = program.requests(request.query.shape[2] < PRECISE_ROWS).each.get(choice)
-    served = None if rules is None else _together(part, range(len(heads)), rules, backend)
-    return choice.attend(part, heads, program.tensors, backend) if served is None else served
 
 
 class _OneWay(torch.autograd.Function):
@@ -322,7 +302,7 @@ def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequ
         return None
     if not _is_whole(program.handle, request.key.shape[1]):
         return None
-    asked = program.requests(True)
+    asked = program.requests[True]
     within = request.structure.kv_len <= program.max_length
     return replace(request, per_head=asked.rules if within else asked.ending)
 
@@ -330,7 +310,7 @@ def _in_one_launch(program: Program, request: AttentionRequest) -> AttentionRequ
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_whole(handle: int, kv_heads: int) -> bool:
     """Whether a program's requests for few rows are one; what is worked out once is not for a traced graph to do."""
-    asked = PROGRAMS[handle].requests(True)
+    asked = PROGRAMS[handle].requests[True]
     for rules in (asked.rules, asked.ending):
         if rules is not None:
             rules.work_out()

@@ -22,14 +22,12 @@ class Requests:
         heads: Key/value heads of the request with rules per head.
         rules: Its rules per head; None if all these heads are exact.
         ending: The same, which end with the lengths that the plan speaks for.
-        each: Rules for the heads of a single choice, for when no backend serves all of them together.
         apart: Choices that need a request of their own, with their heads.
     """
 
     heads: tuple[int, ...]
     rules: HeadRules | None
     ending: HeadRules | None
-    each: Mapping[Choice, HeadRules]
     apart: tuple[tuple[Choice, tuple[int, ...]], ...]
 
 
@@ -126,26 +124,17 @@ class Program:
         return all(choice.has_gradient for choice, _ in self.launches)
 
     @cached_property
-    def of_few(self) -> Requests:
-        """The requests of calls of so few query rows that they are computed in the model's precision."""
-        return self._find_requests(True)
+    def requests(self) -> Mapping[bool, Requests]:
+        """The requests of calls with fewer than `PRECISE_ROWS` query rows (True), and of all others (False)."""
+        return {few: self._requests(few) for few in (True, False)}
 
-    @cached_property
-    def of_many(self) -> Requests:
-        """The requests of all other calls."""
-        return self._find_requests(False)
-
-    def requests(self, few: bool) -> Requests:
-        """The requests for the layer's choices; `few`: see `of_few`."""
-        return self.of_few if few else self.of_many
-
-    def _find_requests(self, few: bool) -> Requests:
+    def _requests(self, few: bool) -> Requests:
         asked = {choice: choice.head_rule(few) for choice, _ in self.launches}
         heads = [head for head, choice in enumerate(self.plan.choices) if asked[choice] is not None]
         rules = [asked[self.plan.choices[head]] or {} for head in heads]
         apart = tuple((choice, heads) for choice, heads in self.launches if asked[choice] is None)
         if not any(rules):
-            return Requests(tuple(heads), None, None, {}, apart)
+            return Requests(tuple(heads), None, None, apart)
         mean = self.tensors.key_mean if any(rule.get("precision") == "int8" for rule in rules) else None
         found = HeadRules(
             tuple(rule.get("window", 0) for rule in rules),
@@ -153,9 +142,4 @@ class Program:
             tuple(rule.get("precision", "model") for rule in rules),
             key_mean=None if mean is None else mean[heads],
         )
-        each = {
-            choice: found.some([heads.index(head) for head in own])
-            for choice, own in self.launches
-            if asked[choice]
-        }
-        return Requests(tuple(heads), found, replace(found, until=self.max_length), each, apart)
+        return Requests(tuple(heads), found, replace(found, until=self.max_length), apart)

@@ -56,7 +56,7 @@ def rules_of(
         return None
     if stored is not None:
         program = program.over_stored
-    asked = program.of_few if few else program.of_many
+    asked = program.requests[few]
     if asked.apart or len(asked.heads) != len(program.plan.choices):
         return None
     return (asked.rules,)

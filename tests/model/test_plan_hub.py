@@ -1,4 +1,4 @@
-"""A plan given away: written to a directory, pushed to the Hub and taken from there by every function that takes a plan."""
+"""A plan given away: written to a directory, pushed to the Hub, and taken from there by all that takes a plan."""
 
 from __future__ import annotations
 
