@@ -8,21 +8,9 @@ from collections.abc import Iterable
 
 from .choices import Choice
 
-_NUMBERS = [
-    "no",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-]
+_NUMBERS = (
+    "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+)  # fmt: skip
 ENDLESS = 700.0
 """More nats than this are a perplexity beyond the largest float."""
 

@@ -301,6 +301,9 @@ def record(
     if rows < 1:
         raise ValueError(f"rows: got {rows}, expected at least 1 sampled row per call")
     refuse_other_attention(model)
-    programs = None if against is None else programs_for(model, against)
+    programs = None
+    if against is not None:
+        _, found = programs_for(model, Plan.from_pretrained(against), unverified=True)
+        programs = {index: program for index, (_, program) in found.items()}
     with recording(AttentionRecord(model, rows, seed, spectrum, dict.fromkeys(maps), programs)) as listener:
         yield listener  # type: ignore[misc]

@@ -19,7 +19,7 @@ from adaattn_hf.plans.store import CARRIED, CONFIG_KEY, layer_tensors
 
 from ..models.support import implementations, is_ours
 from . import fit
-from .fit import PROGRAM_SLOT
+from .fit import PROGRAM_SLOT, Resolved
 from .layers import attention_modules
 from .running import Allowed
 
@@ -47,19 +47,19 @@ def attach(model: nn.Module, plan: Plan, *, unverified: bool = False) -> None:
     Raises:
         PlanError: If the plan does not belong to the model, or names a layer that it does not have.
     """
-    modules, raw = settings_for(model, plan, unverified=unverified)
-    owners: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
+    raw, programs = programs_for(model, plan, unverified=unverified)
+    owners: dict[int, Any] = {id(module.config): module.config for module, _ in programs.values()}
     for config in owners.values():
         kept = {name: value for name, value in settings_of(config).items() if name not in (CARRIED, REVOKED)}
         config.adaattn = {**kept, **raw}
-    for module in modules.values():
-        module.__dict__[PROGRAM_SLOT] = fit.settled(module, {}, module.config.adaattn, layer_tensors)  # type: ignore[union-attr]
+    for module, program in programs.values():
+        module.__dict__[PROGRAM_SLOT] = Resolved.of(module, module.config.adaattn, program)  # type: ignore[union-attr]
 
 
-def settings_for(
+def programs_for(
     model: nn.Module, plan: Plan, *, unverified: bool
-) -> tuple[dict[int, nn.Module], dict[str, Any]]:
-    """Returns a model's attention modules by layer, and the settings that give them a plan, checked against each.
+) -> tuple[dict[str, Any], dict[int, tuple[nn.Module, Program | None]]]:
+    """Returns the settings that give a model a plan, and by layer its attention module and that one's part of the plan.
 
     Raises:
         PlanError: As `attach` does.
@@ -75,20 +75,9 @@ def settings_for(
         raise PlanError(f"the plan has layers {missing}, the model's attention layers are {sorted(modules)}")
     data = plan.to_dict()
     raw: dict[str, Any] = {CONFIG_KEY: Allowed(data) if unverified else data}
-    for module in modules.values():
-        fit.resolve(module, raw, layer_tensors)
+    programs = {index: (module, fit.resolve(module, raw, layer_tensors)) for index, module in modules.items()}
     fit.refuse_other_weights(model, raw[CONFIG_KEY])
-    return modules, raw
-
-
-def programs_for(model: nn.Module, plan: Plan | str | Path) -> dict[int, Program | None]:
-    """Returns the programs of a plan (see `Plan.from_pretrained`) by layer; it need not be verified.
-
-    Raises:
-        PlanError: If it does not belong to the model.
-    """
-    modules, raw = settings_for(model, Plan.from_pretrained(plan), unverified=True)
-    return {index: fit.resolve(module, raw, layer_tensors) for index, module in modules.items()}
+    return raw, programs
 
 
 def remove_plan(model: nn.Module) -> None:

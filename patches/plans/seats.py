@@ -65,8 +65,8 @@ def _seats(model: nn.Module, plan: Plan | str | Path | None, unverified: bool) -
     for checked, allowed, at, seats in known:
         if checked is plan and allowed is unverified and at == count:
             return {**others, **seats}
-    modules, raw = attach.settings_for(model, plan, unverified=unverified)
-    seats = {module: Seat(raw) for module in modules.values()}
+    raw, programs = attach.programs_for(model, plan, unverified=unverified)
+    seats = {module: Seat(raw) for module, _ in programs.values()}
     known.append((plan, unverified, count, seats))
     del known[:-MOST]
     return {**others, **seats}

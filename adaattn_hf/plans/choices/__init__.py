@@ -3,7 +3,7 @@
 from .base import EXACT, Choice
 from .part import KINDS, PRECISE_ROWS, Colour, Keys, Operands, Part, Setting, all_keys, all_operands, register
 from .precision import Precision
-from .rank import Rank, rank_of
+from .rank import Rank
 from .window import Window
 
 __all__ = [
@@ -21,6 +21,5 @@ __all__ = [
     "Window",
     "all_keys",
     "all_operands",
-    "rank_of",
     "register",
 ]

@@ -11,7 +11,6 @@ from torch import Tensor
 from ...attention.request import AttentionRequest
 from ..record import whole
 from ..tensors import LayerTensors
-from .base import Choice
 from .part import PRECISE_ROWS, Colour, Operands, Setting, register
 
 
@@ -106,8 +105,3 @@ class Rank(Operands):
         """A half and three quarters of the head size, where that is a multiple of 16."""
         ranks = sorted({setting.head_dim // 2, setting.head_dim * 3 // 4})
         return [cls(rank) for rank in ranks if rank >= 16 and rank % 16 == 0]
-
-
-def rank_of(choice: Choice) -> int:
-    """Returns the score rank of a choice, 0 where it keeps all columns."""
-    return next((part.rank for part in choice.operands if isinstance(part, Rank)), 0)
