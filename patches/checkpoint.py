@@ -17,6 +17,7 @@ from adaattn_hf.errors import ModelUnavailable, UsageError, unknown
 from adaattn_hf.plans.plan import PlanError
 
 from .plans.attach import load_plan, remove_plan
+from .plans.positions import trained_positions
 from .registry import NAMES
 
 Objective = Literal["causal", "masked"]
@@ -63,12 +64,7 @@ class Checkpoint:
     @property
     def max_length(self) -> int | None:
         """The longest input that the configuration allows, in tokens; None if it does not say."""
-        config = self.model.config.get_text_config()
-        for name in ("n_positions", "max_position_embeddings", "n_ctx"):
-            value = getattr(config, name, None)
-            if isinstance(value, int) and value > 0:
-                return value
-        return None
+        return trained_positions(self.model.config)
 
     def prefix_token(self) -> int:
         """Returns the token before a document, see `prefix_token`."""

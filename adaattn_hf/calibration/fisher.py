@@ -15,13 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..attention.heads import some_rows
 from ..attention.request import AttentionRequest
-from ..attention.structure import CallStructure
 from ..attention.tap import tapping
-from ..backends import select
-from ..backends.eager import attention_weights
 from ..plans.choices import EXACT, Choice
+from ..plans.sampled import row_outputs
 from ..plans.tensors import LayerTensors
 from ..stats.rows import stratified_rows
 from ..stats.spectrum import Gram, gram
@@ -72,43 +69,6 @@ def layer_of(module: nn.Module, request: AttentionRequest) -> int:
     return request.layer
 
 
-@dataclass(frozen=True, eq=False)
-class RowOutputs:
-    """The outputs of every choice on sampled rows of one layer.
-
-    Attributes:
-        outputs: `[choices, heads, rows, head_dim_v]`.
-        dropped: `[choices, heads, rows]`: attention mass dropped, plus the relative change of the output by operands.
-    """
-
-    outputs: Tensor
-    dropped: Tensor
-
-
-@torch.no_grad()
-def row_outputs(
-    request: AttentionRequest, rows: Tensor, choices: Sequence[Choice], tensors: LayerTensors
-) -> RowOutputs:
-    """Returns the outputs of each choice (the first is exact), all heads taking it, on rows of a batch of one."""
-    device = request.query.device
-    every, kv_len = list(range(request.key.shape[1])), request.key.shape[2]
-    sampled = some_rows(request, rows)
-    visible = sampled.structure.visible(device=device)
-    weights = attention_weights(sampled)[0]
-    outputs, dropped = [], []
-    for choice in choices:
-        mask = visible if choice.keys is None else choice.keys.visible_rows(request, rows)[None]
-        changed = choice.running(sampled, every, tensors)
-        part = select.attend(replace(changed, structure=CallStructure(1, len(rows), kv_len, mask=mask)), None)
-        outputs.append(part.out[0].transpose(0, 1).float())
-        lost = (weights * ~mask[0]).sum(-1).float()
-        if choice.operands:
-            size = outputs[0].norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-            lost = lost + (outputs[-1] - outputs[0]).norm(dim=-1) / size
-        dropped.append(lost)
-    return RowOutputs(torch.stack(outputs), torch.stack(dropped))
-
-
 @dataclass(eq=False)
 class FisherRecorder:
     """Records one forward pass, then its backward passes.
@@ -144,9 +104,10 @@ class FisherRecorder:
         bare = replace(
             request, query=request.query.detach(), key=request.key.detach(), value=request.value.detach()
         )
-        found = row_outputs(bare, self.rows, [EXACT, *self.choices], self.tensors.get(index, LayerTensors()))
-        self.changes[index] = found.outputs[1:] - found.outputs[:1]
-        self.dropped[index] = found.dropped[1:]
+        tensors = self.tensors.get(index, LayerTensors())
+        outputs, dropped = row_outputs(bare, self.rows, [EXACT, *self.choices], tensors)
+        self.changes[index] = outputs[1:] - outputs[:1]
+        self.dropped[index] = dropped[1:]
 
         def note(gradient: Tensor) -> None:
             self.gradients[index] = gradient[0, self.rows].transpose(0, 1).detach().float()

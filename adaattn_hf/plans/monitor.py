@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..attention.request import AttentionRequest, CallSpec
-from .choices import EXACT, Choice
+from .choices import EXACT
 from .plan import Plan, UnitRecord
 from .program import Program
-from .sampled import dropped_mass, one_run, relative_change
+from .sampled import losses, one_run
 
 logger = logging.getLogger("adaattn_hf")
 
@@ -83,12 +82,9 @@ class Monitor:
     def __init__(self, plan: Plan, *, sample_rows: bool = True, factor: float = 3.0) -> None:
         self.layers: dict[int, LayerStatistics] = {}
         self._sample, self._factor = sample_rows, factor
-        self._units: Mapping[tuple[int, int], UnitRecord] = {
-            (unit.layer, unit.head): unit for unit in plan.units
-        }
-        self._sums: dict[int, Tensor] = {}
-        self._squares: dict[int, Tensor] = {}
-        self._choices: dict[int, tuple[Choice, ...]] = {}
+        self._units = {(unit.layer, unit.head): unit for unit in plan.units}
+        # by layer: sums of the losses of its rows and of their squares, per key/value head
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
         self._warned = False
 
     def watch(
@@ -104,95 +100,65 @@ class Monitor:
         """
         start = time.perf_counter()
         program = None if program is None else program.of_call(request.key.shape[1])
+        counters = self.layers.get(index) or LayerStatistics(index)
         if torch._C._current_graph_task_id() != -1:  # a checkpointed backward pass repeats a call
-            return None if program is None else self._tightened(index, program)
-        counters = self.layers.get(index) or self.layers.setdefault(index, LayerStatistics(index))
+            return None if program is None else _tightened(counters, program)
+        self.layers[index] = counters
         counters.calls += 1
-        batch, heads, q_len, _ = request.query.shape
-        counters.pairs += batch * heads * q_len
+        q_len = request.query.shape[2]
+        counters.pairs += request.query.shape[:3].numel()
         if program is None or program.is_exact_for(q_len):
             return program
-        program = self._tightened(index, program)
-        self._count(counters, program, request)
+        program = _tightened(counters, program)
+        _count(counters, program, request)
         if self._sample and (q_len >= PREFILL or counters.calls % STEP_SHARE == 0):
             part = one_run(request, counters.calls)
             if part is not None:
                 self._look(counters, program, part, training or CallSpec.of(request).needs_grad)
-                program = self._tightened(index, program)
+                program = _tightened(counters, program)
         counters.seconds += time.perf_counter() - start
         return program
-
-    def _tightened(self, index: int, program: Program) -> Program:
-        choices = self._choices.get(index)
-        return program if choices is None else replace(program, plan=replace(program.plan, choices=choices))
-
-    def _count(self, counters: LayerStatistics, program: Program, request: AttentionRequest) -> None:
-        batch, heads, q_len, _ = request.query.shape
-        group = batch * heads // request.key.shape[1]
-        structure = request.structure
-        first = (
-            structure.q_offset if isinstance(structure.q_offset, int) else max(structure.kv_len - q_len, 0)
-        )
-        stop = min(first + q_len, program.max_length)
-        if not structure.causal:
-            stop = first + q_len if structure.kv_len <= program.max_length else first
-        for choice in program.plan.choices:
-            span = (first, stop, structure.kv_len, structure.causal)
-            counters.fewer_keys += group * choice.rows_with_fewer_keys(*span)
-            counters.changed += group * choice.changed_rows(*span)
 
     def _look(
         self, counters: LayerStatistics, program: Program, request: AttentionRequest, training: bool
     ) -> None:
         """Compares a few rows of one sequence with exact attention."""
-        q_len = request.query.shape[2]
+        q_len, index = request.query.shape[2], counters.layer
         count = max(1, q_len // ROW_SHARE)
         rows = torch.linspace(
             q_len // (2 * count), q_len - 1, count, dtype=torch.float32, device="cpu"
         ).long()
-        found = dropped_mass(program, request, rows) + relative_change(program, request, rows)
-        mass, square = found.sum(-1), found.square().sum(-1)
-        index = counters.layer
-        self._sums[index] = self._sums[index] + mass if index in self._sums else mass
-        self._squares[index] = self._squares[index] + square if index in self._squares else square
+        found = losses(program, request, rows)
+        mass, square = self._sums.get(index, (0.0, 0.0))
+        mass, square = self._sums[index] = mass + found.sum(-1), square + found.square().sum(-1)
         counters.rows += count
-        mean = (self._sums[index] / counters.rows).tolist()
-        second = (self._squares[index] / counters.rows).tolist()
-        counters.lost = mean
-        units = [self._units.get((index, program.own.start + head)) for head in range(len(mean))]
+        counters.lost = (mass / counters.rows).tolist()
+        seen: list[tuple[int, UnitRecord]] = [
+            (head, self._units[index, program.own.start + head])
+            for head in range(len(found))
+            if (index, program.own.start + head) in self._units
+        ]
+        squares = (square / counters.rows).tolist()
         counters.predicted_kl = sum(
-            unit.risk * value / unit.dropped_square
-            for unit, value in zip(units, second, strict=True)
-            if unit is not None and unit.dropped_square > 0
+            unit.risk * squares[head] / unit.dropped_square for head, unit in seen if unit.dropped_square > 0
         )
         if counters.rows < LEAST_ROWS:
             return
-        counters.loud = sorted(
-            {*counters.tightened}
-            | {
-                head
-                for head, unit in enumerate(units)
-                if unit is not None
-                and not (choice := program.plan.choices[head]).is_exact
-                and (
-                    choice.keys is not None or unit.dropped_mass_p95 > 0
-                )  # else calibration has no value to compare with
-                and mean[head] > self._factor * max(unit.dropped_mass_p95, 1e-4)
-            }
-        )
-        loud = [head for head in counters.loud if head not in counters.tightened]
-        if not loud:
-            return
-        self._warn(index, loud[0], mean[loud[0]], training)
-        if training:
-            return
-        counters.tightened = counters.loud
-        choices = tuple(EXACT if head in loud else c for head, c in enumerate(program.plan.choices))
-        self._choices[index] = choices
+        fresh = [
+            head
+            for head, unit in seen
+            # without a key less and without a loss in calibration there is no value to compare with
+            if not (choice := program.plan.choices[head]).is_exact
+            and (choice.keys is not None or unit.dropped_mass_p95 > 0)
+            and counters.lost[head] > self._factor * max(unit.dropped_mass_p95, 1e-4)
+        ]
+        counters.loud = sorted({*counters.tightened, *fresh})
+        if fresh and not self._warned:
+            self._warn(index, fresh[0], counters.lost[fresh[0]], training)
+        if not training:
+            counters.tightened = counters.loud
 
     def _warn(self, layer: int, head: int, lost: float, training: bool) -> None:
-        if self._warned:
-            return
         self._warned = True
         after = (
             "training goes on with the plan as it is"
@@ -204,3 +170,28 @@ class Monitor:
             "Calibrate on text like this one.",
             layer, head, lost, self._factor, after,
         )  # fmt: skip
+
+
+def _tightened(counters: LayerStatistics, program: Program) -> Program:
+    """The program with the heads exact that were made so."""
+    if not counters.tightened:
+        return program
+    choices = tuple(
+        EXACT if head in counters.tightened else choice for head, choice in enumerate(program.plan.choices)
+    )
+    return replace(program, plan=replace(program.plan, choices=choices))
+
+
+def _count(counters: LayerStatistics, program: Program, request: AttentionRequest) -> None:
+    """Counts the pairs of a call that its plan changes."""
+    batch, heads, q_len, _ = request.query.shape
+    group, structure = batch * heads // request.key.shape[1], request.structure
+    offset = structure.q_offset
+    first = offset if isinstance(offset, int) else max(structure.kv_len - q_len, 0)
+    stop = min(first + q_len, program.max_length)
+    if not structure.causal:
+        stop = first + q_len if structure.kv_len <= program.max_length else first
+    span = (first, stop, structure.kv_len, structure.causal)
+    for choice in program.plan.choices:
+        counters.fewer_keys += group * choice.rows_with_fewer_keys(*span)
+        counters.changed += group * choice.changed_rows(*span)

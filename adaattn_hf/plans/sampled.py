@@ -1,7 +1,8 @@
-"""Measures a plan on a few rows of a call: the attention mass that it drops, and the change by its operands."""
+"""Measures choices on a few rows of a call: the attention mass that they drop, and the change by their operands."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,9 +13,11 @@ from ..attention.request import AttentionRequest
 from ..attention.segments import Segment
 from ..attention.structure import CallStructure
 from ..backends import select
+from ..backends.eager import attention_weights
 from . import execute
-from .choices import PRECISE_ROWS, Choice
+from .choices import EXACT, PRECISE_ROWS, Choice
 from .program import Program
+from .tensors import LayerTensors
 
 
 def one_run(request: AttentionRequest, turn: int) -> AttentionRequest | None:
@@ -52,8 +55,47 @@ def one_run(request: AttentionRequest, turn: int) -> AttentionRequest | None:
 
 
 @torch.no_grad()
-def relative_change(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
-    """Returns how much rounded or projected operands change the output of a few rows, relative to its norm.
+def row_outputs(
+    request: AttentionRequest,
+    rows: Tensor,
+    choices: Sequence[Choice],
+    tensors: LayerTensors,
+    heads: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns what choices, the first of them exact, make of a few rows of a batch of one, and what they lose there.
+
+    Args:
+        request: The call.
+        rows: `[rows]` query rows.
+        choices: Choices that all its heads take, one after the other.
+        tensors: Bases and means of the layer.
+        heads: Which key/value heads of the layer the call has; all by default.
+
+    Returns:
+        Outputs `[choices, heads, rows, head_dim_v]`, and losses `[choices, heads, rows]`: the attention mass that is
+        dropped, plus the change of the output by rounded or projected operands, relative to its norm.
+    """
+    heads, kv_len = range(request.key.shape[1]) if heads is None else heads, request.key.shape[2]
+    sampled = some_rows(request, rows)
+    visible = sampled.structure.visible(device=request.query.device)
+    weights = attention_weights(sampled)[0]
+    outputs: list[Tensor] = []
+    losses: list[Tensor] = []
+    for choice in choices:
+        mask = visible if choice.keys is None else choice.keys.visible_rows(request, rows)[None]
+        changed = choice.running(sampled, list(heads), tensors)
+        part = select.attend(replace(changed, structure=CallStructure(1, len(rows), kv_len, mask=mask)))
+        outputs.append(part.out[0].transpose(0, 1).float())
+        lost = (weights * ~mask[0]).sum(-1).float()
+        if choice.operands:
+            size = outputs[0].norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+            lost = lost + (outputs[-1] - outputs[0]).norm(dim=-1) / size
+        losses.append(lost)
+    return torch.stack(outputs), torch.stack(losses)
+
+
+def losses(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
+    """Returns what a plan loses on a few rows, as `row_outputs` measures it; 0 for rows beyond the plan's lengths.
 
     Args:
         program: The layer's plan.
@@ -66,63 +108,13 @@ def relative_change(program: Program, request: AttentionRequest, rows: Tensor) -
     kv_heads, q_len, count = request.key.shape[1], request.query.shape[2], len(rows)
     found = torch.zeros(kv_heads, count, dtype=torch.float32, device="cpu")
     # short calls are computed in the model's precision: repeat rows, so that the sample of a long call is not short
-    rows = rows.repeat(-(-PRECISE_ROWS // count)) if q_len >= PRECISE_ROWS > count else rows
-    sampled = some_rows(request, rows)
+    many = rows.repeat(-(-PRECISE_ROWS // count)) if q_len >= PRECISE_ROWS > count else rows
     for choice, heads in program.launches:
-        if not choice.operands:
-            continue
-        part = some_heads(sampled, heads)
-        exact = select.attend(part).out[0].float()
-        changed = Choice(None, choice.operands).attend(part, heads, program.tensors, None).out[0].float()
-        ratio = (changed - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-        worst = ratio[:count].T.view(len(heads), -1, count).amax(1)
-        found[list(heads)] = worst.cpu()
-    return found * _rows_of_plan(program, request, rows[:count])
-
-
-def _rows_of_plan(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
-    """Returns 1 for each of these rows that the plan covers, 0 for rows beyond its lengths."""
-    within = execute.rows_within(request.structure, program.max_length, request.query.device)
-    if isinstance(within, Tensor):
-        return within[0, rows.to(within.device)].float().cpu()
-    return torch.full((len(rows),), float(within), dtype=torch.float32, device="cpu")
-
-
-@torch.no_grad()
-def dropped_mass(program: Program, request: AttentionRequest, rows: Tensor) -> Tensor:
-    """Returns the attention mass that the plan drops on a few rows, `[num_kv_heads, rows]`, for the worst query head.
-
-    Args:
-        program: The layer's plan.
-        request: A call with a batch of one and a plain structure.
-        rows: `[rows]` query rows.
-    """
-    rows = rows.to(request.query.device)
-    kv_heads, kv_len = request.key.shape[1], request.key.shape[2]
-    group = request.query.shape[1] // kv_heads
-    visible = request.structure.visible_rows(rows, rows.device)[0, 0]
-    found = torch.zeros(kv_heads, len(rows), dtype=torch.float32, device="cpu")
-    for choice, heads in program.launches:
-        if choice.keys is None:
-            continue
         part = some_heads(request, heads)
-        query = part.query[0].view(len(heads), group, -1, part.query.shape[-1])[:, :, rows]
-        kept = choice.keys.visible_rows(part, rows)
-        if len(kept) > 1:
-            kept = kept.view(len(heads), group, *kept.shape[1:])
-        # the query heads of a group share the keys without copies; values are not needed
-        scores = (query.flatten(1, 2) @ part.key[0].mT).float().view(*query.shape[:3], kv_len)
-        scores = scores * request.scaling
-        if request.softcap is not None:
-            scores = request.softcap * torch.tanh(scores / request.softcap)
-        if part.bias is not None:
-            bias = part.bias[0].expand(-1, request.query.shape[2], kv_len)[:, rows].float()
-            scores = scores + (bias.view(len(heads), group, len(rows), kv_len) if len(bias) > 1 else bias)
-        full = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
-        less = scores.masked_fill(~kept, float("-inf")).logsumexp(-1)
-        if part.sink_logits is not None:
-            sinks = part.sink_logits.float().view(len(heads), group, 1)
-            full, less = torch.logaddexp(full, sinks), torch.logaddexp(less, sinks)
-        ratio = torch.where(torch.isfinite(full), less - full, torch.zeros_like(full)).clamp(max=0.0)
-        found[list(heads)] = (-torch.expm1(ratio)).amax(1).cpu()
-    return found * _rows_of_plan(program, request, rows)
+        # each by itself, as calibration measures them
+        for alone, at in ((Choice(choice.keys), rows), (Choice(None, choice.operands), many)):
+            if not alone.is_exact:
+                _, lost = row_outputs(part, at.to(part.query.device), [EXACT, alone], program.tensors, heads)
+                found[list(heads)] += lost[1, :, :count].view(len(heads), -1, count).amax(1).cpu()
+    within = execute.rows_within(request.structure, program.max_length, request.query.device)
+    return found * (within[0, rows.to(within.device)].cpu() if isinstance(within, Tensor) else within)

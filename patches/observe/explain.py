@@ -145,70 +145,62 @@ def explain(
             "configuration; pass the model that it was made of"
         )
     given = None if plan is None else Plan.from_pretrained(plan)
-    found = [
-        _explained(name, tower, inputs, device, dtype, cache, streaming, given) for name, tower in towers
-    ]
-    plans = [given] if given is not None else [plan_of(tower) for _, tower in towers]
-    shown = [choice for one in plans if one is not None for layer in one.layers for choice in layer.choices]
-    names = dict.fromkeys(str(tower.config._attn_implementation) for _, tower in towers)
+    plans = [plan_of(tower) if given is None else given for _, tower in towers]
+    layers: list[LayerChoice] = []
+    memories: list[CacheMemory] = []
+    for (name, tower), its in zip(towers, plans, strict=True):
+        ghost = _ghost(tower, dtype or tower.dtype)
+        spans = None
+        if streaming:
+            from ..cache.streaming import spans_of
+
+            spans = spans_of(tower, its)
+        phases = _phases(ghost, inputs, device or tower.device.type, cache, memories, spans)
+        layers += _choices(name, ghost, phases, its)
+    shown = [choice for its in plans if its is not None for layer in its.layers for choice in layer.choices]
     return Explanation(
         ", ".join(type(tower).__name__ for _, tower in towers),
-        ", ".join(names),
-        tuple(choice for choices, _ in found for choice in choices),
-        next((memory for _, memory in found if memory is not None), None),
+        ", ".join(dict.fromkeys(str(tower.config._attn_implementation) for _, tower in towers)),
+        tuple(layers),
+        memories[0] if memories else None,
         legend(shown),
     )
 
 
-def _explained(
-    path: str,
-    model: PreTrainedModel,
-    inputs: Mapping[str, torch.Tensor] | None,
-    device: str | None,
-    dtype: torch.dtype | None,
-    cache: str,
-    streaming: bool,
-    plan: Plan | None,
-) -> tuple[list[LayerChoice], CacheMemory | None]:
-    """Returns the choices of one Transformers model, and the memory of its cache."""
-    device = device or model.device.type
+def _ghost(model: PreTrainedModel, dtype: torch.dtype) -> Any:
+    """Returns a copy of a model on the meta device."""
     with torch.device("meta"):
         ghost: Any = type(model)(copy.deepcopy(model.config))
-    ghost.to(dtype=dtype or model.dtype).eval()
-    for part in ghost.modules():
-        if isinstance(part, PreTrainedModel):
-            vars(part)["warn_if_padding_and_no_attention_mask"] = _no_warning  # which reads the tokens
-    layer_names = {module: f"{path}.{name}".strip(".") for name, module in ghost.named_modules()}
-    plan = plan_of(model) if plan is None else plan
+    for part in ghost.to(dtype=dtype).eval().modules():
+        if isinstance(
+            part, PreTrainedModel
+        ):  # its warning would read the tokens, which are none of the user's
+            vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+    return ghost
+
+
+Calls = list[tuple[nn.Module, CallSpec, str | None]]
+
+
+def _choices(
+    path: str, ghost: nn.Module, phases: Iterator[tuple[str, Calls]], plan: Plan | None
+) -> list[LayerChoice]:
+    """Returns the choices of a model's layers, one for each phase and kind of call."""
+    names = {module: f"{path}.{name}".strip(".") for name, module in ghost.named_modules()}
     asked = {} if plan is None else {layer.layer: _in_words(layer) for layer in plan.layers}
-    choices: list[LayerChoice] = []
-    seen: set[tuple[str, str, CallSpec]] = set()
-    kept: list[CacheMemory] = []
-    spans = None
-    if streaming:
-        from ..cache.streaming import spans_of
-
-        spans = spans_of(model, plan)
-    for phase, calls in _with_graphs(_phases(ghost, inputs, cache, kept, spans), device):
+    found: dict[tuple[str, str, CallSpec], LayerChoice] = {}
+    for phase, calls in phases:
+        exact = plan is not None and plan.exact_steps and phase in ("decode", "compiled")
         for module, spec, forced in calls:
-            spec = spec._replace(device=device)
-            key = (layer_names.get(module, type(module).__name__), phase, spec)
-            if key in seen:
+            key = (names.get(module, type(module).__name__), phase, spec)
+            if key in found:
                 continue
-            seen.add(key)
             backend = choose(spec, forced).name
-            others = [n for n in (*order(spec), *BACKENDS) if n != backend]
-            refused = {name: refusals_of(name, spec) for name in dict.fromkeys(others)}
+            refused = {name: refusals_of(name, spec) for name in (*order(spec), *BACKENDS) if name != backend}
             index = getattr(module, "layer_idx", None)
-            of_plan = asked.get(index, "") if isinstance(index, int) else ""
-            if plan is not None and plan.exact_steps and phase in ("decode", "compiled"):
-                of_plan = ""
-            choices.append(LayerChoice(key[0], phase, spec, backend, refused, of_plan))
-    return choices, kept[0] if kept else None
-
-
-def _no_warning(*_: Any) -> None:
-    """Warns of nothing: the copy's tokens cannot be read, and are none of the user's."""
+            of_plan = asked.get(index, "") if isinstance(index, int) and not exact else ""
+            found[key] = LayerChoice(*key, backend, refused, of_plan)
+    return list(found.values())
 
 
 def _in_words(layer: LayerPlan) -> str:
@@ -216,65 +208,61 @@ def _in_words(layer: LayerPlan) -> str:
     heads: dict[str, list[str]] = {}
     for head, choice in enumerate(layer.choices):
         heads.setdefault(choice.label, []).append(str(head))
-    if set(heads) == {"exact"}:
-        return ""
     return "; ".join(
         f"{label} on key/value head{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
         for label, numbers in heads.items()
+        if not layer.is_exact
     )
-
-
-Calls = list[tuple[nn.Module, CallSpec, str | None]]
-
-
-def _with_graphs(phases: Iterator[tuple[str, Calls]], device: str) -> Iterator[tuple[str, Calls]]:
-    """Yields the phases, and behind a decode step on CUDA the same as generation with a static cache compiles it."""
-    for phase, calls in phases:
-        yield phase, calls
-        if phase != "decode" or device != "cuda":
-            continue
-        compiled: Calls = []
-        for module, step, forced in calls:
-            # where the tokens end lies on the device, and a traced graph knows no lengths
-            kind = "ragged" if step.kind == "suffix" else step.kind
-            spec = step._replace(kind=kind, compiling=True, device=device, keys=0, kv_bytes=0, pairs=0)
-            if spec.stored is None and (forced is None or not refusals_of(forced, spec)):
-                compiled.append((module, spec, forced))
-        yield "compiled", compiled
 
 
 def _phases(
     ghost: PreTrainedModel,
     given: Mapping[str, torch.Tensor] | None,
+    device: str,
     stored: str,
-    kept: list[CacheMemory],
+    memories: list[CacheMemory],
     spans: Mapping[int, Any] | None,
 ) -> Iterator[tuple[str, Calls]]:
-    """Yields the attention calls of a prompt, of a padded batch and, for models with a cache, of one decode step."""
+    """Yields the attention calls of a prompt, of a padded batch and, for models with a cache, of one decode step.
+
+    On CUDA the step follows once more, as generation with a static cache compiles it.
+    """
     inputs = _inputs(ghost) if given is None else {name: value.to("meta") for name, value in given.items()}
     cached = ghost.can_generate() and not ghost.config.is_encoder_decoder
-    first = Recorder(dry=True)
-    with torch.no_grad(), recording(first):
-        # with a cache Transformers does not look for packed documents, which would need data
-        keywords: dict[str, Any] = {"use_cache": True} if cached else {}
-        if stored != "model":
-            keywords |= with_cache(ghost, AdaAttnCache(ghost, stored))
-        out = ghost(**inputs, **keywords)
-    yield "prefill", first.calls
+
+    def calls_of(**keywords: Any) -> tuple[Any, Calls]:
+        seen = Recorder(dry=True)
+        with torch.no_grad(), recording(seen):
+            out = ghost(**keywords)
+        return out, [(module, spec._replace(device=device), forced) for module, spec, forced in seen.calls]
+
+    # with a cache Transformers does not look for packed documents, which would need data
+    keywords: dict[str, Any] = {"use_cache": True} if cached else {}
+    if stored != "model":
+        keywords |= with_cache(ghost, AdaAttnCache(ghost, stored))
+    out, calls = calls_of(**inputs, **keywords)
+    yield "prefill", calls
     if "input_ids" in inputs:
-        padded = Recorder(dry=True)
-        mask = torch.ones_like(inputs["input_ids"])
-        with torch.no_grad(), recording(padded):
-            ghost(**inputs, attention_mask=mask)
-        yield "padded", padded.calls
+        yield "padded", calls_of(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))[1]
     filled = cache_in(out) if cached else None
-    if filled is not None:
-        if isinstance(filled, Cache):
-            kept.append(memory_of(filled, stored, spans))
-        step = Recorder(dry=True)
-        with torch.no_grad(), recording(step):
-            ghost(input_ids=inputs["input_ids"][:, :1], use_cache=True, **with_cache(ghost, filled))
-        yield "decode", step.calls
+    if filled is None:
+        return
+    if isinstance(filled, Cache):
+        memories.append(memory_of(filled, stored, spans))
+    _, calls = calls_of(input_ids=inputs["input_ids"][:, :1], use_cache=True, **with_cache(ghost, filled))
+    yield "decode", calls
+    if device == "cuda":
+        yield "compiled", [call for call in map(_compiled, calls) if call is not None]
+
+
+def _compiled(call: tuple[nn.Module, CallSpec, str | None]) -> tuple[nn.Module, CallSpec, str | None] | None:
+    """A decode step as generation with a static cache compiles it; None for one that no such graph holds."""
+    module, step, forced = call
+    # where the tokens end lies on the device, and a traced graph knows no lengths
+    kind = "ragged" if step.kind == "suffix" else step.kind
+    spec = step._replace(kind=kind, compiling=True, keys=0, kv_bytes=0, pairs=0)
+    served = spec.stored is None and (forced is None or not refusals_of(forced, spec))
+    return (module, spec, forced) if served else None
 
 
 def _inputs(ghost: PreTrainedModel) -> dict[str, Any]:

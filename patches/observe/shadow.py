@@ -10,7 +10,6 @@ backend: shadowing checks kernels, not the loss of a plan, which calibration pro
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import Counter
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.heads import some_rows
-from adaattn_hf.attention.request import AttentionRequest
+from adaattn_hf.attention.request import AttentionRequest, CallSpec
 from adaattn_hf.backends.base import spec_of
 from adaattn_hf.backends.select import choose
 
@@ -37,23 +36,8 @@ class ShadowMismatch(RuntimeError):
     """The output of a call differs from the reference."""
 
 
-_counts: dict[int, tuple[weakref.ref[Any], Counter[Any]]] = {}
-
-
-def reset() -> None:
-    """Starts counting anew, so that the next calls are compared again."""
-    _counts.clear()
-
-
-def _is_due(config: Any, kind: Any, limit: int) -> bool:
-    """Counts a call, and returns whether it is among the first `limit` of its kind in this model."""
-    entry = _counts.get(id(config))
-    if entry is None or entry[0]() is not config:
-        for stale in [number for number, (owner, _) in _counts.items() if owner() is None]:
-            del _counts[stale]
-        entry = _counts[id(config)] = (weakref.ref(config), Counter())
-    entry[1][kind] += 1
-    return entry[1][kind] <= limit
+_SLOT = "_adaattn_shadow"
+"""Attribute in which an attention module counts its calls by kind."""
 
 
 @torch.no_grad()
@@ -83,7 +67,11 @@ def compare(
     """
     spec = spec_of(request)._replace(keys=0, kv_bytes=0, pairs=0)  # a growing cache is one kind
     layer = getattr(module, "layer_idx", None)
-    if request.dropout or not _is_due(module.config, (layer, spec), limit):
+    if request.dropout:
+        return
+    counts: Counter[CallSpec] = module.__dict__.setdefault(_SLOT, Counter())
+    counts[spec] += 1
+    if counts[spec] > limit:
         return
     request = request.widened()  # what a cache stores as codes
     if program is None:

@@ -25,7 +25,7 @@ from .hashes import model_hash, pretrained, weight_hash
 from .layers import holds, model_of, number_layers
 from .parts import adapted, module_dtype
 from .replaced import watch
-from .running import Allowed, Trained, say_adapted, say_trained, trains
+from .running import ADAPTED, TRAINED, Allowed, Trained, say, trains
 from .weights import Weights
 
 PROGRAM_SLOT = "_adaattn_program"
@@ -157,7 +157,7 @@ def _train(module: nn.Module, known: Resolved) -> None:
     """Notes in the settings of a model that it is trained under its plan, which then is not saved any more."""
     if not torch.is_grad_enabled():
         return
-    say_trained(str(known.plan.get("weight_hash")))
+    say(str(known.plan.get("weight_hash")), TRAINED)
     model = model_of(module)
     around = [module] if model is None else [part for part in model.modules() if holds(part, module)]
     configs: dict[int, Any] = {id(part.config): part.config for part in around if hasattr(part, "config")}
@@ -307,7 +307,7 @@ def refuse_other_weights(model: nn.Module, data: Mapping[str, Any]) -> None:
                 part.__dict__[_CHECKED] = data
     watch(model, weights, (PROGRAM_SLOT, _CHECKED))
     if adapted(model):
-        say_adapted(weights)
+        say(weights, ADAPTED)
 
 
 def check_versions(plan: Plan) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from adaattn_hf.plans.record import PlanError
 
-ADAPTED = ("base_layer", "original_module")
+ADAPTERS = ("base_layer", "original_module")
 """Under these names adapters keep the layer that they wrap."""
-_INNER = (*ADAPTED, "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_INNER = (*ADAPTERS, "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class Part(NamedTuple):
@@ -54,7 +54,7 @@ def inner_of(module: nn.Module, names: Iterable[str]) -> nn.Module | None:
 
 def adapted(module: nn.Module) -> bool:
     """Whether a module holds layers with adapters."""
-    return any(inner_of(wrapper, ADAPTED) is not None for part in parts(module) for wrapper in part.wrappers)
+    return any(inner_of(wrapper, ADAPTERS) is not None for part in parts(module) for wrapper in part.wrappers)
 
 
 def saved_weights(module: nn.Module) -> dict[str, Any]:

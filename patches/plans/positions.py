@@ -13,10 +13,8 @@ COUNT_FROM_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
 """Model types whose first position is the one behind that of the padding token."""
 
 
-def stated_positions(config: Any) -> int | None:
-    """Returns the most tokens that a model reads by its configuration, `None` where that does not say.
-
-    Rotary embeddings that are scaled (`rope_parameters`) reach further than those that the model was trained with.
+def trained_positions(config: Any) -> int | None:
+    """Returns how many tokens a model was made for by its configuration, `None` where that does not say.
 
     Args:
         config: A Transformers configuration; of several towers, that of the text is read.
@@ -25,11 +23,21 @@ def stated_positions(config: Any) -> int | None:
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:
         return None
-    if text.model_type in COUNT_FROM_BEHIND_PADDING:
-        return positions - (text.pad_token_id or 0) - 1
+    return (
+        positions - (text.pad_token_id or 0) - 1
+        if text.model_type in COUNT_FROM_BEHIND_PADDING
+        else positions
+    )
+
+
+def stated_positions(config: Any) -> int | None:
+    """Returns the same, or more where scaled rotary embeddings (`rope_parameters`) reach further."""
+    positions = trained_positions(config)
+    if positions is None:
+        return None
     reached = [
         int(rope["factor"] * (rope.get("original_max_position_embeddings") or positions))
-        for rope in _scaled(text)
+        for rope in _scaled(config.get_text_config())
     ]
     return max([positions, *reached])
 

@@ -12,11 +12,12 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from .parts import ADAPTED, inner_of
-from .running import say_adapted
+from .parts import ADAPTERS, inner_of
+from .running import ADAPTED, say
 
 _watched: WeakKeyDictionary[nn.Module, tuple[str, tuple[str, ...]]] = WeakKeyDictionary()
-_counts: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_COUNT = "_adaattn_replaced"
+"""Attribute in which a model counts its parts that were replaced by others."""
 
 
 def watch(model: nn.Module, weights: str, slots: tuple[str, ...]) -> None:
@@ -33,7 +34,7 @@ def watch(model: nn.Module, weights: str, slots: tuple[str, ...]) -> None:
 
 def replacements(model: nn.Module) -> int:
     """Returns how often a part of a watched model was replaced by another."""
-    return _counts.get(model, 0)
+    return int(model.__dict__.get(_COUNT, 0))
 
 
 @cache
@@ -48,7 +49,7 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if before is None or child is None or child is before:
         return
     known = {id(part) for part in before.modules()}
-    unwraps = inner_of(before, ADAPTED) is child
+    unwraps = inner_of(before, ADAPTERS) is child
     # a part of what was there, as a pipeline's stage keeps it, is as good as it was, and so is what has no weights
     brings = any(id(part) not in known and _own_weights(part) for part in child.modules())
     wraps = any(part is before for part in child.modules())
@@ -57,12 +58,12 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if not any(part is parent for part in modules):
             continue
         if unwraps or (brings and not wraps):
-            _counts[model] = replacements(model) + 1
+            model.__dict__[_COUNT] = replacements(model) + 1
             for part in modules:
                 for slot in slots:
                     part.__dict__.pop(slot, None)
-        elif inner_of(child, ADAPTED) is before:
-            say_adapted(weights)
+        elif inner_of(child, ADAPTERS) is before:
+            say(weights, ADAPTED)
 
 
 def _own_weights(module: nn.Module) -> bool:

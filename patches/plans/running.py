@@ -18,6 +18,15 @@ logger = logging.getLogger("adaattn_hf")
 
 _said: set[tuple[str, str]] = set()
 
+TRAINED = (
+    "the model is trained under its plan, whose budget is proven for the weights before: it goes on under it here, and "
+    "is saved without it; calibrate the trained model"
+)
+ADAPTED = (
+    "the model has adapters, and its plan's budget is proven for the model without them: what they change is not "
+    "covered; merge them and calibrate again for a proof"
+)
+
 
 class Allowed(dict[str, Any]):
     """A plan that runs though held-out text has not shown it good: JSON keeps its entries and not this permission."""
@@ -59,25 +68,8 @@ def trains(program: Program | None) -> bool:
     return program.has_gradient and held.key_mean is None and not held.query_basis and not held.key_basis
 
 
-def say_trained(weights: str) -> None:
-    """Says once of a plan, told by the hash of the model that it was made for, that a model is trained under it."""
-    _say(
-        weights,
-        "the model is trained under its plan, whose budget is proven for the weights before: it goes on under it here, "
-        "and is saved without it; calibrate the trained model",
-    )
-
-
-def say_adapted(weights: str) -> None:
-    """Says once of a plan that adapters change what the model computes."""
-    _say(
-        weights,
-        "the model has adapters, and its plan's budget is proven for the model without them: what they change is not "
-        "covered; merge them and calibrate again for a proof",
-    )
-
-
-def _say(weights: str, words: str) -> None:
+def say(weights: str, words: str) -> None:
+    """Says something once of a plan, told by the hash of the model that it was made for."""
     if (weights, words) not in _said:
         _said.add((weights, words))
         logger.warning("adaattn: %s", words)

@@ -45,7 +45,7 @@ from adaattn_hf.cli.main import app
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.patches.plans import attach, fit, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
-from adaattn_hf.patches.plans.positions import learned_positions
+from adaattn_hf.patches.plans.positions import learned_positions, trained_positions
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import WINDOWS, WINDOWS_BOTH_WAYS, candidates
 from adaattn_hf.policy.knapsack import evaluate
@@ -497,7 +497,7 @@ def test_positions_of_tables_that_count_from_behind_padding() -> None:
         max_position_embeddings=66,
     )  # fmt: skip
     roberta = RobertaForMaskedLM(config)
-    assert learned_positions(roberta) == 64
+    assert learned_positions(roberta) == trained_positions(config) == 64
     with torch.no_grad():
         roberta(torch.full((1, 64), 5))
         with pytest.raises((IndexError, RuntimeError)):

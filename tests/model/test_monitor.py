@@ -19,7 +19,7 @@ from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans import monitor, sampled
 from adaattn_hf.plans.choices import Choice
-from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan, UnitRecord
+from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan, UnitRecord
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
 
@@ -199,19 +199,19 @@ def test_int8_is_watched_against_what_calibration_saw(p95: float, tightened: lis
 def test_outliers_change_int8_more_and_few_rows_not_at_all() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 96, 8, generator=generator) for heads in (4, 2, 2))
-    plan = LayerPlan(0, "", (make_choice(precision="int8"), make_choice("window", 32, 4)))
+    plan = LayerPlan(0, "", (make_choice(precision="int8"), EXACT))
     rows = torch.tensor([40, 63, 90])
 
     def changed(key: torch.Tensor, start: int = 0, limit: int = 64) -> torch.Tensor:
         program = Program(plan, LayerTensors(), limit)
         structure = CallStructure(1, 96 - start, 96, causal=True, q_offset=start)
         request = AttentionRequest(query[:, :, start:], key, value, structure, scaling=0.5)
-        return sampled.relative_change(program, request, torch.tensor([0]) if start else rows)
+        return sampled.losses(program, request, torch.tensor([0]) if start else rows)
 
     usual = changed(key)
     assert 1e-4 < float(usual[0, :2].min()) < float(usual[0, :2].max()) < 0.05
     assert float(usual[0, 2]) == 0.0  # beyond the plan's length
-    assert not usual[1].any()  # a window rounds nothing
+    assert not usual[1].any()  # nothing is lost
     outlier = key + torch.tensor([100.0, *[0.0] * 7])
     assert bool((changed(outlier)[0, :2] > 3 * usual[0, :2]).all())
     assert changed(outlier, start=80, limit=96)[0].all()
@@ -249,7 +249,7 @@ def test_dropped_mass_counts_what_the_call_counts(extra: str) -> None:
     request = AttentionRequest(query, key, value, structure, scaling=0.5, **extras[extra])
     program = adaattn_hf.plan_of(_planned(0.5)).layers[0]  # type: ignore[union-attr]
     rows = torch.tensor([3, 60, 95])
-    found = sampled.dropped_mass(Program(program, LayerTensors(), 256), request, rows)
+    found = sampled.losses(Program(program, LayerTensors(), 256), request, rows)
     weights = attention_weights(request)[0][:, rows]
     keys = torch.arange(96)
     far = (rows[:, None] - keys >= 32) & ((keys >= 4) | (extra == "window"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ from adaattn_hf.plans import execute
 from ..support.choices import make_choice
 from ..support.models import fresh_pair, padding, tokens
 from ..support.plans import give
-
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    shadow.reset()
-    yield
-    shadow.reset()
 
 
 def run(model: Any, **keywords: Any) -> None:
@@ -46,18 +38,20 @@ def spoil(monkeypatch: pytest.MonkeyPatch, backend: str, factor: float = 1.01) -
 
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    model = fresh_pair("llama").ours
-    adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(backend=backend, shadow=1))
+    def shadowed(mismatch: str = "raise") -> Any:
+        model = fresh_pair("llama").ours
+        settings = adaattn_hf.AdaAttnConfig(backend=backend, shadow=1, mismatch=mismatch)
+        adaattn_hf.configure(model, settings)
+        return model
+
+    model = shadowed()
     run(model)
     run(model, attention_mask=padding("left"))
-    shadow.reset()
     spoil(monkeypatch, backend)
     with pytest.raises(shadow.ShadowMismatch, match=rf"layer 0 .* on {backend} is off by 0\.01"):
-        run(model)
-    model.config.adaattn["mismatch"] = "warn"
-    shadow.reset()
+        run(shadowed())
     with pytest.warns(RuntimeWarning, match="is off by"):
-        run(model)
+        run(shadowed("warn"))
 
 
 @pytest.mark.parametrize(
@@ -65,11 +59,11 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, backend: str) 
     [make_choice("window", 4), make_choice(precision="int8"), make_choice("window", 4, precision="bf16")],
 )
 def test_a_wrong_kernel_is_found_under_a_plan(monkeypatch: pytest.MonkeyPatch, choice: Any) -> None:
-    model = fresh_pair("llama").ours
-    give(model, choice)
-    model.config.adaattn["shadow"] = 1
-    run(model)  # the plan's own loss is no mismatch
-    shadow.reset()
+    model, other = fresh_pair("llama").ours, fresh_pair("llama").ours
+    for one in (model, other):
+        give(one, choice)
+        one.config.adaattn["shadow"] = 1
+    run(other)  # the plan's own loss is no mismatch
     right = execute.attend
 
     def wrong(program: Any, request: Any, backend: str | None = None, *rest: Any) -> AttentionResult:

@@ -24,7 +24,7 @@ from adaattn_hf.patches.models.cache_keyword import with_cache
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.plan import LayerPlan
 from adaattn_hf.plans.program import Program
-from adaattn_hf.plans.sampled import dropped_mass, relative_change
+from adaattn_hf.plans.sampled import losses
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.stats import paired, profile, spectrum
 
@@ -89,8 +89,7 @@ def planned() -> Iterator[tuple[str, Any]]:
             yield f"{choice.label} {name}", execute.attend(program, asked)
         asked = request(CallStructure(1, LENGTH, LENGTH, causal=True))
         rows = torch.arange(0, LENGTH, 5)
-        yield f"{choice.label} change", relative_change(program, asked, rows)
-        yield f"{choice.label} mass", dropped_mass(program, asked, rows)
+        yield f"{choice.label} losses", losses(program, asked, rows)
 
 
 def formats() -> Iterator[tuple[str, Any]]:
