@@ -27,7 +27,7 @@ def run(
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of a plan, which every model of its type runs that carries none; other weights are refused."
+            help="A plan (directory or id of the Hub) for every model of its type that carries none; others refuse it."
         ),
     ] = None,
 ) -> None:
@@ -81,5 +81,5 @@ def _refuse_no_plan(directory: Path) -> None:
 def environment(plan: Path | None = None) -> dict[str, str]:
     """The environment of the program: ours, with the startup directory in front of `PYTHONPATH`, and the plan."""
     kept = os.environ.get("PYTHONPATH", "")
-    given = {} if plan is None else {PLAN: str(plan.resolve())}
+    given = {} if plan is None else {PLAN: str(plan.resolve() if plan.exists() else plan)}
     return {**os.environ, **given, "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [kept])])}

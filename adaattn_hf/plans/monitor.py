@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -176,10 +176,9 @@ def _tightened(counters: LayerStatistics, program: Program) -> Program:
     """The program with the heads exact that were made so."""
     if not counters.tightened:
         return program
-    choices = tuple(
+    return program.with_choices(
         EXACT if head in counters.tightened else choice for head, choice in enumerate(program.plan.choices)
     )
-    return replace(program, plan=replace(program.plan, choices=choices))
 
 
 def _count(counters: LayerStatistics, program: Program, request: AttentionRequest) -> None:

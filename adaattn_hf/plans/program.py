@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from weakref import WeakValueDictionary
@@ -81,9 +81,12 @@ class Program:
 
     @cached_property
     def _part(self) -> Program:
-        choices = tuple(self.plan.choices[head] for head in self.own)
-        plan = replace(self.plan, choices=choices)
-        return replace(self, plan=plan, tensors=self.tensors.of_heads(self.own))
+        return self.with_choices((self.plan.choices[head] for head in self.own), self.own)
+
+    def with_choices(self, choices: Iterable[Choice], heads: Sequence[int] | None = None) -> Program:
+        """Returns the program with other choices, which are those of some key/value heads where `heads` names them."""
+        tensors = self.tensors if heads is None else self.tensors.of_heads(heads)
+        return replace(self, plan=replace(self.plan, choices=tuple(choices)), tensors=tensors)
 
     @cached_property
     def over_stored(self) -> Program:
@@ -98,20 +101,16 @@ class Program:
                 f"plan of layer {self.plan.layer}: {', '.join(lost)} looks at the keys themselves, and the cache "
                 'stores them quantised; use a cache of numbers (cache="model") or calibrate with --families window'
             )
-        choices = tuple(choice.over_stored() or EXACT for choice in self.plan.choices)
-        return replace(self, plan=replace(self.plan, choices=choices))
+        return self.with_choices(choice.over_stored() or EXACT for choice in self.plan.choices)
 
     def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> Program:
         """Returns the program of some key/value heads; with `all_keys` they read all keys that they are given."""
         known = self._parts.get((heads, all_keys))
         if known is None:
-            choices = tuple(self.plan.choices[head] for head in heads)
+            chosen = [self.plan.choices[head] for head in heads]
             if all_keys:
-                choices = tuple(Choice(None, choice.operands) for choice in choices)
-            plan, tensors = replace(self.plan, choices=choices), self.tensors.of_heads(heads)
-            known = self._parts[heads, all_keys] = Program(
-                plan, tensors, self.max_length, exact_steps=self.exact_steps
-            )
+                chosen = [Choice(None, choice.operands) for choice in chosen]
+            known = self._parts[heads, all_keys] = self.with_choices(chosen, heads)
         return known
 
     def is_exact_for(self, q_len: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ _MOST = 64
 P = TypeVar("P", bound="PlanFiles")
 
 
-class PlanFiles:
+class PlanFiles(ABC):
     """Reads and writes a plan: its JSON, the tensors that it names by their hash, and a card.
 
     Attributes:
@@ -39,18 +40,18 @@ class PlanFiles:
 
     tensors: str
 
+    @abstractmethod
     def to_json(self) -> str:
         """The plan as JSON."""
-        raise NotImplementedError
 
+    @abstractmethod
     def card(self, repository: str) -> str:
-        """What a repository of that name tells people about the plan, in Markdown."""
-        raise NotImplementedError
+        """What a directory or repository of that name tells people about the plan, in Markdown."""
 
     @classmethod
+    @abstractmethod
     def from_dict(cls: type[P], data: Any) -> P:
         """The plan in JSON data."""
-        raise NotImplementedError
 
     @classmethod
     def from_pretrained(cls: type[P], source: P | str | Path) -> P:
@@ -64,9 +65,15 @@ class PlanFiles:
 
         Raises:
             PlanError: There is no plan, or none that can be read, or its tensors are others than it names.
+            TypeError: The source is something else.
         """
         if isinstance(source, cls):
             return source
+        if not isinstance(source, (str, Path)):
+            raise TypeError(
+                f"plan: got {type(source).__name__}, expected a Plan, its file or directory, or an id of the Hub; read "
+                "other data with Plan.from_dict"
+            )
         path = Path(source)
         file = path if path.is_file() else _beside(source, PLAN_FILE) or _beside(source, "config.json")
         if file is None:

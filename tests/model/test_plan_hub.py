@@ -88,6 +88,11 @@ def test_a_plan_travels_in_a_directory(tmp_path: Path, monkeypatch: pytest.Monke
         plan.save_pretrained(tmp_path / "again")
 
 
+def test_what_is_no_plan_and_no_place_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"plan: got dict, expected a Plan, its file .*Plan\.from_dict"):
+        adaattn_hf.load_plan(fresh_pair("llama").ours, {"format": 2})  # type: ignore[arg-type]
+
+
 def test_the_card_says_what_was_proven_and_how_to_look_again(tmp_path: Path) -> None:
     _, plan = rounded()
     replace(plan, protocol={"model": "somebody/llama"}).save_pretrained(tmp_path)
