@@ -28,6 +28,8 @@ from .scoring import Input, Reading, reading_of
 
 CHUNK = 256
 """Positions projected to the vocabulary at a time."""
+HOLDERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules that are never called themselves."""
 
 
 class ModelArms:
@@ -35,7 +37,9 @@ class ModelArms:
 
     Attributes:
         model: The model, `model(input_ids)` giving `logits`.
-        device: Where its weights are.
+        device: Where its weights are, or the first of them.
+        attentions: Its attention modules, in the order of their calls.
+        layers: Parts of it with at most one attention module each, which hold nearly all of a pass's activations.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,15 +56,23 @@ class ModelArms:
                 "budget of; calibrate the checkpoint with its head, and give its plan to this model with "
                 "adaattn_hf.load_plan(model, directory)"
             )
+        self.attentions: list[nn.Module] = []
         self._head = self._find_head(projection)
+        self.layers = layers_of(model, self.attentions)
 
     def _find_head(self, projection: nn.Module) -> Callable[[Tensor], Tensor] | None:
         """Finds the function from last hidden states to logits, `None` if none gives the model's logits."""
+        probe = torch.arange(1, 9, device=self.device)[None]
+
+        def listen(module: nn.Module, request: AttentionRequest) -> Tensor:
+            self.attentions.append(module)
+            return exact_tap(module, request)
+
+        with torch.no_grad(), tapping(listen):
+            whole: Tensor = self.model(input_ids=probe).logits
         if self._body is None:
             return None
-        probe = torch.arange(1, 9, device=self.device)[None]
-        with torch.no_grad(), tapping(None):
-            whole: Tensor = self.model(input_ids=probe).logits
+        with torch.no_grad(), tapping(exact_tap):
             states: Tensor = self._body(input_ids=probe).last_hidden_state
             heads: list[Callable[[Tensor], Tensor]] = [self._head_of_forward]
             # skip it if its width differs: then the head transforms the states first
@@ -126,6 +138,23 @@ class ModelArms:
         """Yields the first position and the logits `[1, chunk, vocabulary]` of each arm, chunk by chunk."""
         for start in range(0, hidden[0].shape[1], CHUNK):
             yield start, tuple(self.logits(state[:, start : start + CHUNK]) for state in hidden)
+
+
+def layers_of(model: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the items of the outermost lists whose items hold at most one attention module each.
+
+    An attention module outside of such lists stands for itself.
+    """
+    layers: list[nn.Module] = []
+    left = set(attentions)
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or any(isinstance(item, HOLDERS) for item in module):
+            continue
+        held = [left.intersection(item.modules()) for item in module]
+        if any(held) and all(len(one) <= 1 for one in held):
+            layers += module
+            left = left.difference(*held)
+    return [*layers, *left]
 
 
 def exact_tap(module: nn.Module, request: AttentionRequest) -> Tensor:
