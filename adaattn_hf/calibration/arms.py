@@ -137,7 +137,10 @@ class ModelArms:
     def chunks(self, *hidden: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yields the first position and the logits `[1, chunk, vocabulary]` of each arm, chunk by chunk."""
         for start in range(0, hidden[0].shape[1], CHUNK):
-            yield start, tuple(self.logits(state[:, start : start + CHUNK]) for state in hidden)
+            yield (
+                start,
+                tuple(self.logits(state[:, start : start + CHUNK].to(self.device)) for state in hidden),
+            )
 
 
 def layers_of(model: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:
@@ -206,7 +209,7 @@ def compare(arms: ModelArms, given: Input, tap: Tap, exact: Tensor | None = None
     target = reading.targets
     scores = joined(
         [
-            score_tokens((left[0], right[0]), target[start : start + left.shape[1]])
+            score_tokens((left[0], right[0]), target[start : start + left.shape[1]].to(left.device))
             for start, (left, right) in arms.chunks(exact[:, : len(target)], planned[:, : len(target)])
         ]
     )

@@ -41,13 +41,15 @@ class Moments:
         grams: By layer index.
         shapes: By layer index: heads, key/value heads, head_dim, head_dim_v.
         windows: By layer index: the model's own window, `None` without one.
-        causal: Whether attention is causal.
+        causal: By layer index: whether attention is causal.
+        devices: By layer index.
     """
 
     grams: dict[int, Gram] = field(default_factory=dict)
     shapes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     causal: dict[int, bool] = field(default_factory=dict)
+    devices: dict[int, torch.device] = field(default_factory=dict)
 
     def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
         """Adds the moments of one call, and computes exact attention."""
@@ -58,7 +60,7 @@ class Moments:
         query, key, value = request.query, request.key, request.value
         self.shapes[index] = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
         self.windows[index] = request.structure.window
-        self.causal[index] = request.structure.causal
+        self.causal[index], self.devices[index] = request.structure.causal, query.device
         return exact_tap(module, request)
 
 

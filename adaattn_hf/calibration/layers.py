@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ class Layers:
     candidates: Candidates
     tensors: Mapping[int, LayerTensors]
     calls: Mapping[int, AttentionRequest]
-    local_calls: Mapping[int, Mapping[int, AttentionRequest]]
+    local_calls: Mapping[int | None, Mapping[int, AttentionRequest]]
     seconds: Mapping[int, float]
 
     @property
@@ -88,19 +89,15 @@ def observe_layers(inputs: Inputs) -> Layers:
     """
     moments = fisher.Moments()
     calls: dict[int, AttentionRequest] = {}
-    local_calls: dict[int, dict[int, AttentionRequest]] = {}
+    local_calls: dict[int | None, dict[int, AttentionRequest]] = {}
     seconds: dict[int, float] = {}
     for number, length in enumerate(sorted(inputs.samples)):
         inputs.progress("moments", number, len(inputs.samples))
         start = time.perf_counter()
-        seen = _calls(inputs, moments, length)
+        calls[length], *others = _calls(inputs, moments, length)
         seconds[length] = time.perf_counter() - start
-        whole = [request for request in seen if request.structure.window is None] or seen
-        calls[length] = whole[len(whole) // 2]
-        for request in seen:
-            own = request.structure.window
-            if own is not None and own != calls[length].structure.window:
-                local_calls.setdefault(own, {})[length] = request
+        for request in others:
+            local_calls.setdefault(request.structure.window, {})[length] = request
     inputs.progress("moments", len(inputs.samples), len(inputs.samples))
     _refuse_other_scoring(inputs, moments)
     indices = tuple(sorted(moments.shapes))
@@ -127,7 +124,9 @@ def observe_layers(inputs: Inputs) -> Layers:
         kv_heads=kv_heads.pop(),
         windows=dict(moments.windows),
         candidates=found,
-        tensors={index: _layer_tensors(moments.grams[index], found, inputs.arms.device) for index in indices},
+        tensors={
+            index: _layer_tensors(moments.grams[index], found, moments.devices[index]) for index in indices
+        },
         calls=calls,
         local_calls=local_calls,
         seconds=seconds,
@@ -150,20 +149,26 @@ def refuse_nothing_to_choose(found: Candidates, settings: CalibrationSettings, d
 
 
 def _calls(inputs: Inputs, moments: fisher.Moments, length: int) -> list[AttentionRequest]:
-    """Runs one sequence of a length, adds up its moments, and returns its attention calls."""
-    seen: list[AttentionRequest] = []
+    """Runs one sequence of a length, adds up its moments, and returns an attention call of each window of the model.
+
+    Those without a window of their own come first. Of each kind the one nearest to the middle of the model is kept.
+    """
+    nearest: dict[int | None, tuple[int, AttentionRequest]] = {}
+    place, middle = count(), len(inputs.arms.attentions) // 2
 
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
-        seen.append(request)
+        far, own = abs(next(place) - middle), request.structure.window
+        if own not in nearest or far < nearest[own][0]:
+            nearest[own] = far, request
         return moments.tap(module, request)
 
     with torch.no_grad(), tapping(tap):
         inputs.arms.hidden(inputs.readings(inputs.samples[length].risk[0])[0])
-    if not seen:
+    if not nearest:
         raise ValueError(
             "the model made no attention call through adaattn; it may not use the attention interface"
         )
-    return seen
+    return [nearest[own][1] for own in sorted(nearest, key=lambda own: (own is not None, nearest[own][0]))]
 
 
 def _refuse_other_scoring(inputs: Inputs, moments: fisher.Moments) -> None:
