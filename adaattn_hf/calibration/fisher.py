@@ -179,6 +179,23 @@ class FisherRecorder:
 
 
 @contextmanager
+def differentiable(model: nn.Module) -> Iterator[None]:
+    """Lets gradients flow to the activations of a model from its embedding on, and to no weight."""
+    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    handle = embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        handle.remove()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
 def recomputed(layers: Sequence[nn.Module], tap: Tap) -> Iterator[None]:
     """Lets the backward pass of what is computed here compute layers again: autograd holds one layer's activations.
 
@@ -269,23 +286,13 @@ def measure(
     """
     sampled = stratified_rows(reading_of(given).tokens.shape[1], rows, generator)
     recorder = FisherRecorder(sampled, choices, tensors, labels, report)
-    frozen = [parameter for parameter in arms.model.parameters() if parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    embedding = arms.model.get_input_embeddings()  # type: ignore[operator]
-    handle = embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
-    try:
-        with torch.enable_grad():
-            with recomputed(arms.layers, recorder.tap):
-                hidden = arms.hidden(given)
-            recorder.forward = False
-            for gradient in label_gradients(arms, hidden, generator, labels):
-                torch.autograd.backward(hidden, gradient, retain_graph=recorder.labels > 1)
-                recorder.labels -= 1
-    finally:
-        handle.remove()
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+    with differentiable(arms.model):
+        with recomputed(arms.layers, recorder.tap):
+            hidden = arms.hidden(given)
+        recorder.forward = False
+        for gradient in label_gradients(arms, hidden, generator, labels):
+            torch.autograd.backward(hidden, gradient, retain_graph=recorder.labels > 1)
+            recorder.labels -= 1
     if recorder.gradients:
         raise ValueError(
             f"model: no prediction depends on the attention of layers {sorted(recorder.gradients)}, expected that of "

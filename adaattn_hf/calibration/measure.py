@@ -23,6 +23,7 @@ from ..policy.prices import PriceTable
 from . import fisher, pricing
 from .inputs import Inputs
 from .layers import Layers, observe_layers
+from .memory import forecast, room_on
 from .scoring import Reading
 from .state import CalibrationState
 
@@ -83,6 +84,7 @@ def measure(
         resume: Continue from the state saved there.
     """
     layers = observe_layers(inputs)
+    inputs.say(forecast(inputs, layers).sentence(room_on(inputs.arms.device)))
     # a table that was given may be refused: before the risks, which take long, are measured
     table = None if prices is None else price_table(inputs, layers, prices)
     state = measure_risks(inputs, layers, directory, resume)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,9 @@ from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap, programs_of
 from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
 from adaattn_hf.calibration.corpus import draw
+from adaattn_hf.calibration.layers import observe_layers
 from adaattn_hf.calibration.measure import measure
+from adaattn_hf.calibration.memory import forecast
 from adaattn_hf.calibration.needles import build, most, retrieved
 from adaattn_hf.calibration.search import JointPasses
 from adaattn_hf.calibration.state import FILE, CalibrationState
@@ -479,16 +482,36 @@ def test_statistics_equal_those_of_the_whole_graph(model: LlamaForCausalLM) -> N
             torch.testing.assert_close(found[layer][1], rows.dropped[1:])
 
 
+def _peak(run: Callable[[], object]) -> int:
+    """The most bytes that torch held at once, beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    events = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
+    return int(max(accumulate(one.nbytes() for one in sorted(events, key=lambda one: one.start_ns()))))
+
+
 def test_memory_grows_with_one_layer() -> None:
     """Of each further layer there is its input, and the gradients of the sampled rows."""
-    peaks, tokens = [], torch.arange(512)[None] % 128
-    for layers in (2, 8):
-        model = lettered_llama(layers)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            _measured(model, tokens, 64, 2)
-        events = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
-        peaks.append(max(accumulate(one.nbytes() for one in sorted(events, key=lambda one: one.start_ns()))))
-    assert peaks[1] - peaks[0] < 6 * 2 * (512 * 64 * 4), peaks
+    tokens = torch.arange(512)[None] % 128
+    few, many = (_peak(partial(_measured, lettered_llama(layers), tokens, 64, 2)) for layers in (2, 8))
+    assert many - few < 6 * 2 * (512 * 64 * 4), (few, many)
+
+
+def test_the_peak_is_told_beforehand(text: list[Path]) -> None:
+    model, said = lettered_llama(layers=6), []
+    inputs = open_inputs(model, encode, text, replace(SETTINGS, lengths=(512,)))
+    layers = observe_layers(replace(inputs, say=said.append))
+    need = forecast(inputs, layers)
+    parts, tokens = layers.candidates.parts, torch.tensor([inputs.samples[512].risk[0].tokens])
+    peak = _peak(
+        lambda: fisher.measure(
+            inputs.arms, tokens, parts, layers.tensors, rows=48, labels=2,
+            generator=torch.Generator(), report=lambda *layer: None,
+        )
+    )  # fmt: skip
+    assert 0.8 < (need.total - need.weights) / peak < 1.4, (need, peak)
+    assert need.sentence(None).startswith("memory: about ")
+    assert need.sentence(need.total - 1).endswith(": --lengths 256 would fit")
 
 
 def test_samples_are_disjoint_and_depend_on_the_seed(text: list[Path]) -> None:
