@@ -8,6 +8,7 @@ transforms, caps or scales is run through the model's own forward pass; if that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..attention.request import AttentionRequest
+from ..attention.stored import BITS, StoredKV, direction_of, hadamard, quantise
 from ..attention.tap import Tap, tapping
 from ..backends import select
 from ..plans import execute
@@ -28,6 +30,8 @@ from .scoring import Input, Reading, reading_of
 
 CHUNK = 256
 """Positions projected to the vocabulary at a time."""
+FIRST = 64
+"""First tokens whose keys give the mean that is subtracted, as a cache does for a short prompt."""
 HOLDERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that are never called themselves."""
 
@@ -175,6 +179,24 @@ def plan_tap(programs: Mapping[int, Program]) -> Tap:
         return execute.attend(program, request).out
 
     return tap
+
+
+def stored_tap(programs: Mapping[int, Program], stored: str) -> Tap:
+    """Returns a `plan_tap` that computes over keys and values as a cache of the format `stored` keeps them."""
+    tap = plan_tap(programs)
+    return tap if stored == "model" else lambda module, request: tap(module, over_codes(request, stored))
+
+
+def over_codes(request: AttentionRequest, stored: str) -> AttentionRequest:
+    """Returns the request with keys and values quantised as a cache would."""
+    key, value = request.key, request.value
+    first = key[:, :, :FIRST].float()
+    mean = (first.mean(dim=2) @ hadamard(key.shape[3], key.device)).contiguous()
+    along = direction_of(request.query[:, :, :FIRST], key.shape[1])
+    keys, key_scale = quantise(key, mean=mean, along=along)
+    values, value_scale = quantise(value, bits=BITS[stored])
+    record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].float().contiguous())
+    return replace(request, key=keys, value=values, stored=record)
 
 
 def programs_of(plan: Plan, tensors: Mapping[int, LayerTensors]) -> dict[int, Program]:

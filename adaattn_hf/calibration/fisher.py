@@ -39,16 +39,14 @@ class Moments:
 
     Attributes:
         grams: By layer index.
-        shapes: By layer index: heads, key/value heads, head_dim, head_dim_v.
         windows: By layer index: the model's own window, `None` without one.
-        causal: By layer index: whether attention is causal.
+        causal: Whether attention is causal, of any layer.
         devices: By layer index.
     """
 
     grams: dict[int, Gram] = field(default_factory=dict)
-    shapes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
-    causal: dict[int, bool] = field(default_factory=dict)
+    causal: set[bool] = field(default_factory=set)
     devices: dict[int, torch.device] = field(default_factory=dict)
 
     def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
@@ -57,10 +55,8 @@ class Moments:
         new = gram(request.query.detach(), request.key.detach())
         new = Gram(new.query.cpu(), new.key.cpu(), new.key_sum.cpu(), new.count)
         self.grams[index] = self.grams[index] + new if index in self.grams else new
-        query, key, value = request.query, request.key, request.value
-        self.shapes[index] = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
-        self.windows[index] = request.structure.window
-        self.causal[index], self.devices[index] = request.structure.causal, query.device
+        self.windows[index], self.devices[index] = request.structure.window, request.query.device
+        self.causal.add(request.structure.causal)
         return exact_tap(module, request)
 
 

@@ -39,8 +39,7 @@ class Layers:
         windows: By layer: the model's own window, `None` without one.
         candidates: The choices of each unit (a key/value head of a layer).
         tensors: By layer: mean keys, and bases of ranks.
-        calls: By length: an attention call from the middle of the model, for timing.
-        local_calls: By window and length: a call of the layers with that window, which are timed separately.
+        calls: By kind and length: an attention call for timing; see `kinds`.
         seconds: By length: wall-clock time of the pass over one sequence.
     """
 
@@ -51,8 +50,7 @@ class Layers:
     windows: Mapping[int, int | None]
     candidates: Candidates
     tensors: Mapping[int, LayerTensors]
-    calls: Mapping[int, AttentionRequest]
-    local_calls: Mapping[int | None, Mapping[int, AttentionRequest]]
+    calls: Mapping[int | None, Mapping[int, AttentionRequest]]
     seconds: Mapping[int, float]
 
     @property
@@ -78,7 +76,7 @@ class Layers:
     @property
     def kinds(self) -> dict[int, int | None]:
         """By layer: its window if layers with that window are priced separately, else `None`."""
-        return {layer: own if own in self.local_calls else None for layer, own in self.windows.items()}
+        return {layer: own if own in self.calls else None for layer, own in self.windows.items()}
 
 
 def observe_layers(inputs: Inputs) -> Layers:
@@ -88,20 +86,19 @@ def observe_layers(inputs: Inputs) -> Layers:
         ValueError: If plans do not support these layers, or the scoring is for another kind of model.
     """
     moments = fisher.Moments()
-    calls: dict[int, AttentionRequest] = {}
-    local_calls: dict[int | None, dict[int, AttentionRequest]] = {}
+    calls: dict[int | None, dict[int, AttentionRequest]] = {None: {}}
     seconds: dict[int, float] = {}
     for number, length in enumerate(sorted(inputs.samples)):
         inputs.progress("moments", number, len(inputs.samples))
         start = time.perf_counter()
-        calls[length], *others = _calls(inputs, moments, length)
+        calls[None][length], *others = _calls(inputs, moments, length)
         seconds[length] = time.perf_counter() - start
         for request in others:
-            local_calls.setdefault(request.structure.window, {})[length] = request
+            calls.setdefault(request.structure.window, {})[length] = request
     inputs.progress("moments", len(inputs.samples), len(inputs.samples))
     _refuse_other_scoring(inputs, moments)
-    indices = tuple(sorted(moments.shapes))
-    kv_heads = {moments.shapes[index][1] for index in indices}
+    indices = tuple(sorted(moments.grams))
+    kv_heads, head_dims = ({gram.key.shape[dim] for gram in moments.grams.values()} for dim in (0, 2))
     if len(kv_heads) != 1:
         raise ValueError(
             f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them"
@@ -109,7 +106,7 @@ def observe_layers(inputs: Inputs) -> Layers:
     bound, settings = inputs.subject.binding(indices), inputs.settings
     found = candidates(
         settings.lengths[-1],
-        min(shape[2] for shape in moments.shapes.values()),
+        min(head_dims),
         bound.dtype,
         settings.families,
         settings.windows,
@@ -128,7 +125,6 @@ def observe_layers(inputs: Inputs) -> Layers:
             index: _layer_tensors(moments.grams[index], found, moments.devices[index]) for index in indices
         },
         calls=calls,
-        local_calls=local_calls,
         seconds=seconds,
     )
 
@@ -173,9 +169,9 @@ def _calls(inputs: Inputs, moments: fisher.Moments, length: int) -> list[Attenti
 
 def _refuse_other_scoring(inputs: Inputs, moments: fisher.Moments) -> None:
     scoring = inputs.scoring
-    if set(moments.causal.values()) == {scoring.causal}:
+    if moments.causal == {scoring.causal}:
         return
-    kinds = sorted({"causal" if causal else "bidirectional" for causal in moments.causal.values()})
+    kinds = sorted("causal" if causal else "bidirectional" for causal in moments.causal)
     raise ValueError(
         f"scoring: {type(scoring).__name__} is for {'causal' if scoring.causal else 'bidirectional'} attention, this "
         f"model's is {' and '.join(kinds)}; calibrate a masked-language model with scoring=MaskedTokens.of(tokenizer), "

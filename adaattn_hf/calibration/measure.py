@@ -183,20 +183,10 @@ def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None
     phases = pricing.PHASES if inputs.scoring.generates else ("prefill",)
     choices = layers.candidates.choices
     if prices is None and inputs.team.leads:
-        prices = pricing.joined(
-            [
-                pricing.measure_prices(
-                    calls,
-                    choices,
-                    middle,
-                    phases=phases,
-                    own=own,
-                    batch=inputs.settings.batch,
-                    captured=inputs.settings.captured,
-                )
-                for own, calls in [(None, layers.calls), *layers.local_calls.items()]
-            ]
-        )
+        prices = pricing.measure_prices(
+            layers.calls, choices, middle, phases=phases,
+            batch=inputs.settings.batch, captured=inputs.settings.captured,
+        )  # fmt: skip
     table = inputs.team.tell(prices)
     assert table is not None  # the process that leads has measured it
     pricing.check_prices(table, layers, phases, inputs.settings.lengths)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..attention.tap import tapping
 from ..errors import OutOfMemory
-from .arms import CHUNK, ModelArms, exact_tap
+from .arms import CHUNK, exact_tap
 from .fisher import differentiable
 from .inputs import Inputs
 from .layers import Layers
 
 PROBE = 256
 """Tokens that the activations of a layer are counted on."""
+STEP = 128
+"""Lengths that would fit are multiples of it."""
 PER_LOGIT = 50
 """Bytes for each logit of a slice while two models are compared, most of them in float64."""
 SCORES = 5
@@ -50,96 +52,46 @@ class Need:
         """The most that is held at once."""
         return self.weights + max(self.inputs + max(self.layer, self.rows), self.logits)
 
-    def at(self, length: int) -> Need:
-        """Returns the bytes at another length."""
-        scaled = {name: getattr(self, name) * length // self.length for name in ("inputs", "layer", "rows")}
-        return replace(self, length=length, **scaled)
-
     def sentence(self, room: int | None) -> str:
-        """Returns the need in words.
-
-        Args:
-            room: Bytes that the device has for all of it, None if nobody knows.
-        """
+        """Returns the need in words, and the length that fits into `room` bytes, None where nobody knows how many."""
         parts = {
-            "weights": self.weights,
-            "inputs of the layers": self.inputs,
-            "one layer": self.layer,
-            "attention of the sampled rows": self.rows,
-            f"{CHUNK} positions of logits": self.logits,
-        }
-        words = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
-        said = f"memory: about {gigabytes(self.total)} GB for a sequence of {self.length} tokens ({words})"
+            "weights": self.weights, "inputs of the layers": self.inputs, "one layer": self.layer,
+            "attention of the sampled rows": self.rows, f"{CHUNK} positions of logits": self.logits,
+        }  # fmt: skip
+        words = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items())
+        said = f"memory: about {self.total / 1e9:.3g} GB for a sequence of {self.length} tokens ({words})"
         if room is None or self.total <= room:
             return said
-        shorter = self.length // 2
-        while shorter > PROBE and self.at(shorter).total > room:
-            shorter //= 2
-        return f"{said}; the device has {gigabytes(room)} GB: --lengths {shorter} would fit"
-
-
-def gigabytes(size: int) -> str:
-    """Returns bytes in units of 10^9."""
-    return f"{size / 1e9:.2g}" if size < 1e9 else f"{size / 1e9:.1f}"
+        fits = int(self.length * (room - self.weights) / (self.total - self.weights)) // STEP * STEP
+        return f"{said}; the device has {room / 1e9:.3g} GB: --lengths {max(fits, STEP)} would fit"
 
 
 def forecast(inputs: Inputs, layers: Layers) -> Need:
-    """Returns what the longest sequences of a calibration need, by the activations of a short one."""
+    """Returns what the longest sequences of a calibration need, by what autograd keeps of a short one."""
     arms, settings = inputs.arms, inputs.settings
     length = settings.lengths[-1]
-    reading = inputs.readings(inputs.samples[length].risk[0])[0]
-    held, saved = activations(arms, reading.tokens[:, :PROBE])
-    tokens = min(PROBE, reading.tokens.shape[1])
-    query = layers.calls[length].query
-    with torch.no_grad():
-        vocabulary = arms.logits(arms.exact(reading.tokens[:, :1])).shape[-1]
-    return Need(
-        length,
-        weights=sum(_bytes_of(arms.model).values()),
-        inputs=held * length // tokens * (len(arms.layers) + settings.labels),
-        layer=2 * saved * length // tokens // len(arms.layers),
-        rows=SCORES * query.shape[1] * min(settings.rows, length) * length * 4,
-        logits=PER_LOGIT * min(CHUNK, length) * vocabulary,
-    )
+    tokens = inputs.readings(inputs.samples[length].risk[0])[0].tokens[:, :PROBE]
+    held: dict[int, int] = {}  # bytes by address: what is saved twice, or is a view of weights, counts once
 
-
-def activations(arms: ModelArms, tokens: Tensor) -> tuple[int, int]:
-    """Returns the bytes of the input of a layer, and of all that autograd keeps of a forward pass beside weights."""
-    given: list[int] = []
-    saved: list[Tensor] = []
-
-    def enter(_module: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
-        every = [
-            one for one in (*arguments, *named.values()) if isinstance(one, Tensor) and one.requires_grad
-        ]
-        given.append(sum(one.nbytes for one in every))
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.detach())
+    def hold(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    handles = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in arms.layers]
-    try:
-        with differentiable(arms.model), tapping(exact_tap), saved_tensors_hooks(pack, lambda tensor: tensor):
-            arms.hidden(tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
-    weights = _bytes_of(arms.model)
-    return max(given), sum(
-        size for address, size in _bytes_by_address(saved).items() if address not in weights
+    for weight in (*arms.model.parameters(), *arms.model.buffers()):
+        hold(weight)
+    weights = sum(held.values())
+    with differentiable(arms.model), tapping(exact_tap), saved_tensors_hooks(hold, lambda tensor: tensor):
+        hidden = arms.hidden(tokens)
+    kept, longer = sum(held.values()) - weights, length / tokens.shape[1]
+    heads, count = layers.calls[None][length].query.shape[1], len(arms.layers)
+    return Need(
+        length,
+        weights,
+        inputs=int(longer * hidden.nbytes) * (count + settings.labels),
+        layer=int(2 * longer * kept / count),
+        rows=SCORES * heads * min(settings.rows, length) * length * 4,
+        logits=PER_LOGIT * min(CHUNK, length) * arms.logits(hidden[:, :1].detach()).shape[-1],
     )
-
-
-def _bytes_of(model: nn.Module) -> dict[int, int]:
-    """Bytes of a model's weights and buffers, by their addresses."""
-    return _bytes_by_address([*model.parameters(), *model.buffers()])
-
-
-def _bytes_by_address(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the storages of tensors, by their addresses."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def room_on(device: torch.device) -> int | None:

@@ -17,10 +17,9 @@ from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import Allocation, Array, allocate
 from ..policy.risk import rescale
-from .arms import compare_all, programs_of
+from .arms import compare_all, programs_of, stored_tap
 from .assemble import make_plan
 from .measure import Measurement
-from .over_codes import stored_tap
 
 JOINT_STEPS = 5
 """Largest number of plans that are measured before one is verified."""

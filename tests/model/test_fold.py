@@ -77,7 +77,7 @@ def _ranked(family: str, max_length: int = 64, **choice: Any) -> Any:
         {"layers.1.query_basis.0": query_basis[0].float(), "layers.1.key_basis.0": key_basis[0].float()}
     )
     modules = dict(attention_modules(model, model.config.model_type))
-    kv_heads = moments.shapes[1][1]
+    kv_heads = len(moments.grams[1].key)
     choices = (make_choice(**{"rank": 6, **choice}), *[EXACT] * (kv_heads - 1))
     plan = Plan(
         format=PLAN_FORMAT, model_type=model.config.model_type,
