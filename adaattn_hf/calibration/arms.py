@@ -277,5 +277,5 @@ Progress = Callable[[str, int, int], None]
 """Callback with the name of a stage, the steps done and the number of steps."""
 
 
-def silent(stage: str, done: int, total: int) -> None:
-    """Ignores progress."""
+def silent(*words: object) -> None:
+    """Ignores progress and messages."""

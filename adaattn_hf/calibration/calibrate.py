@@ -25,7 +25,7 @@ from .arms import Progress, silent
 from .assemble import save_plan
 from .benefit import whole_forward
 from .campaign import Campaign
-from .inputs import open_inputs, unsaid
+from .inputs import open_inputs
 from .measure import Measurement, measure
 from .memory import room_or_sentence
 from .scoring import NEXT_TOKEN, Scoring
@@ -54,7 +54,7 @@ def calibrate(
     directory: Path | None = None,
     resume: bool = False,
     progress: Progress = silent,
-    say: Callable[[str], None] = unsaid,
+    say: Callable[[str], None] = silent,
 ) -> Calibration:
     """Returns a plan for a model, verified on held-out text. A plan that the model carries is removed from it.
 
