@@ -8,6 +8,7 @@ transforms, caps or scales is run through the model's own forward pass; if that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..attention.request import AttentionRequest
+from ..attention.stored import BITS, StoredKV, direction_of, hadamard, quantise
 from ..attention.tap import Tap, tapping
 from ..backends import select
 from ..plans import execute
@@ -28,6 +30,10 @@ from .scoring import Input, Reading, reading_of
 
 CHUNK = 256
 """Positions projected to the vocabulary at a time."""
+FIRST = 64
+"""First tokens whose keys give the mean that is subtracted, as a cache does for a short prompt."""
+HOLDERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules that are never called themselves."""
 
 
 class ModelArms:
@@ -35,7 +41,9 @@ class ModelArms:
 
     Attributes:
         model: The model, `model(input_ids)` giving `logits`.
-        device: Where its weights are.
+        device: Where its weights are, or the first of them.
+        attentions: Its attention modules, in the order of their calls.
+        layers: Parts of it with at most one attention module each, which hold nearly all of a pass's activations.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,15 +60,23 @@ class ModelArms:
                 "budget of; calibrate the checkpoint with its head, and give its plan to this model with "
                 "adaattn_hf.load_plan(model, directory)"
             )
+        self.attentions: list[nn.Module] = []
         self._head = self._find_head(projection)
+        self.layers = layers_of(model, self.attentions)
 
     def _find_head(self, projection: nn.Module) -> Callable[[Tensor], Tensor] | None:
         """Finds the function from last hidden states to logits, `None` if none gives the model's logits."""
+        probe = torch.arange(1, 9, device=self.device)[None]
+
+        def listen(module: nn.Module, request: AttentionRequest) -> Tensor:
+            self.attentions.append(module)
+            return exact_tap(module, request)
+
+        with torch.no_grad(), tapping(listen):
+            whole: Tensor = self.model(input_ids=probe).logits
         if self._body is None:
             return None
-        probe = torch.arange(1, 9, device=self.device)[None]
-        with torch.no_grad(), tapping(None):
-            whole: Tensor = self.model(input_ids=probe).logits
+        with torch.no_grad(), tapping(exact_tap):
             states: Tensor = self._body(input_ids=probe).last_hidden_state
             heads: list[Callable[[Tensor], Tensor]] = [self._head_of_forward]
             # skip it if its width differs: then the head transforms the states first
@@ -125,7 +141,27 @@ class ModelArms:
     def chunks(self, *hidden: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yields the first position and the logits `[1, chunk, vocabulary]` of each arm, chunk by chunk."""
         for start in range(0, hidden[0].shape[1], CHUNK):
-            yield start, tuple(self.logits(state[:, start : start + CHUNK]) for state in hidden)
+            yield (
+                start,
+                tuple(self.logits(state[:, start : start + CHUNK].to(self.device)) for state in hidden),
+            )
+
+
+def layers_of(model: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the items of the outermost lists whose items hold at most one attention module each.
+
+    An attention module outside of such lists stands for itself.
+    """
+    layers: list[nn.Module] = []
+    left = set(attentions)
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or any(isinstance(item, HOLDERS) for item in module):
+            continue
+        held = [left.intersection(item.modules()) for item in module]
+        if any(held) and all(len(one) <= 1 for one in held):
+            layers += module
+            left = left.difference(*held)
+    return [*layers, *left]
 
 
 def exact_tap(module: nn.Module, request: AttentionRequest) -> Tensor:
@@ -143,6 +179,24 @@ def plan_tap(programs: Mapping[int, Program]) -> Tap:
         return execute.attend(program, request).out
 
     return tap
+
+
+def stored_tap(programs: Mapping[int, Program], stored: str) -> Tap:
+    """Returns a `plan_tap` that computes over keys and values as a cache of the format `stored` keeps them."""
+    tap = plan_tap(programs)
+    return tap if stored == "model" else lambda module, request: tap(module, over_codes(request, stored))
+
+
+def over_codes(request: AttentionRequest, stored: str) -> AttentionRequest:
+    """Returns the request with keys and values quantised as a cache would."""
+    key, value = request.key, request.value
+    first = key[:, :, :FIRST].float()
+    mean = (first.mean(dim=2) @ hadamard(key.shape[3], key.device)).contiguous()
+    along = direction_of(request.query[:, :, :FIRST], key.shape[1])
+    keys, key_scale = quantise(key, mean=mean, along=along)
+    values, value_scale = quantise(value, bits=BITS[stored])
+    record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].float().contiguous())
+    return replace(request, key=keys, value=values, stored=record)
 
 
 def programs_of(plan: Plan, tensors: Mapping[int, LayerTensors]) -> dict[int, Program]:
@@ -177,7 +231,7 @@ def compare(arms: ModelArms, given: Input, tap: Tap, exact: Tensor | None = None
     target = reading.targets
     scores = joined(
         [
-            score_tokens((left[0], right[0]), target[start : start + left.shape[1]])
+            score_tokens((left[0], right[0]), target[start : start + left.shape[1]].to(left.device))
             for start, (left, right) in arms.chunks(exact[:, : len(target)], planned[:, : len(target)])
         ]
     )
@@ -223,5 +277,5 @@ Progress = Callable[[str, int, int], None]
 """Callback with the name of a stage, the steps done and the number of steps."""
 
 
-def silent(stage: str, done: int, total: int) -> None:
-    """Ignores progress."""
+def silent(*words: object) -> None:
+    """Ignores progress and messages."""

@@ -19,13 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from ..errors import OutOfMemory
 from ..policy.prices import PriceTable
 from .arms import Progress, silent
 from .assemble import save_plan
 from .benefit import whole_forward
 from .campaign import Campaign
-from .inputs import open_inputs, unsaid
+from .inputs import open_inputs
 from .measure import Measurement, measure
+from .memory import room_or_sentence
 from .scoring import NEXT_TOKEN, Scoring
 from .search import picks_of, programs
 from .settings import Calibration, CalibrationSettings
@@ -52,7 +54,7 @@ def calibrate(
     directory: Path | None = None,
     resume: bool = False,
     progress: Progress = silent,
-    say: Callable[[str], None] = unsaid,
+    say: Callable[[str], None] = silent,
 ) -> Calibration:
     """Returns a plan for a model, verified on held-out text. A plan that the model carries is removed from it.
 
@@ -86,9 +88,12 @@ def calibrate(
     result = choose_and_verify(measurement)
     if result.met and settings.rounds and inputs.team.leads:
         by_layer = programs(measurement, picks_of(measurement, result.plan))
-        result.report["whole_forward"] = [
-            asdict(one) for one in whole_forward(inputs, by_layer, settings.rounds)
-        ]
+        try:
+            with room_or_sentence("whole passes are not timed: {}; a smaller --batch would fit".format):
+                timed = whole_forward(inputs, by_layer, settings.rounds)
+            result.report["whole_forward"] = [asdict(one) for one in timed]
+        except OutOfMemory as error:  # the plan is proved, and stays
+            say(str(error))
     return result
 
 

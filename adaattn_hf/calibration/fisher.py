@@ -7,16 +7,20 @@ of all layers; do is computed on sampled rows by the code that will run the plan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..attention.request import AttentionRequest
-from ..attention.tap import tapping
+from ..attention.tap import Tap, tapping
 from ..plans.choices import EXACT, Choice
 from ..plans.sampled import row_outputs
 from ..plans.tensors import LayerTensors
@@ -32,15 +36,15 @@ class Moments:
 
     Attributes:
         grams: By layer index.
-        shapes: By layer index: heads, key/value heads, head_dim, head_dim_v.
         windows: By layer index: the model's own window, `None` without one.
-        causal: Whether attention is causal.
+        causal: Whether attention is causal, of any layer.
+        devices: By layer index.
     """
 
     grams: dict[int, Gram] = field(default_factory=dict)
-    shapes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
-    causal: dict[int, bool] = field(default_factory=dict)
+    causal: set[bool] = field(default_factory=set)
+    devices: dict[int, torch.device] = field(default_factory=dict)
 
     def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
         """Adds the moments of one call, and computes exact attention."""
@@ -48,10 +52,8 @@ class Moments:
         new = gram(request.query.detach(), request.key.detach())
         new = Gram(new.query.cpu(), new.key.cpu(), new.key_sum.cpu(), new.count)
         self.grams[index] = self.grams[index] + new if index in self.grams else new
-        query, key, value = request.query, request.key, request.value
-        self.shapes[index] = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
-        self.windows[index] = request.structure.window
-        self.causal[index] = request.structure.causal
+        self.windows[index], self.devices[index] = request.structure.window, request.query.device
+        self.causal.add(request.structure.causal)
         return exact_tap(module, request)
 
 
@@ -71,55 +73,110 @@ def layer_of(module: nn.Module, request: AttentionRequest) -> int:
 
 @dataclass(eq=False)
 class FisherRecorder:
-    """Records one forward pass, then its backward passes.
+    """Records the gradients and changes of one layer at a time, as backward passes compute the layers again.
 
     Attributes:
         rows: Sampled query rows.
         choices: Choices measured, without the exact one, which they are compared with.
         tensors: By layer index.
-        changes: By layer index: `[choices, heads, rows, head_dim_v]`, change of the output by each choice.
-        dropped: By layer index: `[choices, heads, rows]`.
-        gradients: By layer index: `[heads, rows, head_dim_v]` of the current backward pass.
-        listening: Whether calls are recorded; a checkpointed backward pass repeats the forward calls.
+        labels: Backward passes to come; the last one brings the changes.
+        report: Callback with the index, the products and the dropped mass of a layer, see `measure`.
+        gradients: By layer index: `[heads, rows, head_dim_v]` of each backward pass so far.
+        found: The outputs of the layer that was computed again last.
+        forward: Whether the forward pass is still under way.
     """
 
     rows: Tensor
     choices: Sequence[Choice]
-    tensors: dict[int, LayerTensors]
-    changes: dict[int, Tensor] = field(default_factory=dict)
-    dropped: dict[int, Tensor] = field(default_factory=dict)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    listening: bool = True
+    tensors: Mapping[int, LayerTensors]
+    labels: int
+    report: Callable[[int, Tensor, Tensor], None]
+    gradients: dict[int, list[Tensor]] = field(default_factory=dict)
+    found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    forward: bool = True
 
     def tap(self, module: nn.Module, request: AttentionRequest) -> Tensor:
-        """Computes exact attention, and records what each choice would change."""
-        out = exact_tap(module, request)
-        if not self.listening:
-            return out
+        """Computes exact attention; listens to its gradient, or measures what each choice would change."""
         index = layer_of(module, request)
-        if index in self.changes:
+        if not self.forward:
+            # before exact attention: a layer is not computed again beyond the last tensor that autograd saved of it
+            if self.labels == 1:
+                self.found[index] = self.row_outputs(index, request)
+            return exact_tap(module, request)
+        if index in self.gradients:
             raise ValueError(
                 f"layer {index} attends twice in one forward pass; plans serve one attention per layer"
             )
-        bare = replace(
-            request, query=request.query.detach(), key=request.key.detach(), value=request.value.detach()
-        )
-        tensors = self.tensors.get(index, LayerTensors())
-        outputs, dropped = row_outputs(bare, self.rows, [EXACT, *self.choices], tensors)
-        self.changes[index] = outputs[1:] - outputs[:1]
-        self.dropped[index] = dropped[1:]
+        self.gradients[index] = []
+        out = exact_tap(module, request)
 
         def note(gradient: Tensor) -> None:
-            self.gradients[index] = gradient[0, self.rows].transpose(0, 1).detach().float()
+            rows = self.rows.to(gradient.device)
+            self.gradients[index].append(gradient[0, rows].transpose(0, 1).detach())
+            if self.labels == 1:
+                self.finish(index)
 
         out.register_hook(note)  # type: ignore[no-untyped-call]
         return out
 
-    def products(self) -> dict[int, Tensor]:
-        """Returns by layer index `[choices, heads, rows]`: g . do of each head, for the last backward pass."""
-        return {
-            index: (change * self.gradients[index][None]).sum(-1) for index, change in self.changes.items()
-        }
+    def row_outputs(self, index: int, request: AttentionRequest) -> tuple[Tensor, Tensor]:
+        """Returns the outputs of every choice in a layer, and what it loses there."""
+        bare = replace(
+            request, query=request.query.detach(), key=request.key.detach(), value=request.value.detach()
+        )
+        return row_outputs(bare, self.rows, [EXACT, *self.choices], self.tensors.get(index, LayerTensors()))
+
+    def finish(self, index: int) -> None:
+        """Reports a layer whose gradients are complete, and lets go of it."""
+        (outputs, dropped), gradients = self.found.pop(index), self.gradients.pop(index)
+        changes = outputs[1:] - outputs[:1]
+        products = torch.stack([(changes * one.float()).sum(-1) for one in gradients])
+        self.report(index, products, dropped[1:])
+
+
+@contextmanager
+def differentiable(model: nn.Module) -> Iterator[None]:
+    """Lets gradients flow to the activations of a model from its embedding on, and to no weight."""
+    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    handle = embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        handle.remove()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def recomputed(layers: Sequence[nn.Module], tap: Tap) -> Iterator[None]:
+    """Lets the backward pass of what is computed here compute layers again: autograd holds one layer's activations.
+
+    Whatever thread computes a layer, its attention is answered by the tap: a tap that is open here alone is not known
+    to the threads in which CUDA's backward passes run.
+    """
+
+    def twice(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def once(*args: Any, **kwargs: Any) -> Any:
+            with tapping(tap):
+                return forward(*args, **kwargs)
+
+        return partial(checkpoint, once, use_reentrant=False, preserve_rng_state=False)
+
+    own = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = twice(layer.forward)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, own, strict=True):
+            if forward is None:
+                del layer.forward
+            else:  # a hook of accelerate's, say
+                layer.forward = forward  # type: ignore[method-assign]
 
 
 def drawn_labels(likelihood: Tensor, labels: int, generator: torch.Generator) -> Tensor:
@@ -158,56 +215,60 @@ def measure(
     arms: ModelArms,
     given: Input,
     choices: Sequence[Choice],
-    tensors: dict[int, LayerTensors],
+    tensors: Mapping[int, LayerTensors],
     *,
     rows: int,
     labels: int,
     generator: torch.Generator,
-    on_products: Callable[[dict[int, Tensor]], None],
-) -> FisherRecorder:
-    """Runs one sequence forward and `labels` times backward; calls `on_products` with g . do after each backward pass.
+    report: Callable[[int, Tensor, Tensor], None],
+) -> int:
+    """Runs one sequence forward and `labels` times backward; returns how many rows each layer reports, over all labels.
 
     Labels are drawn for every scored prediction: at each position, or at the masked positions of a reading.
-    """
-    sampled = stratified_rows(reading_of(given).tokens.shape[1], rows, generator)
-    recorder = FisherRecorder(sampled, choices, tensors)
-    frozen = [parameter for parameter in arms.model.parameters() if parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    embedding = arms.model.get_input_embeddings()  # type: ignore[operator]
-    handle = embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
-    try:
-        with torch.enable_grad(), tapping(recorder.tap):
-            hidden = arms.hidden(given)
-            recorder.listening = False
-            for index, gradient in enumerate(label_gradients(arms, hidden, generator, labels)):
-                torch.autograd.backward(hidden, gradient, retain_graph=index + 1 < labels)
-                on_products(recorder.products())
-    finally:
-        handle.remove()
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-    return recorder
-
-
-def unit_risks(
-    products: dict[int, Tensor], kv_heads: int, combine: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], int]:
-    """Returns `[units, choices]` sums of 1/2 (g . do)^2 over rows, and the number of rows.
-
-    Products are linear in do: they add up over the query heads of a key/value head, and over the parts of a combined
-    choice (a window in int8, say). Each unit is one key/value head of one layer, in ascending order of layers.
 
     Args:
-        products: By layer index `[base choices, heads, rows]`.
-        kv_heads: Key/value heads per layer.
+        arms: The model.
+        given: Token ids, or a reading.
+        choices: Choices to measure.
+        tensors: By layer index.
+        rows: Query rows to sample.
+        labels: Labels to draw.
+        generator: Draws them.
+        report: Called once a layer, the last one first, with its index, the products g . do `[labels, choices, heads,
+            rows]` and the dropped mass `[choices, heads, rows]`.
+
+    Raises:
+        ValueError: If the loss does not depend on a layer.
+    """
+    sampled = stratified_rows(reading_of(given).tokens.shape[1], rows, generator)
+    recorder = FisherRecorder(sampled, choices, tensors, labels, report)
+    with differentiable(arms.model):
+        with recomputed(arms.layers, recorder.tap):
+            hidden = arms.hidden(given)
+        recorder.forward = False
+        for gradient in label_gradients(arms, hidden, generator, labels):
+            torch.autograd.backward(hidden, gradient, retain_graph=recorder.labels > 1)
+            recorder.labels -= 1
+    if recorder.gradients:
+        raise ValueError(
+            f"model: no prediction depends on the attention of layers {sorted(recorder.gradients)}, expected that of "
+            "every layer to count: risks of these would be 0; leave them out of the model"
+        )
+    return labels * len(sampled)
+
+
+def unit_risks(products: Tensor, kv_heads: int, combine: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns for each key/value head of a layer `[kv_heads, choices]` the sums of 1/2 (g . do)^2 over labels and rows.
+
+    Products are linear in do: they add up over the query heads of a key/value head, and over the parts of a combined
+    choice (a window in int8, say).
+
+    Args:
+        products: `[labels, base choices, heads, rows]`.
+        kv_heads: Key/value heads.
         combine: `[choices, base choices]` of zeros and ones.
     """
-    sums = []
-    rows = 0
-    for index in sorted(products):
-        base, heads, rows = products[index].shape
-        grouped = products[index].double().view(base, kv_heads, heads // kv_heads, rows).sum(2)
-        mixed = torch.einsum("cb,bur->cur", torch.from_numpy(combine).to(grouped), grouped)
-        sums.append((0.5 * mixed.square().sum(-1)).T.cpu().numpy())
-    return np.concatenate(sums, axis=0), rows
+    labels, base, heads, rows = products.shape
+    grouped = products.double().view(labels, base, kv_heads, heads // kv_heads, rows).sum(3)
+    mixed = torch.einsum("cb,lbur->lcur", torch.from_numpy(combine).to(grouped), grouped)
+    return np.asarray((0.5 * mixed.square().sum((0, 3))).T.cpu().numpy())

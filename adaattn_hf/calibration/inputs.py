@@ -16,10 +16,6 @@ from .settings import CalibrationSettings
 from .subject import Subject
 
 
-def unsaid(sentence: str) -> None:
-    """Ignores messages."""
-
-
 @dataclass(frozen=True)
 class LengthSample:
     """Disjoint sequences of one length, by use.
@@ -69,7 +65,7 @@ class Inputs:
     scoring: Scoring
     samples: Mapping[int, LengthSample]
     progress: Progress = silent
-    say: Callable[[str], None] = unsaid
+    say: Callable[[str], None] = silent
     other_source: bool = False
     team: team.Team = field(default_factory=team.present)
     opened: float = field(default_factory=time.monotonic)
@@ -114,7 +110,7 @@ def open_inputs(
     verify_data: Sequence[str | Path] | None = None,
     scoring: Scoring = NEXT_TOKEN,
     progress: Progress = silent,
-    say: Callable[[str], None] = unsaid,
+    say: Callable[[str], None] = silent,
 ) -> Inputs:
     """Prepares a model for calibration and samples its text; the arguments are those of `calibrate.calibrate`.
 

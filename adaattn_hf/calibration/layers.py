@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -38,8 +39,7 @@ class Layers:
         windows: By layer: the model's own window, `None` without one.
         candidates: The choices of each unit (a key/value head of a layer).
         tensors: By layer: mean keys, and bases of ranks.
-        calls: By length: an attention call from the middle of the model, for timing.
-        local_calls: By window and length: a call of the layers with that window, which are timed separately.
+        calls: By kind and length: an attention call for timing; see `kinds`.
         seconds: By length: wall-clock time of the pass over one sequence.
     """
 
@@ -50,8 +50,7 @@ class Layers:
     windows: Mapping[int, int | None]
     candidates: Candidates
     tensors: Mapping[int, LayerTensors]
-    calls: Mapping[int, AttentionRequest]
-    local_calls: Mapping[int, Mapping[int, AttentionRequest]]
+    calls: Mapping[int | None, Mapping[int, AttentionRequest]]
     seconds: Mapping[int, float]
 
     @property
@@ -77,7 +76,7 @@ class Layers:
     @property
     def kinds(self) -> dict[int, int | None]:
         """By layer: its window if layers with that window are priced separately, else `None`."""
-        return {layer: own if own in self.local_calls else None for layer, own in self.windows.items()}
+        return {layer: own if own in self.calls else None for layer, own in self.windows.items()}
 
 
 def observe_layers(inputs: Inputs) -> Layers:
@@ -87,24 +86,19 @@ def observe_layers(inputs: Inputs) -> Layers:
         ValueError: If plans do not support these layers, or the scoring is for another kind of model.
     """
     moments = fisher.Moments()
-    calls: dict[int, AttentionRequest] = {}
-    local_calls: dict[int, dict[int, AttentionRequest]] = {}
+    calls: dict[int | None, dict[int, AttentionRequest]] = {None: {}}
     seconds: dict[int, float] = {}
     for number, length in enumerate(sorted(inputs.samples)):
         inputs.progress("moments", number, len(inputs.samples))
         start = time.perf_counter()
-        seen = _calls(inputs, moments, length)
+        calls[None][length], *others = _calls(inputs, moments, length)
         seconds[length] = time.perf_counter() - start
-        whole = [request for request in seen if request.structure.window is None] or seen
-        calls[length] = whole[len(whole) // 2]
-        for request in seen:
-            own = request.structure.window
-            if own is not None and own != calls[length].structure.window:
-                local_calls.setdefault(own, {})[length] = request
+        for request in others:
+            calls.setdefault(request.structure.window, {})[length] = request
     inputs.progress("moments", len(inputs.samples), len(inputs.samples))
     _refuse_other_scoring(inputs, moments)
-    indices = tuple(sorted(moments.shapes))
-    kv_heads = {moments.shapes[index][1] for index in indices}
+    indices = tuple(sorted(moments.grams))
+    kv_heads, head_dims = ({gram.key.shape[dim] for gram in moments.grams.values()} for dim in (0, 2))
     if len(kv_heads) != 1:
         raise ValueError(
             f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them"
@@ -112,7 +106,7 @@ def observe_layers(inputs: Inputs) -> Layers:
     bound, settings = inputs.subject.binding(indices), inputs.settings
     found = candidates(
         settings.lengths[-1],
-        min(shape[2] for shape in moments.shapes.values()),
+        min(head_dims),
         bound.dtype,
         settings.families,
         settings.windows,
@@ -127,9 +121,10 @@ def observe_layers(inputs: Inputs) -> Layers:
         kv_heads=kv_heads.pop(),
         windows=dict(moments.windows),
         candidates=found,
-        tensors={index: _layer_tensors(moments.grams[index], found, inputs.arms.device) for index in indices},
+        tensors={
+            index: _layer_tensors(moments.grams[index], found, moments.devices[index]) for index in indices
+        },
         calls=calls,
-        local_calls=local_calls,
         seconds=seconds,
     )
 
@@ -150,27 +145,33 @@ def refuse_nothing_to_choose(found: Candidates, settings: CalibrationSettings, d
 
 
 def _calls(inputs: Inputs, moments: fisher.Moments, length: int) -> list[AttentionRequest]:
-    """Runs one sequence of a length, adds up its moments, and returns its attention calls."""
-    seen: list[AttentionRequest] = []
+    """Runs one sequence of a length, adds up its moments, and returns an attention call of each window of the model.
+
+    Those without a window of their own come first. Of each kind the one nearest to the middle of the model is kept.
+    """
+    nearest: dict[int | None, tuple[int, AttentionRequest]] = {}
+    place, middle = count(), len(inputs.arms.attentions) // 2
 
     def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
-        seen.append(request)
+        far, own = abs(next(place) - middle), request.structure.window
+        if own not in nearest or far < nearest[own][0]:
+            nearest[own] = far, request
         return moments.tap(module, request)
 
     with torch.no_grad(), tapping(tap):
         inputs.arms.hidden(inputs.readings(inputs.samples[length].risk[0])[0])
-    if not seen:
+    if not nearest:
         raise ValueError(
             "the model made no attention call through adaattn; it may not use the attention interface"
         )
-    return seen
+    return [nearest[own][1] for own in sorted(nearest, key=lambda own: (own is not None, nearest[own][0]))]
 
 
 def _refuse_other_scoring(inputs: Inputs, moments: fisher.Moments) -> None:
     scoring = inputs.scoring
-    if set(moments.causal.values()) == {scoring.causal}:
+    if moments.causal == {scoring.causal}:
         return
-    kinds = sorted({"causal" if causal else "bidirectional" for causal in moments.causal.values()})
+    kinds = sorted("causal" if causal else "bidirectional" for causal in moments.causal)
     raise ValueError(
         f"scoring: {type(scoring).__name__} is for {'causal' if scoring.causal else 'bidirectional'} attention, this "
         f"model's is {' and '.join(kinds)}; calibrate a masked-language model with scoring=MaskedTokens.of(tokenizer), "

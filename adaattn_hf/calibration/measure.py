@@ -23,6 +23,8 @@ from ..policy.prices import PriceTable
 from . import fisher, pricing
 from .inputs import Inputs
 from .layers import Layers, observe_layers
+from .memory import forecast, room_on
+from .scoring import Reading
 from .state import CalibrationState
 
 
@@ -82,6 +84,7 @@ def measure(
         resume: Continue from the state saved there.
     """
     layers = observe_layers(inputs)
+    inputs.say(forecast(inputs, layers).sentence(room_on(inputs.arms.device)))
     # a table that was given may be refused: before the risks, which take long, are measured
     table = None if prices is None else price_table(inputs, layers, prices)
     state = measure_risks(inputs, layers, directory, resume)
@@ -131,38 +134,42 @@ def measure_risks(inputs: Inputs, layers: Layers, directory: Path | None, resume
 def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[Array, int, Array]:
     """Returns the sums of risks, the rows and the dropped mass of one sequence."""
     s, candidates = inputs.settings, layers.candidates
+    kv_heads, combine = layers.kv_heads, candidates.combine
     sums, rows = np.zeros((len(layers.units), len(candidates.choices))), 0
-    dropped = []
+    dropped = np.zeros((*sums.shape, 3))
     # rows and labels depend on the settings' seed and the sequence alone, whichever process measures it
     generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
-    for reading in inputs.readings(inputs.samples[length].risk[number]):
-        products: list[dict[int, Tensor]] = []
-        recorder = fisher.measure(
-            inputs.arms, reading, candidates.parts, dict(layers.tensors),
-            rows=s.rows, labels=s.labels, generator=generator, on_products=products.append,
+    readings = inputs.readings(inputs.samples[length].risk[number])
+    for reading in readings:
+
+        def report(index: int, products: Tensor, mass: Tensor, reading: Reading = reading) -> None:
+            first = layers.indices.index(index) * kv_heads
+            own = slice(first, first + kv_heads)
+            sums[own] += fisher.unit_risks(products, kv_heads, combine) * reading.rows_per_prediction
+            dropped[own] += _dropped_mass(mass, kv_heads, combine) / len(readings)
+
+        rows += fisher.measure(
+            inputs.arms, reading, candidates.parts, layers.tensors,
+            rows=s.rows, labels=s.labels, generator=generator, report=report,
         )  # fmt: skip
-        for one in products:
-            part, count = fisher.unit_risks(one, layers.kv_heads, candidates.combine)
-            sums += part * reading.rows_per_prediction
-            rows += count
-        dropped.append(_dropped_mass(layers, recorder))
-    return sums, rows, np.asarray(sum(dropped) / len(dropped))
+    return sums, rows, dropped
 
 
-def _dropped_mass(layers: Layers, recorder: fisher.FisherRecorder) -> Array:
-    """Returns mean, 95th percentile and mean square of the rows' dropped mass, for each unit's worst query head."""
-    found = np.zeros((len(layers.units), len(layers.candidates.choices), 3))
-    for place, index in enumerate(layers.indices):
-        mass = recorder.dropped[index].double()
-        parts, heads, rows = mass.shape
-        grouped = mass.view(parts, layers.kv_heads, heads // layers.kv_heads, rows).amax(2)
-        stats = torch.stack(
-            [grouped.mean(-1), torch.quantile(grouped, 0.95, dim=-1), grouped.square().mean(-1)], dim=-1
-        )
-        # the loss of a combined choice is the sum over its parts: dropped mass and rounding
-        mixed = torch.einsum("cb,bus->ucs", torch.from_numpy(layers.candidates.combine).to(stats), stats)
-        found[place * layers.kv_heads : (place + 1) * layers.kv_heads] = mixed.cpu().numpy()
-    return found
+def _dropped_mass(dropped: Tensor, kv_heads: int, combine: Array) -> Array:
+    """Returns mean, 95th percentile and mean square of the rows' dropped mass, for each unit's worst query head.
+
+    Args:
+        dropped: `[parts, heads, rows]` of one layer.
+        kv_heads: Key/value heads.
+        combine: `[choices, parts]` of zeros and ones: the loss of a combined choice is the sum over its parts.
+    """
+    parts, heads, rows = dropped.shape
+    grouped = dropped.double().view(parts, kv_heads, heads // kv_heads, rows).amax(2)
+    stats = torch.stack(
+        [grouped.mean(-1), torch.quantile(grouped, 0.95, dim=-1), grouped.square().mean(-1)], dim=-1
+    )
+    mixed = torch.einsum("cb,bus->ucs", torch.from_numpy(combine).to(stats), stats)
+    return np.asarray(mixed.cpu().numpy())
 
 
 def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None) -> PriceTable:
@@ -176,20 +183,10 @@ def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None
     phases = pricing.PHASES if inputs.scoring.generates else ("prefill",)
     choices = layers.candidates.choices
     if prices is None and inputs.team.leads:
-        prices = pricing.joined(
-            [
-                pricing.measure_prices(
-                    calls,
-                    choices,
-                    middle,
-                    phases=phases,
-                    own=own,
-                    batch=inputs.settings.batch,
-                    captured=inputs.settings.captured,
-                )
-                for own, calls in [(None, layers.calls), *layers.local_calls.items()]
-            ]
-        )
+        prices = pricing.measure_prices(
+            layers.calls, choices, middle, phases=phases,
+            batch=inputs.settings.batch, captured=inputs.settings.captured,
+        )  # fmt: skip
     table = inputs.team.tell(prices)
     assert table is not None  # the process that leads has measured it
     pricing.check_prices(table, layers, phases, inputs.settings.lengths)

@@ -136,27 +136,20 @@ def prices_of(
     return {label: line_through(heads, own) for label, own in spreads.items()}
 
 
-def _on_processor(calls: Calls, bundle: int) -> dict[tuple[str, int], Spread]:
-    """Seconds of each launch: the least CPU time of the process, which has no spread."""
+def _timed(calls: Calls, phase: str, on_cuda: bool, captured: bool) -> dict[tuple[str, int], Spread]:
+    """Returns the seconds of each launch of a phase; the least CPU time of the process has no spread."""
+    if on_cuda:
+        keys = {f"{label} of {count}": (label, count) for label, count in calls}
+        runs = on_device(
+            {name: calls[key] for name, key in keys.items()}, host=phase == "decode" and not captured
+        )
+        return {key: quartiles(runs[name]) for name, key in keys.items()}
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):
         for key, call in calls.items():
-            best[key] = min(best[key], timed(call, torch.device("cpu"), bundle)[1].process)
+            elapsed = timed(call, torch.device("cpu"), 1 if phase == "prefill" else STEPS)[1]
+            best[key] = min(best[key], elapsed.process)
     return {key: (least, least, least) for key, least in best.items()}
-
-
-def _on_device(calls: Calls, host: bool) -> dict[tuple[str, int], Spread]:
-    """Seconds of each launch on CUDA; the host's time counts if `host`."""
-    names = {f"{label} of {count}": (label, count) for label, count in calls}
-    runs = on_device({name: calls[key] for name, key in names.items()}, host)
-    return {key: quartiles(runs[name]) for name, key in names.items()}
-
-
-def _timed(calls: Calls, phase: str, on_cuda: bool, captured: bool) -> dict[tuple[str, int], Spread]:
-    """Seconds of each launch of a phase."""
-    if on_cuda:
-        return _on_device(calls, host=phase == "decode" and not captured)
-    return _on_processor(calls, 1 if phase == "prefill" else STEPS)
 
 
 def launch_label(choice: Choice, own: int | None) -> str:
@@ -169,42 +162,28 @@ def launch_label(choice: Choice, own: int | None) -> str:
     return choice.label if own is None else f"{choice.label} in {own}"
 
 
-def joined(tables: Sequence[PriceTable]) -> PriceTable:
-    """Returns the prices of several kinds of layers as one table."""
-    first = tables[0]
-    prices = {
-        phase: {
-            length: {label: price for table in tables for label, price in table.prices[phase][length].items()}
-            for length in lengths
-        }
-        for phase, lengths in first.prices.items()
-    }
-    return PriceTable(first.machine, first.launch_of, prices)
-
-
 def measure_prices(
-    requests: Mapping[int, AttentionRequest],
+    kinds: Mapping[int | None, Mapping[int, AttentionRequest]],
     choices: Sequence[Choice],
     tensors: LayerTensors,
     *,
     phases: Sequence[str],
-    own: int | None,
     batch: int = 1,
     captured: bool = False,
 ) -> PriceTable:
     """Returns the measured prices of every choice.
 
     Args:
-        requests: By length, a call of one layer of the model on real text.
+        kinds: By kind of layer (see `launch_label`) and length, a call of one layer of the model on real text.
         choices: The choices.
         tensors: Bases and means of that layer.
         phases: Phases to time; models that do not generate have no decode.
-        own: See `launch_label`.
         batch: Sequences at once.
         captured: Whether a decode step on CUDA costs the device's time alone, as in a captured graph.
     """
-    table: dict[str, dict[int, dict[str, Price]]] = {phase: {} for phase in phases}
-    for length, one in sorted(requests.items()):
+    table: dict[str, dict[int, dict[str, Price]]] = {phase: {n: {} for n in kinds[None]} for phase in phases}
+    for own, length in [(own, length) for own, requests in kinds.items() for length in sorted(requests)]:
+        one = kinds[own][length]
         on_cuda = one.query.is_cuda
         prefills = by_heads(one, batch, on_cuda)
         for phase in phases:
@@ -221,8 +200,8 @@ def measure_prices(
                 found = _timed(calls, phase, on_cuda, captured)
             spreads = {choice.label: [found[choice.label, count] for count in parts] for choice in choices}
             lines = prices_of(list(parts), spreads, choices[0].label, on_cuda)
-            table[phase][length] = {launch_label(choice, own): lines[choice.label] for choice in choices}
-    longest = repeated(requests[max(requests)], batch)
+            table[phase][length] |= {launch_label(choice, own): lines[choice.label] for choice in choices}
+    longest = repeated(kinds[None][max(kinds[None])], batch)
     return PriceTable(machine(longest.query.device), execute.launch_names(choices, longest), table)
 
 

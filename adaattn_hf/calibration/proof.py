@@ -10,9 +10,9 @@ from ..plans.program import Program
 from ..policy.acceptance import Gates
 from ..policy.sequential import hopeless, look_levels, look_sizes
 from . import verify
+from .arms import stored_tap
 from .corpus import TokenSequence
 from .measure import Measurement
-from .over_codes import stored_tap
 from .verify import Evidence
 
 

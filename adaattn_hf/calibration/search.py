@@ -17,10 +17,9 @@ from ..policy.acceptance import Gates
 from ..policy.aim import LossLaw, Observation
 from ..policy.knapsack import Allocation, Array, allocate
 from ..policy.risk import rescale
-from .arms import compare_all, programs_of
+from .arms import compare_all, programs_of, stored_tap
 from .assemble import make_plan
 from .measure import Measurement
-from .over_codes import stored_tap
 
 JOINT_STEPS = 5
 """Largest number of plans that are measured before one is verified."""
@@ -102,7 +101,7 @@ class Joint:
 
 @dataclass(eq=False)
 class JointPasses:
-    """Measures whole plans on calibration text, keeping the hidden states of exact attention.
+    """Measures whole plans on calibration text, keeping the hidden states of exact attention in the host's memory.
 
     Attributes:
         measurement: Risks and prices of a model.
@@ -121,7 +120,7 @@ class JointPasses:
         sequences = inputs.samples[length].joint
         parts = [inputs.readings(sequences[number]) for number in inputs.team.mine(len(sequences))]
         if length not in self._exact:
-            self._exact[length] = [[inputs.arms.exact(one) for one in readings] for readings in parts]
+            self._exact[length] = [[inputs.arms.exact(one).cpu() for one in readings] for readings in parts]
         mine = [
             compare_all(inputs.arms, readings, tap, states)
             for readings, states in zip(parts, self._exact[length], strict=True)

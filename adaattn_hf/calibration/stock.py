@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..attention.request import AttentionRequest, CallSpec
-from ..attention.tap import tapping
+from ..attention.tap import Tap, tapping
 from ..backends import select
-from ..stats.paired import score_tokens
+from .arms import compare
 from .inputs import Inputs
+from .scoring import Reading
 
 TOKENS = 1024
 """Tokens compared: the eager implementation holds the whole score matrix."""
@@ -38,21 +38,17 @@ def stock_distance(inputs: Inputs) -> StockDistance:
     A layer that one of them cannot compute (a softcap, say) uses the backend that is chosen for it.
     """
     arms = inputs.arms
-    length = min(inputs.samples)
-    reading = inputs.readings(inputs.samples[length].joint[0])[0]
-    tokens = reading.tokens[:, :TOKENS]
+    tokens = inputs.readings(inputs.samples[min(inputs.samples)].joint[0])[0].tokens[:, :TOKENS]
 
-    def hidden(backend: str) -> Tensor:
+    def by(backend: str) -> Tap:
         def tap(module: nn.Module, request: AttentionRequest) -> Tensor:
             refused = bool(select.refusals_of(backend, CallSpec.of(request, look=True)))
             return select.attend(request, None if refused else backend).out
 
-        with tapping(tap):
-            return arms.hidden(tokens)
+        return tap
 
-    scores = [
-        score_tokens((eager[0], sdpa[0]), sdpa[0].argmax(-1))
-        for _, (eager, sdpa) in arms.chunks(hidden("eager"), hidden("sdpa"))
-    ]
-    agree, kl = (np.concatenate([getattr(one, name)[0] for one in scores]) for name in ("agree", "kl"))
-    return StockDistance(float((~agree).mean()), float(kl.mean()))
+    with tapping(by("eager")):
+        eager = arms.hidden(tokens)
+    # every position counts, whatever token it is to predict
+    scores = compare(arms, Reading(tokens, tokens[0]), by("sdpa"), eager)
+    return StockDistance(float((~scores.agree).mean()), float(scores.kl.mean()))

@@ -60,7 +60,7 @@ def storages(measurement: Measurement, by_layer: Mapping[int, Program]) -> list[
     for unit, (layer, head) in enumerate(layers.units):
         choice = by_layer[layer].plan.choices[head] if layer in by_layer else EXACT
         kept += tokens[unit, every.index(choice)]
-    call = layers.calls[length]
+    call = layers.calls[None][length]
     dim, dim_v = call.key.shape[3], call.value.shape[3]
     bytes_of = {
         "model": (dim + dim_v) * call.key.element_size(),

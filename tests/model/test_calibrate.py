@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedConfig
 from typer.testing import CliRunner
 
@@ -24,7 +27,9 @@ from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.arms import ModelArms, compare, exact_tap, plan_tap
 from adaattn_hf.calibration.calibrate import Calibration, CalibrationSettings
 from adaattn_hf.calibration.corpus import draw
+from adaattn_hf.calibration.layers import observe_layers
 from adaattn_hf.calibration.measure import measure
+from adaattn_hf.calibration.memory import forecast
 from adaattn_hf.calibration.needles import build, most, retrieved
 from adaattn_hf.calibration.search import JointPasses
 from adaattn_hf.calibration.state import FILE, CalibrationState
@@ -37,6 +42,7 @@ from adaattn_hf.plans.plan import EXACT, Choice, Plan, PlanError
 from adaattn_hf.policy import knapsack
 from adaattn_hf.policy.prices import Price, PriceTable
 from adaattn_hf.stats.paired import TokenScores
+from adaattn_hf.stats.rows import stratified_rows
 from studies.budget.held_out import ratio
 
 from ..support.calibration import calibrate, open_inputs, save_plan
@@ -397,31 +403,77 @@ def test_labels_are_drawn_as_often_as_they_are_likely() -> None:
     assert (seen[chances == 0] == 0).all()
 
 
-def test_fisher_gradients_equal_autograd(model: LlamaForCausalLM) -> None:
-    """g of the recorder is the gradient of the sampled log-likelihood with respect to the attention output."""
-    tokens = torch.randint(0, 128, (1, 40), generator=torch.Generator().manual_seed(0))
-    found: list[dict[int, torch.Tensor]] = []
-    recorder = fisher.measure(
-        ModelArms(model), tokens, [make_choice("window", 8)], {}, rows=40, labels=1,
-        generator=torch.Generator().manual_seed(3), on_products=found.append,
+def _measured(model: LlamaForCausalLM, tokens: Tensor, rows: int, labels: int) -> dict[int, Any]:
+    """Products and dropped mass by layer, of a window and of int8."""
+    found: dict[int, Any] = {}
+    fisher.measure(
+        ModelArms(model), tokens, [make_choice("window", 8), make_choice(precision="int8")], {}, rows=rows,
+        labels=labels, generator=torch.Generator().manual_seed(3), report=lambda i, *layer: found.update({i: layer}),
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        likelihood = model(tokens).logits[0].log_softmax(-1)
-    labels = fisher.drawn_labels(likelihood, 1, generator)
-    step = 1e-2 * recorder.changes[1][0]
+    return found
 
-    def shifted(sign: float) -> float:
-        def tap(module: Any, request: Any) -> torch.Tensor:
-            out = exact_tap(module, request)
-            return out + sign * step.transpose(0, 1)[None] if module.layer_idx == 1 else out
 
-        with torch.no_grad(), tapping(tap):
-            return float(model(tokens).logits[0].double().log_softmax(-1).gather(1, labels).sum())
-
-    slope = (shifted(1.0) - shifted(-1.0)) / 2e-2
-    assert slope == pytest.approx(float(found[0][1].sum()), rel=2e-2)
+def test_statistics_equal_those_of_the_whole_graph(model: LlamaForCausalLM) -> None:
+    """g is the gradient of the sampled log-likelihood with respect to the attention output, as autograd has it."""
+    tokens = torch.randint(0, 128, (1, 40), generator=torch.Generator().manual_seed(0))
+    found = _measured(model, tokens, 40, 2)
+    assert list(found) == [1, 0]
     assert all(parameter.requires_grad for parameter in model.parameters())
+    seen: list[tuple[Any, Tensor]] = []
+
+    def tap(module: Any, request: Any) -> Tensor:
+        seen.append((request, exact_tap(module, request)))
+        return seen[-1][1]
+
+    with tapping(tap):
+        likelihood = model(tokens).logits[0].log_softmax(-1)
+    generator, places = torch.Generator().manual_seed(3), torch.arange(40)
+    stratified_rows(40, 40, generator)
+    labels = fisher.drawn_labels(likelihood.detach(), 2, generator)
+    outs = [out for _, out in seen]
+    for label in range(2):
+        gradients = torch.autograd.grad(
+            likelihood.gather(1, labels[:, [label]]).sum(), outs, retain_graph=True
+        )
+        for layer, (request, _) in enumerate(seen):
+            every = [EXACT, make_choice("window", 8), make_choice(precision="int8")]
+            rows = fisher.row_outputs(request, places, every, LayerTensors())
+            wanted = ((rows.outputs[1:] - rows.outputs[:1]) * gradients[layer][0].transpose(0, 1)).sum(-1)
+            assert wanted.abs().max() > 1e-4
+            torch.testing.assert_close(found[layer][0][label], wanted, atol=1e-6, rtol=1e-4)
+            torch.testing.assert_close(found[layer][1], rows.dropped[1:])
+
+
+def _peak(run: Callable[[], object]) -> int:
+    """The most bytes that torch held at once, beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    events = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
+    return int(max(accumulate(one.nbytes() for one in sorted(events, key=lambda one: one.start_ns()))))
+
+
+def test_memory_grows_with_one_layer() -> None:
+    """Of each further layer there is its input, and the gradients of the sampled rows."""
+    tokens = torch.arange(512)[None] % 128
+    few, many = (_peak(partial(_measured, lettered_llama(layers), tokens, 64, 2)) for layers in (2, 8))
+    assert many - few < 6 * 2 * (512 * 64 * 4), (few, many)
+
+
+def test_the_peak_is_told_beforehand(text: list[Path]) -> None:
+    model, said = lettered_llama(layers=6), []
+    inputs = open_inputs(model, encode, text, replace(SETTINGS, lengths=(512,)))
+    layers = observe_layers(replace(inputs, say=said.append))
+    need = forecast(inputs, layers)
+    parts, tokens = layers.candidates.parts, torch.tensor([inputs.samples[512].risk[0].tokens])
+    peak = _peak(
+        lambda: fisher.measure(
+            inputs.arms, tokens, parts, layers.tensors, rows=48, labels=2,
+            generator=torch.Generator(), report=lambda *layer: None,
+        )
+    )  # fmt: skip
+    assert 0.8 < (need.total - need.weights) / peak < 1.4, (need, peak)
+    assert need.sentence(None).startswith("memory: about ")
+    assert need.sentence(need.total - 1).endswith(": --lengths 384 would fit")
 
 
 def test_samples_are_disjoint_and_depend_on_the_seed(text: list[Path]) -> None:

@@ -14,10 +14,10 @@ from transformers import LlamaForCausalLM
 
 import adaattn_hf
 from adaattn_hf.attention.tap import Recorder, recording, tapping
+from adaattn_hf.calibration.arms import FIRST, stored_tap
 from adaattn_hf.calibration.calibrate import Calibration, choose_and_verify
 from adaattn_hf.calibration.campaign import Campaign
 from adaattn_hf.calibration.measure import Measurement, measure
-from adaattn_hf.calibration.over_codes import FIRST, stored_tap
 from adaattn_hf.calibration.proof import prove
 from adaattn_hf.calibration.scoring import MaskedTokens
 from adaattn_hf.calibration.search import solve

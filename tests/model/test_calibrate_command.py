@@ -421,6 +421,13 @@ def test_no_room_for_prices_or_weights_names_what_would_help(
         done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "a"), "--batch", "8"])
     assert (done.exit_code, "a smaller batch (--batch 4)" in done.stderr) == (6, True), done.output
     with monkeypatch.context() as planted:
+        planted.setattr(calibration, "whole_forward", full)
+        done = run(model, material, "--budget", "1%")
+    assert (done.exit_code, "whole passes are not timed" in done.stderr + done.stdout) == (0, True), (
+        done.output
+    )
+    assert (model / "adaattn_plan.json").is_file()
+    with monkeypatch.context() as planted:
         planted.setattr(AutoModelForCausalLM, "from_pretrained", full)
         done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "b")])
     assert (done.exit_code, "loading the weights of" in done.stderr) == (6, True), done.output

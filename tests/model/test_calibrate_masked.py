@@ -311,8 +311,8 @@ def test_decode_is_neither_timed_nor_asked_for(
         open_inputs(model, encode, text, replace(SETTINGS, families=("bf16",), sequences=1), scoring=scoring)
     )
     assert set(measured.table.prices) == {"prefill"}
-    assert not measured.layers.calls[LENGTH].structure.causal
-    assert measured.layers.calls[LENGTH].query.shape[2] == LENGTH
+    assert not measured.layers.calls[None][LENGTH].structure.causal
+    assert measured.layers.calls[None][LENGTH].query.shape[2] == LENGTH
 
 
 def test_an_interrupted_run_goes_on_and_other_maskings_do_not(

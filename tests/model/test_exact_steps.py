@@ -104,8 +104,8 @@ def test_prices_are_measured_with_the_batch_that_is_asked_for(monkeypatch: pytes
     query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
     request = AttentionRequest(query, key, key, CallStructure(1, 64, 64, causal=True), 0.25)
     choices = [EXACT, make_choice("window", 32, 4)]
-    options = {"phases": pricing.PHASES, "own": None, "batch": 3}
-    table = pricing.measure_prices({64: request}, choices, LayerTensors(), **options)
+    options = {"phases": pricing.PHASES, "batch": 3}
+    table = pricing.measure_prices({None: {64: request}}, choices, LayerTensors(), **options)
     assert table.machine.startswith(f"{cpu_name()} ({level_here()}), ")
     assert set(seen) == {(3, 3, 64), (3, 3, 1)}
     assert pricing.repeated(request, 1) is request, "no copy, whose layout would be another"
@@ -124,7 +124,7 @@ def test_steps_that_are_captured_cost_nothing_of_the_host(
         asked.append(host)
         return {}
 
-    monkeypatch.setattr(pricing, "_on_device", clocked)
+    monkeypatch.setattr(pricing, "on_device", clocked)
     for phase in pricing.PHASES:
         pricing._timed({}, phase, True, captured)
     assert asked == [False, not captured]
@@ -144,11 +144,13 @@ def test_exact_attention_is_priced_as_the_layers_of_an_exact_model_call_it(
     monkeypatch.setattr(execute, "attend", watched)
     query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
     request = AttentionRequest(query, key, key, CallStructure(1, 64, 64, causal=True), 0.25)
-    options = {"phases": pricing.PHASES, "own": None}
-    pricing.measure_prices({64: request}, [EXACT, make_choice("window", 32, 4)], LayerTensors(), **options)
+    options = {"phases": pricing.PHASES}
+    pricing.measure_prices(
+        {None: {64: request}}, [EXACT, make_choice("window", 32, 4)], LayerTensors(), **options
+    )
     assert set(planned) == {"w32+4", "w32+4+w32+4"}
     sinks = replace(request, sink_logits=torch.zeros(4))
-    pricing.measure_prices({64: sinks}, [EXACT], LayerTensors(), **options)
+    pricing.measure_prices({None: {64: sinks}}, [EXACT], LayerTensors(), **options)
     assert "exact+exact" in planned
 
 

@@ -1,0 +1,140 @@
+"""How much memory a calibration takes, told before it is taken, and what is said where there is none left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..attention.tap import tapping
+from ..errors import OutOfMemory
+from .arms import CHUNK, exact_tap
+from .fisher import differentiable
+from .inputs import Inputs
+from .layers import Layers
+
+PROBE = 256
+"""Tokens that the activations of a layer are counted on."""
+STEP = 128
+"""Lengths that would fit are multiples of it."""
+PER_LOGIT = 50
+"""Bytes for each logit of a slice while two models are compared, most of them in float64."""
+SCORES = 5
+"""Copies in float32 of the sampled rows' scores while it is measured what choices drop of them."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes at the peak of a calibration, on one of its longest sequences.
+
+    Attributes:
+        length: Tokens of the sequence.
+        weights: The model.
+        inputs: What every layer is computed again from.
+        layer: Activations of one layer and their gradients.
+        rows: Attention of the sampled rows, measured before there are gradients.
+        logits: A slice of the predictions of two models, compared while nothing else is held.
+    """
+
+    length: int
+    weights: int
+    inputs: int
+    layer: int
+    rows: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """The most that is held at once."""
+        return self.weights + max(self.inputs + max(self.layer, self.rows), self.logits)
+
+    def sentence(self, room: int | None) -> str:
+        """Returns the need in words, and the length that fits into `room` bytes, None where nobody knows how many."""
+        parts = {
+            "weights": self.weights, "inputs of the layers": self.inputs, "one layer": self.layer,
+            "attention of the sampled rows": self.rows, f"{CHUNK} positions of logits": self.logits,
+        }  # fmt: skip
+        words = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items())
+        said = f"memory: about {self.total / 1e9:.3g} GB for a sequence of {self.length} tokens ({words})"
+        if room is None or self.total <= room:
+            return said
+        fits = int(self.length * (room - self.weights) / (self.total - self.weights)) // STEP * STEP
+        return f"{said}; the device has {room / 1e9:.3g} GB: --lengths {max(fits, STEP)} would fit"
+
+
+def forecast(inputs: Inputs, layers: Layers) -> Need:
+    """Returns what the longest sequences of a calibration need, by what autograd keeps of a short one."""
+    arms, settings = inputs.arms, inputs.settings
+    length = settings.lengths[-1]
+    tokens = inputs.readings(inputs.samples[length].risk[0])[0].tokens[:, :PROBE]
+    held: dict[int, int] = {}  # bytes by address: what is saved twice, or is a view of weights, counts once
+
+    def hold(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for weight in (*arms.model.parameters(), *arms.model.buffers()):
+        hold(weight)
+    weights = sum(held.values())
+    with differentiable(arms.model), tapping(exact_tap), saved_tensors_hooks(hold, lambda tensor: tensor):
+        hidden = arms.hidden(tokens)
+    kept, longer = sum(held.values()) - weights, length / tokens.shape[1]
+    heads, count = layers.calls[None][length].query.shape[1], len(arms.layers)
+    return Need(
+        length,
+        weights,
+        inputs=int(longer * hidden.nbytes) * (count + settings.labels),
+        layer=int(2 * longer * kept / count),
+        rows=SCORES * heads * min(settings.rows, length) * length * 4,
+        logits=PER_LOGIT * min(CHUNK, length) * arms.logits(hidden[:, :1].detach()).shape[-1],
+    )
+
+
+def room_on(device: torch.device) -> int | None:
+    """Returns the bytes that this process may hold on a device, None for the machine's own memory."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+
+
+CPU_ALLOCATOR = "DefaultCPUAllocator"
+FULL = (CPU_ALLOCATOR, "out of memory", "STATUS_ALLOC_FAILED")
+"""Words in the plain `RuntimeError` that torch raises where the machine, or a library of CUDA's, has no memory left."""
+
+
+@contextmanager
+def room_or_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
+    """Runs device work; where memory does not suffice, the sentence is raised in place of the allocator's error.
+
+    Args:
+        sentence: What to say, given what the allocator said.
+
+    Raises:
+        OutOfMemory: The device or the machine has no room.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemory(sentence(_said(error))) from error
+    except RuntimeError as error:
+        if not any(words in str(error) for words in FULL):
+            raise
+        raise OutOfMemory(sentence(_said(error))) from error
+
+
+def _said(error: Exception) -> str:
+    """What an allocator wanted, without its advice on fragmentation and the addresses in its source."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text[text.find(CPU_ALLOCATOR) :] if CPU_ALLOCATOR in text else text
+    for advice in (
+        " Including non-PyTorch memory",
+        " Of the allocated memory",
+        " If reserved",
+        " Error code",
+    ):
+        text = text.partition(advice)[0]
+    return text.rstrip(". ")
