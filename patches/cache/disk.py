@@ -19,9 +19,9 @@ from adaattn_hf.plans.record import PlanError, whole
 
 from ..models.support import refuse_no_model
 from ..plans.hashes import model_hash
-from .kept import KeptTokens, room_for
-from .saved import Unsound, check_layer
-from .stored import CACHES, AdaAttnCache, made_for
+from .caches import AdaAttnCache, made_for
+from .layers import KeptLayer, room_for
+from .tokens import BESIDE, CACHES, PARTS
 
 FORMAT = 4
 """Of the file; rises with every change, and no other one is read."""
@@ -30,6 +30,13 @@ _CHECKSUM = "sha256"
 _FIELDS = {"version", "stored", "streaming", "made_for", "weights", "layers"}
 _OF_LAYER = {"length", "window", "spans"}
 _AGAIN = "read the prompt again and save its cache anew"
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FROM_LAYER = "bkvw"
+"""Extents that all groups of a layer's heads have in common, see `_check_group`."""
+
+
+class Unsound(ValueError):
+    """A file is no cache for this model; what is wrong with it, to be said of its path."""
 
 
 def save_cache(cache: AdaAttnCache, path: str | Path, model: PreTrainedModel | None = None) -> Path:
@@ -53,12 +60,12 @@ def save_cache(cache: AdaAttnCache, path: str | Path, model: PreTrainedModel | N
     layers: list[dict[str, Any]] = []
     held: list[Any] = list(cache.layers)
     for index, layer in enumerate(held):
-        if not isinstance(layer, KeptTokens):
+        if not isinstance(layer, KeptLayer):
             raise TypeError(
                 f"cache: its layer {index} is a {type(layer).__name__}, expected layers of full or sliding attention, "
                 "whose keys and values can be written; keep the cache in memory, such as by copy.deepcopy"
             )
-        tokens = _held(cache, layer)
+        tokens = layer.held() if layer.get_seq_length() else {}  # type: ignore[attr-defined]
         layers.append(_described(layer) if tokens else {})
         for name, tensor in tokens.items():
             tensors[f"{index}.{name}"] = tensor.detach().cpu().contiguous()
@@ -99,7 +106,8 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
     except PlanError as error:
         raise ValueError(f"path: {path} holds no sound cache, {error}; {_AGAIN}") from error
     for index, (length, held) in layers.items():
-        _fill(cache, index, {n: t.to(model.device) for n, t in held.items()}, length, model.dtype)
+        layer: Any = cache.layers[index]
+        layer.take({name: tensor.to(model.device) for name, tensor in held.items()}, length, model.dtype)
     return cache
 
 
@@ -215,11 +223,10 @@ def _checked_layers(
                 f"was written under a plan with other windows in layer {index}, expected {own['spans']} for its heads; "
                 "load the model with the plan that the cache was made with"
             )
-        prefix = f"{index}."
-        held = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        held = _within(tensors, f"{index}.")
         length = whole(said["length"], f"length of layer {index}", least=1)
-        batch = check_layer(f"layer {index}", layer, cache.stored, held, length, batch)
-        room_for(getattr(layer, "limit", None), length)
+        batch = _check_layer(f"layer {index}", layer, cache.stored, held, length, batch)
+        room_for(layer.limit, length)
         found[index] = length, held
     stray = sorted(tensors.keys() - {f"{i}.{name}" for i, (_, held) in found.items() for name in held})
     if stray:
@@ -227,9 +234,14 @@ def _checked_layers(
     return found
 
 
+def _within(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors under a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 def _described(layer: Any) -> dict[str, Any]:
     """Tokens that a layer has seen, and what it keeps of them: its window, or what each of its heads does."""
-    spans = getattr(layer, "spans", None)
+    spans = layer.spans
     return {
         "length": layer.get_seq_length(),
         "window": getattr(layer, "sliding_window", None),
@@ -237,24 +249,81 @@ def _described(layer: Any) -> dict[str, Any]:
     }
 
 
-def _held(cache: AdaAttnCache, layer: Any) -> dict[str, Tensor]:
-    if not layer.is_initialized or not layer.get_seq_length():
-        return {}
-    if cache.stored == "model" and not hasattr(layer, "spans"):
-        return {"keys": layer.keys, "values": layer.values}
-    held: dict[str, Tensor] = (layer if hasattr(layer, "spans") else layer.tokens).held()
-    return held
+def _check_layer(
+    where: str, layer: Any, stored: str, held: Mapping[str, Tensor], length: int, batch: int | None
+) -> int:
+    """Returns the sequences that a layer's tensors are of: a file is checked, not believed.
+
+    Args:
+        where: The layer, in words.
+        layer: An empty one, which they shall fill.
+        stored: How the cache keeps them.
+        held: The tensors by name, as saved.
+        length: Tokens that the layer has seen.
+        batch: Sequences of the layers before, None for the first.
+
+    Raises:
+        Unsound: A tensor lacks or is too many, or has another dtype or shape than such a layer keeps.
+    """
+    sizes: dict[str, int] = {} if batch is None else {"b": batch}
+    if layer.spans is None:
+        window = getattr(layer, "sliding_window", None)
+        least = length if window is None else min(length, window - 1)
+        return _check_group(where, stored, held, (least, length), sizes)["b"]
+    spans = list(dict.fromkeys(layer.spans))
+    numbers = [str(number) for number, _ in enumerate(spans)]
+    starts = held.get("starts")
+    if starts is None or any(name != "starts" and name.partition(".")[0] not in numbers for name in held):
+        raise Unsound(
+            f"has {sorted(held)!r:.200} in {where}, expected starts and tensors of {len(spans)} groups"
+        )
+    for number, span in zip(numbers, spans, strict=True):
+        count = length if span is None else min(length, sum(span))
+        heads = {"h": layer.spans.count(span)}
+        own = _within(held, f"{number}.")
+        found = _check_group(f"{where}, group {number}", stored, own, (count, count), sizes | heads)
+        sizes = {letter: size for letter, size in found.items() if letter in _FROM_LAYER}
+    inside = starts.dtype is torch.int64 and bool(((starts >= 0) & (starts <= length)).all())
+    if not inside or starts.shape != (sizes["b"],):
+        raise Unsound(
+            f"begins its sequences at {starts.tolist()!r:.80} in {where}, expected {sizes['b']} whole numbers from "
+            f"0 to {length}"
+        )
+    return sizes["b"]
 
 
-def _fill(cache: AdaAttnCache, index: int, held: dict[str, Tensor], length: int, dtype: torch.dtype) -> None:
-    """Puts tokens into an empty layer."""
-    layer: Any = cache.layers[index]
-    if hasattr(layer, "spans"):
-        layer.take(held, length, dtype)
-    elif cache.stored == "model":
-        with torch.no_grad():
-            layer.update(held["keys"], held["values"])
-    else:
-        layer.take(held, dtype)
-    if hasattr(layer, "cumulative_length"):
-        layer.cumulative_length = length
+def _check_group(
+    where: str,
+    stored: str,
+    held: Mapping[str, Tensor],
+    counts: tuple[int, int],
+    sizes: Mapping[str, int],
+) -> dict[str, int]:
+    """Returns the extents of tensors, by letter: batch, heads, number of tokens, and those that `PARTS` names.
+
+    They must hold `counts` tokens, from least to most, and agree in `sizes`.
+    """
+    needed = {
+        name: ("bhn" + extent, _NUMBERS if dtype is None else (dtype,))
+        for name, (dtype, extent) in PARTS[stored].items()
+    }
+    beside = {} if stored == "model" else dict.fromkeys(BESIDE, ("bhk", (torch.float32,)))
+    kinds = needed | beside
+    if not needed.keys() <= held.keys() <= kinds.keys():
+        raise Unsound(f"has {sorted(held)!r:.200} in {where}, expected {', '.join(sorted(needed))}")
+    known = dict(sizes)
+    for name, tensor in held.items():
+        letters, dtypes = kinds[name]
+        shape = dict(zip(letters, tensor.shape, strict=False))
+        fits = tensor.ndim == len(letters) and all(known.setdefault(c, n) == n > 0 for c, n in shape.items())
+        if not fits or tensor.dtype not in dtypes:
+            expected = ", ".join(str(known.get(letter, "any")) for letter in letters)
+            raise Unsound(
+                f"holds {name} of {where} as {tensor.dtype} {list(tensor.shape)}, expected "
+                f"{' or '.join(map(str, dtypes))} [{expected}]"
+            )
+    if not counts[0] <= known["n"] <= counts[1]:
+        raise Unsound(
+            f"holds {known['n']} tokens in {where}, expected {' to '.join(map(str, sorted(set(counts))))}"
+        )
+    return known

@@ -20,8 +20,8 @@ from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.reading import read_plan
 from adaattn_hf.plans.wording import legend
 
+from ..cache.caches import AdaAttnCache
 from ..cache.memory import CacheMemory, memory_of
-from ..cache.stored import AdaAttnCache
 from ..models.cache_keyword import cache_in, with_cache
 from ..models.support import model_in, refuse_other_attention, runs_ours, towers_of
 from ..plans.attach import plan_of

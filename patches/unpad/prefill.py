@@ -32,6 +32,6 @@ class PackedPrefill(Cache):
             keys, values = self.layout.pad_heads(key_states), self.layout.pad_heads(value_states)
             self.target.update(keys, values, layer_idx, *args, **kwargs)
             layer: Any = self.target.layers[layer_idx]
-            if hasattr(layer, "spans"):  # streaming layers need to know where each row begins
+            if getattr(layer, "spans", None):  # streaming heads need to know where each row begins
                 layer.read(self.layout.starts)
         return key_states, value_states

@@ -26,8 +26,9 @@ from transformers import (
 )
 
 import adaattn_hf
+from adaattn_hf.patches.cache.caches import GrowingCache, convert_layers
 from adaattn_hf.patches.cache.growing import GrowingTensor
-from adaattn_hf.patches.cache.layers import GrowingCache, GrowingLayer, grow_in_place
+from adaattn_hf.patches.cache.layers import FullLayer
 
 SMALL = {
     "vocab_size": 61,
@@ -81,7 +82,7 @@ def test_an_earlier_window_on_the_storage_stays_right() -> None:
 
 def test_storage_refuses_settings_that_cannot_work() -> None:
     with pytest.raises(ValueError, match=r"growth: got 1\.0"):
-        GrowingTensor(torch.empty(1, 1, 0, 1), growth=1.0)
+        GrowingCache(growth=1.0)
     with pytest.raises(ValueError, match="reserve: got -1"):
         GrowingCache(reserve=-1)
 
@@ -323,7 +324,7 @@ def test_a_cache_that_holds_tokens_is_not_changed() -> None:
     cache = DynamicCache()
     cache.update(*tokens(1, 3), 0)
     with pytest.raises(ValueError, match="holds tokens already"):
-        grow_in_place(cache)
+        convert_layers(cache, "model")
 
 
 # ---------------- through models
@@ -451,4 +452,4 @@ def test_the_public_names() -> None:
     assert isinstance(GrowingCache(config=sliding_config()), DynamicCache)
     cache = GrowingCache()
     cache.update(*tokens(1, 1), 1)
-    assert [type(layer) for layer in cache.layers] == [GrowingLayer, GrowingLayer]
+    assert [type(layer) for layer in cache.layers] == [FullLayer, FullLayer]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,9 +33,10 @@ import adaattn_hf
 from adaattn_hf.attention.request import CallSpec
 from adaattn_hf.attention.tap import Recorder, recording
 from adaattn_hf.backends.select import refusals_of
+from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.cache.carrier import StoredTensor
-from adaattn_hf.patches.cache.stored import AdaAttnCache, StoredLayer, StoredSlidingLayer
-from adaattn_hf.patches.cache.tokens import SMOOTHED, StoredTokens
+from adaattn_hf.patches.cache.layers import FullLayer, SlidingLayer
+from adaattn_hf.patches.cache.tokens import SMOOTHED, Tokens
 from studies.cache_speed import held_bytes
 
 from ..support.versions import needs_tracing
@@ -137,7 +139,7 @@ def test_a_prompt_is_rounded_for_the_queries_that_came_with_it() -> None:
     hook.remove()
     layer: Any = cache.layers[0]
     assert layer.tokens.along.shape == (2, 2, 32)
-    plain = StoredTokens(layer.tokens.first[:, :, None], layer.tokens.first[:, :, None], "int8")
+    plain = Tokens(layer.tokens.first[:, :, None], layer.tokens.first[:, :, None], "int8")
     keys = torch.randn(2, 2, 40, 32, generator=torch.Generator().manual_seed(2))
     plain.append(keys, keys)
     before = plain.views()[0].clone()
@@ -286,37 +288,40 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 # ---------------- memory
+def bytes_of(one: Any) -> int:
+    return held_bytes(SimpleNamespace(layers=[one]))
+
+
 @pytest.mark.parametrize(("stored", "smaller"), [("int8", 1.95), ("k8v4", 2.6)])
 def test_a_token_takes_the_bytes_that_are_promised(stored: str, smaller: float) -> None:
     """Heads of 64 channels against 16 bits."""
     keys = torch.randn(1, 2, 1000, 64)
-    tokens = StoredTokens(keys, keys, stored, reserve=1000)
+    tokens = Tokens(keys, keys, stored, reserve=1000)
     tokens.append(keys, keys)
-    assert 2 * 2 * 64 * 2 * 1000 / tokens.nbytes >= smaller * 0.999
+    assert 2 * 2 * 64 * 2 * 1000 / bytes_of(tokens) >= smaller * 0.999
 
 
 def test_ten_thousand_steps_do_not_outgrow_the_room() -> None:
-    layer = StoredLayer("int8")
+    layer = FullLayer("int8")
     token = torch.randn(1, 2, 1, 64)
     with torch.no_grad():
         for _ in range(10_000):
             layer.update(token, token)
-    assert layer.tokens is not None
-    assert layer.tokens.nbytes <= 1.26 * 10_000 * 2 * 2 * 65 + 64 * 2 * 2 * 65
+    assert bytes_of(layer) <= 1.26 * 10_000 * 2 * 2 * 65 + 64 * 2 * 2 * 65
 
 
 def test_a_sliding_layer_keeps_its_window_and_gives_back_what_a_long_prompt_took() -> None:
-    layer = StoredSlidingLayer("int8", 33)
+    layer = SlidingLayer("int8", 33)
     prompt, token = torch.randn(1, 2, 4000, 64), torch.randn(1, 2, 1, 64)
     with torch.no_grad():
         layer.update(prompt, prompt)
         assert layer.tokens is not None
         assert len(layer.tokens) == 32
-        assert layer.tokens.nbytes <= 2.6 * 128 * 2 * 2 * 65
+        assert bytes_of(layer) <= 2.6 * 128 * 2 * 2 * 65
         for _ in range(500):
             keys, _ = layer.update(token, token)
             assert keys.shape[2] == 33
-    assert layer.tokens.nbytes <= 2.6 * 128 * 2 * 2 * 65
+    assert bytes_of(layer) <= 2.6 * 128 * 2 * 2 * 65
 
 
 @pytest.mark.parametrize("stored", ["model", *FORMATS])
@@ -460,7 +465,7 @@ def test_small_heads_are_refused_four_bits() -> None:
     model: Any = LlamaForCausalLM(config).eval()
     with pytest.raises(ValueError, match="groups of 32 channels, this model's values have 8"):
         AdaAttnCache(model, "k8v4")
-    layer, head = StoredLayer("k8v4"), torch.zeros(1, 2, 3, 8)
+    layer, head = FullLayer("k8v4"), torch.zeros(1, 2, 3, 8)
     with pytest.raises(ValueError, match="groups of 32 channels"):
         layer.update(head, head)
 
@@ -473,9 +478,9 @@ def test_training_over_a_stored_cache_is_refused() -> None:
 
 def test_whoever_computes_with_the_codes_is_told_what_to_do() -> None:
     keys = torch.randn(1, 2, 3, 32)
-    tokens = StoredTokens(keys, keys, "int8")
+    tokens = Tokens(keys, keys, "int8")
     tokens.append(keys, keys)
-    carrier: Any = tokens.carriers()[0]
+    carrier: Any = tokens.shown()[0]
     assert isinstance(carrier, StoredTensor)
     assert carrier.shape == keys.shape
     for compute in (
@@ -530,7 +535,7 @@ def test_explain_says_what_reads_the_codes_and_what_they_take() -> None:
     )  # 32 channels in fp32 and one byte of scale
     cache = AdaAttnCache(model, "int8", reserve=40)
     in_pieces(model, tokens, cache, 20, 20)
-    measured = sum(layer.tokens.nbytes for layer in cache.layers)  # type: ignore[union-attr]
+    measured = held_bytes(cache)
     assert explained.cache is not None
     assert measured == pytest.approx(explained.cache.predict(2, 40), rel=0.05)
     plain = adaattn_hf.explain(model).cache

@@ -418,8 +418,8 @@ def test_generate_gives_the_same_tokens(name: str, flow: dict[str, Any]) -> None
     if "cache_implementation" not in flow:
         assert adaattn_hf.unpad_calls(ours)[UNPADDED] == 1
         assert {type(layer).__name__ for layer in outs[1].past_key_values.layers} <= {
-            "GrowingLayer",
-            "GrowingSlidingLayer",
+            "FullLayer",
+            "SlidingLayer",
         }
 
 

@@ -1,4 +1,4 @@
-"""Translates the structure of a call to the slots of a ring: which slots each query sees."""
+"""Translates positions of a sequence, and what a call sees of them, to the slots of a ring (`groups.py`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from torch import Tensor
 
 from adaattn_hf.attention.structure import CallStructure
 
+Span = tuple[int, int]
+"""Window and sinks of a key/value head: it reads the last `window` tokens and the first `sinks`."""
+
 
 def slots_after(total: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
     """Position of the token in each slot after `total` tokens."""
@@ -14,6 +17,13 @@ def slots_after(total: int, window: int, sinks: int, device: torch.device | str)
     return torch.where(
         slots < sinks, slots, slots + (total - 1 - slots).div(window, rounding_mode="floor") * window
     )
+
+
+def slots_in_order(past: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
+    """Slots of the sinks and of the ring from its oldest token on, after `past` tokens."""
+    oldest = max(sinks, past - window)
+    ring = torch.arange(oldest, max(oldest, past), device=device)
+    return torch.cat([torch.arange(min(past, sinks), device=device), sinks + (ring - sinks) % window])
 
 
 def starts_of(structure: CallStructure) -> tuple[int, ...]:
@@ -29,14 +39,14 @@ def _find_starts(structure: CallStructure) -> tuple[int, ...]:
     return tuple(first.expand(structure.batch).tolist())
 
 
-def structure_of(structure: CallStructure, window: int, sinks: int) -> CallStructure:
-    """What a call sees of the keys that `Ring.append` hands to it: those that a full cache's call sees in the window.
+def structure_of(structure: CallStructure, span: Span) -> CallStructure:
+    """What a call sees of the keys that `HeadGroup.append` hands to it: those of a full cache in the window.
 
     Args:
         structure: Of the call over a full cache: causal, perhaps with padding.
-        window, sinks: Of the heads.
+        span: Of the heads.
     """
-    return structure.derived(_find_structure, window, sinks)
+    return structure.derived(_find_structure, *span)
 
 
 def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallStructure:

@@ -1,4 +1,4 @@
-"""Ring buffer for heads with a window: keeps the first tokens of each sequence (sinks) and the last `window` tokens.
+"""Key/value heads of a layer that keep the same tokens: all, or the first ones of each sequence (sinks) and a window.
 
 A token at position `p` lies at slot `p` until `sinks + window` slots are taken, then at `sinks + (p - sinks) % window`.
 Rotary embeddings are applied before keys are stored, so the order of slots does not matter. If a row begins with
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from adaattn_hf.attention.stored import StoredKV
 
-from .ring_view import slots_after
+from .slots import Span, slots_after, slots_in_order
 from .tokens import Tokens
 
 Read = tuple[Tensor, Tensor, "StoredKV | None"]
 """Keys, values and what turns them into numbers, as a call reads them."""
 
 
-class Ring:
-    """`sinks + window` slots for the key/value heads of a layer that have this window."""
+class HeadGroup:
+    """The tokens of some key/value heads, of which those with a span keep `sinks + window` slots."""
 
-    def __init__(self, tokens: Tokens, window: int, sinks: int) -> None:
-        """Empty, as `tokens` is, which makes room for `sinks + window` tokens and no more."""
-        self.tokens, self.window, self.sinks = tokens, window, sinks
+    def __init__(self, heads: Sequence[int], tokens: Tokens, span: Span | None) -> None:
+        """Empty, as `tokens` is, which makes room for `sinks + window` tokens and no more where there is a span."""
+        self.heads, self.tokens, self.span = tuple(heads), tokens, span
         self.count = 0
         """Tokens that came, those that are gone counted."""
         self.before: tuple[Tokens, int] | None = None
@@ -37,7 +37,7 @@ class Ring:
     @property
     def whole(self) -> bool:
         """Nothing is gone."""
-        return self.count <= self.sinks + self.window
+        return self.span is None or self.count <= sum(self.span)
 
     def append(self, keys: Tensor, values: Tensor, starts: Sequence[int], record_past: bool = False) -> Read:
         """Write `[batch, heads, n, head_dim]`; returns keys, values and record as the call of these tokens reads them.
@@ -49,43 +49,44 @@ class Ring:
             starts: Position of the first token of each sequence.
             record_past: Whether `crop` may have to take these tokens back.
         """
-        if record_past:
+        if self.span is not None and record_past:
             if self.before is None:
                 self.before = copy.deepcopy(self.tokens), self.count
             self.since.append((keys, values, starts))
         else:
             self.commit()
         tokens, count, past = self.tokens, keys.shape[2], self.count
-        tokens.begin(keys)
         self.count += count
-        if self.whole:
-            return tokens.read(tokens.append(keys, values, begun=True))
-        sinks, window = self.sinks, self.window
+        if self.span is None or self.whole:
+            return tokens.read(tokens.append(keys, values))
+        window, sinks = self.span
+        tokens.begin(keys, values)
         if count == 1:
-            for part in tokens.parts:
-                part.extend(0)  # room that was made in inference mode is made anew outside of it
-            views = tokens.views()
+            views = self._slots()
             at = sinks + (past - sinks) % window
             self._save(views, range(past - window, past - window + 1), past - window - at, starts)
             tokens.write(keys, values, views, at)
             return tokens.read(views, first=sinks > 0)
-        past_line = [view[:, :, _line(past, window, sinks, view.device)] for view in tokens.views()]
+        views = tokens.views()
+        past_line = [view[:, :, slots_in_order(past, window, sinks, view.device)] for view in views]
         new = [part.new_empty((*part.shape[:2], count, *part.shape[3:])) for part in past_line]
         tokens.write(keys, values, new)
         line = [torch.cat(pair, dim=2) for pair in zip(past_line, new, strict=True)]
         oldest = max(sinks, past - window)
-        for part in tokens.parts:
-            part.extend(sinks + window - len(part))
-        views = tokens.views()
+        views = self._slots()
         kept = slots_after(self.count, window, sinks, views[0].device)
         kept[sinks:] -= oldest - sinks
         for view, whole in zip(views, line, strict=True):
             view.copy_(whole[:, :, kept])
-        read = tokens.read(
-            line, first=sinks > 0 or oldest == 0
-        )  # what is saved below is not in its slot here
+        # read before the sinks of rows behind padding are saved, which are not in their slots here
+        read = tokens.read(line, first=sinks > 0 or oldest == 0)
         self._save(views, range(oldest, self.count - window), oldest - sinks, starts, line)
         return read
+
+    def _slots(self) -> list[Tensor]:
+        """All slots, to be written; room that was made in inference mode is made anew outside of it."""
+        assert self.span is not None
+        return [part.extend(sum(self.span) - len(part)) for part in self.tokens.parts]
 
     def _save(
         self,
@@ -96,21 +97,23 @@ class Ring:
         source: list[Tensor] | None = None,
     ) -> None:
         """Copy the tokens at positions `gone`, at `position - shift` of the source, that are sinks of their row."""
-        if self.sinks == 0:
+        assert self.span is not None
+        sinks = self.span[1]
+        if sinks == 0:
             self.tokens.renew_first([], [])
         found = [
             (row, position)
             for row, start in enumerate(starts)
             if start
-            for position in range(max(start, gone.start), min(start + self.sinks, gone.stop))
+            for position in range(max(start, gone.start), min(start + sinks, gone.stop))
         ]
         if not found:
             return
         rows, places = torch.tensor(found, dtype=torch.int64, device=views[0].device).unbind(1)
         moved = [part[rows, :, places - shift] for part in source or views]
         for view, part in zip(views, moved, strict=True):
-            view[rows, :, places % self.sinks] = part
-        head = (places % self.sinks == 0).nonzero().flatten()
+            view[rows, :, places % sinks] = part
+        head = (places % sinks == 0).nonzero().flatten()
         self.tokens.renew_first(rows[head].tolist(), [part[head] for part in moved])
 
     def can_crop(self, count: int) -> bool:
@@ -134,13 +137,6 @@ class Ring:
     def commit(self) -> None:
         """Let what is held be what `crop` goes back to."""
         self.before, self.since = None, []
-
-
-def _line(past: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
-    """Slots of the sinks and of the ring from its oldest token on."""
-    oldest = max(sinks, past - window)
-    ring = torch.arange(oldest, max(oldest, past), device=device)
-    return torch.cat([torch.arange(min(past, sinks), device=device), sinks + (ring - sinks) % window])
 
 
 def some_heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:
