@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from adaattn_hf.attention.stored import CHANNELS
 
+from .groups import Span
 from .growing import GROWTH
-from .slots import Span
 from .tokens import PROMPT, Tokens, numbers_like
 
 
