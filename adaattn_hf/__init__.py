@@ -19,9 +19,8 @@ if all(
 from adaattn_hf.patches.registry import NAMES, register, resolve, unregister  # noqa: E402
 
 if TYPE_CHECKING:
+    from adaattn_hf.patches.cache.caches import AdaAttnCache, GrowingCache
     from adaattn_hf.patches.cache.disk import load_cache, save_cache
-    from adaattn_hf.patches.cache.layers import GrowingCache
-    from adaattn_hf.patches.cache.stored import AdaAttnCache
     from adaattn_hf.patches.models.families import UnsupportedModel
     from adaattn_hf.patches.models.support import check
     from adaattn_hf.patches.observe.explain import Explanation, explain
@@ -48,9 +47,8 @@ __all__ = [
 __version__ = "0.1.0"
 _LATE = {
     "adaattn_hf.config": ("AdaAttnConfig", "ConfigError"),
+    "adaattn_hf.patches.cache.caches": ("AdaAttnCache", "GrowingCache"),
     "adaattn_hf.patches.cache.disk": ("load_cache", "save_cache"),
-    "adaattn_hf.patches.cache.layers": ("GrowingCache",),
-    "adaattn_hf.patches.cache.stored": ("AdaAttnCache",),
     "adaattn_hf.patches.observe.explain": ("Explanation", "explain"),
     "adaattn_hf.patches.observe.monitoring": ("monitoring", "statistics"),
     "adaattn_hf.patches.plans.attach": ("load_plan", "plan_of", "remove_plan"),

@@ -18,7 +18,7 @@ from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.calibration import team
 from adaattn_hf.errors import ModelUnavailable, UsageError
-from adaattn_hf.patches.cache.stored import check_stored
+from adaattn_hf.patches.cache.caches import check_stored
 from adaattn_hf.patches.checkpoint import Checkpoint, arms
 from adaattn_hf.patches.plans.attach import plan_of
 from adaattn_hf.plans.plan import PlanError

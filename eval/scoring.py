@@ -92,7 +92,7 @@ def forward(
     if cache is not None:
         from transformers import DynamicCache
 
-        from adaattn_hf.patches.cache.stored import AdaAttnCache
+        from adaattn_hf.patches.cache.caches import AdaAttnCache
         from adaattn_hf.patches.models.cache_keyword import with_cache
 
         keys: Any = (

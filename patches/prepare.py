@@ -18,9 +18,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from adaattn_hf.attention.tap import tracing
 
-from .cache.kept import holds_tokens
-from .cache.layers import GrowingCache
-from .cache.stored import check_stored, convert, stored_as
+from .cache.caches import GrowingCache, check_stored, convert, holds_tokens, stored_as
 from .models.cache_keyword import cache_in, cache_keyword
 from .models.support import refuse_no_model, towers_of
 from .unpad import Unpadding, probe, refusals, trunk_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
-from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
+from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
 
 from .cache_text import STOCK, Arm, read
 

@@ -95,7 +95,7 @@ def _explanation(model: str, asked: Explained) -> Explanation:
     )  # fmt: skip
 
     import adaattn_hf
-    from adaattn_hf.patches.cache.stored import CACHES
+    from adaattn_hf.patches.cache.caches import CACHES
     from adaattn_hf.patches.checkpoint import (
         is_masked,
         known_implementations,

@@ -19,9 +19,9 @@ from adaattn_hf.plans.record import PlanError, whole
 
 from ..models.support import refuse_no_model
 from ..plans.hashes import model_hash
-from .kept import KeptTokens, room_for
-from .saved import Unsound, check_layer
-from .stored import CACHES, AdaAttnCache, made_for
+from .caches import AdaAttnCache, made_for
+from .layers import KeptLayer, room_for
+from .tokens import BESIDE, CACHES, PARTS
 
 FORMAT = 4
 """Of the file; rises with every change, and no other one is read."""
@@ -30,6 +30,11 @@ _CHECKSUM = "sha256"
 _FIELDS = {"version", "stored", "streaming", "made_for", "weights", "layers"}
 _OF_LAYER = {"length", "window", "spans"}
 _AGAIN = "read the prompt again and save its cache anew"
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Unsound(ValueError):
+    """A file is no cache for this model; what is wrong with it, to be said of its path."""
 
 
 def save_cache(cache: AdaAttnCache, path: str | Path, model: PreTrainedModel | None = None) -> Path:
@@ -53,12 +58,12 @@ def save_cache(cache: AdaAttnCache, path: str | Path, model: PreTrainedModel | N
     layers: list[dict[str, Any]] = []
     held: list[Any] = list(cache.layers)
     for index, layer in enumerate(held):
-        if not isinstance(layer, KeptTokens):
+        if not isinstance(layer, KeptLayer):
             raise TypeError(
                 f"cache: its layer {index} is a {type(layer).__name__}, expected layers of full or sliding attention, "
                 "whose keys and values can be written; keep the cache in memory, such as by copy.deepcopy"
             )
-        tokens = _held(cache, layer)
+        tokens = layer.held() if layer.get_seq_length() else {}  # type: ignore[attr-defined]
         layers.append(_described(layer) if tokens else {})
         for name, tensor in tokens.items():
             tensors[f"{index}.{name}"] = tensor.detach().cpu().contiguous()
@@ -99,7 +104,8 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
     except PlanError as error:
         raise ValueError(f"path: {path} holds no sound cache, {error}; {_AGAIN}") from error
     for index, (length, held) in layers.items():
-        _fill(cache, index, {n: t.to(model.device) for n, t in held.items()}, length, model.dtype)
+        layer: Any = cache.layers[index]
+        layer.take({name: tensor.to(model.device) for name, tensor in held.items()}, length, model.dtype)
     return cache
 
 
@@ -218,8 +224,8 @@ def _checked_layers(
         prefix = f"{index}."
         held = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         length = whole(said["length"], f"length of layer {index}", least=1)
-        batch = check_layer(f"layer {index}", layer, cache.stored, held, length, batch)
-        room_for(getattr(layer, "limit", None), length)
+        batch = _check_layer(f"layer {index}", layer, cache.stored, held, length, batch)
+        room_for(layer.limit, length)
         found[index] = length, held
     stray = sorted(tensors.keys() - {f"{i}.{name}" for i, (_, held) in found.items() for name in held})
     if stray:
@@ -229,7 +235,7 @@ def _checked_layers(
 
 def _described(layer: Any) -> dict[str, Any]:
     """Tokens that a layer has seen, and what it keeps of them: its window, or what each of its heads does."""
-    spans = getattr(layer, "spans", None)
+    spans = layer.spans
     return {
         "length": layer.get_seq_length(),
         "window": getattr(layer, "sliding_window", None),
@@ -237,24 +243,62 @@ def _described(layer: Any) -> dict[str, Any]:
     }
 
 
-def _held(cache: AdaAttnCache, layer: Any) -> dict[str, Tensor]:
-    if not layer.is_initialized or not layer.get_seq_length():
-        return {}
-    if cache.stored == "model" and not hasattr(layer, "spans"):
-        return {"keys": layer.keys, "values": layer.values}
-    held: dict[str, Tensor] = (layer if hasattr(layer, "spans") else layer.tokens).held()
-    return held
+def _check_layer(
+    where: str, layer: Any, stored: str, held: Mapping[str, Tensor], length: int, batch: int | None
+) -> int:
+    """Returns the sequences that a layer's tensors are of: a file is checked, not believed.
 
+    Args:
+        where: The layer, in words.
+        layer: An empty one, which they shall fill.
+        stored: How the cache keeps them.
+        held: The tensors by name, as saved.
+        length: Tokens that the layer has seen.
+        batch: Sequences of the layers before, None for the first.
 
-def _fill(cache: AdaAttnCache, index: int, held: dict[str, Tensor], length: int, dtype: torch.dtype) -> None:
-    """Puts tokens into an empty layer."""
-    layer: Any = cache.layers[index]
-    if hasattr(layer, "spans"):
-        layer.take(held, length, dtype)
-    elif cache.stored == "model":
-        with torch.no_grad():
-            layer.update(held["keys"], held["values"])
-    else:
-        layer.take(held, dtype)
-    if hasattr(layer, "cumulative_length"):
-        layer.cumulative_length = length
+    Raises:
+        Unsound: A tensor lacks or is too many, or has another dtype or shape than such a layer keeps.
+    """
+    window = getattr(layer, "sliding_window", None)
+    spans = dict.fromkeys(layer.spans or ())
+    groups = {f"{number}.": span for number, span in enumerate(spans)} or {"": None}
+    # extents by name: equal names are equal sizes, and some are known beforehand
+    known = {} if batch is None else {"batch": batch}
+    needed: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {}
+    beside: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {}
+    for prefix, span in groups.items():
+        heads, count = f"{prefix}heads", f"{prefix}tokens"
+        if layer.spans:
+            known[heads] = layer.spans.count(span)
+        if window is None:
+            known[count] = length if span is None else min(length, sum(span))
+        for name, (dtype, extent) in PARTS[stored].items():
+            needed[prefix + name] = ("batch", heads, count, *extent), (dtype,) if dtype else _NUMBERS
+        for name in () if stored == "model" else BESIDE:
+            beside[prefix + name] = ("batch", heads, "k"), (torch.float32,)
+    if layer.spans:
+        needed["starts"] = ("batch",), (torch.int64,)
+    if not needed.keys() <= held.keys() <= needed.keys() | beside.keys():
+        raise Unsound(f"has {sorted(held)!r:.200} in {where}, expected {', '.join(sorted(needed)):.200}")
+    for name, tensor in held.items():
+        extents, dtypes = (needed | beside)[name]
+        fits = tensor.ndim == len(extents) and all(
+            known.setdefault(extent, size) == size > 0
+            for extent, size in zip(extents, tensor.shape, strict=True)
+        )
+        if not fits or tensor.dtype not in dtypes:
+            expected = ", ".join(str(known.get(extent, "any")) for extent in extents)
+            raise Unsound(
+                f"holds {name} of {where} as {tensor.dtype} {list(tensor.shape)}, expected "
+                f"{' or '.join(map(str, dtypes))} [{expected}]"
+            )
+    if window is not None and not min(length, window - 1) <= known["tokens"] <= length:
+        raise Unsound(
+            f"holds {known['tokens']} tokens in {where}, expected {min(length, window - 1)} to {length}"
+        )
+    starts = held.get("starts", torch.zeros(1))
+    if not bool(((starts >= 0) & (starts <= length)).all()):
+        raise Unsound(
+            f"begins its sequences at {starts.tolist()!r:.80} in {where}, expected whole numbers from 0 to {length}"
+        )
+    return known["batch"]

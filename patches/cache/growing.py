@@ -38,15 +38,9 @@ class GrowingTensor:
             reserve: Tokens for which room is made at once.
             growth: Factor on the length when room is made; larger than 1.
             most: Tokens that will ever be held; no more room is made.
-
-        Raises:
-            ValueError: `growth` is not larger than 1, or `reserve` is negative.
         """
-        check_room(reserve, growth)
-        self.reserve = reserve
-        self.growth = growth
-        self.most = most
-        self._hold(_room(like, like.shape[0], reserve), 0)
+        self.reserve, self.growth, self.most = reserve, growth, most
+        self._refill(like[:, :, :0], reserve)
 
     def _hold(self, room: Tensor, length: int) -> None:
         """Hold the first `length` tokens of a room that nobody else has a view of."""
@@ -78,16 +72,16 @@ class GrowingTensor:
         return self._room.narrow(2, start, self._stop - start)
 
     def append(self, tokens: Tensor) -> Tensor:
-        """Write `[batch, heads, n, …]` behind what is there; returns all tokens, as `view` does.
-
-        Of tokens in two dtypes, as under autocast and after it, all are kept in the wider one: as by concatenation.
-        """
-        count = tokens.shape[2]
-        if tokens.dtype is not self._room.dtype:
-            self._room = self._room.to(torch.promote_types(self._room.dtype, tokens.dtype))
-        held = self.extend(count)
-        self._room.narrow(2, self._stop - count, count).copy_(tokens)
+        """Write `[batch, heads, n, …]` behind what is there; returns all tokens, as `view` does."""
+        self.widen(tokens.dtype)
+        held = self.extend(tokens.shape[2])
+        held.narrow(2, len(self) - tokens.shape[2], tokens.shape[2]).copy_(tokens)
         return held
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Keep tokens of two dtypes, as under autocast and after it, all in the wider one: as by concatenation."""
+        if dtype is not self._room.dtype:
+            self._room = self._room.to(torch.promote_types(self._room.dtype, dtype))
 
     def extend(self, count: int) -> Tensor:
         """Hold `count` tokens more behind what is there, to be written at once; returns all tokens, as `view` does."""
@@ -113,11 +107,14 @@ class GrowingTensor:
     def _size(self, tokens: int) -> int:
         return max(self.reserve, BLOCK * math.ceil(tokens * self.growth / BLOCK))
 
-    def _refill(self, past: Tensor, tokens: int) -> None:
-        """Hold what `past` holds, in a new room for so many tokens."""
-        room = _room(past, past.shape[0], tokens)
-        room[:, :, : past.shape[2]] = past
-        self._hold(room, past.shape[2])
+    def _refill(self, past: Tensor, tokens: int, device: torch.device | str | None = None) -> None:
+        """Hold what `past` holds, in a new room for so many tokens at least."""
+        length = past.shape[2]
+        extents = (*past.shape[:2], max(tokens, length), *past.shape[3:])
+        room = torch.empty(extents, dtype=past.dtype, device=past.device if device is None else device)
+        # to the host it waits: what arrives in a strided room goes through one that the host itself copies from
+        room[:, :, :length].copy_(past, non_blocking=room.device.type != "cpu")
+        self._hold(room, length)
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens; nothing moves before the next token comes."""
@@ -125,26 +122,12 @@ class GrowingTensor:
         self._shared = self._shared or (stop < self._stop and self._viewed())
         self._stop = stop
 
-    def drop_front(self, keep: int) -> None:
-        """Forget all but the last `keep` tokens; nothing moves until room is needed."""
+    def keep_last(self, keep: int) -> None:
+        """Forget all but the last `keep` tokens, and give room back that they will not need soon."""
         self._start = max(self._start, self._stop - keep)
-
-    def trim(self) -> None:
-        """Give room back that the tokens held will not need soon."""
         size = self._size(len(self) + 1)
-        if self.capacity > 2 * size:
+        if 2 * self.capacity > 3 * size:
             self._refill(self.view(), size)
-
-    @property
-    def per_token(self) -> int:
-        """Bytes of a token of one batch row."""
-        _, heads, _, *size = self._room.shape
-        return heads * math.prod(size) * self._room.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the room."""
-        return self._room.nbytes
 
     def select(self, rows: Tensor) -> None:
         """Make batch row `i` what row `rows[i]` was (`rows` `[new batch]`, integers or a boolean choice).
@@ -155,36 +138,25 @@ class GrowingTensor:
         if rows.dtype == torch.bool:
             rows = rows.nonzero().flatten()
         if len(rows) == self.batch:
-            moved = (
-                (rows != torch.arange(len(rows), dtype=rows.dtype, device=rows.device)).nonzero().flatten()
-            )
+            same = torch.arange(len(rows), dtype=rows.dtype, device=rows.device)
+            moved = (rows != same).nonzero().flatten()
             if len(moved) == 0:
                 return
             if not self._frozen() and not self._viewed():
                 past = self.view()
                 past[moved] = past[rows[moved]]
                 return
-        self._replace(self.view()[rows])
+        self._refill(self.view()[rows], self.capacity - self._start)
 
     def repeat(self, times: int) -> None:
         """Repeat each batch row `times` times, one behind the other."""
         if times != 1:
-            self._replace(self.view().repeat_interleave(times, dim=0))
-
-    def _replace(self, past: Tensor) -> None:
-        self._refill(past, max(self.capacity - self._start, past.shape[2]))
+            self._refill(self.view().repeat_interleave(times, dim=0), self.capacity - self._start)
 
     def to(self, device: torch.device | str) -> None:
-        """Move the tokens to a device; spare room is not copied.
-
-        To the host it waits: what arrives in a strided room goes through one that the host itself copies from.
-        """
-        if torch.device(device) == self.device:
-            return
-        past = self.view()
-        room = _room(past.new_empty((0,), device=device), past.shape[0], self.capacity - self._start, past)
-        room[:, :, : past.shape[2]].copy_(past, non_blocking=torch.device(device).type != "cpu")
-        self._hold(room, past.shape[2])
+        """Move the tokens to a device; spare room is not copied."""
+        if torch.device(device) != self.device:
+            self._refill(self.view(), self.capacity - self._start, device)
 
 
 def check_room(reserve: int, growth: float, max_cache_len: int | None = None) -> None:
@@ -202,15 +174,6 @@ def check_room(reserve: int, growth: float, max_cache_len: int | None = None) ->
             f"max_cache_len: got {max_cache_len!r}, expected a number of tokens, {max(reserve, 1)} or more"
             f"{', as reserve says' if reserve else ''}; leave it out and the cache grows"
         )
-
-
-def _room(like: Tensor, batch: int, tokens: int, extents: Tensor | None = None) -> Tensor:
-    """Uninitialised `[batch, heads, tokens, …]`.
-
-    A dtype and device of `like`, the other extents of `extents`.
-    """
-    shape = like.shape if extents is None else extents.shape
-    return torch.empty((batch, shape[1], tokens, *shape[3:]), dtype=like.dtype, device=like.device)
 
 
 def _uses(tensor: Tensor) -> int:

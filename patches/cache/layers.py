@@ -1,222 +1,342 @@
-"""Transformers' dynamic cache on storage that grows in place.
+"""Cache layers of Transformers whose tokens lie in storage that grows in place, as numbers or as codes.
 
-`DynamicCache` concatenates: every token generated moves the whole past of every layer. `GrowingCache` writes
-behind the past. What the layers hand to attention is the same, value for value.
-
-    model.generate(**inputs, past_key_values=adaattn_hf.GrowingCache(config=model.config))
-
-or once for a model: `adaattn_hf.prepare(model)`.
+What a layer of numbers hands to attention is what a layer that concatenates hands to it, value for value. A layer of
+codes hands on what stands for them (`carrier.py`), but for a prompt, which is read unrounded.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .growing import GROWTH, GrowingTensor, check_room
-from .kept import KeptTokens, Whole, Windowed, replace_layers, room_for, same_rows
+from adaattn_hf.attention.stored import CHANNELS
+
+from .groups import Span
+from .growing import GROWTH
+from .tokens import PROMPT, Tokens, numbers_like
 
 
-class _InPlace(KeptTokens):
-    """What full and sliding layers share: `keys` and `values` are views of storage that grows in place.
+class KeptLayer:
+    """What all layers of this package share. A mixin, named before the layer of Transformers that it changes.
 
-    What somebody else assigns to `keys` and `values` is what the layer holds from then on, as in Transformers' own.
+    `keys` and `values` are windows on the storage, or stand for its codes. What somebody else assigns to those of a
+    layer of numbers is what it holds from then on, as in Transformers' own; then there is no storage.
+
+    Attributes:
+        stored: What the tokens are kept as, one of `CACHES`.
+        reserve, growth, limit: Tokens of room at once, factor on it where it is used up, most tokens there may be.
+        spans: What each head keeps, in layers whose heads keep different tokens.
+        tokens: The storage.
     """
 
+    stored: str
     reserve: int = 0
     growth: float = GROWTH
+    limit: int | None = None
+    spans: tuple[Span | None, ...] | None = None
+    tokens: Tokens | None = None
+    _shown: tuple[Any, Any] = (None, None)
+    record_past: bool
+    is_initialized: bool
+    device: torch.device
+    dtype: torch.dtype
+    keys: Any
+    values: Any
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make room for tokens shaped like these."""
+        """Be the layer of tokens shaped like these.
+
+        Raises:
+            ValueError: Values have too few channels for the format.
+        """
+        check_channels(self.stored, value_states.shape[3])
         super().lazy_initialization(key_states, value_states)  # type: ignore[misc]
-        self._stores: tuple[GrowingTensor, ...] = ()
-        self._shown: tuple[Any, Any] = (None, None)
+        self.dtype = key_states.dtype
+        self._show(self.keys, self.values)
 
-    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Append in place; while autograd records, concatenate, since it forbids writing into tensors that it saved."""
-        if torch.is_grad_enabled():
-            past_keys, past_values = self._past(key_states, value_states)
-            self.keys = torch.cat([past_keys, key_states], dim=2)
-            self.values = torch.cat([past_values, value_states], dim=2)
-            return
-        stores = self.kept() or self._restart(*self._past(key_states, value_states))
-        same_rows(stores[0].batch, key_states)
-        self._show(stores[0].append(key_states), stores[1].append(value_states))
+    # ---------------- what is held
+    def kept(self) -> Sequence[Tokens]:
+        """The storage; none where there are no tokens, and where keys and values are plain tensors.
 
-    def _restart(self, keys: Tensor, values: Tensor) -> tuple[GrowingTensor, ...]:
-        """New storage that holds these tokens."""
-        self._stores = tuple(
-            GrowingTensor(held, reserve=self.reserve, growth=self.growth) for held in (keys, values)
-        )
-        for store, held in zip(self._stores, (keys, values), strict=True):
-            if held.shape[2]:
-                store.append(held)
-        return self._stores
+        Raises:
+            TypeError: Somebody has put keys in the place of codes.
+        """
+        if self.tokens is not None and self._assigned():
+            self.tokens = None
+        return () if self.tokens is None else (self.tokens,)
 
-    def _past(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        if self.keys is None or self.values is None or self.keys.numel() == 0:
-            return key_states[:, :, :0], value_states[:, :, :0]
-        return self.keys, self.values
+    def _assigned(self) -> bool:
+        """Whether somebody has put other keys or values in, which only a layer of numbers can hold."""
+        if self.keys is self._shown[0] and self.values is self._shown[1]:
+            return False
+        if self.stored != "model" or self.spans:
+            raise TypeError(
+                f"cache: its keys were replaced by a {type(self.keys).__name__}, expected them left as they are, since "
+                "they stand for codes or windows that lie elsewhere; choose tokens in a cache of numbers "
+                '(cache="model")'
+            )
+        return True
 
-    def _show(self, keys: Tensor, values: Tensor) -> None:
+    def _show(self, keys: Any, values: Any) -> None:
         self._shown = self.keys, self.values = keys, values
 
     def look(self) -> None:
         """Point `keys` and `values` at what the storage holds now."""
-        if self.is_initialized and self._stores:
-            self._show(*(store.view() for store in self._stores))
+        if self.tokens is not None:
+            self._show(*self.tokens.shown())
 
     def let_go(self) -> None:
-        """Hold no views of the storage."""
-        self.keys, self.values = self._shown = None, None
+        """Hold no windows on the storage, which looks for others that do before it is changed."""
+        self._show(None, None)
 
-    def kept(self) -> tuple[GrowingTensor, ...]:
-        """The storage of keys and of values; none where they are plain tensors."""
+    def held(self) -> dict[str, Tensor]:
+        """All tensors of the tokens, by name; `take` puts them into an empty layer."""
+        kept = self.kept()
+        return kept[0].held() if kept else {"keys": self.keys, "values": self.values}
+
+    def take(self, held: Mapping[str, Tensor], length: int, dtype: torch.dtype) -> None:
+        """Fill this empty layer with what `held` gave, of `length` tokens seen by a model of this dtype."""
+        like = numbers_like(held, dtype)
+        self.lazy_initialization(*like)
+        self._restart(*like).take(held)
+        self.look()
+
+    # ---------------- writing
+    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Hold these tokens, too."""
+        numbers = self.stored == "model"
+        if not numbers:
+            refuse_gradients("rounded", key_states, value_states)
         if not self.is_initialized:
-            return ()
-        if self._stores and not (self.keys is self._shown[0] and self.values is self._shown[1]):
-            self._stores = ()
-        return self._stores
+            self.lazy_initialization(key_states, value_states)
+        kept = self.kept()
+        if numbers and torch.is_grad_enabled():
+            # autograd forbids writing into tensors that it saved
+            self.tokens = None
+            self.keys = torch.cat([self.keys, key_states], dim=2)
+            self.values = torch.cat([self.values, value_states], dim=2)
+            return
+        tokens = kept[0] if kept else self._restart(key_states, value_states)
+        same_rows(tokens.parts[0].batch, key_states)
+        self._show(*tokens.shown(tokens.append(key_states, value_states)))
 
-    def change(self, store: Callable[[Any], None], tensor: Callable[[Tensor], Tensor]) -> None:
-        """Change all tokens, also those that were concatenated while autograd recorded."""
-        super().change(store, tensor)
-        if not self.kept() and self.keys is not None and self.keys.numel() > 0:
-            self.keys, self.values = tensor(self.keys), tensor(self.values)
+    def _restart(self, key_states: Tensor, value_states: Tensor) -> Tokens:
+        """New storage for tokens shaped like these, which holds what plain tensors held before it."""
+        past = {"keys": self.keys, "values": self.values} if self.keys.numel() else {}
+        like = past.values() if past else (key_states, value_states)
+        self.tokens = Tokens(*like, self.stored, self.reserve, self.growth)
+        if past:
+            self.tokens.take(past)
+        return self.tokens
+
+    def _prompt(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a prompt unrounded; attention finds the storage on it, and has it rounded again for its queries."""
+        setattr(key_states, PROMPT, self.tokens)
+        return key_states, value_states
+
+    # ---------------- changing
+    def __copy__(self) -> Any:
+        """A layer of its own, as a shallow copy of a layer that concatenates is: two must not append to one storage."""
+        return copy.deepcopy(self)
+
+    def change(self, tokens: Callable[[Tokens], None], plain: Callable[[Tensor], Tensor]) -> None:
+        """Change all tokens.
+
+        Args:
+            tokens: Changes storage in place.
+            plain: Returns the same change of keys or values that are a plain tensor.
+        """
+        kept = self.kept()
+        if kept:
+            self.let_go()
+            for one in kept:
+                tokens(one)
+            self.look()
+        elif self.is_initialized and self.keys.numel():
+            self.keys, self.values = plain(self.keys), plain(self.values)
+
+    def take_off(self, count: int) -> None:
+        """Forget the last `count` tokens."""
+        if count:
+            self.change(lambda tokens: tokens.crop(count), lambda plain: plain[:, :, :-count])
+
+    def offload(self) -> None:
+        """Move the tokens to the CPU."""
+        self._move("cpu")
+
+    def prefetch(self) -> None:
+        """Move the tokens back to the device of the layer."""
+        if self.is_initialized:
+            if self.device.type == "cuda":
+                # The default stream copies offloaded tokens. Transformers waits for it in its own `update` from 5.20
+                # on; before, it may fetch tokens whose copy to the host is unfinished.
+                torch.cuda.current_stream(self.device).wait_stream(torch.cuda.default_stream(self.device))
+            self._move(self.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        self.change(lambda tokens: tokens.to(device), lambda plain: plain.to(device))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make each batch row what row `beam_idx` was (beam search); rows that stay are not copied."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch."""
+        self.change(lambda tokens: tokens.select(indices), lambda plain: plain[indices.to(plain.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
+        self.change(
+            lambda tokens: tokens.repeat(repeats), lambda plain: plain.repeat_interleave(repeats, dim=0)
+        )
 
     def reset(self) -> None:
         """Forget all tokens. (Stock layers up to Transformers 5.17 keep their length and set the tokens to zero.)"""
-        self._stores = ()
-        self.let_go()
+        self.tokens = None
+        self._show(None, None)
         self.is_initialized = False
         super().reset()  # type: ignore[misc]
 
 
-class GrowingLayer(_InPlace, Whole, DynamicLayer):
-    """A layer of full attention: keeps everything, in place."""
+class FullLayer(KeptLayer, DynamicLayer):
+    """A layer of full attention: keeps everything, up to `max_cache_len` tokens."""
 
-    def __init__(self, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None) -> None:
-        """See `Whole.set_room`."""
+    def __init__(
+        self, stored: str, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None
+    ) -> None:
+        """`stored` is one of `CACHES`; the rest as in `AdaAttnCache`."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.set_room(reserve, growth, max_cache_len)
+        self.stored, self.growth, self.limit = stored, growth, max_cache_len
+        self.reserve = reserve if max_cache_len is None else max_cache_len
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append `[batch, heads, n, head_dim]` and return all keys and values."""
-        room_for(self.limit, self.get_seq_length() + key_states.shape[2])
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append `[batch, heads, n, head_dim]`; returns all keys and values, the first ones unrounded."""
+        past = self.get_seq_length()
+        room_for(self.limit, past + key_states.shape[2])
         self._append(key_states, value_states)
+        if self.stored != "model" and not past:
+            return self._prompt(key_states, value_states)
         return self.keys, self.values
 
+    def get_max_length(self) -> int:
+        """`max_cache_len`, -1 where the layer grows."""
+        return -1 if self.limit is None else self.limit
 
-class GrowingSlidingLayer(_InPlace, Windowed, DynamicSlidingWindowLayer):
-    """A layer of sliding or chunked attention: keeps the window, in place."""
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; the count is negative, as in Transformers."""
+        negative(tokens_to_remove)
+        self.take_off(-tokens_to_remove)
 
-    def __init__(self, sliding_window: int, growth: float = GROWTH) -> None:
-        """Keeps the last `sliding_window - 1` tokens."""
+
+class SlidingLayer(KeptLayer, DynamicSlidingWindowLayer):
+    """A layer of sliding or chunked attention: keeps the last `sliding_window - 1` tokens."""
+
+    def __init__(self, stored: str, sliding_window: int, growth: float = GROWTH) -> None:
+        """`stored` is one of `CACHES`."""
         super().__init__(sliding_window=sliding_window)
-        self.growth = growth
+        self.stored, self.growth = stored, growth
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append `[batch, heads, n, head_dim]` and return the keys and values that the queries can see."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        count = key_states.shape[2]
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append `[batch, heads, n, head_dim]`; returns the keys and values that the queries can see."""
+        count, first, keep = key_states.shape[2], self.cumulative_length == 0, self.sliding_window - 1
+        numbers = self.stored == "model"
+        if first and numbers and count > keep and not (self.record_past or torch.is_grad_enabled()):
+            # a long prompt is used once; only the window's worth of it is worth room
+            self._append(key_states[:, :, -keep:], value_states[:, :, -keep:])
+            seen = key_states, value_states
+        else:
+            self._append(key_states, value_states)
+            seen = self._last(keep + count)
+            if not self.record_past:
+                self.keep_window()
         self.cumulative_length += count
-        if count >= self.sliding_window and not self.record_past and not torch.is_grad_enabled():
-            # a prompt longer than the window is used once; only the window's worth of it is worth room
-            past_keys, past_values = self._past(key_states, value_states)
-            keys = torch.cat([past_keys, key_states], dim=2) if past_keys.shape[2] else key_states
-            values = torch.cat([past_values, value_states], dim=2) if past_values.shape[2] else value_states
-            self._restart(keys[:, :, -self.sliding_window + 1 :], values[:, :, -self.sliding_window + 1 :])
-            self.look()
-            return keys, values
-        self._append(key_states, value_states)
-        keys, values = self.keys, self.values
-        if self.record_past:
-            visible = self.sliding_window - 1 + count
-            return keys[:, :, -visible:], values[:, :, -visible:]
-        self.keep_window()
-        return keys, values
+        return self._prompt(key_states, value_states) if first and not numbers else seen
+
+    def _last(self, count: int) -> tuple[Any, Any]:
+        """Keys and values of the last `count` tokens."""
+        if self.keys.shape[2] <= count:
+            return self.keys, self.values
+        kept = self.kept()
+        return kept[0].shown(last=count) if kept else (self.keys[:, :, -count:], self.values[:, :, -count:])
 
     def keep_window(self) -> None:
         """Forget what lies before the window."""
-        stores = self.kept()
-        for store in stores:
-            store.drop_front(self.sliding_window - 1)
-        if not stores:
-            self.keys = self.keys[:, :, -self.sliding_window + 1 :]
-            self.values = self.values[:, :, -self.sliding_window + 1 :]
-        self.look()
+        keep = self.sliding_window - 1
+        self.change(lambda tokens: tokens.keep_last(keep), lambda plain: plain[:, :, -keep:])
 
+    def take(self, held: Mapping[str, Tensor], length: int, dtype: torch.dtype) -> None:
+        """Fill this empty layer with what `held` gave, of `length` tokens seen by a model of this dtype."""
+        super().take(held, length, dtype)
+        self.cumulative_length = length
 
-class GrowingCache(DynamicCache):
-    """`DynamicCache` without concatenation: same methods, same keys and values.
-
-    Layers other than those of full, sliding or chunked attention (recurrent states, indexers) stay Transformers' own.
-    """
-
-    def __init__(
-        self,
-        ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
-        config: Any = None,
-        reserve: int = 0,
-        growth: float = GROWTH,
-        offloading: bool = False,
-        offload_only_non_sliding: bool = False,
-    ) -> None:
-        """An empty cache, or one filled with keys and values.
-
-        Args:
-            ddp_cache_data: Per layer keys, values and, where it slides, the window, as iterating over a cache
-                gives them; how `torch.nn.DataParallel` puts caches together.
-            config: Of the model; tells which layers slide. Without it all layers keep everything.
-            reserve: Tokens for which room is made at once in layers that keep everything, e.g. prompt plus
-                `max_new_tokens`: then nothing ever moves.
-            growth: Factor on the length when room is made. 1.25 wastes at most a quarter.
-            offloading, offload_only_non_sliding: As in `DynamicCache`.
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, and those before the window.
 
         Raises:
-            ValueError: `growth` is not larger than 1, or `reserve` is negative.
+            RuntimeError: The window has been passed and the past was not recorded.
         """
-        super().__init__(
-            config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
+        negative(tokens_to_remove)
+        passed = self.get_seq_length() >= self.sliding_window
+        if passed and not self.record_past:
+            raise RuntimeError(
+                f"crop: the window of {self.sliding_window} tokens is passed, what lies before is gone; "
+                "call activate_past_recording() before the tokens that may have to be taken back"
+            )
+        if not self.is_initialized:
+            return
+        self.take_off(-tokens_to_remove)
+        if passed:
+            self.keep_window()
+            self.cumulative_length += tokens_to_remove
+        elif tokens_to_remove:
+            self.cumulative_length = self.keys.shape[2]
+
+
+def check_channels(stored: str, head_dim: int) -> None:
+    """Refuse values of too few channels for a format."""
+    if stored == "k8v4" and head_dim % CHANNELS:
+        raise ValueError(
+            f"cache: 'k8v4' keeps values in groups of {CHANNELS} channels, this model's values have {head_dim}; "
+            "use cache='int8'"
         )
-        grow_in_place(self, reserve=reserve, growth=growth)
-        for index, (keys, values, *window) in enumerate(ddp_cache_data or ()):
-            if config is None:
-                sliding = window[0] if window else None
-                self.layers.append(
-                    GrowingLayer(reserve, growth)
-                    if sliding is None
-                    else GrowingSlidingLayer(int(sliding), growth)
-                )
-            if keys is not None and values is not None:
-                layer: Any = self.layers[index]
-                layer.update(keys, values)
 
 
-def grow_in_place(
-    cache: Cache, *, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None
-) -> Cache:
-    """Give a `DynamicCache` that is still empty layers that grow in place; returns the cache.
+def refuse_gradients(lost: str, key_states: Tensor, value_states: Tensor) -> None:
+    """Refuse tokens that want a gradient, where `lost` says what the cache does to keys."""
+    if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        raise RuntimeError(
+            f"cache: keys that are {lost} have no gradient; call the model under torch.no_grad(), or train with "
+            "use_cache=False"
+        )
 
-    Raises:
-        ValueError: The cache holds tokens already, or `growth`, `reserve` or `max_cache_len` makes no room.
-    """
-    check_room(reserve, growth, max_cache_len)
-    return replace_layers(
-        cache,
-        functools.partial(GrowingLayer, reserve, growth, max_cache_len),
-        lambda window: GrowingSlidingLayer(window, growth),
-        lambda layer: layer,
-    )
+
+def negative(tokens_to_remove: int) -> None:
+    """Refuse a count of tokens to take off that is not minus that count, as Transformers does."""
+    if tokens_to_remove > 0:
+        raise ValueError(
+            f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less: "
+            "minus the count of tokens to take off the end"
+        )
+
+
+def room_for(limit: int | None, length: int) -> None:
+    """Refuse more tokens than `max_cache_len` says."""
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"max_cache_len: got {limit}, expected at least {length}, the tokens to be kept; "
+            "make the cache longer, or leave max_cache_len out and it grows"
+        )
+
+
+def same_rows(held: int, key_states: Tensor) -> None:
+    """Refuse tokens of another number of sequences than the cache holds."""
+    if key_states.shape[0] != held:
+        raise ValueError(
+            f"past_key_values: got tokens of {key_states.shape[0]} sequences for a cache that holds {held}; begin a "
+            "new cache, or call batch_repeat_interleave or batch_select_indices on this one"
+        )

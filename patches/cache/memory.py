@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers.cache_utils import Cache
+
+from .tokens import BESIDE, PARTS, widths
 
 if TYPE_CHECKING:
     from .streaming import Spans
@@ -72,20 +75,23 @@ def memory_of(cache: Cache, stored: str, spans: Mapping[int, Spans] | None = Non
     for index, layer in enumerate(held):
         if getattr(layer, "keys", None) is None:
             continue
-        plain = sum(t.shape[1] * t.shape[3] * t.dtype.itemsize for t in (layer.keys, layer.values))
-        window = getattr(layer, "sliding_window", None)
-        most = None if window is None else window - 1
-        tokens = getattr(layer, "tokens", None)
-        own = plain if tokens is None else tokens.per_token
-        kept = (spans or {}).get(index) if window is None else None
-        heads = layer.keys.shape[1]
-        layers += (
-            [(own, plain, most)]
-            if kept is None
-            else [(own // heads, plain // heads, None if span is None else sum(span)) for span in kept]
+        heads, head_dim = layer.keys.shape[1], layer.keys.shape[3]
+        sizes = widths(head_dim, layer.values.shape[3])
+        # of a token and head: as it is stored, and as numbers
+        own, plain = (
+            sum(
+                (dtype or layer.keys.dtype).itemsize * sizes.get(extent, 1)
+                for dtype, extent in parts.values()
+            )
+            for parts in (PARTS[stored], PARTS["model"])
         )
-        if tokens is None:
-            continue
-        per_sequence += 3 * 4 * layer.keys.shape[1] * layer.keys.shape[3]
+        window = getattr(layer, "sliding_window", None)
+        kept = (spans or {}).get(index) if window is None else None
+        if kept is None:
+            layers.append((own * heads, plain * heads, None if window is None else window - 1))
+        else:
+            layers += [(own, plain, None if span is None else sum(span)) for span in kept]
+        if stored != "model":
+            per_sequence += len(BESIDE) * torch.float32.itemsize * heads * head_dim
     windowed = (sum(span is not None for span in streams), len(streams))
     return CacheMemory(stored, tuple(layers), per_sequence, windowed)

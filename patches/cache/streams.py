@@ -18,8 +18,7 @@ from adaattn_hf.plans import execute
 from adaattn_hf.plans.program import Program
 
 from ..plans.attach import program_of
-from .ring import Ring, some_heads
-from .ring_view import starts_of, structure_of
+from .groups import some_heads, starts_of, structure_of
 
 if TYPE_CHECKING:
     from .streaming import StreamingLayer
@@ -63,22 +62,22 @@ def attend_streams(
     groups = query.shape[1] // request.key.shape[1]
     outs: list[Tensor] = []
     order: list[int] = []
-    for heads, store, (key, value, record) in read:
-        members = [head * groups + member for head in heads for member in range(groups)]
-        ring = isinstance(store, Ring)
+    for group, (key, value, record) in read:
+        members = [head * groups + member for head in group.heads for member in range(groups)]
         part = AttentionRequest(
             some_heads(query, members),
             key if record is not None else key.to(query.dtype),
             value if record is not None else value.to(query.dtype),
-            structure_of(structure, store.window, store.sinks) if isinstance(store, Ring) else structure,
+            structure if group.span is None else structure_of(structure, group.span),
             request.scaling,
             request.dropout,
             request.softcap,
             None if request.sink_logits is None else request.sink_logits[members],
             stored=record,
         )
-        outs.append(_answer(module, program.of_heads(heads, all_keys=ring), part, forced))
-        order += heads
+        own = program.of_heads(group.heads, all_keys=group.span is not None)
+        outs.append(_answer(module, own, part, forced))
+        order += group.heads
     return joined_heads(outs, order, groups, dim=2)
 
 

@@ -19,8 +19,8 @@ from adaattn_hf.backends.select import BACKENDS, choose, order, refusals_of
 from adaattn_hf.plans.plan import LayerPlan, Plan
 from adaattn_hf.plans.wording import legend
 
+from ..cache.caches import AdaAttnCache
 from ..cache.memory import CacheMemory, memory_of
-from ..cache.stored import AdaAttnCache
 from ..models.cache_keyword import cache_in, with_cache
 from ..models.support import model_in, refuse_other_attention, runs_ours, towers_of
 from ..plans.attach import plan_of

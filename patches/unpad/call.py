@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,18 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..models.cache_keyword import CACHE_KEYWORDS, cache_in, cache_keyword
 from ..models.families import family_of
 from ..models.support import is_ours
-from .layout import PackedLayout
-from .positions import PositionRule
-from .prefill import PackedPrefill
+from .layout import PackedLayout, PackedPrefill
 
 IGNORED_LABEL = -100
-_DROPPED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_REPLACED = (
+    "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
+)  # fmt: skip
 _WEIGHTS = ("output_attentions", "output_router_logits")
+PositionRule = Callable[[Tensor | None, Tensor, Tensor], Tensor]
+"""(`input_ids` or None, 2-D mask, a tensor on the device) -> position ids `[batch or 1, length]`."""
+
+# Model types that number the real tokens; others number the columns.
+_COUNT_MASK = ("opt", "biogpt")
 
 
 @dataclass(frozen=True)
@@ -28,32 +34,7 @@ class Pass:
     """Why a call is not packed. `costs`: its padding is (or may be) computed, then."""
 
     reason: str
-    costs: bool
-
-
-NO_MASK = Pass("no attention_mask", False)
-NO_PADDING = Pass("no padding", False)
-ONE_TOKEN = Pass("one token per row", False)
-PACKED = Pass("already packed (cu_seq_lens_q)", False)
-OTHER_RANK = Pass("inputs are not [batch, length]", True)
-ONLY_PADDING = Pass("nothing but padding", True)
-PREPARED_MASK = Pass("attention_mask is not the 2-D mask of the padding", True)
-CACHE = Pass("the cache holds tokens already", True)
-CROSS = Pass("cross-attention (encoder_hidden_states)", True)
-HOLES = Pass("padding between real tokens, where a window counts columns", True)
-FIRST_TOKEN = Pass("a row does not begin with a real token, and its first place is pooled", True)
-LABELS = Pass("a label is scored at a padding position", True)
-OTHER_ATTENTION = Pass("another attention implementation was set since the model was prepared", True)
-SPANS = Pass("the loss of start_positions is over padding positions, too", True)
-
-
-@dataclass(frozen=True)
-class PackedCall:
-    """A packed call, and what is needed to pad its outputs."""
-
-    kwargs: dict[str, Any]
-    layout: PackedLayout
-    prefill: PackedPrefill | None
+    costs: bool = True
 
 
 def arguments_of(
@@ -88,39 +69,41 @@ def read_layout(
     inputs = arguments.get("inputs_embeds") if inputs is None else inputs
     mask, past = arguments.get("attention_mask"), cache_in(arguments)
     if mask is None:
-        return NO_MASK
+        return Pass("no attention_mask", costs=False)
     if inputs is None or inputs.ndim != (2 if arguments.get("input_ids") is not None else 3):
-        return OTHER_RANK
+        return Pass("inputs are not [batch, length]")
     if inputs.shape[1] == 1:
-        return ONE_TOKEN
+        return Pass("one token per row", costs=False)
+    prepared = Pass("attention_mask is not the 2-D mask of the padding")
     if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return PREPARED_MASK
+        return prepared
     if arguments.get("cu_seq_lens_q") is not None:
-        return PACKED
+        return Pass("already packed (cu_seq_lens_q)", costs=False)
     if past is not None and int(past.get_seq_length()) > 0:
-        return CACHE
+        return Pass("the cache holds tokens already")
     if mask.shape != inputs.shape[:2]:
-        return PREPARED_MASK
-    layout = PackedLayout.of(mask)
+        return prepared
+    layout = PackedLayout(mask)
     if layout.full:
-        return NO_PADDING
+        return Pass("no padding", costs=False)
     if layout.tokens == 0:
-        return ONLY_PADDING
+        return Pass("nothing but padding")
     if not is_ours(getattr(config, "_attn_implementation", None)):
-        return OTHER_ATTENTION  # which would read across the rows of the batch
+        # which would read across the rows of the batch
+        return Pass("another attention implementation was set since the model was prepared")
     if arguments.get("encoder_hidden_states") is not None:
-        return CROSS
+        return Pass("cross-attention (encoder_hidden_states)")
     for name in _WEIGHTS:
         asked = arguments.get(name)
         if asked if asked is not None else getattr(config, name, False):
-            return Pass(f"{name} asks for what only the padded form has", True)
+            return Pass(f"{name} asks for what only the padded form has")
     if pools_first and not layout.from_first:
-        return FIRST_TOKEN
+        return Pass("a row does not begin with a real token, and its first place is pooled")
     if not layout.contiguous and _has_window(config):
-        return HOLES
+        return Pass("padding between real tokens, where a window counts columns")
     for name, value in arguments.items():
         if isinstance(value, Tensor) and not _known_shape(name, value, layout):
-            return Pass(f"{name} has shape {list(value.shape)}, which is not [batch, length, ...]", True)
+            return Pass(f"{name} has shape {list(value.shape)}, which is not [batch, length, ...]")
     return layout
 
 
@@ -161,7 +144,7 @@ def pack_call(
     *,
     cache: str | None,
     shifted_labels: bool = False,
-) -> PackedCall:
+) -> dict[str, Any]:
     """The packed call: one row of real tokens with their positions, and `cu_seq_lens` for the borders between rows.
 
     Args:
@@ -173,31 +156,29 @@ def pack_call(
         cache: What the model's forward calls its cache; None if it takes none.
         shifted_labels: Whether `labels[t + 1]` is scored at `t`; the first token of a row is never scored, then.
     """
-    mask = arguments["attention_mask"]
     inputs = arguments.get("input_ids")
     like = inputs if inputs is not None else arguments["inputs_embeds"]
     positions = arguments.get("position_ids")
     if positions is None:
-        positions = rule(inputs, mask, like)
-    kwargs: dict[str, Any] = {"position_ids": layout.pack(positions.expand(layout.batch, layout.length))}
-    for name, value in arguments.items():
-        if name in _DROPPED or name == "position_ids":
-            continue
-        kwargs[name] = layout.pack(value) if isinstance(value, Tensor) and value.ndim >= 2 else value
+        positions = rule(inputs, arguments["attention_mask"], like)
+    kwargs = {
+        name: layout.pack(value) if isinstance(value, Tensor) and value.ndim >= 2 else value
+        for name, value in arguments.items()
+        if name not in _REPLACED
+    }
+    kwargs["position_ids"] = layout.pack(positions.expand(layout.batch, layout.length))
     labels = kwargs.get("labels")
     if shifted_labels and labels is not None:
         starts = layout.cu_seq_lens[:-1][layout.cu_seq_lens.diff() > 0]
         kwargs["labels"] = labels.index_fill(1, starts.long().to(labels.device), IGNORED_LABEL)
-    longest = max(layout.lengths)
     kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_k"] = layout.cu_seq_lens.to(like.device)
-    kwargs["max_length_q"] = kwargs["max_length_k"] = longest
-    prefill = None
+    kwargs["max_length_q"] = kwargs["max_length_k"] = max(layout.lengths)
     if cache is not None and has_cache(config):
         past: Cache | None = arguments.get(cache)
         if past is None and makes_cache(module, arguments, config):
             past = DynamicCache(config=config)
-        prefill = kwargs[cache] = PackedPrefill(past, layout)
-    return PackedCall(kwargs, layout, prefill)
+        kwargs[cache] = PackedPrefill(past, layout)
+    return kwargs
 
 
 def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> Pass | None:
@@ -211,7 +192,7 @@ def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> Pass | Non
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
     if arguments.get("start_positions") is not None:
-        return SPANS
+        return Pass("the loss of start_positions is over padding positions, too")
     pads = ~mask.bool()
     for name in ("labels", "shift_labels"):
         labels = arguments.get(name)
@@ -222,5 +203,33 @@ def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> Pass | Non
         if shifted and name == "labels":
             bad = bad[:, 1:] | (scored[:, 1:] & pads[:, :-1])
         if bool(torch.any(bad)):
-            return LABELS
+            return Pass("a label is scored at a padding position")
     return None
+
+
+def _columns(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
+    return torch.arange(mask.shape[1], device=like.device)[None]
+
+
+def _real_tokens(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
+    real = mask.long().to(like.device)
+    return real.cumsum(dim=1) * real - 1
+
+
+def _after_padding_index(
+    input_ids: Tensor | None, mask: Tensor, like: Tensor, *, padding_index: int
+) -> Tensor:
+    """RoBERTa's rule: real tokens are numbered from `padding_index + 1`, padding gets `padding_index`."""
+    if input_ids is None:
+        return _columns(None, mask, like) + padding_index + 1
+    real = input_ids.ne(padding_index).long()
+    return real.cumsum(dim=1) * real + padding_index
+
+
+def position_rule(trunk: nn.Module, config: Any) -> PositionRule:
+    """The rule by which this model numbers the positions of a padded batch; packed tokens must keep these."""
+    for module in trunk.modules():
+        if hasattr(module, "create_position_ids_from_inputs_embeds") and "padding_idx" in vars(module):
+            # no closure, which could not be pickled with the model
+            return functools.partial(_after_padding_index, padding_index=int(vars(module)["padding_idx"]))
+    return _real_tokens if getattr(config, "model_type", "") in _COUNT_MASK else _columns

@@ -17,13 +17,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers.cache_utils import Cache
 
 from adaattn_hf.attention.tap import tracing
 
 from ..models.cache_keyword import cache_keyword
-from .call import PackedCall, Pass, arguments_of, has_cache, pack_call, read_layout, scored_padding
-from .positions import position_rule
+from .call import Pass, arguments_of, has_cache, pack_call, position_rule, read_layout, scored_padding
+from .layout import PackedLayout, PackedPrefill
 
 logger = logging.getLogger("adaattn_hf")
 
@@ -44,8 +43,7 @@ class _Frame:
 
     module: nn.Module
     owner: Unpadding
-    call: PackedCall | None = None
-    within: PackedCall | None = None
+    layout: PackedLayout | None = None
     blocked: Pass | None = None
     padded: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -81,6 +79,7 @@ class Unpadding:
         self.config: Any = trunk.config
         self._top_signature = inspect.signature(type(top).forward)
         self._trunk_signature = inspect.signature(type(trunk).forward)
+        self.takes_cache = cache_keyword(self._trunk_signature) is not None
         self._rule = position_rule(trunk, self.config)
         ending = next((end for end in _TOKEN_WISE if type(top).__name__.endswith(end)), None)
         self.token_wise = ending is not None and top is not trunk and getattr(trunk, "pooler", None) is None
@@ -93,9 +92,9 @@ class Unpadding:
 
     def install(self) -> None:
         """Registers the hooks."""
-        if self.top is not self.trunk:
-            self._hook(self.top, self._enter_top)
-        self._hook(self.trunk, self._enter_trunk)
+        for module in dict.fromkeys((self.top, self.trunk)):
+            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         pooler = getattr(self.trunk, "pooler", None)
         if isinstance(pooler, nn.Linear):
             # the model slices the first token off before it calls this pooler
@@ -103,15 +102,6 @@ class Unpadding:
             self._handles.append(encoder.register_forward_hook(self._leave_encoder))
         elif isinstance(pooler, nn.Module):
             self._handles.append(pooler.register_forward_pre_hook(self._enter_pooler))
-
-    @property
-    def trunk_parameters(self) -> frozenset[str]:
-        """Names of the parameters of the base model's forward."""
-        return frozenset(self._trunk_signature.parameters)
-
-    def _hook(self, module: nn.Module, enter: Any) -> None:
-        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:
         """Removes the hooks."""
@@ -124,30 +114,44 @@ class Unpadding:
         return not self.enabled or tracing() or any(frame.module is module for frame in _frames.get())
 
     # ------------------------------------------------------------------ pre-hooks
-    def _enter_top(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.enabled or tracing():
-            return None
-        arguments = arguments_of(self._top_signature, args, kwargs)
-        frame = _Frame(module, self)
-        _frames.set((*self._open(module), frame))
-        frame.blocked = scored_padding(arguments, shifted=self._shifted)
-        if frame.blocked is None and self.token_wise and _keeps_all_logits(arguments):
-            return self._pack(frame, arguments, self._top_signature, self._shifted)
-        return None
-
-    def _enter_trunk(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The packed arguments, or None to leave the call as it is, whose reasons the base model counts."""
         if not self.enabled or tracing():
             return None
         frames = self._open(module)
         outer = next((f for f in reversed(frames) if f.owner is self), None)
-        frame = _Frame(module, self, within=outer.call if outer is not None else None)
+        frame = _Frame(module, self)
         _frames.set((*frames, frame))
-        if frame.within is not None:
+        if outer is not None and outer.layout is not None:
             return None
-        signature = self._trunk_signature
+        at_trunk = module is self.trunk
+        signature = self._trunk_signature if at_trunk else self._top_signature
         arguments = arguments_of(signature, args, kwargs)
-        frame.blocked = outer.blocked if outer is not None else None
-        return self._pack(frame, arguments, signature, False, count=True)
+        if at_trunk:
+            frame.blocked = None if outer is None else outer.blocked
+        else:
+            frame.blocked = scored_padding(arguments, shifted=self._shifted)
+            if frame.blocked is not None or not (self.token_wise and _keeps_all_logits(arguments)):
+                return None
+        layout = read_layout(arguments, self.config, pools_first=self.pools_first)
+        if not isinstance(layout, Pass) and frame.blocked is not None:
+            layout = frame.blocked
+        if isinstance(layout, Pass):
+            if at_trunk:
+                self._count(layout)
+            return None
+        self.calls[UNPADDED] += 1
+        packed = pack_call(
+            module,
+            arguments,
+            layout,
+            self._rule,
+            self.config,
+            cache=cache_keyword(signature),
+            shifted_labels=self._shifted and not at_trunk,
+        )
+        frame.layout = layout
+        return (), packed
 
     def _open(self, module: nn.Module) -> tuple[_Frame, ...]:
         """The open frames where a module is entered, without those that KeyboardInterrupt has left open.
@@ -158,34 +162,6 @@ class Unpadding:
         if any(frame.owner is self and frame.module is module for frame in frames):
             return tuple(frame for frame in frames if frame.owner is not self)
         return frames
-
-    def _pack(
-        self,
-        frame: _Frame,
-        arguments: dict[str, Any],
-        signature: inspect.Signature,
-        shifted: bool,
-        count: bool = False,
-    ) -> tuple[tuple[()], dict[str, Any]] | None:
-        """The packed arguments, or None to leave the call as it is; with `count`, reasons for that are counted."""
-        layout = read_layout(arguments, self.config, pools_first=self.pools_first)
-        if not isinstance(layout, Pass) and frame.blocked is not None:
-            layout = frame.blocked
-        if isinstance(layout, Pass):
-            if count:
-                self._count(layout)
-            return None
-        self.calls[UNPADDED] += 1
-        frame.call = pack_call(
-            frame.module,
-            arguments,
-            layout,
-            self._rule,
-            self.config,
-            cache=cache_keyword(signature),
-            shifted_labels=shifted,
-        )
-        return (), frame.call.kwargs
 
     def _count(self, passed: Pass) -> None:
         self.calls[passed.reason] += 1
@@ -202,55 +178,44 @@ class Unpadding:
 
     # ------------------------------------------------------------------ hooks
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if tracing():
-            return None
-        frames = _frames.get()
+        frames = () if tracing() else _frames.get()
         if not frames or frames[-1].module is not module:
             return None
         _frames.set(frames[:-1])
-        frame = frames[-1]
-        if frame.call is None or output is None:
-            return None
-        return self._padded(output, frame)
+        return None if output is None else _padded(output, frames[-1])
 
     def _enter_pooler(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         frame = self._current()
-        return None if frame is None else tuple(self._padded(a, frame) for a in args)
+        return None if frame is None else tuple(_padded(a, frame) for a in args)
 
     def _leave_encoder(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         frame = self._current()
-        return None if frame is None else self._padded(output, frame)
+        return None if frame is None else _padded(output, frame)
 
     def _current(self) -> _Frame | None:
         """The frame of the running base model, if it runs on packed tokens."""
-        if tracing():
-            return None
-        frames = _frames.get()
-        if not frames or frames[-1].owner is not self:
-            return None
-        return frames[-1] if frames[-1].call is not None else None
+        frames = () if tracing() else _frames.get()
+        return frames[-1] if frames and frames[-1].owner is self else None
 
-    def _padded(self, value: Any, frame: _Frame) -> Any:
-        """Outputs in padded form: hidden states and logits with zeros at padding, and the caller's own cache."""
-        call = frame.call
-        if call is None:
-            return value
-        if isinstance(value, Tensor):
-            if not call.layout.is_packed(value):
-                return value
-            # pad each tensor once: outputs that are the same object must stay the same object
-            if id(value) not in frame.padded:
-                frame.padded[id(value)] = (value, call.layout.pad(value))
-            return frame.padded[id(value)][1]
-        if isinstance(value, Cache):
-            return call.prefill.target if call.prefill is not None and value is call.prefill else value
-        if isinstance(value, dict):
-            for name in list(value):
-                value[name] = self._padded(value[name], frame)
-            return value
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._padded(v, frame) for v in value)
+
+def _padded(value: Any, frame: _Frame) -> Any:
+    """Outputs in padded form: hidden states and logits with zeros at padding, and the caller's own cache."""
+    layout = frame.layout
+    if layout is None:
         return value
+    if isinstance(value, Tensor) and layout.is_packed(value):
+        # pad each tensor once: outputs that are the same object must stay the same object
+        if id(value) not in frame.padded:
+            frame.padded[id(value)] = (value, layout.pad(value))
+        return frame.padded[id(value)][1]
+    if isinstance(value, PackedPrefill) and value.layout is layout:
+        return value.target
+    if isinstance(value, dict):
+        for name in list(value):
+            value[name] = _padded(value[name], frame)
+    elif isinstance(value, (tuple, list)):
+        return type(value)(_padded(v, frame) for v in value)
+    return value
 
 
 def _keeps_all_logits(arguments: dict[str, Any]) -> bool:

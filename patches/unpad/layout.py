@@ -1,68 +1,43 @@
-"""Packs a padded batch into one row of real tokens and pads it again, by gather indices and `cu_seq_lens`."""
+"""Packs a padded batch into one row of real tokens and pads it again, and the keys of its cache likewise."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
 
 
-@dataclass(frozen=True, eq=False)
 class PackedLayout:
     """Maps the real tokens of `[batch, length]`, row after row, to one packed row `[1, tokens]`, and back.
 
     Attributes:
         batch, length: Shape of the padded form.
         lengths: Number of real tokens in each row.
+        starts: Column of the first real token of each row, `length` where a row has none.
         index: `[tokens]` gather indices of the real tokens in the flattened padded form.
         cu_seq_lens: `[batch + 1]` int32, cumulative sums of `lengths` from 0.
         contiguous: Whether no row has padding between real tokens.
-        from_first: Whether position 0 of every row is a real token.
     """
 
-    batch: int
-    length: int
-    lengths: tuple[int, ...]
-    index: Tensor
-    cu_seq_lens: Tensor
-    contiguous: bool
-    from_first: bool
+    def __init__(self, mask: Tensor) -> None:
+        """The layout for a padding mask `[batch, length]`, true for real tokens; copies it to the host."""
+        real = mask.detach().bool().cpu()
+        self.batch, self.length = real.shape
+        counts, ones = real.sum(dim=1), real.int()
+        first = torch.where(real.any(1), ones.argmax(1), self.length)
+        last = self.length - 1 - ones.flip(1).argmax(1)
+        self.lengths: tuple[int, ...] = tuple(counts.tolist())
+        self.starts: tuple[int, ...] = tuple(first.tolist())
+        self.index = real.flatten().nonzero().flatten().to(mask.device)
+        self.cu_seq_lens = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(mask.device)
+        self.contiguous = bool(((last - first + 1 == counts) | (counts == 0)).all())
 
-    @classmethod
-    def of(cls, mask: Tensor) -> PackedLayout:
-        """The layout for a padding mask `[batch, length]`, true for real tokens.
-
-        Copies the mask to the host (synchronises).
-        """
-        host = mask.detach().bool().cpu()
-        lengths = host.sum(dim=1)
-        columns = torch.arange(host.shape[1], device="cpu")
-        first = torch.where(host, columns, host.shape[1]).amin(dim=1)
-        last = torch.where(host, columns, -1).amax(dim=1)
-        cu_seq_lens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cpu")
-        cu_seq_lens[1:] = lengths.cumsum(0)
-        return cls(
-            batch=host.shape[0],
-            length=host.shape[1],
-            lengths=tuple(lengths.tolist()),
-            index=host.flatten().nonzero().flatten().to(mask.device),
-            cu_seq_lens=cu_seq_lens.to(mask.device),
-            contiguous=bool(((last - first + 1).clamp(min=0) == lengths).all()),
-            from_first=bool(host[:, 0].all()),
-        )
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """Column of the first real token of each row, `length` where a row has none."""
-        if not self.tokens:
-            return (self.length,) * self.batch
-        first = self.index.cpu()[self.cu_seq_lens[:-1].cpu().long().clamp_max(self.tokens - 1)]
-        columns = (first % self.length).tolist()
-        return tuple(
-            column if count else self.length for column, count in zip(columns, self.lengths, strict=True)
-        )
+    @property
+    def from_first(self) -> bool:
+        """Whether position 0 of every row is a real token."""
+        return not any(self.starts)
 
     @property
     def tokens(self) -> int:
@@ -91,3 +66,30 @@ class PackedLayout:
     def is_packed(self, tensor: Tensor) -> bool:
         """Whether a tensor has this layout's packed shape `[1, tokens, features]`."""
         return tensor.ndim == 3 and tensor.shape[0] == 1 and tensor.shape[1] == self.tokens
+
+
+class PackedPrefill(Cache):
+    """Replaces an empty cache, or none, during one forward pass over packed tokens.
+
+    To the model it looks empty, so masks and positions are those of a call without a cache. Keys and values go to
+    attention unchanged and to `target` padded, with zeros at padding, which later calls mask. That a cache is passed
+    also keeps Transformers from inferring packed documents from gaps in the position ids.
+    """
+
+    def __init__(self, target: Cache | None, layout: PackedLayout) -> None:
+        """`target` is the caller's empty cache, or None where the call returns no cache."""
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.target = target
+        self.layout = layout
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores `[1, heads, tokens, head_dim]` in padded form and returns it unchanged."""
+        if self.target is not None:
+            keys, values = self.layout.pad_heads(key_states), self.layout.pad_heads(value_states)
+            self.target.update(keys, values, layer_idx, *args, **kwargs)
+            layer: Any = self.target.layers[layer_idx]
+            if getattr(layer, "spans", None):  # streaming heads need to know where each row begins
+                layer.read(self.layout.starts)
+        return key_states, value_states

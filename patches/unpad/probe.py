@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.cache_keyword import CACHE_KEYWORDS
 from .hooks import Unpadding
 
 # Relative to the largest value; a token at a wrong position, or one that sees another row, is off by far more.
@@ -36,7 +35,7 @@ def probe(unpadding: Unpadding) -> tuple[str, ...]:
     target.eval()
     try:
         with torch.no_grad():
-            keywords = {"use_cache": False} if unpadding.trunk_parameters.intersection(CACHE_KEYWORDS) else {}
+            keywords = {"use_cache": False} if unpadding.takes_cache else {}
             unpadding.enabled = False
             padded = target(input_ids=ids, attention_mask=mask, **keywords)
             unpadding.enabled = True

@@ -35,8 +35,7 @@ from adaattn_hf.calibration.texts import text_of
 from adaattn_hf.cli.place import Place
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.provenance import commit
-from adaattn_hf.patches.cache.carrier import StoredTensor
-from adaattn_hf.patches.cache.kept import refuse_assigned
+from adaattn_hf.patches.cache.layers import FullLayer
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.call.paged import paged_function
 from adaattn_hf.patches.mask.masks import adaattn_mask
@@ -129,6 +128,14 @@ def load_damaged() -> Any:
         path = adaattn_hf.save_cache(adaattn_hf.AdaAttnCache(model, "int8"), Path(directory) / "prompt")
         path.write_bytes(path.read_bytes().replace(b"int8", b"k8v4"))
         return adaattn_hf.load_cache(path, model)
+
+
+@torch.no_grad()
+def numbers_for_codes() -> Any:
+    layer, tokens = FullLayer("int8"), torch.zeros(1, 2, 6, 4)
+    layer.update(tokens, tokens)
+    layer.keys = tokens
+    return layer.update(tokens, tokens)
 
 
 def run_unrouted() -> Any:
@@ -392,7 +399,7 @@ CASES = (
     ),
     Case(
         "puts numbers in the place of a cache's codes",
-        lambda: refuse_assigned(torch.zeros(1, 2, 6, 4), StoredTensor),
+        numbers_for_codes,
         TypeError,
         ("cache", "replaced by a Tensor", "expected them left as they are", 'cache="model"'),
     ),

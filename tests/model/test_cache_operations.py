@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import adaattn_hf
 from adaattn_hf.eval.timing import peak_bytes
-from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
+from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
 from studies.cache_speed import held_bytes
 
 from ..support.choices import make_choice

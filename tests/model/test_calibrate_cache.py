@@ -24,7 +24,7 @@ from adaattn_hf.calibration.search import solve
 from adaattn_hf.calibration.storage import choose_storage
 from adaattn_hf.cli.pictures.explorer import explorer
 from adaattn_hf.cli.pictures.grid import notes
-from adaattn_hf.patches.cache.stored import AdaAttnCache
+from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError

@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 import adaattn_hf
 from adaattn_hf.cli.main import app
-from adaattn_hf.patches.cache.stored import CACHES, AdaAttnCache
+from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
 from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
 from adaattn_hf.plans.program import Program
 from adaattn_hf.plans.tensors import LayerTensors
+from studies.cache_speed import held_bytes
 
 from ..support.choices import make_choice
 from ..support.versions import needs_tracing
@@ -92,7 +93,7 @@ def run(model: Any, tokens: Tensor, cache: Any, *lengths: int, mask: Tensor | No
 
 
 def held(cache: Any) -> int:
-    return sum(layer.nbytes for layer in cache.layers)
+    return held_bytes(cache)
 
 
 @pytest.mark.parametrize("stored", CACHES)
@@ -240,9 +241,7 @@ def test_a_plan_of_windows_and_precisions_runs_over_a_cache_of_codes(streaming: 
     with torch.no_grad():
         first = model(tokens[:, :80], use_cache=True)
     assert torch.equal(first.logits, exact[:, :80])
-    assert type(first.past_key_values.layers[0]).__name__ == (
-        "StreamingLayer" if streaming else "StoredLayer"
-    )
+    assert type(first.past_key_values.layers[0]).__name__ == ("StreamingLayer" if streaming else "FullLayer")
     steps = run(model, tokens, first.past_key_values, *[1] * 20)
     difference = (steps - exact[:, 80:]).abs()
     assert 1e-5 < float(difference.mean() / exact.std()) < 0.02

@@ -85,19 +85,19 @@ def first_linear_rows(model: nn.Module) -> list[int]:
 # ---------------------------------------------------------------- layout
 def test_layout_goes_both_ways() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1], [1, 0, 1, 0]])
-    layout = PackedLayout.of(mask)
+    layout = PackedLayout(mask)
     assert layout.lengths == (2, 0, 3, 2)
     assert layout.cu_seq_lens.tolist() == [0, 2, 2, 5, 7]
     assert not layout.contiguous
     assert not layout.from_first
     assert layout.starts == (0, 4, 1, 0)
-    assert PackedLayout.of(mask[1:2]).starts == (4,)
+    assert PackedLayout(mask[1:2]).starts == (4,)
     x = torch.randn(4, 4, 5)
     packed = layout.pack(x)
     assert torch.equal(packed[0], x[mask.bool()])
     assert torch.equal(layout.pad(packed), x * mask[..., None])
-    assert PackedLayout.of(mask[:1]).contiguous
-    assert PackedLayout.of(torch.ones(2, 3)).full
+    assert PackedLayout(mask[:1]).contiguous
+    assert PackedLayout(torch.ones(2, 3)).full
 
 
 # ---------------------------------------------------------------- forward
@@ -418,8 +418,8 @@ def test_generate_gives_the_same_tokens(name: str, flow: dict[str, Any]) -> None
     if "cache_implementation" not in flow:
         assert adaattn_hf.unpad_calls(ours)[UNPADDED] == 1
         assert {type(layer).__name__ for layer in outs[1].past_key_values.layers} <= {
-            "GrowingLayer",
-            "GrowingSlidingLayer",
+            "FullLayer",
+            "SlidingLayer",
         }
 
 

@@ -329,7 +329,7 @@ def test_encoder_decoders_get_growing_caches() -> None:
     ]
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     layers = outs[1].past_key_values.self_attention_cache.layers
-    assert {type(layer).__name__ for layer in layers} == {"GrowingLayer"}
+    assert {type(layer).__name__ for layer in layers} == {"FullLayer"}
 
 
 # ---------------------------------------------------------------- training and other libraries

@@ -19,8 +19,8 @@ from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import NOBODY, Recorder, listening, recording, tapping
 from adaattn_hf.backends import select
-from adaattn_hf.patches.cache.stored import AdaAttnCache
-from adaattn_hf.patches.cache.tokens import StoredTokens
+from adaattn_hf.patches.cache.caches import AdaAttnCache
+from adaattn_hf.patches.cache.tokens import Tokens
 from adaattn_hf.patches.call import interface
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask import structured_mask
@@ -345,10 +345,10 @@ def test_steps_over_codes_are_ordinary_calls(long: list[int]) -> None:
 
 
 def test_codes_and_plain_integers_are_not_taken_for_one_another() -> None:
-    module, tokens = layer(), StoredTokens(*(torch.zeros(1, 2, 0, 32),) * 2, "int8")
+    module, tokens = layer(), Tokens(*(torch.zeros(1, 2, 0, 32),) * 2, "int8")
     keys = torch.randn(1, 2, 20, 32)
     tokens.append(keys, keys)
-    key, value = tokens.carriers()
+    key, value = tokens.shown()
     query = torch.randn(1, 4, 1, 32)
     with torch.no_grad():
         first, _ = attend(module, query, key, value, None)
@@ -361,13 +361,13 @@ def test_codes_and_plain_integers_are_not_taken_for_one_another() -> None:
 @pytest.mark.parametrize("what", ["scales", "mean", "first"])
 def test_a_record_that_does_not_belong_to_its_codes_is_refused(what: str) -> None:
     """The memory behind it would be read all the same."""
-    module, tokens = layer(), StoredTokens(*(torch.zeros(1, 2, 0, 32),) * 2, "int8")
+    module, tokens = layer(), Tokens(*(torch.zeros(1, 2, 0, 32),) * 2, "int8")
     keys = torch.randn(1, 2, 20, 32)
     tokens.append(keys, keys)
     query = torch.randn(1, 4, 1, 32)
     with torch.no_grad():
-        attend(module, query, *tokens.carriers(), None)
-        key, value = tokens.carriers()
+        attend(module, query, *tokens.shown(), None)
+        key, value = tokens.shown()
         record = key.record
         assert record is not None
         if what == "scales":

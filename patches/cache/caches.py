@@ -1,0 +1,286 @@
+"""Key/value caches for Transformers that grow in place, as numbers or as codes of 8 or 4 bits that attention reads.
+
+    model.generate(**inputs, past_key_values=adaattn_hf.GrowingCache(config=model.config))
+    model.generate(**inputs, past_key_values=adaattn_hf.AdaAttnCache(model, "int8"))
+
+or once for a model, pipelines included: `adaattn_hf.prepare(model)`, `adaattn_hf.prepare(model, cache="int8")`.
+
+`DynamicCache` concatenates: every token generated moves the whole past of every layer. These write behind the past.
+Codes are made when tokens are written, and never turned into numbers as a whole. A prompt read in one pass is attended
+to in full precision; later calls read the codes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..models.families import family_of
+from ..plans.attach import plan_of
+from .growing import GROWTH, check_room
+from .layers import FullLayer, SlidingLayer, check_channels
+from .streaming import Spans, StreamingLayer, spans_of
+from .tokens import CACHES as CACHES
+
+
+class GrowingCache(DynamicCache):
+    """`DynamicCache` without concatenation: same methods, same keys and values.
+
+    Layers other than those of full, sliding or chunked attention (recurrent states, indexers) stay Transformers' own.
+    """
+
+    def __init__(
+        self,
+        ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
+        config: Any = None,
+        reserve: int = 0,
+        growth: float = GROWTH,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
+    ) -> None:
+        """An empty cache, or one filled with keys and values.
+
+        Args:
+            ddp_cache_data: Per layer keys, values and, where it slides, the window, as iterating over a cache
+                gives them; how `torch.nn.DataParallel` puts caches together.
+            config: Of the model; tells which layers slide. Without it all layers keep everything.
+            reserve: Tokens for which room is made at once in layers that keep everything, e.g. prompt plus
+                `max_new_tokens`: then nothing ever moves.
+            growth: Factor on the length when room is made. 1.25 wastes at most a quarter.
+            offloading, offload_only_non_sliding: As in `DynamicCache`.
+
+        Raises:
+            ValueError: `growth` is not larger than 1, or `reserve` is negative.
+        """
+        super().__init__(
+            config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
+        )
+        convert_layers(self, "model", reserve=reserve, growth=growth)
+        for index, (keys, values, *window) in enumerate(ddp_cache_data or ()):
+            if config is None:
+                sliding = window[0] if window else None
+                self.layers.append(
+                    FullLayer("model", reserve, growth)
+                    if sliding is None
+                    else SlidingLayer("model", int(sliding), growth)
+                )
+            if keys is not None and values is not None:
+                layer: Any = self.layers[index]
+                layer.update(keys, values)
+
+
+class AdaAttnCache(DynamicCache):
+    """A cache that keeps keys and values as asked, grows in place, and is read as it is stored."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stored: str | None = None,
+        *,
+        reserve: int = 0,
+        max_cache_len: int | None = None,
+        growth: float = GROWTH,
+        streaming: bool | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
+    ) -> None:
+        """An empty cache for a model.
+
+        Args:
+            model: Loaded with `attn_implementation="adaattn"`.
+            stored: `"model"` (numbers in the model's dtype), `"int8"` (one scale per token and head) or `"k8v4"` (int8
+                keys, values of four bits). None: what the model's plan was proven with, `"int8"` without such a proof.
+            reserve: Tokens for which room is made at once in layers that keep everything.
+            max_cache_len: The same, and more is refused: memory is what it was at the first token.
+            growth: Factor on the length when room is made.
+            streaming: Heads to which the model's plan gives a window keep its first and last tokens alone, for
+                sequences up to the length that the plan speaks for. None: as the plan was proven, where `stored` is
+                None, too.
+            offloading: As in `DynamicCache`.
+            offload_only_non_sliding: As in `DynamicCache`.
+
+        Raises:
+            TypeError: `model` is no model.
+            ValueError: The model cannot read such a cache, `streaming` is asked of a model whose plan has no windows or
+                beside `offloading`, that of a model on a CPU, or the room is no number of tokens.
+        """
+        if not hasattr(model, "config"):
+            raise TypeError(
+                f"model: got {type(model).__name__}, expected the loaded Transformers model that shall read the cache; "
+                'call AdaAttnCache(model, "int8")'
+            )
+        self.stored, self.streaming = stored_as(model, stored, streaming, "int8")
+        check_stored(model, self.stored, self.streaming)
+        self.made_for = made_for(model)
+        if offloading and model.device.type == "cpu":
+            raise ValueError(
+                "offloading: got True for a model on cpu, expected one on a CUDA device, whose memory it saves; leave "
+                "it out"
+            )
+        config = model.config.get_text_config(decoder=True)
+        super().__init__(
+            config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
+        )
+        convert(
+            self,
+            model,
+            self.stored,
+            self.streaming,
+            reserve=reserve,
+            growth=growth,
+            max_cache_len=max_cache_len,
+        )
+
+
+def convert(cache: Cache, model: PreTrainedModel, stored: str, streaming: bool, **room: Any) -> Cache:
+    """Give an empty `DynamicCache` of a model layers that keep what is asked for; returns the cache.
+
+    Raises:
+        ValueError: As `convert_layers`; streaming heads are asked for beside offloading, or of a model whose plan has
+            no windows.
+    """
+    if streaming and cache.offloading:
+        raise ValueError(
+            "offloading: got True for a cache with streaming heads, whose tokens attention writes where it runs, "
+            "expected False; such heads keep little, or use streaming=False"
+        )
+    return convert_layers(cache, stored, spans_of(model) if streaming else {}, **room)
+
+
+def convert_layers(
+    cache: Cache,
+    stored: str,
+    spans: Mapping[int, Spans] | None = None,
+    *,
+    reserve: int = 0,
+    growth: float = GROWTH,
+    max_cache_len: int | None = None,
+) -> Cache:
+    """Give a `DynamicCache` that is still empty layers that grow in place; returns the cache.
+
+    Args:
+        cache: The cache.
+        stored: What its layers keep, one of `CACHES`.
+        spans: What heads keep, by layer, where some keep less than all.
+        reserve, growth, max_cache_len: As in `AdaAttnCache`.
+
+    Raises:
+        ValueError: The cache holds tokens already, codes are asked of a layer that is neither of full nor of sliding
+            attention, or there is no room as asked.
+    """
+    check_room(reserve, growth, max_cache_len)
+    if holds_tokens(cache):
+        raise ValueError(
+            f"cache: this {type(cache).__name__} holds tokens already; change its layers before the first update"
+        )
+    room: dict[str, Any] = {"reserve": reserve, "growth": growth, "max_cache_len": max_cache_len}
+    # a cache without a configuration makes each layer when its first token comes
+    while spans and len(cache.layers) <= max(spans):
+        made: Any = cache.layer_class_to_replicate
+        cache.layers.append(made())
+    cache.layers = [
+        _in_place(layer, stored, (spans or {}).get(index), room) for index, layer in enumerate(cache.layers)
+    ]
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = cast(Any, functools.partial(FullLayer, stored, **room))
+    return cache
+
+
+def _in_place(layer: Any, stored: str, spans: Spans | None, room: Mapping[str, Any]) -> Any:
+    """What does an empty stock layer's work; layers of other kinds keep numbers as they are."""
+    if type(layer) is DynamicLayer:
+        return FullLayer(stored, **room) if spans is None else StreamingLayer(spans, stored, **room)
+    if type(layer) is DynamicSlidingWindowLayer:
+        made = SlidingLayer(stored, layer.sliding_window, room["growth"])
+        made.record_past = layer.record_past
+        return made
+    if stored == "model":
+        return layer
+    raise ValueError(
+        f"cache: got {stored!r} for a model with a {type(layer).__name__}, expected layers of full or sliding "
+        'attention; use cache="model"'
+    )
+
+
+def holds_tokens(cache: Cache) -> bool:
+    """Some layer of full or sliding attention has been updated."""
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    return any(layer.is_initialized for layer in cache.layers if isinstance(layer, kinds))
+
+
+# ---------------- what a model can read
+_SIZES = (
+    "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"
+)  # fmt: skip
+
+
+def made_for(model: PreTrainedModel) -> dict[str, Any]:
+    """What a configuration says of a model's keys and values: its type and sizes, None where it has no such name."""
+    config = model.config.get_text_config(decoder=True)
+    return {name: getattr(config, name, None) for name in _SIZES}
+
+
+def stored_as(
+    model: PreTrainedModel, stored: str | None, streaming: bool | None, default: str
+) -> tuple[str, bool]:
+    """What a model's cache stores and whether heads stream: as asked, else as its plan was proven, else the default."""
+    plan = plan_of(model) if stored is None else None
+    proven = (default, False) if plan is None or plan.cache is None else plan.cache
+    return proven[0] if stored is None else stored, proven[1] if streaming is None else streaming
+
+
+def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -> None:
+    """Whether a model can read a cache that is kept so.
+
+    Raises:
+        ValueError: Unknown format, a model of another attention implementation, an encoder-decoder, one that computes
+            with its cached keys itself, or streaming heads without a plan that has windows.
+    """
+    if stored not in CACHES:
+        raise ValueError(f"cache: got {stored!r}, expected one of {', '.join(CACHES)}")
+    if stored == "model" and not streaming:
+        return
+    config = model.config.get_text_config(decoder=True)
+    convert_layers(DynamicCache(config=config), stored)
+    if computes_with_cache(model):
+        raise ValueError(
+            f"cache: got {stored!r} for {type(model).__name__}, which computes with its cached keys itself before "
+            'attention reads them, expected a model that hands them on; use cache="model", without streaming heads'
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(
+            f"cache: got {stored!r} for {type(model).__name__}, which has no attention heads, expected a model that "
+            "keeps keys and values; leave cache out"
+        )
+    check_channels(stored, getattr(config, "head_dim", None) or config.hidden_size // heads)
+    implementation = str(config._attn_implementation)
+    if not implementation.startswith("adaattn"):
+        raise ValueError(
+            f"cache: got {stored!r} for {type(model).__name__} with attn_implementation={implementation!r}, which "
+            'cannot read codes; load the model with attn_implementation="adaattn"'
+        )
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"cache: got {stored!r} for the encoder-decoder {type(model).__name__}, expected a decoder; "
+            'use cache="model"'
+        )
+    if streaming:
+        spans_of(model)
+
+
+def computes_with_cache(model: PreTrainedModel) -> bool:
+    """Whether something in a model reads its cached keys before attention does.
+
+    So do some families, and every layer whose cache holds compressed latents (MLA, which Transformers expands by this
+    method).
+    """
+    family = family_of(model.config.get_text_config(decoder=True))
+    return (family is not None and family.computes_with_cache) or any(
+        hasattr(module, "expand_kv") for module in model.modules()
+    )

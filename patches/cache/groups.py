@@ -1,0 +1,217 @@
+"""Key/value heads of a layer that keep the same tokens: all, or the first ones of each sequence (sinks) and a window.
+
+A token at position `p` lies at slot `p` until `sinks + window` slots are taken, then at `sinks + (p - sinks) % window`.
+Rotary embeddings are applied before keys are stored, so the order of slots does not matter. If a row begins with
+padding, its sinks are copied to slots `p % sinks` before the ring overwrites them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adaattn_hf.attention.stored import StoredKV
+from adaattn_hf.attention.structure import CallStructure
+
+from .tokens import Tokens
+
+Span = tuple[int, int]
+"""Window and sinks of a key/value head: it reads the last `window` tokens and the first `sinks`."""
+Read = tuple[Tensor, Tensor, "StoredKV | None"]
+"""Keys, values and what turns them into numbers, as a call reads them."""
+
+
+class HeadGroup:
+    """The tokens of some key/value heads, of which those with a span keep `sinks + window` slots."""
+
+    def __init__(self, heads: Sequence[int], tokens: Tokens, span: Span | None) -> None:
+        """Empty, as `tokens` is, which makes room for `sinks + window` tokens and no more where there is a span."""
+        self.heads, self.tokens, self.span = tuple(heads), tokens, span
+        self.count = 0
+        """Tokens that came, those that are gone counted."""
+        self.before: tuple[Tokens, int] | None = None
+        self.since: list[tuple[Tensor, Tensor, Sequence[int]]] = []
+        """What was held at the last `commit` while the past is recorded, and what came since."""
+
+    @property
+    def whole(self) -> bool:
+        """Nothing is gone."""
+        return self.span is None or self.count <= sum(self.span)
+
+    def append(self, keys: Tensor, values: Tensor, starts: Sequence[int], record_past: bool = False) -> Read:
+        """Write `[batch, heads, n, head_dim]`; returns keys, values and record as the call of these tokens reads them.
+
+        One token reads all slots as they lie; more read the sinks, the ring from its oldest token on, and themselves.
+
+        Args:
+            keys, values: The tokens.
+            starts: Position of the first token of each sequence.
+            record_past: Whether `crop` may have to take these tokens back.
+        """
+        if self.span is not None and record_past:
+            if self.before is None:
+                self.before = copy.deepcopy(self.tokens), self.count
+            self.since.append((keys, values, starts))
+        else:
+            self.commit()
+        tokens, count, past = self.tokens, keys.shape[2], self.count
+        self.count += count
+        if self.span is None or self.whole:
+            return tokens.read(tokens.append(keys, values))
+        window, sinks = self.span
+        tokens.begin(keys, values)
+        if count == 1:
+            views = self._slots()
+            at = sinks + (past - sinks) % window
+            self._save(views, range(past - window, past - window + 1), past - window - at, starts)
+            tokens.write(keys, values, views, at)
+            return tokens.read(views, first=sinks > 0)
+        views = tokens.views()
+        past_line = [view[:, :, slots_in_order(past, window, sinks, view.device)] for view in views]
+        new = [part.new_empty((*part.shape[:2], count, *part.shape[3:])) for part in past_line]
+        tokens.write(keys, values, new)
+        line = [torch.cat(pair, dim=2) for pair in zip(past_line, new, strict=True)]
+        oldest = max(sinks, past - window)
+        views = self._slots()
+        kept = slots_after(self.count, window, sinks, views[0].device)
+        kept[sinks:] -= oldest - sinks
+        for view, whole in zip(views, line, strict=True):
+            view.copy_(whole[:, :, kept])
+        # read before the sinks of rows behind padding are saved, which are not in their slots here
+        read = tokens.read(line, first=sinks > 0 or oldest == 0)
+        self._save(views, range(oldest, self.count - window), oldest - sinks, starts, line)
+        return read
+
+    def _slots(self) -> list[Tensor]:
+        """All slots, to be written; room that was made in inference mode is made anew outside of it."""
+        assert self.span is not None
+        return [part.extend(sum(self.span) - len(part)) for part in self.tokens.parts]
+
+    def _save(
+        self,
+        views: list[Tensor],
+        gone: range,
+        shift: int,
+        starts: Sequence[int],
+        source: list[Tensor] | None = None,
+    ) -> None:
+        """Copy the tokens at positions `gone`, at `position - shift` of the source, that are sinks of their row."""
+        assert self.span is not None
+        sinks = self.span[1]
+        if sinks == 0:
+            self.tokens.renew_first([], [])
+        found = [
+            (row, position)
+            for row, start in enumerate(starts)
+            if start
+            for position in range(max(start, gone.start), min(start + sinks, gone.stop))
+        ]
+        if not found:
+            return
+        rows, places = torch.tensor(found, dtype=torch.int64, device=views[0].device).unbind(1)
+        moved = [part[rows, :, places - shift] for part in source or views]
+        for view, part in zip(views, moved, strict=True):
+            view[rows, :, places % sinks] = part
+        head = (places % sinks == 0).nonzero().flatten()
+        self.tokens.renew_first(rows[head].tolist(), [part[head] for part in moved])
+
+    def can_crop(self, count: int) -> bool:
+        """Whether what the heads read without the last `count` tokens is there, or recorded."""
+        return not count or self.whole or (self.before is not None and self.before[1] <= self.count - count)
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens, see `can_crop`, and what was recorded."""
+        if self.whole or not count or self.before is None:
+            self.tokens.crop(count)
+            self.count -= count
+        else:
+            left, since = self.count - count, self.since
+            self.tokens, self.count = self.before
+            for keys, values, starts in since:
+                fits = min(keys.shape[2], left - self.count)
+                if fits > 0:
+                    self.append(keys[:, :, :fits], values[:, :, :fits], starts)
+        self.commit()
+
+    def commit(self) -> None:
+        """Let what is held be what `crop` goes back to."""
+        self.before, self.since = None, []
+
+
+def some_heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:
+    """These heads `[batch, heads, n, head_dim]`, a view where they adjoin."""
+    if list(heads) == list(range(heads[0], heads[0] + len(heads))):
+        return tensor.narrow(1, heads[0], len(heads))
+    return tensor[:, list(heads)]
+
+
+# ---------------- positions and slots
+def slots_after(total: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
+    """Position of the token in each slot after `total` tokens."""
+    slots = torch.arange(min(total, sinks + window), device=device)
+    return torch.where(
+        slots < sinks, slots, slots + (total - 1 - slots).div(window, rounding_mode="floor") * window
+    )
+
+
+def slots_in_order(past: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
+    """Slots of the sinks and of the ring from its oldest token on, after `past` tokens."""
+    oldest = max(sinks, past - window)
+    ring = torch.arange(oldest, max(oldest, past), device=device)
+    return torch.cat([torch.arange(min(past, sinks), device=device), sinks + (ring - sinks) % window])
+
+
+def starts_of(structure: CallStructure) -> tuple[int, ...]:
+    """Position of the first real token of each row, `kv_len` where there is none yet."""
+    return structure.derived(_find_starts)
+
+
+def _find_starts(structure: CallStructure) -> tuple[int, ...]:
+    real = structure.padding_on_host()
+    if real is None:
+        return (0,) * structure.batch
+    first = torch.where(real.any(1), real.int().argmax(1), structure.kv_len)
+    return tuple(first.expand(structure.batch).tolist())
+
+
+def structure_of(structure: CallStructure, span: Span) -> CallStructure:
+    """What a call sees of the keys that `HeadGroup.append` hands to it: those of a full cache in the window.
+
+    Args:
+        structure: Of the call over a full cache: causal, perhaps with padding.
+        span: Of the heads.
+    """
+    return structure.derived(_find_structure, *span)
+
+
+def _find_structure(structure: CallStructure, window: int, sinks: int) -> CallStructure:
+    batch, count, total = structure.batch, structure.q_len, structure.kv_len
+    past = total - count
+    if total <= sinks + window:
+        return structure.with_changes(window=window, sinks=sinks) if count > 1 else structure
+    line = torch.arange(min(past, sinks) + min(max(past - sinks, 0), window) + count, device="cpu")
+    held = slots_after(total, window, sinks, "cpu") if count == 1 else line
+    plain = CallStructure(batch, count, len(held), causal=True, q_offset=len(held) - count)
+    if count > 1:
+        plain = plain.with_changes(window=window, sinks=sinks)
+    real = structure.padding_on_host()
+    if real is None or structure.key_padding is None:
+        return plain
+    start = torch.tensor(starts_of(structure), dtype=torch.int64, device="cpu")[:, None]
+    oldest = total - window if count == 1 else max(sinks, past - window)
+    if count > 1:
+        held = torch.where(line < sinks, line, line + oldest - sinks)
+    at = held[None].expand(batch, -1)
+    if sinks:
+        sink = start + (held - start) % sinks
+        at = torch.where(held < sinks, torch.where(sink < oldest, sink, -1), at)
+    rows = torch.arange(past, total, device="cpu")[None, :, None]
+    there = (at >= 0) & real.expand(batch, -1).gather(1, at.clamp(0, total - 1))
+    if bool(there.all()):
+        return plain
+    near = (at[:, None] > rows - window) | (at - start < sinks)[:, None]
+    seen = there[:, None] & (at[:, None] <= rows) & near
+    return CallStructure(batch, count, len(held), mask=seen[:, None].to(structure.key_padding.device))
