@@ -54,8 +54,8 @@ class Bench:
         rounds: Samples per implementation and cell.
         threads: Threads of torch; 0 leaves them as they are.
         device: cpu, cuda, cuda:1.
-        implementations: Names, comma-separated: stock ones, sdpa:KERNEL (flash, efficient, cudnn, math), installed
-            peers (xformers, say). By default all stock ones of the grid and all peers that are here.
+        implementations: Names, comma-separated: stock ones, sdpa:KERNEL (flash, efficient, cudnn, math). By default all
+            stock ones of the grid.
         ours: Our name: adaattn, adaattn_sdpa, say.
         output: JSON to write, a `.md` beside it; cells that it holds stay where this machine and these versions
             measured them.

@@ -47,7 +47,6 @@ def benched() -> dict[str, Any]:
         "rounds": 1,
         "slower": NASTY,
         "absent": {NASTY: NASTY},
-        "peers": {},
     }
 
 
