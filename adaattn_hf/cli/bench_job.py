@@ -26,7 +26,7 @@ from adaattn_hf.patches.registry import register
 
 from .._files import json_text, write_atomically
 from ..errors import UsageError, unknown
-from .asked import Bench
+from .bench import Bench
 
 OURS = "adaattn"
 # What an implementation raises that cannot do a cell; anything else is a fault of ours and stops the run.

@@ -57,10 +57,9 @@ def show(
     """
     from ..plans.plan import PlanError
     from ..plans.reading import read_plan
-    from .pictures.grid import save_png
+    from .pictures.grid import print_plan, save_png
     from .pictures.headline import bought
     from .pictures.page import plan_page
-    from .printed import print_plan
 
     place = path or plan or Path(PLAN_DIRECTORY)
     with ending(default=place, wrong=(PlanError, OSError)):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from adaattn_hf._files import write_atomically
 from adaattn_hf.cli import bench_job as bench_module
-from adaattn_hf.cli.asked import Bench
+from adaattn_hf.cli.bench import Bench
 from adaattn_hf.cli.main import app
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.bench.grid import read_grid

@@ -15,10 +15,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
-from adaattn_hf.cli.pictures.grid import below, heading, heat_map, save_png
+from adaattn_hf.cli.pictures.grid import below, heading, heat_map, print_plan, save_png
 from adaattn_hf.cli.pictures.headline import Bought, bought, digest
 from adaattn_hf.cli.pictures.page import compared, plan_page, rounded
-from adaattn_hf.cli.printed import print_plan
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, UnitRecord
 from adaattn_hf.plans.wording import allowed, at_most, quotient, rise

@@ -8,14 +8,17 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from adaattn_hf.eval.progress import tell
 
 from ..._files import printable, write_atomically
 from ...plans.choices import EXACT, Choice
 from ...plans.plan import Plan
 from ...plans.wording import allowed, counted, in_nats, legend, rise, share, times
-from .headline import level_of, name_of, speed_of
+from .headline import Bought, headline, level_of, name_of, speed_of
 
 MOST_ROWS, MOST_COLUMNS = 256, 128
 """Most layers and key/value heads that a picture shows."""
@@ -125,6 +128,23 @@ def below(plan: Plan) -> list[str]:
     coded = max((len(row) for row in choices), default=0) > NAMED_COLUMNS and not plan.is_exact
     named = [", ".join(f"{code} {choice.label}" for choice, code in codes.items())] * coded
     return [*named, *([meanings] if meanings else []), *notes(plan)]
+
+
+def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instead: str | None = None) -> None:
+    """Prints a plan.
+
+    Args:
+        console: Where it goes.
+        plan: The plan.
+        buys: What the report beside it says that it buys.
+        verbose: Whether nats, levels and versions are printed, too.
+        instead: What is said in place of the headline, where no plan passed.
+    """
+    tell(console, heading(plan))
+    if not plan.is_exact:
+        console.print(heat_map(plan))
+    for line in (*below(plan), instead or headline(plan, buys), *(details(plan) if verbose else ())):
+        tell(console, line)
 
 
 def _codes(choices: Sequence[Sequence[Choice]]) -> dict[Choice, str]:
