@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "profile": "adaattn_hf.cli.profile:profile",
     "explain": "adaattn_hf.cli.explain:explain",
     "calibrate": "adaattn_hf.cli.calibrate:calibrate",
+    "verify": "adaattn_hf.cli.verify:verify",
     "plan": "adaattn_hf.cli.plan:plan",
     "bench": "adaattn_hf.cli.bench:bench",
     "doctor": "adaattn_hf.cli.doctor:doctor",
