@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -26,7 +26,9 @@ from adaattn_hf.patches.registry import register
 
 from .._files import json_text, write_atomically
 from ..errors import UsageError, unknown
-from .bench import Bench
+
+if TYPE_CHECKING:  # the command imports this module
+    from .bench import Bench
 
 OURS = "adaattn"
 # What an implementation raises that cannot do a cell; anything else is a fault of ours and stops the run.

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
@@ -27,7 +27,6 @@ from ..calibration.team import Team
 from ..plans.plan import PlanError
 from ..plans.reading import read_plan
 from ..policy.prices import PriceTable
-from .calibrate import Asked
 from .fit import fit_to_text
 from .loading import Encode, Loaded
 from .memory import room_or_sentence
@@ -35,6 +34,9 @@ from .options import known_prices, nats
 from .pictures.grid import print_plan
 from .pictures.headline import PLAN_HASH, REPORT_FILE, Bought, digest
 from .pictures.page import plan_page
+
+if TYPE_CHECKING:  # the command imports this module
+    from .calibrate import Asked
 
 BUDGET_NOT_MET = 4
 """Exit code when the budget cannot be met and the plan is exact."""

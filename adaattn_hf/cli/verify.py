@@ -64,6 +64,8 @@ def verify(
         found = prove(model, asked, console)
     for words in found["differing"]:
         tell(console, f"warning: {words}; figures may differ from those of the stored proof")
+    if not found["verdicts"]:
+        tell(console, f"{found['model']}: every layer is exact, and nothing is to be proved")
     for length, verdict in found["verdicts"].items():
         tell(
             console,

@@ -6,7 +6,6 @@ import io
 import itertools
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from adaattn_hf.eval.progress import tell
 
-from ..._files import printable, write_atomically
+from ..._files import printable
 from ...plans.choices import EXACT, Choice
 from ...plans.plan import Plan
 from ...plans.wording import allowed, counted, in_nats, legend, rise, share, times
@@ -171,8 +170,8 @@ def differences(left: Plan, right: Plan) -> list[tuple[int, int, Choice, Choice]
     return found
 
 
-def save_png(plan: Plan, path: Path) -> None:
-    """Writes the picture as PNG; needs matplotlib."""
+def png(plan: Plan) -> bytes:
+    """Returns the picture as PNG; needs matplotlib."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -195,4 +194,4 @@ def save_png(plan: Plan, path: Path) -> None:
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
-    write_atomically(path, drawn.getvalue())
+    return drawn.getvalue()
