@@ -12,7 +12,6 @@ the plug-in's has no rate, with the reason beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from adaattn_hf.patches.plans import attach
@@ -25,20 +24,6 @@ class Counts(NamedTuple):
 
     pairs: int
     changed: int
-
-
-@dataclass(frozen=True)
-class Activation:
-    """An arm's rate, or why there is none, and on how many batches it was counted."""
-
-    rate: float | None
-    reason: str | None = None
-    pairs: int | None = None
-    batches: int | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a report."""
-        return asdict(self)
 
 
 def is_watched(batch: int, batches: int) -> bool:
@@ -61,14 +46,17 @@ def watch(model: Any, call: Callable[[], object]) -> Counts:
     return Counts(sum(layer["pairs"] for layer in layers), sum(layer["changed"] for layer in layers))
 
 
-def rate(implementation: str, planned: bool, counted: Sequence[Counts | None]) -> Activation:
-    """An arm's rate over the batches of a run; None stands for a batch that was not watched."""
-    if not implementation.startswith("adaattn"):
-        return Activation(None, "it is not the plug-in's")
-    if not planned:
-        return Activation(0.0, "the model carries no plan, and without one nothing but exact attention runs")
+def rate(implementation: str, planned: bool, counted: Sequence[Counts | None]) -> dict[str, Any]:
+    """An arm's rate over the batches of a run, or the reason why it has none; None stands for an unwatched batch."""
     known = [counts for counts in counted if counts is not None]
-    pairs = sum(counts.pairs for counts in known)
-    if pairs == 0:
-        return Activation(None, "no attention call was counted")
-    return Activation(sum(counts.changed for counts in known) / pairs, None, pairs, len(known))
+    pairs, changed = (sum(one[place] for one in known) for place in (0, 1))
+    found, reason = None, None
+    if not implementation.startswith("adaattn"):
+        reason = "it is not the plug-in's"
+    elif not planned:
+        found, reason = 0.0, "the model carries no plan, and without one nothing but exact attention runs"
+    elif pairs == 0:
+        reason = "no attention call was counted"
+    else:
+        return {"rate": changed / pairs, "reason": None, "pairs": pairs, "batches": len(known)}
+    return {"rate": found, "reason": reason, "pairs": None, "batches": None}

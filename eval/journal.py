@@ -10,7 +10,6 @@ bit.
 from __future__ import annotations
 
 import base64
-import binascii
 import errno
 import json
 import os
@@ -18,8 +17,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -89,46 +87,56 @@ def _unpack(value: list[Any], kind: str) -> Any:
 
 
 class Journal:
-    """Append-only file of batch records; a context manager that holds the file open."""
+    """Records of finished batches, kept in an append-only file where there is a directory for one.
 
-    def __init__(self, directory: Path, fingerprint: Mapping[str, Any], *, resume: bool) -> None:
+    Attributes:
+        records: Batch to its record, those that the file held included.
+    """
+
+    def __init__(
+        self, directory: Path | None, fingerprint: Mapping[str, Any], *, resume: bool = False
+    ) -> None:
         """Open or begin the journal of a directory.
 
         Args:
-            directory: made where it is missing.
+            directory: made where it is missing; None for a run that is too short to be interrupted.
             fingerprint: flat mapping of what is measured.
             resume: go on with a journal that is there; otherwise its presence is an error.
 
         Raises:
             JournalMismatch: the directory holds another run, or one that was not asked to be continued.
         """
-        self.path = directory / NAME
-        self.fingerprint = json.loads(json.dumps(dict(fingerprint)))
         self.records: dict[int, BatchRecord] = {}
+        self._file: BinaryIO | None = None
+        if directory is None:
+            return
+        self.path = directory / NAME
+        # as JSON keeps it, so that it can be compared with what was read
+        self._heading = json.loads(json.dumps({"version": VERSION, "fingerprint": dict(fingerprint)}))
         directory.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab")
         try:
-            self._begin(resume)
+            self._begin(self._file, resume)
         except BaseException:
             self._file.close()
             raise
 
-    def _begin(self, resume: bool) -> None:
+    def _begin(self, file: BinaryIO, resume: bool) -> None:
         """Alone in the file from here on: read it, or write its first line."""
-        if not _held(self._file.fileno()):
+        if not _held(file.fileno()):
             raise JournalMismatch(
                 f"output: {self.path} is being written by another process; wait for it, or pass another --output"
             )
-        if self.path.exists() and self.path.stat().st_size:
-            if not resume:
-                raise JournalMismatch(
-                    f"output: {self.path} is already there; pass --resume to go on with it, --overwrite to "
-                    "begin again, or another --output"
-                )
-            self._read()
-        else:
-            self._file.write(_line({"version": VERSION, "fingerprint": self.fingerprint}))
-            self._file.flush()
+        if not self.path.stat().st_size:
+            file.write(_line(self._heading))
+            file.flush()
+            return
+        if not resume:
+            raise JournalMismatch(
+                f"output: {self.path} is already there; pass --resume to go on with it, --overwrite to "
+                "begin again, or another --output"
+            )
+        self._read()
 
     def _read(self) -> None:
         good = 0
@@ -137,20 +145,20 @@ class Journal:
                 value = _parse(raw)
                 if value is None:
                     break
+                good += len(raw)
                 if number == 0:
                     self._compare(value)
-                elif value.get("batch") in self.records:
+                    continue
+                try:
+                    batch, record = value["batch"], BatchRecord.from_json(value)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise self._corrupt(number) from error
+                if batch in self.records:
                     raise self._corrupt(number)
-                else:
-                    try:
-                        self.records[value["batch"]] = BatchRecord.from_json(value)
-                    except (KeyError, TypeError, ValueError) as error:
-                        raise self._corrupt(number) from error
-                good += len(raw)
+                self.records[batch] = record
         if good == 0:
             raise JournalMismatch(f"output: {self.path} is no journal of this program; pass another --output")
-        if good < self.path.stat().st_size:
-            os.truncate(self.path, good)
+        os.truncate(self.path, good)  # a torn last line is measured again
 
     def _corrupt(self, number: int) -> JournalMismatch:
         return JournalMismatch(
@@ -158,17 +166,14 @@ class Journal:
             "to keep the batches before, or pass --overwrite to begin again"
         )
 
-    def _compare(self, value: Mapping[str, Any]) -> None:
-        theirs = value.get("fingerprint", {})
-        differing = sorted(
-            key for key in {*theirs, *self.fingerprint} if theirs.get(key) != self.fingerprint.get(key)
+    def _compare(self, heading: Mapping[str, Any]) -> None:
+        theirs, ours = (
+            {"version": one.get("version"), **one.get("fingerprint", {})} for one in (heading, self._heading)
         )
-        if value.get("version") != VERSION:
-            differing.insert(0, "version")
+        differing = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
         if differing:
             shown = "; ".join(
-                f"{key}: there {theirs.get(key)!r}, now {self.fingerprint.get(key)!r}"
-                for key in differing[:4]
+                f"{key}: there {theirs.get(key)!r}, now {ours.get(key)!r}" for key in differing[:4]
             )
             raise JournalMismatch(
                 f"output: {self.path} belongs to another run ({shown}). Its numbers cannot be mixed with "
@@ -176,30 +181,19 @@ class Journal:
             )
 
     def append(self, batch: int, record: BatchRecord) -> None:
-        """Keep one finished batch: it is on disk when this returns."""
-        self._file.write(_line({"batch": batch, **record.to_json()}))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Keep one finished batch: where there is a file, it is on disk when this returns."""
+        if self._file is not None:
+            self._file.write(_line({"batch": batch, **record.to_json()}))
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self.records[batch] = record
 
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-
-class Memory:
-    """A journal that forgets: for runs that are too short to be interrupted."""
-
-    def __init__(self) -> None:
-        self.records: dict[int, BatchRecord] = {}
-
-    def append(self, batch: int, record: BatchRecord) -> None:
-        """Keep one finished batch until the process ends."""
-        self.records[batch] = record
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
@@ -210,12 +204,10 @@ def _line(value: Mapping[str, Any]) -> bytes:
 def _parse(raw: bytes) -> dict[str, Any] | None:
     """The value of a line, or None where it is torn."""
     head, _, body = raw.rstrip(b"\n").partition(b" ")
-    if not raw.endswith(b"\n"):
+    if not raw.endswith(b"\n") or head != b"%08x" % zlib.crc32(body):
         return None
     try:
-        if int(head, 16) != zlib.crc32(body):
-            return None
         value = json.loads(body)
-    except (ValueError, binascii.Error):
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -1,8 +1,10 @@
-"""Names from outside, such as those of files and models, written so that they bring no markup to a page or terminal."""
+"""Pages from measured records: data set into a template, and names from outside that bring no markup of their own."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from importlib import resources
 from typing import Any
 
 from adaattn_hf._files import printable
@@ -17,3 +19,22 @@ def harmless(record: Any) -> Any:
     if isinstance(record, Mapping):
         return {harmless(key): harmless(value) for key, value in record.items()}
     return [harmless(value) for value in record] if isinstance(record, (list, tuple)) else record
+
+
+def filled(package: str, name: str, data: Mapping[str, Any]) -> str:
+    """An HTML page that needs no network: a template of a package, with JSON in the place of `/*DATA*/`."""
+    template = resources.files(package).joinpath(name).read_text(encoding="utf-8")
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    # within a script element nothing but these characters could end the data
+    return template.replace("/*DATA*/", text.replace("<", "\\u003c").replace("\u2028", "\\u2028"))
+
+
+def atlas(recorded: Mapping[str, Any], title: str, about: str) -> str:
+    """The atlas: what `record` saw on one page, for the keyboard and for any eye.
+
+    Args:
+        recorded: `AttentionRecord.to_dict()` of a record that saw calls.
+        title: Its heading.
+        about: A sentence below it.
+    """
+    return filled("adaattn_hf.eval", "atlas.html", {**recorded, "title": title, "about": about})

@@ -12,67 +12,29 @@ With `nll` the sum of -log p over all scored tokens of all documents (nats), as 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Any
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Sums over a corpus, for one arm. `words` and `bytes` are None where documents were cut short.
+def totals(nll: float, tokens: int, words: int | None = None, size: int | None = None) -> dict[str, Any]:
+    """All of it for one arm, as a report has it; None for what is not known.
 
-    Attributes:
+    Args:
         nll: sum of -log p of the scored tokens, nats.
-        tokens: how many tokens were scored.
-        words: words of the original documents.
-        bytes: UTF-8 bytes of the original documents.
+        tokens: how many tokens were scored, at least one.
+        words: words of the original documents, None where they were cut short.
+        size: UTF-8 bytes of the original documents, likewise.
     """
-
-    nll: float
-    tokens: int
-    words: int | None = None
-    bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"tokens: got {self.tokens}, expected at least one scored token")
-
-    @property
-    def nll_per_token(self) -> float:
-        """Nats per token."""
-        return self.nll / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        """exp of nats per token."""
-        return _exp(self.nll_per_token)
-
-    @property
-    def word_perplexity(self) -> float | None:
-        """exp of nats per word of the original text."""
-        return _exp(self.nll / self.words) if self.words else None
-
-    @property
-    def byte_perplexity(self) -> float | None:
-        """exp of nats per byte of the original text."""
-        return _exp(self.nll / self.bytes) if self.bytes else None
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Bits per byte of the original text."""
-        return self.nll / self.bytes / math.log(2) if self.bytes else None
-
-    def as_dict(self) -> dict[str, float | int | None]:
-        """All of it, for a report."""
-        return {
-            "tokens": self.tokens,
-            "words": self.words,
-            "bytes": self.bytes,
-            "nll": self.nll,
-            "nll_per_token": self.nll_per_token,
-            "perplexity": self.perplexity,
-            "word_perplexity": self.word_perplexity,
-            "byte_perplexity": self.byte_perplexity,
-            "bits_per_byte": self.bits_per_byte,
-        }
+    return {
+        "tokens": tokens,
+        "words": words,
+        "bytes": size,
+        "nll": nll,
+        "nll_per_token": nll / tokens,
+        "perplexity": _exp(nll / tokens),
+        "word_perplexity": _exp(nll / words) if words else None,
+        "byte_perplexity": _exp(nll / size) if size else None,
+        "bits_per_byte": nll / size / math.log(2) if size else None,
+    }
 
 
 def _exp(value: float) -> float:

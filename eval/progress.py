@@ -1,27 +1,20 @@
-"""What a user sees while a command runs: lines, bars, and how far the work is."""
+"""What a user sees while a command runs: lines, bars, and how far the work is.
+
+The time left is the time spent divided by the share of the work that is done.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
 from adaattn_hf._files import printable
-
-if TYPE_CHECKING:
-    from .runner import Progress as Told
 
 EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
@@ -59,43 +52,80 @@ def beating(sentence: Callable[[float], str], console: Console, *, quiet: bool =
         thread.join()
 
 
+class Display:
+    """Told of progress, it moves bars on a terminal; elsewhere it writes a line where a stage ends.
+
+    Attributes:
+        work: The work of each stage, in any unit.
+        done: Share of each stage that is done.
+        stage: The stage that was told of last, empty before the first.
+    """
+
+    def __init__(self, work: Mapping[str, float], console: Console, bars: Bars | None, quiet: bool) -> None:
+        self.work = dict(work)
+        self.done = dict.fromkeys(work, 0.0)
+        self.stage = ""
+        self._console, self._bars, self._quiet = console, bars, quiet
+        self._start = time.monotonic()
+        self._tasks: dict[str, TaskID] = {}
+        self._whole = bars.add_task("in all", total=1.0, left="") if bars and len(work) > 1 else None
+
+    @property
+    def share(self) -> float:
+        """Share of all work that is done."""
+        return sum(self.work[stage] * part for stage, part in self.done.items()) / sum(self.work.values())
+
+    def left(self) -> str:
+        """The time left in words, empty while too little is done to tell."""
+        if self.share < 0.05:
+            return ""
+        seconds = (time.monotonic() - self._start) * (1.0 - self.share) / self.share
+        return f"{seconds:.0f} s left" if seconds < 90 else f"{seconds / 60:.0f} min left"
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Take note that `done` of `total` steps of a stage are done."""
+        part = done / total if total else 1.0
+        finished = part >= 1.0 > self.done.get(stage, 0.0)
+        self.stage, self.done[stage] = stage, part
+        self.work.setdefault(stage, 0.0)
+        if self._bars is not None:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bars.add_task(printable(stage), total=total, left="")
+            alone = self.left() if self._whole is None else ""
+            self._bars.update(self._tasks[stage], completed=done, total=total, left=alone)
+            if self._whole is not None:
+                self._bars.update(self._whole, completed=self.share, left=self.left())
+        elif finished and not self._quiet:
+            tell(self._console, self.line())
+
+    def line(self, _: float = 0.0) -> str:
+        """How far the stage is that was told of last, and the time left."""
+        spent, left = time.monotonic() - self._start, self.left()
+        part = self.done.get(self.stage, 0.0)
+        how_far = "done" if part >= 1.0 else f"{100 * part:.0f} %"
+        return f"{self.stage or 'beginning'}: {how_far} after {spent:.0f} s{left and f', {left}'}"
+
+
 @contextmanager
-def shown_progress(label: str, quiet: bool) -> Iterator[Told]:
-    """On standard error, a bar over scored tokens; where that is no terminal, a line every ten seconds and at the end.
+def shown_progress(work: Mapping[str, float], console: Console, *, quiet: bool = False) -> Iterator[Display]:
+    """Yields what is to be told of progress: bars on a terminal, elsewhere a line every ten seconds.
 
     Args:
-        label: What is measured; names in it bring no markup and no control sequence.
+        work: The work of each stage, in any unit.
+        console: Where bars and lines go.
         quiet: Show nothing.
     """
-    console = Console(stderr=True)
-    if not quiet and not console.is_terminal:
-        with _lines(label, console) as told:
-            yield told
+    if quiet or not console.is_terminal:
+        display = Display(work, console, None, quiet)
+        with beating(display.line, console, quiet=quiet):
+            yield display
         return
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
+        TaskProgressColumn(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
     )
-    with Progress(*columns, console=console, disable=quiet) as bar:
-        task = bar.add_task(printable(label), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def _lines(label: str, console: Console) -> Iterator[Told]:
-    at, start = [0, 0], time.monotonic()
-
-    def words(seconds: float) -> str:
-        return f"{label}: {at[0]:,} of {at[1]:,} tokens after {seconds:.0f} s"
-
-    def told(done: int, total: int) -> None:
-        at[:] = done, total
-        if done >= total:
-            tell(console, words(time.monotonic() - start))
-
-    with beating(words, console):
-        yield told
+    with Bars(*columns, console=console) as bars:
+        yield Display(work, console, bars, quiet)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from adaattn_hf.stats.stopwatch import timed
 from . import activation, scoring, summary, tasks, timing
 from .corpora import Corpus
 from .journal import NAME as JOURNAL
-from .journal import BatchRecord, Journal, Memory
+from .journal import BatchRecord, Journal
 from .provenance import provenance
 from .settings import Settings
 from .windows import Window
@@ -159,16 +158,11 @@ def measure(
     crew = team.present()
     if output is not None and overwrite and crew.leads:
         (output / JOURNAL).unlink(missing_ok=True)
-    journal: AbstractContextManager[Journal | Memory] = (
-        nullcontext(Memory())
-        if output is None or not crew.leads
-        else Journal(output, fingerprint, resume=resume)
-    )
     collate = partial(
         scoring.collate, device=checkpoint.device, padding=settings.padding, pad_token=checkpoint.pad_token()
     )
     work = _Work(models, calls, planned, task, batches, collate, checkpoint.device)
-    with journal as records:
+    with Journal(output if crew.leads else None, fingerprint, resume=resume) as records:
         memory = _memory(work)
         records.records = crew.tell(records.records)
         _run(work, records, progress, crew)
@@ -230,7 +224,7 @@ def evaluate(
             plan and {"role": role, **plan} for plan, (role, _) in zip(done.plans, done.roles, strict=True)
         ],
         "quality": done.quality,
-        "activation": _per_arm(done.roles, [a.as_dict() for a in activations]),
+        "activation": _per_arm(done.roles, activations),
         "cost": {
             "speed": _per_arm(done.roles, summary.speed(done.records, read)),
             "memory": _per_arm(done.roles, done.memory),
@@ -248,7 +242,7 @@ def _per_arm(roles: Sequence[tuple[str, str]], entries: Sequence[dict[str, Any]]
     ]
 
 
-def _run(work: _Work, records: Journal | Memory, progress: Progress, crew: team.Team) -> None:
+def _run(work: _Work, records: Journal, progress: Progress, crew: team.Team) -> None:
     """Run every batch that is not yet recorded through all arms, and record it.
 
     Of several processes each runs every n-th of these batches, and all know every record.

@@ -14,7 +14,7 @@ from adaattn_hf.stats.paired import Flag, Float, TokenScores, joined
 
 from . import compare
 from .journal import BatchRecord
-from .perplexity import Totals
+from .perplexity import totals
 from .tasks import Task
 from .timing import ratio_summary
 
@@ -62,10 +62,8 @@ def quality(task: Task, tokens: Tokens, roles: Sequence[tuple[str, str]], kind: 
     for arm, (role, implementation) in enumerate(roles):
         entry = {"role": role, "implementation": implementation}
         nll, hit = tokens.scores.nll[arm], tokens.scores.hit[arm]
-        totals = Totals(float(math.fsum(nll)), len(nll), task.words, task.bytes)
-        arms.append(
-            {**entry, **totals.as_dict(), **(_last_word(nll, hit, tokens) if kind == "lastword" else {})}
-        )
+        found = totals(math.fsum(nll), len(nll), task.words, task.bytes)
+        arms.append({**entry, **found, **(_last_word(nll, hit, tokens) if kind == "lastword" else {})})
         if arm:
             comparisons.append({**entry, **_comparison(tokens, arm, clusters, kind), "clusters_are": unit})
     return {"arms": arms, "comparisons": comparisons}

@@ -3,16 +3,72 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import typer
 
 from ..errors import UsageError
-from .asked import Bench
 from .fields import with_options
 from .interrupt import ending
 from .json_output import AsJson, print_reports, tables_aside
 from .options import writable
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is timed, and how.
+
+    Attributes:
+        only: Regular expression; cells whose title it matches.
+        rounds: Samples per implementation and cell.
+        threads: Threads of torch; 0 leaves them as they are.
+        device: cpu, cuda, cuda:1.
+        implementations: Names, comma-separated: stock ones, sdpa:KERNEL (flash, efficient, cudnn, math). By default all
+            stock ones of the grid.
+        ours: Our name: adaattn, adaattn_sdpa, say.
+        output: JSON to write, a `.md` beside it; cells that it holds stay where this machine and these versions
+            measured them.
+        overwrite: Begin again where others measured the cells of --output.
+        table: Where the Markdown goes instead, e.g. BENCHMARKS.md.
+        gate: Exit with 1 if a cell is below its floor, twice.
+        memory: Measure peak memory, too.
+        profile: Directory for a torch.profiler trace of each cell and implementation.
+        grid: Another grid than the one of the package.
+    """
+
+    only: str = ""
+    rounds: int = field(default=7, metadata={"least": 1})
+    threads: int = field(default=0, metadata={"least": 0})
+    device: str = "cpu"
+    implementations: str = ""
+    ours: str = "adaattn"
+    output: Path | None = None
+    overwrite: bool = False
+    table: Path | None = None
+    gate: bool = field(default=False, metadata={"option": "--gate/--no-gate"})
+    memory: bool = True
+    profile: Path | None = None
+    grid: Path | None = None
+
+    @property
+    def named(self) -> list[str]:
+        """Names of `implementations`."""
+        return [name for name in self.implementations.split(",") if name]
+
+    def page(self, output: Path) -> Path:
+        """Where the Markdown of a JSON file goes.
+
+        Raises:
+            UsageError: To the same file as the JSON.
+        """
+        page = self.table or output.with_suffix(".md")
+        if page == output:
+            better = output.with_suffix(".json")
+            raise UsageError(
+                f"output: got {output}, where the Markdown goes; expected a name such as {better}"
+            )
+        return page
 
 
 @with_options(asked=Bench)

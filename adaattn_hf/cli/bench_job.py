@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -15,7 +15,6 @@ from rich.console import Console
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.eval.bench.grid import Cell, Grid
 from adaattn_hf.eval.bench.measure import measure
-from adaattn_hf.eval.bench.peers import PEERS, absent_peers, refusal
 from adaattn_hf.eval.bench.report import markdown, verdict
 from adaattn_hf.eval.bench.ways import KERNELS, error_of, is_stock, shape_of, trace, ways
 from adaattn_hf.eval.bench.work import Work, missing
@@ -27,7 +26,9 @@ from adaattn_hf.patches.registry import register
 
 from .._files import json_text, write_atomically
 from ..errors import UsageError, unknown
-from .asked import Bench
+
+if TYPE_CHECKING:  # the command imports this module
+    from .bench import Bench
 
 OURS = "adaattn"
 # What an implementation raises that cannot do a cell; anything else is a fault of ours and stops the run.
@@ -41,7 +42,7 @@ def check_names(names: list[str]) -> None:
         UsageError: For the first unknown name.
     """
     register(impossible=True)  # cells say what it lacks
-    known = [*known_implementations(), *KERNELS, *PEERS]
+    known = [*known_implementations(), *KERNELS]
     for name in names:
         if name not in known:
             raise UsageError(unknown("attention implementation", name, known))
@@ -77,8 +78,7 @@ def run(cells: list[Cell], data: Grid, where: torch.device, asked: Bench, output
     if asked.threads:
         torch.set_num_threads(asked.threads)
     console = Console()
-    peers = absent_peers(data.peers)
-    names = asked.named or [*data.stock, *(peer for peer in data.peers if peer not in peers)]
+    names = asked.named or data.stock
     absent = {name: why for name in names if (why := missing(name, where)) is not None}
     present = [name for name in names if name not in absent]
     report: dict[str, Any] = {
@@ -86,7 +86,6 @@ def run(cells: list[Cell], data: Grid, where: torch.device, asked: Bench, output
         "rounds": asked.rounds,
         "ours": asked.ours,
         "absent": absent,
-        "peers": peers,
         "slower": data.slower,
         "cells": [],
     }
@@ -158,12 +157,12 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, ask
     # a function that torch has compiled for eight kinds of calls is run uncompiled from then on: stock flex_attention
     torch.compiler.reset()
     works: dict[str, Work] = {}
-    refused = {name: why for name in names if name in PEERS and (why := refusal(name, cell)) is not None}
+    refused: dict[str, str] = {}
     differences: dict[str, float] = {}
     errors: dict[str, float] = {}
     mine: Any = None
     make, error = ways(cell, grid, device), error_of(cell, device)
-    for name in [name for name in names if name not in refused]:
+    for name in names:
         try:
             work = make(name)
             result = work()

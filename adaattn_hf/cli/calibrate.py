@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from adaattn_hf.eval.progress import beating, tell
+from adaattn_hf.eval.settings import Source
 
 from ..calibration.settings import CalibrationSettings, Masking
-from .asked import Asked
+from ..errors import ModelUnavailable
 from .fields import with_options
 from .interrupt import ending
 from .json_output import AsJson, print_json
-from .options import Threads, use_threads, writable
+from .options import Threads, tokens, use_threads, writable
 from .place import Place, refuse_other_plan
+
+
+@dataclass(frozen=True)
+class Asked(Source):
+    """A calibration as a user asks for it.
+
+    Attributes:
+        data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; several sources count alike.
+            Default, for the packaged model: the packaged pages.
+        budget: Rise of the perplexity (0.1%) or nats/token (1e-3). Default: the preset's, or 0.1%; 1% for the packaged
+            model.
+        preset: A preset whose budget is taken: balanced, fast, long_context.
+        verify_data: Held-out text of other sources, each of them proved. Default: other parts of --data.
+        lengths: Length bins in tokens, rising (4096 or 4k); longer sequences are exact. Default: 4096, or what the
+            model and the text can fill.
+        prices: Prices measured before: the plan is then the same byte for byte.
+        dtype: float32, bfloat16, float16 or auto (the checkpoint's).
+        device: cpu, cuda, cuda:1. Default: cuda where there is one.
+        resume: Go on with the interrupted run in the plan's directory.
+        verbose: Print nats, levels and versions, too.
+        quiet: No progress.
+    """
+
+    data: tuple[Path, ...] = ()
+    budget: str | None = None
+    preset: str | None = None
+    verify_data: tuple[Path, ...] = ()
+    lengths: tuple[int, ...] = field(default=(), metadata={"read": tokens})
+    prices: Path | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    resume: bool = False
+    verbose: bool = False
+    quiet: bool = False
 
 
 @with_options(asked=Asked, place=Place, settings=CalibrationSettings, masking=Masking)
@@ -59,7 +96,7 @@ def calibrate(
         default=target,
         stays="what is finished is kept, --resume goes on",
         kept=lambda: f"finished work is kept in {target}; the same command with --resume goes on",
-        wrong=(ValueError, FileNotFoundError),
+        wrong=(ValueError, FileNotFoundError, ModelUnavailable),
     ):
         use_threads(threads)
         resolve_device(asked.device)
@@ -71,12 +108,12 @@ def calibrate(
         team, rank = join()
         if team.leads:
             tell(console, place.sentence(target, model))
-        known = opened(job.model, **asked.source())
+        encode, positions = opened(job.model, **asked.source())
         silent = asked.quiet or not team.leads
         if asked.lengths:
-            refuse_longer(job.settings.lengths, known.positions, job.model)
+            refuse_longer(job.settings.lengths, positions, job.model)
         else:
-            job = fitted(job, known, None if silent else console)
+            job = fitted(job, encode, positions, None if silent else console)
         loading = partial("loading {}: {:.0f} s".format, job.model)
         full = partial(out_of_memory, job, "the machine", "")
         with beating(loading, console, quiet=silent), room_or_sentence(full):

@@ -8,12 +8,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
 from adaattn_hf.eval.demo import demo_model_path, pages_path
-from adaattn_hf.eval.progress import tell
+from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.patches.checkpoint import resolve_device
 from adaattn_hf.patches.plans.subject import Subject
 
@@ -27,14 +27,15 @@ from ..calibration.state import FILE, CalibrationState
 from ..calibration.team import Team
 from ..plans.plan import Plan, PlanError
 from ..policy.prices import PriceTable
-from .asked import Asked
 from .fit import fit_to_text
-from .loading import Loaded, Opened
+from .loading import Encode, Loaded
 from .options import known_prices, nats
+from .pictures.grid import print_plan
 from .pictures.headline import PLAN_HASH, REPORT_FILE, Bought, digest
 from .pictures.page import plan_page
-from .printed import print_plan
-from .progress import display
+
+if TYPE_CHECKING:  # the command imports this module
+    from .calibrate import Asked
 
 BUDGET_NOT_MET = 4
 """Exit code when the budget cannot be met and the plan is exact."""
@@ -95,12 +96,24 @@ def job_of(model: str | None, asked: Asked, settings: CalibrationSettings, targe
     )
 
 
-def fitted(job: Job, known: Opened, console: Console | None) -> Job:
+def fitted(job: Job, encode: Encode, positions: int | None, console: Console | None) -> Job:
     """Returns the job with a length and folds that the model and the text can fill, told before the model loads."""
-    settings, sentence = fit_to_text(job.settings, known.encode, job.data, job.verify_data, known.positions)
+    settings, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)
     if console is not None:
         tell(console, sentence)
     return replace(job, settings=settings)
+
+
+def work_of(settings: CalibrationSettings) -> dict[str, float]:
+    """The work of each stage in tokens through the model, a backward pass as two; a plan that fails makes it longer."""
+    s, tokens = settings, float(sum(settings.lengths))
+    return {
+        "moments": tokens,
+        "risk": tokens * s.sequences * (4 + 2 * s.labels),
+        "prices": 4 * tokens,
+        "joint": 4 * tokens * s.joint,
+        **{f"verify {length}": 2.0 * length * (s.held_out + s.haystacks) for length in s.lengths},
+    }
 
 
 class Outcome(NamedTuple):
@@ -131,7 +144,8 @@ def run(job: Job, loaded: Loaded, console: Console, team: Team, rank: int) -> Ou
         if team.leads and not job.asked.quiet:
             tell(console, sentence)
 
-    with display(settings, console, job.asked.quiet or not team.leads) as progress:
+    quiet = job.asked.quiet or not team.leads
+    with shown_progress(work_of(settings), console, quiet=quiet) as progress:
 
         def no_room(said: str) -> str:
             return out_of_memory(job, device, progress.stage, said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,7 +100,8 @@ def _run(
     with room_or_sentence(no_room):
         for run in runs:
             crew = team.present()
-            with shown_progress(run.label, output.quiet or not crew.leads) as progress:
+            quiet = output.quiet or not crew.leads
+            with shown_progress({run.label: 1.0}, Console(stderr=True), quiet=quiet) as display:
                 result = runner.evaluate(
                     run.checkpoint,
                     run.corpus,
@@ -107,7 +109,7 @@ def _run(
                     output=output.directory / run.name,
                     resume=output.resume,
                     overwrite=output.overwrite,
-                    progress=progress,
+                    progress=partial(display, run.label),
                 )
             result["bounds"], sentences = bounds.check(result, limits.max_delta_nll, limits.max_ppl_ratio)
             broken += sentences if model is not None else showcase.missed(result)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ..calibration.settings import CalibrationSettings
 from ..calibration.texts import read_documents
+from .loading import Encode
 
 LENGTHS = (4096, 2048, 1024, 512, 256, 128)
 """Lengths that are tried where none is asked for, longest first."""
 FEWEST = 6
 """Held-out sequences that a first look makes do with where the text is short."""
-
-Encode = Callable[[str], Sequence[int]]
 
 
 def count_tokens(paths: Sequence[Path], encode: Encode, enough: int) -> int:

@@ -37,12 +37,12 @@ def ending(
     try:
         with contextlib.nullcontext() if kept is None else terminate_like_interrupt():
             yield
-    except EvalError as error:
-        leave(error)
     except wrong as error:
         if isinstance(error, OSError) and error.errno is not None:
             leave(UsageError(of_file(error, default)))
         leave(UsageError(str(error)))
+    except EvalError as error:
+        leave(error)
     except OSError as error:
         leave(DataUnavailable(f"{argument}: {of_file(error, default)}{stays and f'; {stays}'}"))
     except KeyboardInterrupt:

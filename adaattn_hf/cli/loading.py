@@ -9,12 +9,15 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer
 
-from adaattn_hf.errors import EvalError
+from adaattn_hf.errors import ModelUnavailable
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.patches.plans.positions import stated_positions
 
 from ..calibration.scoring import NEXT_TOKEN, MaskedTokens, Scoring
 from ..calibration.settings import Masking
+
+Encode = Callable[[str], Sequence[int]]
+"""Text to token ids, without special tokens."""
 
 
 @dataclass(frozen=True)
@@ -28,46 +31,31 @@ class Loaded:
     """
 
     model: nn.Module
-    encode: Callable[[str], Sequence[int]]
+    encode: Encode
     scoring: Scoring
 
 
-@dataclass(frozen=True)
-class Opened:
-    """What is known of a checkpoint before its weights are read.
-
-    Attributes:
-        encode: Text to token ids, without special tokens.
-        positions: Most tokens that the model reads by its configuration, `None` where it does not say.
-    """
-
-    encode: Callable[[str], Sequence[int]]
-    positions: int | None
-
-
-def opened(name: str, **source: Any) -> Opened:
-    """Returns a checkpoint's tokenizer and positions; its weights stay where they are.
+def opened(name: str, **source: Any) -> tuple[Encode, int | None]:
+    """Returns a checkpoint's tokenizer, and the most tokens that its configuration allows, None where it does not say.
 
     Args:
-        name: Hub id or directory.
+        name: Hub id or directory; its weights are not read.
         **source: `revision`, `gguf_file` and `trust_remote_code`, those that are given.
 
     Raises:
-        ValueError: If it cannot be read.
+        ModelUnavailable: If it cannot be read.
     """
+    config = checkpoint.read_config(name, **source)
     try:
-        config = checkpoint.read_config(name, **source)
         tokenizer = AutoTokenizer.from_pretrained(name, **source)
-    except EvalError as error:
-        raise ValueError(str(error)) from error
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(
+        raise ModelUnavailable(
             f"tokenizer: that of {name!r} cannot be loaded: {checkpoint.why_not(name, error)}"
         ) from error
-    return Opened(_encoder(tokenizer), stated_positions(config))
+    return _encoder(tokenizer), stated_positions(config)
 
 
-def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+def _encoder(tokenizer: Any) -> Encode:
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return ids
@@ -85,15 +73,11 @@ def load(name: str, *, dtype: str, masking: Masking | None = None, **source: Any
         **source: As for `opened`.
 
     Raises:
-        ValueError: If it cannot be loaded, or lacks the weights of its head.
+        ModelUnavailable: If it cannot be loaded, or lacks the weights of its head.
     """
-    try:
-        found = checkpoint.load(name, dtype=dtype, device="cpu", implementation="adaattn", **source)
-    except EvalError as error:
-        raise ValueError(str(error)) from error
-    tokenizer = found.tokenizer
-    if found.objective != "masked":
-        return Loaded(found.model, _encoder(tokenizer), NEXT_TOKEN)
-    read = masking or Masking()
-    scoring = MaskedTokens.of(tokenizer, read.mask_share, read.maskings)
-    return Loaded(found.model, _encoder(tokenizer), scoring)
+    found = checkpoint.load(name, dtype=dtype, device="cpu", implementation="adaattn", **source)
+    scoring: Scoring = NEXT_TOKEN
+    if found.objective == "masked":
+        read = masking or Masking()
+        scoring = MaskedTokens.of(found.tokenizer, read.mask_share, read.maskings)
+    return Loaded(found.model, _encoder(found.tokenizer), scoring)

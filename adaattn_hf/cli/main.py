@@ -10,7 +10,6 @@ mistakes in its options do not either: a command's module imports what loads tor
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import importlib
@@ -24,13 +23,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 COMMANDS: dict[str, str] = {
     "eval": "adaattn_hf.cli.eval:evaluate",
     "profile": "adaattn_hf.cli.profile:profile",
     "explain": "adaattn_hf.cli.explain:explain",
     "calibrate": "adaattn_hf.cli.calibrate:calibrate",
+    "verify": "adaattn_hf.cli.verify:verify",
     "plan": "adaattn_hf.cli.plan:plan",
     "bench": "adaattn_hf.cli.bench:bench",
     "doctor": "adaattn_hf.cli.doctor:doctor",
@@ -128,24 +128,6 @@ def no_foreign_bars() -> None:
     tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
 
 
-def summary(name: str) -> str:
-    """The first line of a subcommand's docstring, read from its file without importing it."""
-    module_name, _, function = COMMANDS[name].partition(":")
-    source = Path(__file__).with_name(f"{module_name.rpartition('.')[2]}.py").read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef) and node.name == function:
-            return (ast.get_docstring(node) or "").partition("\n")[0]
-    raise LookupError(f"{COMMANDS[name]} is not a function of {module_name}")
-
-
-class Deferred(TyperCommand):
-    """A subcommand of which only the summary is known until it is called."""
-
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Let the command read its arguments."""
-        return outline(str(self.name)).make_context(info_name, args, parent, **extra)
-
-
 class LazyCommands(TyperGroup):
     """A group whose subcommands are imported on demand."""
 
@@ -159,9 +141,7 @@ class LazyCommands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The subcommand of a name, None where there is none."""
-        if cmd_name not in COMMANDS:
-            return None
-        return Deferred(cmd_name, help=summary(cmd_name), rich_markup_mode="rich")
+        return outline(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Like typer's; an unknown name finds its nearest among the table's."""

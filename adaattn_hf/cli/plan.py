@@ -56,10 +56,10 @@ def show(
     Files are written before anything is printed. Exit codes: 0 done; 2 wrong arguments, or no plan.
     """
     from ..plans.plan import Plan, PlanError
-    from .pictures.grid import save_png
+    from .pictures.grid import png as png_of
+    from .pictures.grid import print_plan
     from .pictures.headline import bought
     from .pictures.page import plan_page
-    from .printed import print_plan
 
     place = path or plan or Path(PLAN_DIRECTORY)
     with ending(default=place, wrong=(PlanError, OSError)):
@@ -68,9 +68,9 @@ def show(
             raise UsageError("--png needs matplotlib; pip install matplotlib")
         shown, buys = Plan.from_pretrained(place), bought(place)
         if png is not None:
-            _draw("--png", png, lambda path: save_png(shown, path))
+            _draw("--png", png, png_of(shown))
         if html is not None:
-            _draw("--html", html, _page(plan_page(shown, buys)))
+            _draw("--html", html, plan_page(shown, buys))
     if as_json:
         typer.echo(shown.to_json())
         return
@@ -100,7 +100,7 @@ def diff(
         if html is not None:
             names = [f"first: {path.name}", f"second: {other.name}"]
             line = f"{path} and {other}: {len(changed)} heads differ"
-            _draw("--html", html, _page(compared([*zip(names, plans, strict=True)], line)))
+            _draw("--html", html, compared([*zip(names, plans, strict=True)], line))
     if as_json:
         units = [
             {"layer": layer, "head": head, "first": left.to_dict(), "second": right.to_dict()}
@@ -162,7 +162,7 @@ def explore(
             raise
         except ValueError as error:
             raise UsageError(f"{report}: {error}") from error
-        _draw("--html", html, _page(page(data)))
+        _draw("--html", html, page(data))
     if as_json:
         print_json(data)
         return
@@ -200,18 +200,14 @@ def _figures(plan: Plan) -> dict[str, tuple[float | None, str]]:
     }
 
 
-def _draw(name: str, target: Path, draw: Callable[[Path], None]) -> None:
+def _draw(name: str, target: Path, drawn: bytes | str) -> None:
     if not target.parent.is_dir():
         raise UsageError(
             f"{name}: the directory {target.parent} does not exist; make it, or give a file in one that does"
         )
     try:
-        draw(target)
+        write_atomically(target, drawn)
     except OSError as error:
         raise UsageError(
             f"{name}: {target} cannot be written ({error.strerror}); give a file in a directory that can"
         ) from error
-
-
-def _page(text: str) -> Callable[[Path], None]:
-    return lambda path: write_atomically(path, text)

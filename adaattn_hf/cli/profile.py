@@ -123,7 +123,7 @@ def _refuse_unwritable(figure: Path) -> None:
 def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> None:
     import torch
 
-    from adaattn_hf.eval import atlas, runner
+    from adaattn_hf.eval import pages, runner
     from adaattn_hf.eval.demo import demo_model_path
     from adaattn_hf.eval.provenance import provenance
     from adaattn_hf.patches.checkpoint import give_plan, load
@@ -169,9 +169,8 @@ def _run(model: str | None, loading: Loading, asked: Profile, as_json: bool) -> 
     if asked.out is not None:
         runner.write_json(asked.out / "profile.json", recorded)
         about = f"{len(ids)} x {ids.shape[1]} tokens of {name}, {asked.rows} rows sampled per call, {checkpoint.dtype}"
-        write_atomically(
-            asked.out / "atlas.html", atlas.page(recorded, f"Attention of {checkpoint.name}", about)
-        )
+        page = pages.atlas(recorded, f"Attention of {checkpoint.name}", about)
+        write_atomically(asked.out / "atlas.html", page)
         tell(console, f"profile: {asked.out / 'profile.json'}, {asked.out / 'atlas.html'}")
     if asked.figure is not None:
         seen.figure().savefig(asked.figure)

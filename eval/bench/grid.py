@@ -74,7 +74,6 @@ class Grid:
     cells: tuple[Cell, ...]
     models: Mapping[str, Mapping[str, Any]]
     stock: tuple[str, ...]
-    peers: tuple[str, ...]
     slower: str = ""
 
 
@@ -99,7 +98,7 @@ def read_grid(path: Path | None = None, device: str = "cpu") -> Grid:
         if device != data.get("device", device):
             cells = [replace(cell, target=None, floor=data["defaults"]["floor"]) for cell in cells]
         slower = data.get("slower", {}).get(device, "")
-        return Grid(tuple(cells), data["models"], tuple(data["stock"]), tuple(data["peers"]), slower)
+        return Grid(tuple(cells), data["models"], tuple(data["stock"]), slower)
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         found = f"{path} is no grid ({type(error).__name__}: {error})"
         raise UsageError(f"grid: {found}; expected YAML like eval/bench/bench.yaml") from error

@@ -63,7 +63,7 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
         titles = (f"{cell['title']} {cell['ratio_best']['wall']['median']:.2f}" for cell in slower)
         lines += ["## Slower than the fastest stock", "", "; ".join(titles) + ".", ""]
         lines += [report["slower"], ""] if report["slower"] else []
-    absent = [f"{name} ({why})" for name, why in {**report["absent"], **report["peers"]}.items()]
+    absent = [f"{name} ({why})" for name, why in report["absent"].items()]
     if absent:
         lines += ["## Not measured", "", "; ".join(absent) + ".", ""]
     refused: dict[tuple[str, str], list[str]] = {}

@@ -1,4 +1,4 @@
-"""All ways to do a cell's work by name: implementations of Transformers, sdpa's kernels apart, installed peers."""
+"""All ways to do a cell's work by name: implementations of Transformers, and sdpa's kernels apart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from adaattn_hf.patches.observe.spans import spans
 
 from .grid import Cell, Grid
 from .model import model_works
-from .peers import PEERS, peer_work
 from .work import Work, attention_works, structure_of, tensors_of
 
 KERNELS = {
@@ -35,7 +34,7 @@ _ROWS = 16
 
 def is_stock(name: str) -> bool:
     """Whether a way is an implementation that a model may be set to: what ours is compared with."""
-    return name not in KERNELS and name not in PEERS
+    return name not in KERNELS
 
 
 def ways(cell: Cell, grid: Grid, device: torch.device) -> Callable[[str], Work]:
@@ -45,8 +44,6 @@ def ways(cell: Cell, grid: Grid, device: torch.device) -> Callable[[str], Work]:
     )
 
     def named(name: str) -> Work:
-        if name in PEERS:
-            return peer_work(name, cell, *tensors_of(cell, device))
         if name not in KERNELS:
             return make(name)
         stock = make("sdpa")

@@ -16,7 +16,6 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from adaattn_hf.attention.structure import CallStructure
 
 from .grid import Cell
-from .peers import PEERS, absent_peers
 
 Work = Callable[[], Any]
 
@@ -52,8 +51,6 @@ def missing(implementation: str, device: torch.device) -> str | None:
             return "runs on CUDA"
         if importlib.util.find_spec(package.partition(".")[0]) is None:
             return f"{package} is not installed"
-    elif implementation in PEERS:
-        return absent_peers([implementation]).get(implementation)
     elif implementation.startswith("sdpa:"):
         on_cuda = implementation in ("sdpa:efficient", "sdpa:cudnn")
         return "runs on CUDA" if on_cuda and device.type != "cuda" else None

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from adaattn_hf.cli.interrupt import leave
 from adaattn_hf.cli.pictures import grid, headline, page
-from adaattn_hf.cli.printed import print_plan
+from adaattn_hf.cli.pictures.grid import print_plan
 from adaattn_hf.errors import EvalError
-from adaattn_hf.eval import atlas, progress
+from adaattn_hf.eval import pages, progress
 from adaattn_hf.eval.bench import report as bench
 
 from ..unit.test_plan import make_plan
@@ -47,7 +47,6 @@ def benched() -> dict[str, Any]:
         "rounds": 1,
         "slower": NASTY,
         "absent": {NASTY: NASTY},
-        "peers": {},
     }
 
 
@@ -77,10 +76,8 @@ def progressed(terminal: bool | None) -> str:
     made = Console(
         width=400, color_system=None, file=io.StringIO(), force_terminal=terminal, _environ={"TERM": "x"}
     )
-    with pytest.MonkeyPatch.context() as planted:
-        planted.setattr(progress, "Console", lambda **options: made)
-        with progress.shown_progress(f"{NASTY} on text", quiet=False) as told:
-            told(1, 1)
+    with progress.shown_progress({f"{NASTY} on text": 1.0}, made) as told:
+        told(f"{NASTY} on text", 1, 1)
     text = str(made.file.getvalue())  # type: ignore[attr-defined]
     # a bar moves the cursor, and nothing else
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) if terminal else text
@@ -110,7 +107,7 @@ def explored() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "atlas": lambda: atlas.page({"layers": [], "maps": [], NASTY: [NASTY]}, NASTY, NASTY),
+    "atlas": lambda: pages.atlas({"layers": [], "maps": [], NASTY: [NASTY]}, NASTY, NASTY),
     "explorer": explored,
     "plan": lambda: page.plan_page(planned()),
     "plans beside one another": lambda: page.compared([(NASTY, planned())], NASTY),
@@ -138,7 +135,6 @@ ELSEWHERE = {
     "adaattn_hf/cli/main.py": "its own version",
     "adaattn_hf/cli/plan.py": "errors, tests/unit/test_plan_files.py; labels of choices",
     "adaattn_hf/cli/profile.py": "numbers, the atlas",
-    "adaattn_hf/cli/progress.py": "names of stages",
     "adaattn_hf/calibration/pricing.py": "the table stands in its docstring",
     "adaattn_hf/backends/native/build.py": "JSON escapes control characters",
     "eval/report.py": "tests/eval/test_report.py::test_names_bring_no_markup_and_no_escape_sequences",
@@ -146,10 +142,9 @@ ELSEWHERE = {
 }
 """Modules that write to a terminal or a page and are not among the cases here: what they write, or who tests it."""
 HERE = {
-    "adaattn_hf/cli/printed.py",
     "adaattn_hf/cli/pictures/page.py",
     "adaattn_hf/cli/pictures/grid.py",
-    "eval/atlas.py",
+    "eval/pages.py",
     "eval/bench/report.py",
     "eval/progress.py",
 }

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
 from adaattn_hf.errors import DataUnavailable
-from adaattn_hf.eval import atlas, corpora
+from adaattn_hf.eval import corpora, pages
 
 from ..support.browser import drawn, needs_browser
 from ..support.choices import make_choice
@@ -61,7 +61,7 @@ def test_the_json_holds_every_layer_and_phase(made: Path) -> None:
 def test_the_page_asks_for_nothing_from_elsewhere(made: Path) -> None:
     page = (made / "atlas.html").read_text(encoding="utf-8")
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert "</script><b>" not in atlas.page({"layers": [], "maps": []}, "</script><b>", "x")
+    assert "</script><b>" not in pages.atlas({"layers": [], "maps": []}, "</script><b>", "x")
 
 
 @needs_browser

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from adaattn_hf._files import write_atomically
 from adaattn_hf.cli import bench_job as bench_module
-from adaattn_hf.cli.asked import Bench
+from adaattn_hf.cli.bench import Bench
 from adaattn_hf.cli.main import app
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.bench.grid import read_grid
@@ -133,7 +133,6 @@ def write_grid(path: Path, *cells: dict[str, Any], **changes: Any) -> Path:
         "cells": [{"level": "model" if "model" in cell else "attention", **cell} for cell in cells],
         "models": MODELS,
         "stock": ["eager", "sdpa", "flash_attention_2"],
-        "peers": ["no_such_peer"],
         **changes,
     }
     path.write_text(yaml.safe_dump(data), encoding="utf-8")
@@ -165,7 +164,6 @@ def test_every_kind_of_cell_does_the_same_work_under_every_name(tmp_path: Path) 
         assert cell["best"] in ("eager", "sdpa")
         assert all(entry["wall"]["median"] > 0 for entry in cell["ratios"].values())
     assert report["absent"] == {"flash_attention_2": "runs on CUDA"}
-    assert report["peers"] == {"no_such_peer": "absent"}
     page = output.with_suffix(".md").read_text(encoding="utf-8")
     assert "| packed (float32) |" in page
     assert "flash_attention_2 (runs on CUDA)" in page
@@ -262,125 +260,6 @@ def test_kernels_of_sdpa_are_timed_apart(tmp_path: Path) -> None:
     names_seen = {event.key for event in seen.key_averages()}
     assert "aten::_scaled_dot_product_attention_math" in names_seen
     assert not [name for name in names_seen if "flash" in name]
-
-
-STAND_INS = {
-    "xformers/__init__.py": "",
-    "xformers/ops/__init__.py": "from .fmha import memory_efficient_attention",
-    "xformers/ops/fmha.py": """
-import torch
-class attn_bias:
-    class LowerTriangularFromBottomRightMask: pass
-def memory_efficient_attention(q, k, v, attn_bias, scale):
-    q, k, v = (t.movedim(1, -2) for t in (q, k, v))
-    mask = None if attn_bias is None else torch.ones(q.shape[-2], k.shape[-2]).tril(k.shape[-2] - q.shape[-2]).bool()
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return out.movedim(-2, 1)
-""",
-    "flash_attn/__init__.py": """
-import torch
-def flash_attn_func(q, k, v, softmax_scale, causal, window_size):
-    n, m = q.shape[1], k.shape[1]
-    mask = torch.ones(n, m).bool()
-    mask = mask.tril(m - n) if causal else mask
-    mask = mask if window_size[0] < 0 else mask.triu(m - n - window_size[0])
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    return sdpa(q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
-""",
-    "sageattention.py": """
-import torch
-def sageattn(q, k, v, tensor_layout, is_causal, sm_scale):
-    assert tensor_layout == "HND"
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    return sdpa(q, k, v, is_causal=is_causal, scale=sm_scale, enable_gqa=True)
-""",
-    "kernels.py": """
-import flash_attn
-def get_kernel(name, version=None):
-    if version is None: raise ValueError("a kernel version or revision must be specified")
-    if name != "kernels-community/flash-attn2": raise OSError("no such kernel")
-    return flash_attn
-""",
-    "flashinfer.py": "",
-}
-
-
-def test_installed_peers_are_timed_where_they_can_do_a_cell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stand-ins with the functions that the libraries have; the real ones want a GPU."""
-    install(tmp_path / "site", STAND_INS, monkeypatch)
-    known = ["xformers", "flash_attn", "sageattention", "kernels"]
-    peers = [*known, "flashinfer", "no_such_peer"]
-    cells = [*ATTENTION, {"name": "suffix", "q_len": 5, "kv_len": 20}, WHOLE[0]]
-    grid, output = (
-        write_grid(tmp_path / "grid.yaml", *cells, peers=peers, stock=["sdpa"]),
-        tmp_path / "out.json",
-    )
-    result = bench("--grid", grid, "--rounds", 1, "--output", output, "--no-memory")
-    assert result.exit_code == 0, result.output
-    report = json.loads(output.read_text(encoding="utf-8"))
-    assert_fits(report)
-    assert report["peers"] == {
-        "flashinfer": "installed; no way to call it is known",
-        "no_such_peer": "absent",
-    }
-    timed = {cell["title"].split()[0]: set(cell["ratios"]) - {"sdpa"} for cell in report["cells"]}
-    windows, every = {"flash_attn", "kernels"}, set(known)
-    assert timed == {
-        "causal": every, "decode": every, "suffix": every - {"sageattention"}, "window": windows, "padded": set(),
-        "chunks": set(), "packed": set(), "static": set(), "cross": set(), "pass": set(),
-    }  # fmt: skip
-    for cell in report["cells"]:
-        assert cell["best"] == "sdpa"
-        assert set(cell["refused"]) == every - set(cell["ratios"]), cell["title"]
-        assert max(cell["difference"].values()) < 1e-5, cell["title"]
-    assert "sageattention refused: takes no window" in " ".join(result.output.split())
-    page = output.with_suffix(".md").read_text(encoding="utf-8")
-    assert "* sageattention in suffix (float32): its causal mask begins at the first key" in page
-    assert (
-        "* xformers in padded (float32), chunks (float32), packed (float32), static (float32), cross" in page
-    )
-
-
-def install(site: Path, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts modules where imports find them, and forgets them after the test."""
-    for name, source in sources.items():
-        path = site / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source, encoding="utf-8")
-        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        monkeypatch.setitem(sys.modules, module, None)  # so that what an import leaves is taken away again
-        del sys.modules[module]
-    monkeypatch.syspath_prepend(site)
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "words"),
-    [
-        ("sageattention.py", "def sageattn(*a, **k): assert False, 'must be on cuda.'", "must be on cuda."),
-        ("sageattention.py", "def sageattn(*a, **k): raise AssertionError", "AssertionError"),
-        ("sageattention.py", "def sageattn(q, k, v): pass", "unexpected keyword argument"),
-        ("flash_attn/__init__.py", "", "has no attribute 'flash_attn_func'"),
-        ("xformers/__init__.py", "", "No module named 'xformers.ops"),
-    ],
-)
-def test_a_peer_that_cannot_do_a_cell_is_named_with_its_reason_and_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, words: str
-) -> None:
-    """As SageAttention says by an assertion that it wants a GPU, and another version by a name that it lacks."""
-    peer = name.removesuffix(".py").removesuffix("/__init__")
-    install(tmp_path / "site", {name: source}, monkeypatch)
-    cell = {"name": "causal", "q_len": 8}
-    grid = write_grid(tmp_path / "grid.yaml", cell, stock=["sdpa"], peers=[peer])
-    output = tmp_path / "out.json"
-    result = bench("--grid", grid, "--rounds", 1, "--no-memory", "--output", output)
-    assert result.exit_code == 0, result.output
-    assert f"{peer} refused: " in " ".join(result.output.split())
-    (found,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
-    assert words in found["refused"].pop(peer)
-    assert (found["refused"], set(found["ratios"])) == ({}, {"sdpa"})
 
 
 def test_a_profile_is_a_trace_of_each_way(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
@@ -35,7 +36,7 @@ def test_the_models_in_the_package(tmp_path: Path) -> None:
             assert showcase.verdict(report) == (True, showcase.verdict(report)[1])
     assert result.output.count("kept") >= 6
     assert "A masked LM knows nothing behind a last word" in " ".join(result.stdout.split())
-    assert result.stderr.count(" tokens after ") == len(reports)  # no terminal: a line for each that is done
+    assert result.stderr.count(": done after ") == len(reports)  # no terminal: a line for each that is done
 
 
 def test_where_there_is_no_terminal_a_line_says_how_far_it_is_however_long_a_step_takes(
@@ -44,26 +45,28 @@ def test_where_there_is_no_terminal_a_line_says_how_far_it_is_however_long_a_ste
     """Every ten seconds; every few milliseconds here."""
     assert progress.EVERY <= 10.0
     monkeypatch.setattr(progress, "EVERY", 0.005)
-    with progress.shown_progress("a model", quiet=False) as tell:
-        tell(2000, 5000)
+    console, work = Console(stderr=True), {"a model": 1.0}
+    with progress.shown_progress(work, console) as tell:
+        tell("a model", 2000, 5000)
         said, limit = "", time.monotonic() + 20.0
-        while said.count("a model: 2,000 of 5,000 tokens after 0 s") < 2 and time.monotonic() < limit:
+        while said.count("a model: 40 % after 0 s") < 2 and time.monotonic() < limit:
             time.sleep(0.005)
             shown = capsys.readouterr()
             said += shown.err
             assert shown.out == ""
         monkeypatch.setattr(progress, "EVERY", 60.0)
-        tell(5000, 5000)
-    assert said.count("a model: 2,000 of 5,000 tokens after 0 s") >= 2
-    assert "a model: 5,000 of 5,000 tokens" in capsys.readouterr().err
-    with progress.shown_progress("a model", quiet=True) as tell:
-        tell(5000, 5000)
+        tell("a model", 5000, 5000)
+    assert said.count("a model: 40 % after 0 s") >= 2
+    assert "a model: done after 0 s" in capsys.readouterr().err
+    with progress.shown_progress(work, console, quiet=True) as tell:
+        tell("a model", 5000, 5000)
     assert capsys.readouterr().err == ""
 
 
 def test_a_name_sends_no_control_sequence_to_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.shown_progress("evil\x1b]0;owned\x07\x9b31m [red]x", quiet=False) as tell:
-        tell(3, 3)
+    name = "evil\x1b]0;owned\x07\x9b31m [red]x"
+    with progress.shown_progress({name: 1.0}, Console(stderr=True)) as tell:
+        tell(name, 3, 3)
     written = capsys.readouterr().err
     assert "evil" in written
     assert "[red]x" in written

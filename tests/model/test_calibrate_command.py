@@ -26,12 +26,12 @@ from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration import fisher, pricing
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import FILE, CalibrationState
-from adaattn_hf.cli.asked import Asked
-from adaattn_hf.cli.calibration_job import BUDGET_NOT_MET, Job, evaluation
+from adaattn_hf.cli.calibrate import Asked
+from adaattn_hf.cli.calibration_job import BUDGET_NOT_MET, Job, evaluation, work_of
 from adaattn_hf.cli.main import app
 from adaattn_hf.cli.options import tokens
-from adaattn_hf.cli.progress import Display, display
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
+from adaattn_hf.eval.progress import Display, shown_progress
 from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.policy.prices import Price, PriceTable
 
@@ -597,14 +597,14 @@ def test_lengths_may_be_written_in_thousands() -> None:
 def test_bars_show_every_stage_and_the_time_left() -> None:
     settings = CalibrationSettings(lengths=(64, 128), sequences=2, rows=8, labels=1, held_out=4, tries=1)
     console = Console(force_terminal=True, width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with display(settings, console, quiet=False) as progress:
+    with shown_progress(work_of(settings), console) as progress:
         for stage in progress.work:
             for step in range(3):
                 progress(stage, step, 2)
         assert progress.share == pytest.approx(1.0)
     text = console.export_text()
     console.file.close()
-    assert "calibration" in text
+    assert "in all" in text
     assert "verify 128" in text
     assert "0 s left" in text
 
@@ -612,8 +612,8 @@ def test_bars_show_every_stage_and_the_time_left() -> None:
 def test_the_time_left_follows_the_work_done(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = CalibrationSettings(lengths=(64,), sequences=2, rows=8, labels=1, held_out=4, tries=1)
     clock = [0.0]
-    monkeypatch.setattr("adaattn_hf.cli.progress.time.monotonic", lambda: clock[0])
-    progress = Display(settings, Console(quiet=True), None, quiet=True)
+    monkeypatch.setattr("adaattn_hf.eval.progress.time.monotonic", lambda: clock[0])
+    progress = Display(work_of(settings), Console(quiet=True), None, quiet=True)
     assert progress.left() == ""
     for stage in ("moments", "risk"):
         progress(stage, 1, 1)
@@ -628,7 +628,7 @@ def test_a_long_step_is_told_of_all_the_while(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("adaattn_hf.eval.progress.EVERY", 0.005)
     settings = CalibrationSettings(lengths=(64,), sequences=2, rows=8, labels=1, held_out=4, tries=1)
     written = io.StringIO()
-    with display(settings, Console(file=written), quiet=False) as progress:
+    with shown_progress(work_of(settings), Console(file=written)) as progress:
         progress("risk", 1, 2)
         limit = time.monotonic() + 20
         while written.getvalue().count("risk: 50 % after") < 2 and time.monotonic() < limit:

@@ -15,7 +15,8 @@ from adaattn_hf import load_preset, preset_names
 from adaattn_hf.attention.stored import FORMATS
 from adaattn_hf.calibration.settings import CalibrationSettings, Masking
 from adaattn_hf.cli import fields, main
-from adaattn_hf.cli.asked import Asked, Bench
+from adaattn_hf.cli.bench import Bench
+from adaattn_hf.cli.calibrate import Asked
 from adaattn_hf.cli.fields import declared, described, with_options
 from adaattn_hf.cli.place import Place
 from adaattn_hf.eval.settings import Limits, Loading, Output, Settings, Text

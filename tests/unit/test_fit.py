@@ -11,7 +11,7 @@ import pytest
 
 from adaattn_hf import load_preset, preset_names
 from adaattn_hf.calibration.settings import CalibrationSettings, share
-from adaattn_hf.cli.asked import Asked
+from adaattn_hf.cli.calibrate import Asked
 from adaattn_hf.cli.calibration_job import Job, job_of
 from adaattn_hf.cli.fit import FEWEST, LENGTHS, count_tokens, fit_to_text
 

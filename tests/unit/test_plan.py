@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn_hf.cli.pictures.grid import details, differences, grid, heat_map, save_png
+from adaattn_hf.cli.pictures.grid import details, differences, grid, heat_map, png
 from adaattn_hf.plans.choices.window import Window
 from adaattn_hf.plans.plan import (
     EXACT,
@@ -141,7 +141,7 @@ def test_layers_and_exactness() -> None:
     assert plan.max_length == 1024
 
 
-def test_picture_and_differences(tmp_path: Any) -> None:
+def test_picture_and_differences() -> None:
     plan = make_plan()
     other = replace(plan, layers=(LayerPlan(1, "ef" * 32, (EXACT, make_choice(precision="int8"))),))
     assert [[c.label for c in row] for row in grid(plan)] == [["exact", "exact"], ["w256+16 bf16", "exact"]]
@@ -149,8 +149,7 @@ def test_picture_and_differences(tmp_path: Any) -> None:
     assert differences(plan, plan) == []
     assert heat_map(plan).row_count == 2
     assert "1.50 times as fast as exact" in " ".join(details(plan))
-    save_png(plan, tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    assert png(plan)[:4] == b"\x89PNG"
 
 
 def test_a_choice_that_left_is_refused_with_the_remedy() -> None:

@@ -15,10 +15,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from adaattn_hf.cli.main import app
-from adaattn_hf.cli.pictures.grid import below, heading, heat_map, save_png
+from adaattn_hf.cli.pictures.grid import below, heading, heat_map, png, print_plan
 from adaattn_hf.cli.pictures.headline import Bought, bought, digest
 from adaattn_hf.cli.pictures.page import compared, plan_page, rounded
-from adaattn_hf.cli.printed import print_plan
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, UnitRecord
 from adaattn_hf.plans.wording import allowed, at_most, quotient, rise
@@ -164,7 +163,7 @@ def test_a_plan_says_what_its_picture_shows_and_leaves_out(heads: int) -> None:
     assert printed(cached).endswith(" · cache 0.56 of the bytes\n")
 
 
-def test_every_layer_of_the_model_is_drawn_and_counted(tmp_path: Path) -> None:
+def test_every_layer_of_the_model_is_drawn_and_counted() -> None:
     """Layers 4 and 5 are exact; so is 0. Of a model with other layers between, only those of attention count."""
     for layers in ((0, 1, 2, 3, 4, 5), (1, 3, 7, 11)):
         plan = make_plan(attention_layers=layers)
@@ -174,7 +173,7 @@ def test_every_layer_of_the_model_is_drawn_and_counted(tmp_path: Path) -> None:
         assert sum(map(bool, data["stops"][0]["picks"])) == 1
         table = heat_map(plan)
         assert [str(cell) for cell in table.columns[0].cells] == list(map(str, layers))
-        save_png(plan, tmp_path / "plan.png")
+        assert png(plan)[:4] == b"\x89PNG"
     assert below(plan) == ["w256+16: the last 256 keys and the first 16; bf16: products in bfloat16"]
     assert below(replace(plan, attention_layers=()))[1] == "layers 2 and up: exact"
     exact = replace(plan, layers=(), units=())

@@ -6,16 +6,18 @@ import io
 import itertools
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..._files import printable, write_atomically
+from adaattn_hf.eval.progress import tell
+
+from ..._files import printable
 from ...plans.choices import EXACT, Choice
 from ...plans.plan import Plan
 from ...plans.wording import allowed, counted, in_nats, legend, rise, share, times
-from .headline import level_of, name_of, speed_of
+from .headline import Bought, headline, level_of, name_of, speed_of
 
 MOST_ROWS, MOST_COLUMNS = 256, 128
 """Most layers and key/value heads that a picture shows."""
@@ -127,6 +129,23 @@ def below(plan: Plan) -> list[str]:
     return [*named, *([meanings] if meanings else []), *notes(plan)]
 
 
+def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instead: str | None = None) -> None:
+    """Prints a plan.
+
+    Args:
+        console: Where it goes.
+        plan: The plan.
+        buys: What the report beside it says that it buys.
+        verbose: Whether nats, levels and versions are printed, too.
+        instead: What is said in place of the headline, where no plan passed.
+    """
+    tell(console, heading(plan))
+    if not plan.is_exact:
+        console.print(heat_map(plan))
+    for line in (*below(plan), instead or headline(plan, buys), *(details(plan) if verbose else ())):
+        tell(console, line)
+
+
 def _codes(choices: Sequence[Sequence[Choice]]) -> dict[Choice, str]:
     """A letter for each choice of a picture, exact first."""
     return {c: letter(place) for place, c in enumerate(dict.fromkeys((EXACT, *itertools.chain(*choices))))}
@@ -151,8 +170,8 @@ def differences(left: Plan, right: Plan) -> list[tuple[int, int, Choice, Choice]
     return found
 
 
-def save_png(plan: Plan, path: Path) -> None:
-    """Writes the picture as PNG; needs matplotlib."""
+def png(plan: Plan) -> bytes:
+    """Returns the picture as PNG; needs matplotlib."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -175,4 +194,4 @@ def save_png(plan: Plan, path: Path) -> None:
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
-    write_atomically(path, drawn.getvalue())
+    return drawn.getvalue()

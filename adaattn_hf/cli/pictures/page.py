@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Any
+
+from adaattn_hf.eval.pages import filled
 
 from ..._files import printable
 from ...plans.choices import EXACT, Choice
@@ -28,11 +28,8 @@ def page(data: Mapping[str, Any]) -> str:
             one, None for what is not known; `start`, the stop that is shown first; `offers`, `risk` and `time` of every
             unit and choice, or None; `compared`, whether stops are plans to be compared.
     """
-    template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    # within a script element nothing but these characters could end the data
-    text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028")
-    return template.replace("/*TITLE*/", html.escape(printable(data["title"]))).replace("/*DATA*/", text)
+    text = filled("adaattn_hf.cli.pictures", "page.html", data)
+    return text.replace("/*TITLE*/", html.escape(printable(data["title"])), 1)
 
 
 def plan_page(plan: Plan, buys: Bought | None = None) -> str:

@@ -1,0 +1,78 @@
+"""`adaattn verify`: proves a stored plan again, on text of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from adaattn_hf.eval.progress import tell
+from adaattn_hf.eval.settings import Source
+
+from .fields import with_options
+from .interrupt import ending
+from .json_output import AsJson, print_json
+from .options import Threads, use_threads
+
+
+@dataclass(frozen=True)
+class Proved(Source):
+    """What is proved, and on what.
+
+    Attributes:
+        data: Text in UTF-8: .txt, .md, .jsonl with a field text, or directories of them; each of several must keep the
+            budget.
+        plan: File or directory of the plan. Default: the one that MODEL carries, else adaattn-plan.
+        device: cpu, cuda, cuda:1. Default: cuda where there is one.
+        quiet: No progress.
+    """
+
+    data: tuple[Path, ...] = ()
+    plan: Path | None = None
+    device: str | None = None
+    quiet: bool = False
+
+
+@with_options(asked=Proved)
+def verify(
+    model: Annotated[
+        str, typer.Argument(help="Hub id or directory of the model that the plan was made for.")
+    ],
+    *,
+    asked: Proved,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove a stored plan again, on text of your own, by the test that it was proved by.
+
+    As many sequences are read as in the stored proof, the same ones where the text is the same, and the bound holds at
+    the level of that proof. What differs here from what the plan was made with is said: machine, torch, transformers.
+    A cache format that the plan names is not read.
+
+    Exit codes: 0 the plan passes; 1 it does not; 2 wrong arguments, no plan, or one of another model; 3 a file cannot
+    be read; 4 model unavailable; 6 memory does not suffice.
+    """
+    from ..plans.plan import PlanError
+    from .verify_job import prove
+
+    console = Console(stderr=as_json)
+    with ending(argument="data", wrong=(ValueError, FileNotFoundError, PlanError)):
+        use_threads(threads)
+        found = prove(model, asked, console)
+    for words in found["differing"]:
+        tell(console, f"warning: {words}; figures may differ from those of the stored proof")
+    if not found["verdicts"]:
+        tell(console, f"{found['model']}: every layer is exact, and nothing is to be proved")
+    for length, verdict in found["verdicts"].items():
+        tell(
+            console,
+            f"{found['model']}, {verdict['tokens']:,} predictions at {length} tokens: {verdict['sentence']}",
+        )
+    tell(console, f"stored proof: {found['stored']['sentence'] if found['stored'] else 'none'}")
+    if as_json:
+        print_json(found)
+    if not found["passed"]:
+        raise typer.Exit(1)

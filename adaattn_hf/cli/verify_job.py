@@ -1,0 +1,187 @@
+"""Proves a stored plan on given text, by the code that proves plans in a calibration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from adaattn_hf.eval.progress import shown_progress
+from adaattn_hf.patches.checkpoint import resolve_device
+from adaattn_hf.patches.plans.attach import programs_for
+from adaattn_hf.patches.plans.subject import Subject
+
+from ..calibration import corpus
+from ..calibration.arms import ModelArms, plan_tap
+from ..calibration.corpus import TokenSequence
+from ..calibration.inputs import Inputs, refuse_longer
+from ..calibration.memory import room_or_sentence
+from ..calibration.pricing import machine
+from ..calibration.settings import CalibrationSettings, Masking
+from ..calibration.texts import refuse_repeats
+from ..calibration.verify import Evidence, activation, gather, judge
+from ..plans.plan import Plan, PlanError, Verified
+from ..plans.store import PLAN_FILE, text_file
+from ..policy.acceptance import Gates
+from .loading import Loaded, load
+from .pictures.headline import REPORT_FILE, name_of
+from .place import PLAN_DIRECTORY
+
+if TYPE_CHECKING:  # the command imports this module
+    from .verify import Proved
+
+
+def prove(model: str, asked: Proved, console: Console) -> dict[str, Any]:
+    """Returns what the text says of the plan, as JSON values: the verdict by length, and the stored one beside it.
+
+    An exact plan passes as it is: it changes nothing.
+
+    Raises:
+        ValueError: If there is no text, or too little.
+        PlanError: If there is no plan to prove, or one of another model.
+    """
+    if not asked.data:
+        raise ValueError(
+            "data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them"
+        )
+    refuse_repeats(asked.data, None)
+    own = Path(model) / PLAN_FILE
+    path = asked.plan or (Path(model) if own.is_file() else Path(PLAN_DIRECTORY))
+    plan = Plan.from_pretrained(path)
+    settings, device = settings_of(plan), resolve_device(asked.device)
+    scoring = plan.protocol.get("scoring", {})
+    masking = Masking(**{one.name: scoring[one.name] for one in fields(Masking) if one.name in scoring})
+    sentence = (
+        f"memory: {device} has none left ({{}}), expected room for sequences of {plan.max_length} tokens; give another "
+        "--device"
+    )
+    verdicts: dict[int, Verified] = {}
+    with room_or_sentence(sentence.format):
+        if not plan.is_exact:
+            loaded = load(model, dtype=plan.dtype, masking=masking, **asked.source())
+            verdicts = _verdicts(path, plan, settings, loaded, device, asked, console)
+    return {
+        "model": name_of(plan),
+        "passed": all(one.passed for one in verdicts.values()),
+        "verdicts": {str(length): asdict(one) for length, one in verdicts.items()},
+        "stored": None if plan.verified is None else asdict(plan.verified),
+        "differing": differing(plan, device),
+    }
+
+
+def _verdicts(
+    path: Path,
+    plan: Plan,
+    settings: CalibrationSettings,
+    loaded: Loaded,
+    device: torch.device,
+    asked: Proved,
+    console: Console,
+) -> dict[int, Verified]:
+    """The verdict by length: one look, at the level of the stored proof where there is one."""
+    subject = Subject(loaded.model.to(device))
+    refuse_longer(plan.lengths, subject.positions, name_of(plan))
+    programs = {index: one for index, one in programs_for(loaded.model, path).items() if one is not None}
+    inputs = Inputs(subject, ModelArms(loaded.model), settings, loaded.scoring, {})
+    pool, ranges = held_out(plan, settings, asked.data, loaded), looked_at(path)
+    stored, scoring = plan.verified, loaded.scoring
+    tries = 1 if stored is None else stored.tries
+    haystacks = settings.haystacks if scoring.generates else 0
+    heads = len(plan.attention_layers) * len(plan.layers[0].choices)
+    verdicts = {}
+    work = {f"verify {length}": float(length) for length in plan.lengths}
+    with shown_progress(work, console, quiet=asked.quiet) as progress:
+        for length in plan.lengths:
+            first, last = ranges.get(str(length), (0, settings.most_held_out))
+            shard = pool[first:last] if last <= len(pool) else pool[: settings.most_held_out]
+            cut = [replace(one, tokens=one.tokens[: scoring.content(length)]) for one in shard]
+            step = partial(progress, f"verify {length}", total=len(cut) + haystacks)
+            evidence = Evidence(apart=len(asked.data) > 1)
+            gather(inputs, plan_tap(programs), cut, evidence, plan.seed + tries, haystacks, step)
+            verdicts[length] = judge(
+                evidence,
+                Gates(**{"budget": plan.budget, **plan.protocol.get("gates", {})}),
+                confidence=1.0 - settings.alpha if stored is None else stored.confidence,
+                tries=tries,
+                activation_share=activation(programs, heads, length, scoring.causal),
+                predicted=plan.predicted_loss if stored is None else stored.predicted_kl,
+            )
+    return verdicts
+
+
+def settings_of(plan: Plan) -> CalibrationSettings:
+    """Returns the settings that a plan was made by; those of a calibration by default where the plan holds none.
+
+    Raises:
+        PlanError: They are no settings.
+    """
+    kept = plan.protocol.get("settings", {})
+    try:
+        words = {name: tuple(one) if isinstance(one, list) else one for name, one in kept.items()}
+        return CalibrationSettings(**words, budget=plan.budget, lengths=plan.lengths, seed=plan.seed)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise PlanError(f"protocol: settings cannot be read ({error}); calibrate again") from error
+
+
+def held_out(
+    plan: Plan, settings: CalibrationSettings, data: Sequence[Path], loaded: Loaded
+) -> list[TokenSequence]:
+    """Returns sequences of a text in the order in which a calibration draws them, equally many of each source.
+
+    Of the text that the plan was made on those are left out that chose it.
+
+    Raises:
+        ValueError: A source has fewer than two.
+    """
+    s, length = settings, loaded.scoring.content(plan.max_length)
+    own, most = s.sequences + s.joint, s.most_held_out * (s.tries + s.bolder)
+    sample = corpus.draw(data, loaded.encode, length, {"held_out": 2}, s.seed, own + most - 2)
+    drawn = sample.parts["held_out"]
+    words = "".join(f"{one}:{sample.fingerprint}:" for one in plan.lengths)
+    if hashlib.sha256(words.encode()).hexdigest() == plan.data_fingerprint:
+        return drawn[own:]
+    counts = Counter(one.source for one in drawn[:most])
+    fewest = min(counts[str(path)] for path in data)
+    if fewest < 2:
+        raise ValueError(
+            f"data: a source holds {fewest} sequences of {length} tokens, expected at least 2 of every source; give "
+            "more of its text, or leave it out"
+        )
+    return drawn[: fewest * len(data)]
+
+
+def looked_at(path: Path) -> dict[str, tuple[int, int]]:
+    """Returns the range of sequences that the stored proof read, by length; nothing where no report lies beside it.
+
+    Raises:
+        PlanError: The report is none.
+    """
+    report = (path if path.is_dir() else path.parent) / REPORT_FILE
+    if not report.is_file():
+        return {}
+    try:
+        history = json.loads(text_file(report))["history"]
+        last = [entry["held_out"] for entry in history if "verified" in entry][-1:]
+        return {length: (int(start), int(stop)) for one in last for length, (start, stop) in one.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PlanError(f"{report} is no report ({error}); delete it, or calibrate again") from error
+
+
+def differing(plan: Plan, device: torch.device) -> list[str]:
+    """Returns what is not as it was when the plan was made, in words: machine and versions."""
+    known = (
+        ("machine", plan.protocol.get("machine"), machine(device)),
+        ("torch", plan.torch, torch.__version__),
+        ("transformers", plan.transformers, version("transformers")),
+        ("adaattn", plan.adaattn, version("adaattn-hf")),
+    )
+    return [f"{name} was {there}, is {here}" for name, there, here in known if there not in (None, here)]

@@ -1,0 +1,101 @@
+"""`adaattn verify`: a stored plan proved again, by the figures of its proof on the text of its proof."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from adaattn_hf.cli.main import app
+from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
+from adaattn_hf.policy.prices import Price, PriceTable
+
+LENGTH = 192
+MODEL = str(demo_model_path("llama"))
+
+
+def command(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two texts, and a plan proved on the second, another on a part of the first."""
+    directory = tmp_path_factory.mktemp("verify")
+    for name, pages in (("own.txt", calibration_pages()), ("news.txt", heldout_pages())):
+        (directory / name).write_text("\n\n".join(pages[:12]), encoding="utf-8")
+    row = {label: Price(1e-4, 1.0 / (1 + place)) for place, label in enumerate(("exact", "bf16"))}
+    prices = PriceTable("a table", {}, {"prefill": {LENGTH: row}, "decode": {LENGTH: row}})
+    (directory / "prices.json").write_text(prices.to_json())
+    size = f"--lengths {LENGTH} --sequences 2 --rows 16 --labels 1 --joint 2 --held-out 4 --most-held-out 6"
+    rest = f"{size} --bolder 0 --families bf16 --tries 1 --budget 1% --quiet".split()
+    for plan, held in (("plan", ["--verify-data", directory / "news.txt"]), ("split", [])):
+        words = ["--data", directory / "own.txt", *held, "--prices", directory / "prices.json"]
+        done = command("calibrate", MODEL, *words, "--out", directory / plan, *rest)
+        assert done.exit_code == 0, done.output
+    return directory
+
+
+def verified(plan: Path, *words: object) -> tuple[int, dict[str, Any]]:
+    done = command("verify", MODEL, "--plan", plan, "--quiet", "--json", *words)
+    assert done.stdout, done.output
+    return done.exit_code, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("plan", "text"), [("plan", "news.txt"), ("split", "own.txt")])
+def test_the_text_of_the_proof_gives_its_figures(material: Path, plan: str, text: str) -> None:
+    code, found = verified(material / plan, "--data", material / text)
+    (verdict,), stored = found["verdicts"].values(), found["stored"]
+    assert (code, found["passed"]) == (0, True)
+    for name in ("delta_nll", "upper", "kl", "kl_p999", "predicted_kl"):
+        assert verdict[name] == pytest.approx(stored[name], abs=1e-6), name
+    for name in set(stored) - {"delta_nll", "upper", "kl", "kl_p999", "predicted_kl", "sentence"}:
+        assert verdict[name] == stored[name], name
+
+
+def test_other_text_has_figures_of_its_own_and_what_differs_is_said(material: Path) -> None:
+    code, found = verified(material / "plan", "--data", material / "own.txt")
+    (verdict,) = found["verdicts"].values()
+    assert code == (0 if verdict["passed"] else 1)
+    assert verdict["delta_nll"] != found["stored"]["delta_nll"]
+    assert verdict["confidence"] == found["stored"]["confidence"]
+    (differing,) = found["differing"]  # the prices came from a table
+    assert differing.startswith("machine was a table, is ")
+    shown = command("verify", MODEL, "--plan", material / "plan", "--data", material / "own.txt")
+    assert f"warning: {differing}" in shown.output
+    assert verdict["sentence"] in shown.output
+    assert f"stored proof: {found['stored']['sentence']}" in shown.output
+
+
+def test_a_plan_that_does_not_keep_its_budget_fails(material: Path, tmp_path: Path) -> None:
+    plan = json.loads((material / "plan" / "adaattn_plan.json").read_text())
+    plan |= {"budget": 1e-12, "verified": None}
+    plan["protocol"]["gates"]["budget"] = 1e-12
+    file = tmp_path / "adaattn_plan.json"
+    file.write_text(json.dumps(plan))
+    code, found = verified(file, "--data", material / "news.txt")
+    (verdict,) = found["verdicts"].values()
+    assert (code, found["passed"], found["stored"]) == (1, False, None)
+    assert verdict["sentence"].startswith("failed: the perplexity may rise by ")
+
+
+def test_what_cannot_be_proved_is_a_sentence(material: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("A lamp.")
+    plan, text = material / "plan", material / "news.txt"
+    for words, said in (
+        ((MODEL, "--plan", plan), "data is absent, expected text"),
+        ((MODEL, "--plan", tmp_path, "--data", text), "config.json does not exist; expected a plan"),
+        ((demo_model_path("gpt2"), "--plan", plan, "--data", text), "plan"),
+        ((MODEL, "--plan", plan, "--data", short), "the text holds 0 sequences of 192 tokens, 2 are wanted"),
+        (
+            (MODEL, "--plan", plan, "--data", text, "--data", short),
+            "a source holds 0 sequences of 192 tokens",
+        ),
+        ((MODEL, "--plan", plan, "--data", text, "--data", text), "is named twice"),
+    ):
+        done = command("verify", *words, "--quiet")
+        assert (done.exit_code, said in " ".join(done.stderr.split())) == (2, True), done.output
