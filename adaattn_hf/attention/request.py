@@ -57,14 +57,9 @@ class AttentionRequest:
         Raises:
             ValueError: Names the tensor, what it has and what it should have.
         """
-        check_dimensions(self.query, self.key, self.value)
+        check_tensors(self.query, self.key, self.value)
         if not self.query.shape[0] == self.key.shape[0] == self.value.shape[0]:
             self.query, self.key, self.value = in_one_batch(self.query, self.key, self.value)
-        if not self.query.shape[3]:
-            raise ValueError(
-                f"query: got shape {tuple(self.query.shape)}, expected a head_dim of at least 1: no key could be told "
-                "from another"
-            )
         check_dtype("query", self.query)
         if not self.query.device == self.key.device == self.value.device:
             raise other_devices(self.query, self.key, self.value)
@@ -182,19 +177,27 @@ def head_dim_of(value: Tensor) -> int:
     return value.shape[3] * (2 if value.dtype is torch.uint8 else 1)
 
 
-def check_dimensions(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse tensors that are not `[batch, heads, length, head_dim]`.
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse tensors that are not dense `[batch, heads, length, head_dim]`, and heads without a channel.
 
     Raises:
         ValueError: Names the first of them and what it has.
     """
-    if query.dim() == key.dim() == value.dim() == 4:
-        return
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name}: got shape {tuple(tensor.shape)}, expected [batch, heads, length, head_dim]"
             )
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{name}: got a tensor of layout {tensor.layout}, expected a dense one (torch.strided); make it one "
+                "with .to_dense()"
+            )
+    if not query.shape[3]:
+        raise ValueError(
+            f"query: got shape {tuple(query.shape)}, expected a head_dim of at least 1: no key could be told from "
+            "another"
+        )
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:

@@ -48,6 +48,8 @@ def _weights_and_lse(request: AttentionRequest) -> tuple[Tensor, Tensor]:
 
 def attention_weights(request: AttentionRequest) -> Tensor:
     """The softmax weights `[batch, heads, q_len, kv_len]` in the query's dtype, before dropout."""
+    if request.asks_nothing:
+        return request.query.new_zeros((*request.query.shape[:3], request.key.shape[2]))
     return _weights_and_lse(request)[0].to(request.query.dtype)
 
 

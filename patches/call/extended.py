@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from adaattn_hf.attention.request import (
     AttentionRequest,
-    check_dimensions,
+    check_tensors,
     head_dim_of,
     holds_no_memory,
     in_one_batch,
@@ -140,7 +140,7 @@ def attend_extended(
     streams: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Serves any call: reads the mask and the keywords, then runs attention, by a plan where the model has one."""
-    check_dimensions(query, key, value)
+    check_tensors(query, key, value)
     if not (
         (attention_mask is None or isinstance(attention_mask, StructuredMask))
         and position_bias is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,8 @@ from tests.support.kernels import kernel
 
 from .searching import again, changed, files, graphs, oracle, ways, whole
 from .searching.drawing import Drawing
+from .searching.inputs import Inputs
+from .searching.whole import Whole
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present"),
@@ -39,6 +42,38 @@ pytestmark = [
 @given(case=whole.wholes())
 def test_models_compute_what_stock_attention_computes(case: whole.Whole) -> None:
     assert oracle.judge(case)
+
+
+FLIPPED = Whole(
+    "phimoe",
+    "adaattn_eager",
+    Inputs(
+        torch.tensor([[13, 24, 49, 18, 46]]),
+        torch.tensor([[6, 8, 10, 12, 14]]),
+        torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(),
+        None,
+        (4, 1),
+        "int8",
+    ),
+    torch.float32,
+    torch.float32,
+    prepared=False,
+)
+"""A call in which the rounding of a cache sends one token to another expert."""
+
+
+def test_codes_are_compared_among_the_same_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert oracle.judge(FLIPPED) == "served"
+    monkeypatch.setattr(oracle, "routing", lambda *_, **__: nullcontext())
+    with pytest.raises(AssertionError, match=r"codes lead 0\.11 standard deviations"):
+        oracle.judge(FLIPPED)
+
+
+def test_it_reports_codes_that_are_read_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = stored.dequantise
+    monkeypatch.setattr(stored, "dequantise", lambda codes, scale: -real(codes, scale))
+    with pytest.raises(AssertionError, match="codes lead"):
+        oracle.judge(FLIPPED)
 
 
 @settings(max_examples=5)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .attention.request import AttentionRequest, check_dimensions
+from .attention.request import AttentionRequest, check_tensors
 from .attention.structure import CallStructure
 from .attention.tap import transform_at_work
 from .backends import select
@@ -66,7 +66,7 @@ def flash_attn_forward(
             "output_attentions: got True, expected False: this kernel returns no weights; load the model with "
             "attn_implementation='eager'"
         )
-    check_dimensions(query, key, value)
+    check_tensors(query, key, value)
     check_call(module, query, key, attention_mask, position_bias, scaling, sliding_window, kwargs)
     check_paged(module, kwargs)
     compiling = torch.compiler.is_compiling()
