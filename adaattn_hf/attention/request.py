@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .facts import Facts
-from .structure import CallStructure
+from .structure import CallStructure, Facts
 
 if TYPE_CHECKING:
     from .heads import HeadRules

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .structure import CallStructure
 
 Run = tuple[int, int]
 
@@ -23,38 +26,6 @@ class Segment(NamedTuple):
     k_start: int
     k_len: int
     offset: int
-
-
-class Rules(Protocol):
-    """What is read of a `CallStructure`, which says what each means."""
-
-    batch: int
-    q_len: int
-    kv_len: int
-    causal: bool
-    window: int | None
-    sinks: int
-    chunk: int | None
-    chunk_start: Tensor | None
-    key_padding: Tensor | None
-    q_segments: Tensor | None
-    k_segments: Tensor | None
-    spans: Tensor | None
-    mask: Tensor | None
-
-    def offset(self) -> int:
-        """Key index of query 0."""
-
-    @property
-    def one_run_a_row(self) -> bool:
-        """Nothing but padding cuts a batch row."""
-
-    @property
-    def sinks_at_runs(self) -> bool:
-        """The first key of every run is the first of its sequence."""
-
-    def padding_on_host(self) -> Tensor | None:
-        """`key_padding` in the host's memory."""
 
 
 def _borders(rows: Tensor) -> list[list[int]]:
@@ -90,7 +61,7 @@ def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
     return found
 
 
-def find_segments(structure: Rules) -> tuple[Segment, ...] | None:
+def find_segments(structure: CallStructure) -> tuple[Segment, ...] | None:
     """The runs of a structure, ordered by batch row and query; None if the rules do not describe runs.
 
     A query that belongs to no run sees nothing.
@@ -136,7 +107,7 @@ def find_segments(structure: Rules) -> tuple[Segment, ...] | None:
     return tuple(found)
 
 
-def _padded_rows(structure: Rules, offset: int, real: list[Run]) -> tuple[Segment, ...]:
+def _padded_rows(structure: CallStructure, offset: int, real: list[Run]) -> tuple[Segment, ...]:
     """The runs where nothing but padding cuts a row: every pass over a padded batch comes here."""
     found, q_len, causal = [], structure.q_len, structure.causal
     for row, (low, high) in enumerate(real):
@@ -148,7 +119,7 @@ def _padded_rows(structure: Rules, offset: int, real: list[Run]) -> tuple[Segmen
     return tuple(found)
 
 
-def _documents(structure: Rules) -> list[list[tuple[Run, Run]]] | None:
+def _documents(structure: CallStructure) -> list[list[tuple[Run, Run]]] | None:
     """Per batch row (or once for all): pairs of query run and key run that belong to one document."""
     whole = [((0, structure.q_len), (0, structure.kv_len))]
     if structure.k_segments is None:

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from adaattn_hf.attention.tap import SEATED, transform_at_work
 
+from .arguments import Call
 from .extended import attend_extended as attend_extended
 from .resolved import launch_of as launch_of
 
@@ -89,10 +90,12 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 launch, structure = found
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
                 return launch(query, key, value, factor, structure, stored).contiguous(), None
-        return attend_extended(
-            backend, module, query, key, value, attention_mask, is_causal, sliding_window, scaling, dropout, softcap,
-            sinks if s_aux is None else s_aux, position_bias, kwargs, compiling, stored, streams,
+        sink_logits = sinks if s_aux is None else s_aux
+        call = Call(
+            backend, module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap,
+            sink_logits, position_bias, kwargs, stored, streams,
         )  # fmt: skip
+        return attend_extended(call, compiling)
 
     return adaattn
 
@@ -110,13 +113,7 @@ def _other_way(
         seated = getattr(module, SEATED, False)
         if not seated and getattr(key, "streams", None) is None:
             return None
-        from . import uncompiled
-
-        outside = (
-            uncompiled.use_plan_runs_outside_graphs
-            if seated
-            else uncompiled.streaming_heads_run_outside_graphs
-        )
+        outside = use_plan_runs_outside_graphs if seated else streaming_heads_run_outside_graphs
         return lambda *told, **more: outside(adaattn, *told, **more)
     transform = transform_at_work() if backend in (None, "native") else None
     if not transform:
@@ -125,3 +122,15 @@ def _other_way(
 
     check_transform(backend, transform, query, key)
     return attention_function("eager")
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def use_plan_runs_outside_graphs(attention: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls an attention function outside the graph; with `fullgraph=True` torch's error shows this function's name."""
+    return attention(*args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def streaming_heads_run_outside_graphs(attention: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The same for a cache whose heads keep tokens of their own: what is written and read is counted on the host."""
+    return attention(*args, **kwargs)

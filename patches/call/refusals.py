@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from adaattn_hf.attention.tap import transform_at_work
 from adaattn_hf.backends.select import BackendRefusal
 
-from .keywords import KNOWN, PAGED
+from .keywords import KNOWN, PAGED, takes
 
 
 def check_call(
@@ -73,8 +73,6 @@ def refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any], known: Collecti
     for name, value in kwargs.items():
         if name in known or value is None:
             continue
-        from .losses import takes  # imported here: few calls have such keywords
-
         if not takes(name):
             raise ValueError(
                 f"{name}: got {type(value).__name__} from {type(module).__name__}, a keyword that adaattn does not "

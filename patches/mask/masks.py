@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import CallStructure
 from adaattn_hf.attention.tap import tracing, transient
 from adaattn_hf.backends.select import traces
 from adaattn_hf.config import raw_settings
 
-from ..models.families import UnsupportedModel, loses_borders, needs_dense_mask, unsupported, uses_interface
+from ..models.families import UnsupportedModel, family_of, unsupported, uses_interface
+from .mask_pattern import Rules, causality, read_pattern
 from .structured_mask import StructuredMask, recall, remember
-
-if TYPE_CHECKING:
-    from .mask_pattern import MaskPattern
-
 
 _NATIVE = ("adaattn", "adaattn_native")
 """Names under which the native kernels serve a processor."""
@@ -50,8 +47,8 @@ def adaattn_mask(
     if isinstance(attention_mask, StructuredMask):
         # made by generate(), and passed to the model's forward, which asks again
         return attention_mask
-    mask_device = device if isinstance(device, torch.device) else torch.device(device)
-    causal = _causality(mask_function)
+    mask_device = torch.device(device)
+    causal = causality(mask_function)
     # the most frequent case, a bare causal or bidirectional mask without padding: nothing has to be read
     bare = causal is not None and type(q_offset) is int and not use_vmap
     bare = bare and (attention_mask is None or _hides_nothing(attention_mask, kv_length + kv_offset))
@@ -63,18 +60,18 @@ def adaattn_mask(
             return StructuredMask(shared, mask_device)
     if config is not None and not uses_interface(type(config)):
         raise UnsupportedModel(unsupported(type(config).__name__))
-    dense = config is not None and needs_dense_mask(config)
+    family = family_of(config)
     told, by_positions = None, False
-    if loses_borders(config) and not tracing():
+    if family.loses_borders and not tracing():
         from .told import told_to_model  # imported here: few families keep what they are told to themselves
 
         told = told_to_model()
         by_positions = told.by_positions
         if by_positions:
             attention_mask = None  # at most one of ones, which the model made itself
-    if bare and not dense:
+    if bare and not family.dense_mask:
         made = CallStructure(batch_size, q_length, kv_length, bool(causal), q_offset - kv_offset)
-        if key is not None and not loses_borders(config):
+        if key is not None and not family.loses_borders:
             remember(key, made)
         return StructuredMask(told.added_to(made) if told else made, mask_device, by_positions)
 
@@ -95,28 +92,29 @@ def adaattn_mask(
         assert built is not None  # only the skips give none
         return built
 
-    if dense:
+    if family.dense_mask:
         return stock(attention_mask)
-    from .mask_pattern import read_pattern  # imported here: bare masks do not need it
-
-    pattern = None if use_vmap else read_pattern(mask_function)
-    if pattern is not None and (pattern.causal is None or pattern.padding is not None):
-        pattern = None
-    if pattern is not None and pattern.documents is not None and q_length != kv_length:
-        pattern = None
+    rules = None if use_vmap else read_pattern(mask_function)
+    if rules is not None and (
+        "causal" not in rules or "key_padding" in rules or ("k_segments" in rules and q_length != kv_length)
+    ):
+        rules = None
     # A preallocated cache increments this very tensor in place when it is updated, so it is copied.
-    offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
+    offset = (q_offset.clone() if isinstance(q_offset, Tensor) else q_offset) - kv_offset
     padding = _padding_of_keys(attention_mask, batch_size, kv_length, kv_offset)
-    if pattern is None:
+    if rules is None:
         structure = CallStructure(
-            batch_size, q_length, kv_length, q_offset=offset - kv_offset, mask=stock(attention_mask)
+            batch_size, q_length, kv_length, q_offset=offset, mask=stock(attention_mask)
         )
     else:
-        structure = _structure(pattern, batch_size, q_length, kv_length, offset, kv_offset, padding)
+        rules = _in_this_call(rules, kv_length, kv_offset)
+        structure = CallStructure(
+            batch_size, q_length, kv_length, q_offset=offset, key_padding=padding, **rules
+        )
     structure = _settled(told.added_to(structure) if told else structure, mask_device, padding, config)
     # with a mask Transformers looks for no documents in positions; what it composed is not read in a compiled graph
     chunks = (
-        pattern is None
+        rules is None
         and attention_mask is not None
         and getattr(config, "attention_chunk_size", None) is not None
         and torch.compiler.is_compiling()
@@ -124,47 +122,18 @@ def adaattn_mask(
     return StructuredMask(structure, mask_device, by_positions, chunks)
 
 
-def _causality(mask_function: Callable[..., Any]) -> bool | None:
-    """True for the bare causal mask function, False for the bare bidirectional one, None for all others."""
-    # compared one by one: before torch 2.13 tracers cannot use functions as dictionary keys
-    if mask_function is causal_mask_function:
-        return True
-    return False if mask_function is bidirectional_mask_function else None
-
-
-def _structure(
-    pattern: MaskPattern,
-    batch: int,
-    q_len: int,
-    kv_len: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    padding: Tensor | None,
-) -> CallStructure:
-    """Turns a pattern into a structure whose positions count from this call's first key."""
-    spans = pattern.spans
-    if spans is not None:
+def _in_this_call(rules: Rules, kv_len: int, kv_offset: int) -> Rules:
+    """The rules of a mask function as those of a structure, whose positions count from this call's first key."""
+    rules = dict(rules)
+    if (spans := rules.get("spans")) is not None:
         missing = kv_len + kv_offset - spans.shape[1]
-        spans = (F.pad(spans, (0, missing), value=-1) if missing > 0 else spans)[
-            :, kv_offset : kv_offset + kv_len
-        ]
-    chunk_start = None
-    if pattern.left_padding is not None:
-        chunk_start = pattern.left_padding - kv_offset
-    return CallStructure(
-        batch=batch,
-        q_len=q_len,
-        kv_len=kv_len,
-        causal=bool(pattern.causal),
-        q_offset=q_offset - kv_offset,
-        window=pattern.window,
-        chunk=pattern.chunk,
-        chunk_start=chunk_start,
-        key_padding=padding,
-        q_segments=pattern.documents,
-        k_segments=pattern.documents,
-        spans=spans,
-    )
+        spans = F.pad(spans, (0, missing), value=-1) if missing > 0 else spans
+        rules["spans"] = spans[:, kv_offset : kv_offset + kv_len]
+    if "chunk_start" in rules:
+        rules["chunk_start"] = rules["chunk_start"] - kv_offset
+    if "k_segments" in rules:
+        rules["q_segments"] = rules["k_segments"]
+    return rules
 
 
 def _settled(structure: CallStructure, device: Any, padding: Tensor | None, config: Any) -> CallStructure:

@@ -20,7 +20,7 @@ from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.cache import tokens as cache_tokens
 from adaattn_hf.patches.call import interface
-from adaattn_hf.patches.mask import masks, packing, told
+from adaattn_hf.patches.mask import documents, masks, told
 from adaattn_hf.patches.plans import fit, hashes
 from adaattn_hf.patches.plans.weights import Weights
 from tests.support import malformed, valid
@@ -163,17 +163,17 @@ def test_it_reports_positions_that_are_taken_for_documents(monkeypatch: pytest.M
         documents = border.cumsum(1)
         return structure.with_changes(q_segments=documents, k_segments=documents)
 
-    monkeypatch.setattr(packing, "with_restarts", by_any_step)
+    monkeypatch.setattr(documents, "with_restarts", by_any_step)
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
 def test_it_reports_rows_that_are_read_across(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = packing.with_restarts
+    real = documents.with_restarts
 
     def in_one_row(structure: Any, positions: torch.Tensor, known: Any = None) -> Any:
         return real(structure, positions, known) if structure.batch == 1 else structure
 
-    monkeypatch.setattr(packing, "with_restarts", in_one_row)
+    monkeypatch.setattr(documents, "with_restarts", in_one_row)
 
     def rows(case: whole.Whole) -> bool:
         told = case.given.mask is None and case.given.cache == "off"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.request import AttentionRequest
 from adaattn_hf.attention.structure import CallStructure
-from adaattn_hf.patches.call import interface, losses, resolved
+from adaattn_hf.patches.call import interface, keywords, resolved
 from adaattn_hf.patches.call.keywords import HARMLESS, MEANT
 
 from ..support.models import fresh_pair, tokens
@@ -123,8 +123,8 @@ def test_losses_that_do_not_tell_take_nothing() -> None:
 
 
 def test_nothing_that_changes_attention_is_an_option_of_a_loss() -> None:
-    assert not losses._of_transformers() & (served() - HARMLESS)
-    assert "ignore_index" in losses._of_transformers()
+    assert not keywords._of_transformers() & (served() - HARMLESS)
+    assert "ignore_index" in keywords._of_transformers()
 
 
 def test_places_behind_the_mask_are_those_of_sdpa() -> None:
