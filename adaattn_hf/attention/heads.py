@@ -96,12 +96,17 @@ class HeadRules:
         """All that a choice of a backend asks of the rules, which is remembered with them."""
         return self.precision, self.windowed, self.has_sinks
 
-    def check_mean(self, head_dim: int) -> None:
-        """Refuses mean keys of another head size.
+    def check_fit(self, kv_heads: int, head_dim: int) -> None:
+        """Refuses keys of other heads than the rules are for.
 
         Raises:
-            ValueError: `key_mean` does not fit the keys.
+            ValueError: There are more or fewer, or the mean keys have another size.
         """
+        if len(self.windows) != kv_heads:
+            raise ValueError(
+                f"per_head: got rules for {len(self.windows)} heads, expected one for each of the {kv_heads} key/value "
+                "heads"
+            )
         if self.key_mean is not None and self.key_mean.shape[1] != head_dim:
             raise ValueError(
                 f"per_head.key_mean: got shape {tuple(self.key_mean.shape)}, expected [{len(self.windows)}, {head_dim}]"

@@ -60,14 +60,13 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
         watched = not compiling and (
             _tracing() is not None or forward_ad._current_level >= 0 or _transforms() or _modes()
         )
-        if watched or compiling:
-            other = _other_way(adaattn, backend, module, query, key, compiling)
-            if other is not None:
-                return other(
-                    module, query, key, value, attention_mask, dropout, scaling, is_causal,
-                    sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, sinks=sinks,
-                    position_bias=position_bias, **kwargs,
-                )  # fmt: skip
+        if compiling and (outside := _outside_graphs(module, key)) is not None:
+            return outside(
+                adaattn, module, query, key, value, attention_mask, dropout, scaling, is_causal,
+                sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, sinks=sinks,
+                position_bias=position_bias, **kwargs,
+            )  # fmt: skip
+        forced = _beneath_transforms(backend, query, key) if watched else backend
         stored = streams = None
         if not isinstance(key, Tensor):  # a `StoredTensor`, which quantised and streaming caches return
             carriers: tuple[Any, Any] = key, value
@@ -92,7 +91,7 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 return launch(query, key, value, factor, structure, stored).contiguous(), None
         sink_logits = sinks if s_aux is None else s_aux
         call = Call(
-            backend, module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap,
+            forced, module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap,
             sink_logits, position_bias, kwargs, stored, streams,
         )  # fmt: skip
         return attend_extended(call, compiling)
@@ -100,28 +99,22 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
     return adaattn
 
 
-def _other_way(
-    adaattn: AttentionFunction,
-    backend: str | None,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    compiling: bool,
-) -> AttentionFunction | None:
-    """What answers a call in its stead, with the same arguments: outside of a graph, or in torch's operations."""
-    if compiling:
-        seated = getattr(module, SEATED, False)
-        if not seated and getattr(key, "streams", None) is None:
-            return None
-        outside = use_plan_runs_outside_graphs if seated else streaming_heads_run_outside_graphs
-        return lambda *told, **more: outside(adaattn, *told, **more)
+def _beneath_transforms(backend: str | None, query: Tensor, key: Tensor) -> str | None:
+    """The backend of a call that others may follow: a transform sees torch's operations, and nothing of our kernels."""
     transform = transform_at_work() if backend in (None, "native") else None
-    if not transform:
-        return None
+    if transform is None:
+        return backend
     from .refusals import check_transform
 
     check_transform(backend, transform, query, key)
-    return attention_function("eager")
+    return "eager"
+
+
+def _outside_graphs(module: nn.Module, key: Any) -> Callable[..., Any] | None:
+    """What runs attention outside of the graph that is traced, where a graph cannot hold it."""
+    if getattr(module, SEATED, False):
+        return use_plan_runs_outside_graphs
+    return None if getattr(key, "streams", None) is None else streaming_heads_run_outside_graphs
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -16,7 +16,7 @@ from adaattn_hf.backends.select import traces
 from adaattn_hf.config import raw_settings
 
 from ..models.families import UnsupportedModel, family_of, unsupported, uses_interface
-from .mask_pattern import Rules, causality, read_pattern
+from .mask_pattern import causality, read_pattern
 from .structured_mask import StructuredMask, recall, remember
 
 _NATIVE = ("adaattn", "adaattn_native")
@@ -61,21 +61,14 @@ def adaattn_mask(
     if config is not None and not uses_interface(type(config)):
         raise UnsupportedModel(unsupported(type(config).__name__))
     family = family_of(config)
-    told, by_positions = None, False
+    told = None
     if family.loses_borders and not tracing():
         from .told import told_to_model  # imported here: few families keep what they are told to themselves
 
         told = told_to_model()
-        by_positions = told.by_positions
-        if by_positions:
-            attention_mask = None  # at most one of ones, which the model made itself
-    if bare and not family.dense_mask:
-        made = CallStructure(batch_size, q_length, kv_length, bool(causal), q_offset - kv_offset)
-        if key is not None and not family.loses_borders:
-            remember(key, made)
-        return StructuredMask(told.added_to(made) if told else made, mask_device, by_positions)
+    by_positions = told is not None and told.by_positions
 
-    def stock(padding: Tensor | None) -> Tensor:
+    def stock() -> Tensor:
         built = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -83,7 +76,7 @@ def adaattn_mask(
             q_offset=q_offset,  # type: ignore[arg-type]  # also a tensor, whatever its signature says
             kv_offset=kv_offset,
             mask_function=mask_function,
-            attention_mask=padding,
+            attention_mask=attention_mask,
             allow_is_causal_skip=False,
             allow_is_bidirectional_skip=False,
             use_vmap=use_vmap,
@@ -93,25 +86,11 @@ def adaattn_mask(
         return built
 
     if family.dense_mask:
-        return stock(attention_mask)
-    rules = None if use_vmap else read_pattern(mask_function)
-    if rules is not None and (
-        "causal" not in rules or "key_padding" in rules or ("k_segments" in rules and q_length != kv_length)
-    ):
-        rules = None
-    # A preallocated cache increments this very tensor in place when it is updated, so it is copied.
-    offset = (q_offset.clone() if isinstance(q_offset, Tensor) else q_offset) - kv_offset
+        return stock()
+    if bare or by_positions:
+        attention_mask = None  # at most one of ones; the model may have made it itself
     padding = _padding_of_keys(attention_mask, batch_size, kv_length, kv_offset)
-    if rules is None:
-        structure = CallStructure(
-            batch_size, q_length, kv_length, q_offset=offset, mask=stock(attention_mask)
-        )
-    else:
-        rules = _in_this_call(rules, kv_length, kv_offset)
-        structure = CallStructure(
-            batch_size, q_length, kv_length, q_offset=offset, key_padding=padding, **rules
-        )
-    structure = _settled(told.added_to(structure) if told else structure, mask_device, padding, config)
+    rules = None if use_vmap else _rules_of(mask_function, q_length, kv_length, kv_offset)
     # with a mask Transformers looks for no documents in positions; what it composed is not read in a compiled graph
     chunks = (
         rules is None
@@ -119,20 +98,34 @@ def adaattn_mask(
         and getattr(config, "attention_chunk_size", None) is not None
         and torch.compiler.is_compiling()
     )
+    rules = {"mask": stock()} if rules is None else {"key_padding": padding, **rules}
+    # A preallocated cache increments this very tensor in place when it is updated, so it is copied.
+    offset = (q_offset.clone() if isinstance(q_offset, Tensor) else q_offset) - kv_offset
+    structure = CallStructure(batch_size, q_length, kv_length, q_offset=offset, **rules)
+    if key is not None and not family.loses_borders:  # else what its caller told is looked up each time
+        remember(key, structure)
+    structure = _settled(told.added_to(structure) if told else structure, mask_device, padding, config)
     return StructuredMask(structure, mask_device, by_positions, chunks)
 
 
-def _in_this_call(rules: Rules, kv_len: int, kv_offset: int) -> Rules:
-    """The rules of a mask function as those of a structure, whose positions count from this call's first key."""
-    rules = dict(rules)
-    if (spans := rules.get("spans")) is not None:
-        missing = kv_len + kv_offset - spans.shape[1]
-        spans = F.pad(spans, (0, missing), value=-1) if missing > 0 else spans
-        rules["spans"] = spans[:, kv_offset : kv_offset + kv_len]
+def _rules_of(
+    mask_function: Callable[..., Any], q_len: int, kv_len: int, kv_offset: int
+) -> dict[str, Any] | None:
+    """The rules of a mask function, counted from this call's first key; None where a dense mask must say them."""
+    read = read_pattern(mask_function)
+    if read is None or "causal" not in read or "key_padding" in read:
+        return None
+    rules = dict(read)
+    if "k_segments" in rules:
+        if q_len != kv_len:
+            return None
+        rules["q_segments"] = rules["k_segments"]
     if "chunk_start" in rules:
         rules["chunk_start"] = rules["chunk_start"] - kv_offset
-    if "k_segments" in rules:
-        rules["q_segments"] = rules["k_segments"]
+    if "spans" in rules:
+        spans, missing = rules["spans"], kv_len + kv_offset - rules["spans"].shape[1]
+        spans = F.pad(spans, (0, missing), value=-1) if missing > 0 else spans
+        rules["spans"] = spans[:, kv_offset : kv_offset + kv_len]
     return rules
 
 
