@@ -153,7 +153,7 @@ def windows_and_reach(structure: CallStructure, rules: HeadRules) -> tuple[HeadW
     return narrow, min(reaches, default=ALL)
 
 
-def spelled_out(request: AttentionRequest) -> AttentionRequest:
+def as_dense_mask(request: AttentionRequest) -> AttentionRequest:
     """Returns the request without rules per head whose exact attention is the same: the definition of `HeadRules`.
 
     Queries, keys and values are rounded in their own dtype, and a dense mask says what each head sees.
@@ -242,7 +242,7 @@ def some_rows(request: AttentionRequest, rows: Tensor) -> AttentionRequest:
         rows: `[rows]` indices of query rows.
     """
     if request.per_head is not None:  # which counts rows of the whole call
-        request = spelled_out(request.widened())
+        request = as_dense_mask(request.widened())
     device, structure, bias = request.query.device, request.structure, request.bias
     visible, rows = structure.visible_rows(rows, device), rows.to(device)
     return replace(

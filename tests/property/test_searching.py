@@ -44,35 +44,22 @@ def test_models_compute_what_stock_attention_computes(case: whole.Whole) -> None
     assert oracle.judge(case)
 
 
-FLIPPED = Whole(
-    "phimoe",
-    "adaattn_eager",
-    Inputs(
-        torch.tensor([[13, 24, 49, 18, 46]]),
-        torch.tensor([[6, 8, 10, 12, 14]]),
-        torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(),
-        None,
-        (4, 1),
-        "int8",
-    ),
-    torch.float32,
-    torch.float32,
-    prepared=False,
-)
+IDS, PLACES = torch.tensor([[13, 24, 49, 18, 46]]), torch.tensor([[6, 8, 10, 12, 14]])
+LOWER = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+CODED = Inputs(IDS, PLACES, LOWER, None, (4, 1), "int8")
+FLIPPED = Whole("phimoe", "adaattn_eager", CODED, torch.float32, torch.float32, prepared=False)
 """A call in which the rounding of a cache sends one token to another expert."""
 
 
 def test_codes_are_compared_among_the_same_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert oracle.judge(FLIPPED) == "served"
+    real = stored.dequantise
+    with monkeypatch.context() as planted:
+        planted.setattr(stored, "dequantise", lambda codes, scale: -real(codes, scale))
+        with pytest.raises(AssertionError, match="codes lead"):
+            oracle.judge(FLIPPED)
     monkeypatch.setattr(oracle, "routing", lambda *_, **__: nullcontext())
     with pytest.raises(AssertionError, match=r"codes lead 0\.11 standard deviations"):
-        oracle.judge(FLIPPED)
-
-
-def test_it_reports_codes_that_are_read_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = stored.dequantise
-    monkeypatch.setattr(stored, "dequantise", lambda codes, scale: -real(codes, scale))
-    with pytest.raises(AssertionError, match="codes lead"):
         oracle.judge(FLIPPED)
 
 

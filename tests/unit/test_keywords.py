@@ -114,12 +114,10 @@ def test_the_loss_of_a_user_is_asked_for_its_keywords(compiled: bool) -> None:
 @pytest.mark.usefixtures("forgotten")
 def test_losses_that_do_not_tell_take_nothing() -> None:
     _, ours = fresh_pair("llama")
-    ours.loss_function = dict.fromkeys  # a builtin
-    with pytest.raises(ValueError, match=r"^invented: got float.*signature of the model's loss_function"):
-        ours(tokens(), invented=1.0)
-    ours.loss_function = 3
-    with pytest.raises(ValueError, match=r"^invented: got float.*signature of the model's loss_function"):
-        ours(tokens(), invented=1.0)
+    for loss in (dict.fromkeys, 3):  # a builtin, and none
+        ours.loss_function = loss
+        with pytest.raises(ValueError, match=r"^invented: got float.*signature of the model's loss_function"):
+            ours(tokens(), invented=1.0)
 
 
 def test_nothing_that_changes_attention_is_an_option_of_a_loss() -> None:

@@ -46,9 +46,9 @@ def test_the_attention_function_answers_each_layer(
         torch.zeros(batch, n, length, size)
         for n, length, size in ((heads, q_len, 16), (2, kv_len, 16), (2, kv_len, size_v))
     )
-    serve, device = attention_function(backend), torch.device("cpu")
+    serve = attention_function(backend)
     rules = CallStructure(batch, q_len, kv_len, causal=True, q_offset=kv_len - q_len, chunk=chunk)
-    mask = None if chunk is None else StructuredMask(rules, device)
+    mask = None if chunk is None else StructuredMask(rules, torch.device("cpu"))
     with torch.no_grad():
         for _ in range(2):  # the second call takes the way that the first one kept
             out = serve(Layer(1), query, key, value, mask, scaling=0.25)[0]

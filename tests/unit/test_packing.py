@@ -110,17 +110,13 @@ def test_positions_that_never_fall_back_are_no_borders(positions: list[float]) -
     assert with_restarts(structure, torch.tensor([positions])) is structure
 
 
-def test_positions_say_nothing_of_rows_with_padding_or_a_past() -> None:
+def test_positions_say_nothing_of_rows_with_padding_or_a_past_or_without_data() -> None:
     positions = torch.tensor([[1, 1, 0, 1, 2]])
     padded = CallStructure(1, 5, 5, causal=True, key_padding=torch.tensor([[0, 0, 1, 1, 1]]).bool())
     dense = CallStructure(1, 5, 5, mask=torch.ones(1, 1, 5, 5).tril().bool())
     for structure in (padded, dense, CallStructure(1, 5, 9, causal=True, q_offset=4)):
         assert with_restarts(structure, positions) is structure
-
-
-def test_positions_without_data_say_nothing() -> None:
-    structure = CallStructure(1, 5, 5, causal=True)
-    assert with_restarts(structure, torch.tensor([[0, 1, 0, 1, 2]], device="meta")) is structure
+    assert with_restarts(CallStructure(1, 5, 5, causal=True), positions.to("meta")).plain
 
 
 @given(
