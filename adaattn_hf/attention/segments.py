@@ -28,14 +28,6 @@ class Segment(NamedTuple):
     offset: int
 
 
-def _borders(rows: Tensor) -> list[list[int]]:
-    """Per row of `[rows, length]` the places whose value differs from the one before."""
-    borders: list[list[int]] = [[] for _ in range(rows.shape[0])]
-    for row, before in (rows[:, 1:] != rows[:, :-1]).nonzero().tolist():
-        borders[row].append(before + 1)
-    return borders
-
-
 def _real_runs(padding: Tensor) -> list[Run] | None:
     """Per row of `[rows, length]` the run of real tokens, empty where there is none; None if a row has holes."""
     framed = torch.constant_pad_nd(padding, (1, 1))
@@ -51,9 +43,12 @@ def _real_runs(padding: Tensor) -> list[Run] | None:
 def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
     """Per row of `[rows, length]` the run of each number, in order; None if one comes back after another."""
     length, numbers = ids.shape[1], ids.tolist()
+    starts = [[0] for _ in numbers]
+    for row, before in (ids[:, 1:] != ids[:, :-1]).nonzero().tolist():
+        starts[row].append(before + 1)
     found = []
-    for row, borders in zip(numbers, _borders(ids), strict=True):
-        runs = list(itertools.pairwise([0, *borders, length])) if length else []
+    for row, borders in zip(numbers, starts, strict=True):
+        runs = list(itertools.pairwise([*borders, length])) if length else []
         by_number = {row[a]: (a, b) for a, b in runs}
         if len(by_number) != len(runs):
             return None

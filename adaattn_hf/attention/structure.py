@@ -323,26 +323,6 @@ class CallStructure:
         """
         return self.derived(find_segments)
 
-    @property
-    def longest_packed(self) -> int:
-        """Keys of the longest of the `segments` if they hold every query and key, as in packed documents; else 0."""
-        return self.derived(CallStructure._find_longest_packed)
-
-    def _find_longest_packed(self) -> int:
-        runs, rows = self.segments() or (), (self.batch * self.q_len, self.batch * self.kv_len)
-        whole = (sum(s.q_len for s in runs), sum(s.k_len for s in runs)) == rows
-        # int: torch.jit.trace makes tensors of what is read of another one's shape
-        return max((int(s.k_len) for s in runs), default=0) if whole else 0
-
-    @property
-    def aligned(self) -> bool:
-        """The last query of every one of the `segments` stands at its last key, or it does not matter where."""
-        return self.derived(CallStructure._is_aligned)
-
-    def _is_aligned(self) -> bool:
-        runs = self.segments() if self.causal or self.window is not None else None
-        return runs is None or all(run.offset + run.q_len == run.k_len for run in runs)
-
     def offset(self) -> int:
         """`q_offset` as an integer (reads it from the device once)."""
         return self.q_offset if isinstance(self.q_offset, int) else self.derived(CallStructure._read_offset)
@@ -376,13 +356,21 @@ class Facts(NamedTuple):
     def of(cls, structure: CallStructure, look: bool) -> Facts:
         """The facts of a structure; `look` at padding, for which the host may have to wait for a device."""
         kind, holes, packed, aligned = structure.kind, None, 0, True
-        keys = structure.kv_len
-        known = type(structure.q_len) is type(keys) is int  # in torch.jit.trace extents are tensors
+        batch, q_len, keys = structure.batch, structure.q_len, structure.kv_len
+        known = type(q_len) is type(keys) is int  # in torch.jit.trace extents are tensors
         if look and kind == "ragged" and known:
-            holes, aligned = structure.segments() is None, structure.aligned
-            packed = 1 << structure.longest_packed.bit_length() >> 1
-            # kernels that walk runs are no better off than with a dense mask
-            kind = "irregular" if holes else kind
+            runs = structure.segments()
+            holes = runs is None
+            if runs is None:
+                kind = "irregular"  # kernels that walk runs are no better off than with a dense mask
+            else:
+                ends = all(run.offset + run.q_len == run.k_len for run in runs)
+                aligned = ends or not (structure.causal or structure.window is not None)
+                if (sum(run.q_len for run in runs), sum(run.k_len for run in runs)) == (
+                    batch * q_len,
+                    batch * keys,
+                ):
+                    packed = 1 << max((int(run.k_len) for run in runs), default=0).bit_length() >> 1
         # a compiled graph would be guarded by the class of its lengths
         fixed = known and not torch.compiler.is_compiling()
         return cls(

@@ -73,11 +73,9 @@ class EagerBackend(Backend):
             return nothing_seen(request)
         weights, lse = _weights_and_lse(request)
         value = request.value
-        weights = (
-            F.dropout(weights.to(value.dtype), request.dropout)
-            if request.dropout
-            else weights.to(value.dtype)
-        )
+        weights = weights.to(value.dtype)
+        if request.dropout:
+            weights = F.dropout(weights, request.dropout)
         batch, heads, q_len, kv_len = weights.shape
         kv_heads = value.shape[1]
         with torch.autocast(autocast_device(value), enabled=False):

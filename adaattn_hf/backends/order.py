@@ -38,11 +38,11 @@ def order(spec: CallSpec) -> tuple[str, ...]:
 
     | on CUDA | first |
     |---|---|
-    | plain calls | torch; of heavy ones flash-attn 3, built for inference, and 4; on Hopper our kernels where `_ahead` |
-    | runs (padding, documents), one query | our kernels, which gather nothing; heavy packed rows: flash-attn 3 |
-    | with gradients | flash-attn 4 |
-    | windows, softcap, sinks, dense masks | flash-attn |
-    | rules per head | our kernels for light calls, small heads and on Hopper, else flash-attn 4; nobody else |
+    | plain calls | torch; heavy ones: flash-attn 3, built for inference, or 4; on Hopper where `_ahead`: ours |
+    | runs (padding, documents), one query | ours, which gathers nothing; heavy packed rows: flash-attn 3 |
+    | runs with gradients | flash-attn 4 |
+    | windows, softcap, sinks, dense masks | flash-attn 3 or 4 |
+    | rules per head | ours for light calls, small heads and on Hopper, else flash-attn 4; nobody else |
 
     On a processor the native kernels are first, but for padding with holes and lone rows from memory.
     """
